@@ -58,10 +58,14 @@ class Media:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a message: a text, an image or a video."""
+    """A part of a message: a text, an image or a video.
+
+    `said` is a text of a model, a tool or an environment, in which a placeholder of media is no mistake.
+    """
 
     text: str = ""
     media: Media | None = None
+    said: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", whole(self.text))

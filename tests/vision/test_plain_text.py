@@ -15,6 +15,7 @@ from mmrl.rewards.asking import judge_prompt
 from mmrl.vision.call_formats import encode_with_tools
 from mmrl.vision.environment_calls import observed
 from mmrl.vision.models.processor import PromptEncoder
+from mmrl.vision.tool_replies import Limits, as_parts
 from tests.vision import tiny
 
 TOOLS = "{% if tools %}<tools>\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}</tools>\n{% endif %}"
@@ -117,6 +118,22 @@ def test_no_text_makes_a_control_token(encoders, family, door):
         assert not within or words.count(block) == encoder.tokenizer.decode(harmless).count(block), texts
         if "tool" not in door + "".join(texts):  # nothing else is changed
             assert whole("".join(texts)).strip() in words, texts
+
+
+def test_a_placeholder_is_a_mistake_of_a_row_and_words_of_a_model(encoders):
+    encoder, asked = encoders["qwen"], tiny.ask("p", tiny.picture(), "what")
+    words = "so <|image_pad|> <|vision_start|>"
+    shown = as_parts(words, "look", Limits(100, 100))
+    for prompt in (
+        with_hint(asked, words, tag="wrong"),
+        observed(asked, shown),
+        judge_prompt("p", asked, (), words),
+    ):
+        ids = encoder.encode(prompt).ids
+        assert control(encoder, ids) == control(encoder, encoder.encode(asked).ids)
+        assert words in encoder.tokenizer.decode(ids)
+    with pytest.raises(ValueError, match="holds the media placeholder"):
+        encoder.encode(with_hint(tiny.ask("p", "so <|image_pad|>"), "x", tag="wrong"))
 
 
 @pytest.mark.parametrize("family", ["qwen", "llava", "with tools"])

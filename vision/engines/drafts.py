@@ -52,7 +52,7 @@ class Attempt:
         if not text:
             return replace(self.prompt, uid=uid)
         *before, last = self.prompt.messages
-        asked = replace(last, parts=(*last.parts, Part(text)))
+        asked = replace(last, parts=(*last.parts, Part(text, said=True)))
         return replace(self.prompt, uid=uid, messages=(*before, asked))
 
 

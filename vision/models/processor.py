@@ -190,8 +190,9 @@ class PromptEncoder:
         return self._inputs(prompt, self._render(messages, tools), {})
 
     def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
+        asked = "\n".join(part.text for turn in prompt.messages for part in turn.parts if not part.said)
         for word in self._media_words():
-            if word in prompt.text:
+            if word in asked:
                 raise ValueError(
                     f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
                     "add the image or video as a part of the message instead"
