@@ -176,7 +176,8 @@ class MarkedTokenizer:
             return self.source(text, **options)
         token, twin = self._knowing(texts)
         late = {name: options.pop(name) for name in ("padding", "return_tensors") if name in options}
-        late |= {name: options[name] for name in ("max_length", "pad_to_multiple_of") if name in options}
+        if late.get("padding") == "max_length":
+            late["max_length"] = options.get("max_length")
         rows = twin([words.replace(self.mark, token) for words in texts], **options)
         number = twin.convert_tokens_to_ids(token)
         kept = [[place for place, found in enumerate(ids) if found != number] for ids in rows["input_ids"]]

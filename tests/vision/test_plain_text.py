@@ -7,10 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from pyarrow import parquet
 
 from mmrl.core.plain_text import OPEN_CLIP, PlainText, block_after, inside, parted, unused_marker, whole
+from mmrl.core.rng import Stream
+from mmrl.core.tool_calls import Call, parse_calls
 from mmrl.core.types import Message, Outcome, Part
+from mmrl.data.dataset_io import write_rows
 from mmrl.data.hints import with_hint
+from mmrl.reporting.answers import write_columns
 from mmrl.rewards.asking import judge_prompt
 from mmrl.vision.call_formats import encode_with_tools
 from mmrl.vision.environment_calls import observed
@@ -193,6 +198,14 @@ def test_words_for_a_tokenizer_out_of_reach_are_parted():
         assert not set(tokenizer.encode(parted(text, OPEN_CLIP))) & set(tokenizer.all_special_ids)
 
 
-def test_halves_of_characters_are_replaced():
+def test_halves_of_characters_are_replaced(tmp_path):
+    write_columns(tmp_path / "a.parquet", {"uid": ["a\ud800"], "media": [["\udcff.png"]], "length": [3]})
+    assert parquet.read_table(tmp_path / "a.parquet").to_pylist() == [
+        {"uid": "a�", "media": ["�.png"], "length": 3}
+    ]
+    assert write_rows(tmp_path / "a.jsonl", [{"prompt": ["\ud800"]}]) == 1
+    assert Stream().seed_of("\ud800") != Stream().seed_of("\ud801")
+    (call,) = parse_calls('<tool_call>{"name": "look", "arguments": {"x": "\\ud800"}}</tool_call>')
+    assert call == Call("look", {"x": "�"})
     assert whole("a\ud800b\udc00\ud83d\ude00") == "a�b�\U0001f600" and whole("é") == "é"
     assert Part("\ud800").text == Outcome(text="\udfff").text == "�" and Outcome().text is None
