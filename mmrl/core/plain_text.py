@@ -117,11 +117,13 @@ class PlainText:
         self.longest = max(map(len, self.begun), default=0)
 
     def marked(self, value: Any) -> Any:
-        """Mark a text, or every text in messages and schemas, before a template or a tokenizer reads it."""
+        """Mark a text, or every text in messages and schemas, once: before a template or tokenizer reads it."""
         return each_text(value, self._marked)
 
     def settled(self, rendered: str) -> str:
         """Remove the marks from what a template has written where no text becomes a control word."""
+        if self.mark not in rendered:
+            return rendered
         plain = rendered.replace(self.mark, "")
         return plain if self.pattern.findall(plain) == self.pattern.findall(rendered) else rendered
 
