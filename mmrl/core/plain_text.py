@@ -117,7 +117,7 @@ class PlainText:
         self.longest = max(map(len, self.begun), default=0)
 
     def marked(self, value: Any) -> Any:
-        """Mark a text, or every text in messages and schemas, once: before a template or tokenizer reads it."""
+        """Mark a text, or those in messages and schemas, once, before a template or a tokenizer reads it."""
         return each_text(value, self._marked)
 
     def settled(self, rendered: str) -> str:
