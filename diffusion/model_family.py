@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from mmrl.config.registry import pieces
+from mmrl.core.plain_text import PlainText, unused_marker, whole
 from mmrl.diffusion.schedule import scheduled_times, size_shift
 
 # An encoded text without batch axis, by the names of the network's arguments.
@@ -140,6 +142,27 @@ def family_of(pipeline: str) -> PipelineFamily:
 
 
 # ---- texts
+
+
+@contextmanager
+def reading_words(pipe: Any, text: str) -> Iterator[str]:
+    """Let the tokenizers of a pipeline read a text as words, also where it holds their control words.
+
+    Gives the text as the pipeline has to be asked with it, inside the block.
+    """
+    mark, marked = unused_marker([text]), whole(text)
+    parts = {name: part for name, part in pipe.components.items() if hasattr(part, "added_tokens_decoder")}
+    plain = {name: PlainText(part, mark=mark, any_case=True) for name, part in parts.items()}
+    for one in plain.values():
+        marked = one.marked(marked)
+    if all(one.settled(marked) == whole(text) for one in plain.values()):
+        yield whole(text)
+        return
+    vars(pipe).update({name: one.tokenizer for name, one in plain.items()})  # not as parts to be saved
+    try:
+        yield marked
+    finally:
+        vars(pipe).update(parts)
 
 
 def check_fits(tokenizer: Any, text: str, limit: int) -> None:

@@ -73,7 +73,7 @@ def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
         match item:
             case str(text) | {"type": "text", "text": str(text)}:
                 if left >= 0:  # else a text before was cut
-                    parts.append(Part(text if len(text) <= left else text[:left] + " [...]"))
+                    parts.append(Part(text if len(text) <= left else text[:left] + " [...]", said=True))
                 left -= len(text)
             case {"type": "image", "image": image} if is_image(image):
                 parts.append(Part(media=_as_media(image, name, limits.pixels)))

@@ -17,7 +17,7 @@ from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.diffusion import loading
-from mmrl.diffusion.model_family import Condition, PipelineFamily, default_of, family_of
+from mmrl.diffusion.model_family import Condition, PipelineFamily, default_of, family_of, reading_words
 from mmrl.diffusion.steps import Conditioning, FlowRow, FlowSteps, Likelihood
 from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision
 
@@ -131,7 +131,8 @@ class Flow:
         def encode() -> Condition:
             self._move_frozen_parts()
             try:
-                return self.family.encode(self.pipe, [text], self.max_sequence_length)[0]
+                with reading_words(self.pipe, text) as words:
+                    return self.family.encode(self.pipe, [words], self.max_sequence_length)[0]
             except ValueError as error:
                 raise ValueError(f"cannot read the prompt '{text}': {error}") from error
 

@@ -11,6 +11,7 @@ from torch.nn.functional import normalize
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
+from mmrl.core.plain_text import OPEN_CLIP, PlainText, parted
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion import reward_base as base
 from mmrl.diffusion.image_io import to_pil
@@ -72,11 +73,12 @@ class PickScore(TextImageSimilarity):
         self.model, self.batch_size = base.shared_model(self.name, device, load, model), batch_size
         with base.explained(f"pick_score: cannot load the processor '{processor}'"):
             self.processor = CLIPProcessor.from_pretrained(model_source(processor), trust_remote_code=False)
+        self.plain = PlainText(self.processor.tokenizer, any_case=True)
         self.factor = (float(self.model.logit_scale.exp()) if scale == "logit" else 1.0) / divide_by
         self.max_tokens = self.model.config.text_config.max_position_embeddings
 
     def count_tokens(self, text: str) -> int:
-        return len(self.processor.tokenizer(text, verbose=False).input_ids)
+        return len(self.plain.batch([text], verbose=False)["input_ids"][0])
 
     def embed_images(self, images: Sequence[Tensor]) -> Tensor:
         inputs = self.processor(images=[to_pil(image) for image in images], return_tensors="pt")
@@ -85,7 +87,7 @@ class PickScore(TextImageSimilarity):
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
         padding = {"padding": "max_length", "truncation": True, "max_length": self.max_tokens}
-        inputs = self.processor(text=list(texts), return_tensors="pt", **padding).to(self.model.device)
+        inputs = self.plain.batch(texts, return_tensors="pt", **padding).to(self.model.device)
         encoded = self.model.text_model(inputs["input_ids"], attention_mask=inputs["attention_mask"])
         return self.model.text_projection(encoded.pooler_output)
 
@@ -134,14 +136,15 @@ class Hpsv2(TextImageSimilarity):
         self.max_tokens = self.tokenizer.context_length
 
     def count_tokens(self, text: str) -> int:
-        return len(self.tokenizer.encode(text)) + 2  # and the start and end tokens
+        return len(self.tokenizer.encode(parted(text, OPEN_CLIP))) + 2  # and the start and end tokens
 
     def embed_images(self, images: Sequence[Tensor]) -> Tensor:
         pixels = torch.stack([self.prepare(to_pil(image)) for image in images])
         return self.model.encode_image(pixels.to(self.model.logit_scale.device))
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        return self.model.encode_text(self.tokenizer(list(texts)).to(self.model.logit_scale.device))
+        ids = self.tokenizer([parted(text, OPEN_CLIP) for text in texts])
+        return self.model.encode_text(ids.to(self.model.logit_scale.device))
 
 
 @reward

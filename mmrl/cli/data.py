@@ -50,9 +50,12 @@ def build(given: argparse.Namespace) -> None:
 @command(
     argument("path", help="a file of rows (jsonl, json, parquet), or a folder of them"),
     argument("--root", help="folder that media paths are relative to (default: the folder of the rows)"),
+    argument(
+        "--model", help="model whose special tokens no text should hold (default: common forms of such)"
+    ),
     argument("--show", type=int, default=3, metavar="N", help="findings to print per check"),
     name="data check",
-    examples=("mmrl data check data/questions.jsonl",),
+    examples=("mmrl data check data/questions.jsonl", "mmrl data check data/chat --model models/mine"),
 )
 def check_data(given: argparse.Namespace) -> int:
     """Find rows and media that are missing, broken or shared by splits; exit code 1 if there are any."""
@@ -64,7 +67,7 @@ def check_data(given: argparse.Namespace) -> int:
     if given.root and not root.is_dir():
         raise ConfigError(f"there is no folder '{root}' that media paths could be relative to")
     row_files(path)
-    rows = Rows(path, root)
+    rows = Rows(path, root, special_tokens_of(given.model) if given.model else frozenset())
     splits = Counter(row.split for row in rows)
     if not splits:
         raise SourceError(f"'{path}' holds no rows")
@@ -80,3 +83,17 @@ def check_data(given: argparse.Namespace) -> int:
     counts = ", ".join(f"{split} {count}" for split, count in splits.items())
     print(f"{path}: {splits.total()} rows ({counts}), {wrong or 'nothing'} wrong")
     return int(wrong > 0)
+
+
+def special_tokens_of(model: str) -> frozenset[str]:
+    """List the special tokens of a model's folder, or of one of the hub; raises ConfigError without them."""
+    from transformers import AutoTokenizer
+
+    from mmrl.core.plain_text import control_words
+    from mmrl.runtime.modules import model_source
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_source(model), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the tokenizer of '{model}' (`--model`): {error}") from error
+    return frozenset(control_words(tokenizer))

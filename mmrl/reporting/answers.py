@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from torch import Tensor
 
+from mmrl.core.plain_text import each_text, whole
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.types import Rollouts
 from mmrl.reporting.thumbnails import of_outcome, of_prompt, of_tools
@@ -196,6 +197,7 @@ def write_columns(
     # Columns that may have no value in a file keep their type.
     types = {"target": pyarrow.string(), "completion": pyarrow.string(), "correct": pyarrow.bool_()}
     types |= {"media": pyarrow.list_(pyarrow.string())}
+    columns = each_text(columns, whole)  # names of files may be no UTF-8
     arrays = {name: pyarrow.array(column, types.get(name)) for name, column in columns.items()}
     with replacing(path) as beside:
         parquet.write_table(pyarrow.table(arrays).replace_schema_metadata(metadata), beside)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mmrl.config.schema import Config, ConfigError
+from mmrl.core.plain_text import whole
 
 if TYPE_CHECKING:
     from mmrl.runtime.distributed import Processes
@@ -41,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_whole(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(whole(text), encoding="utf-8")
 
 
 def flush(path: Path) -> None:

@@ -24,6 +24,7 @@ from mmrl.core.step_table import Batch
 from mmrl.core.types import Rollouts, Trajectory, Unit
 from mmrl.reporting.metrics import Meter
 from mmrl.runtime.distributed import Processes
+from mmrl.runtime.files import write_whole
 
 T = TypeVar("T")
 FOLDER = "faults"
@@ -216,7 +217,7 @@ class Guard:
                 for place, advantage, mask in zip(rows.rows.tolist(), rows.advantage, rows.mask, strict=True)
             ],
         }
-        path.write_text(json.dumps(written, indent=1, ensure_ascii=False))
+        write_whole(path, json.dumps(written, indent=1, ensure_ascii=False))
         tensors = {"mask": rows.mask, "advantage": rows.advantage, "weight": rows.weight}
         tensors |= {f"notes/{name}": note for name, note in rows.notes.items()}
         tensors |= {f"{name}/logp": output.logp for name, output in rows.others.items()}

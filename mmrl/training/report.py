@@ -40,6 +40,7 @@ from mmrl.reporting.metrics import (
 )
 from mmrl.reporting.rollout_mismatch import conclude, describe_mismatch
 from mmrl.runtime.distributed import Processes
+from mmrl.runtime.files import write_whole
 
 IMAGES = 64  # prompts of an evaluation that keep thumbnails
 
@@ -215,6 +216,6 @@ class Reporter:
         if last:
             write_measured(self.folder, last)
             if fragments := "".join(piece({"answer": last}) for piece in self.pieces.visualizations):
-                (self.folder / VISUALIZATIONS).write_text(fragments)
+                write_whole(self.folder / VISUALIZATIONS, fragments)
         self.console.say(f"report: {write_page(self.folder)}")
         self.pieces.trackers.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from itertools import groupby
 
 import numpy as np
 import pytest
 import torch
 
 from mmrl.diffusion.loading import load_pipeline
-from mmrl.diffusion.model_family import family_of, pack, unpack
+from mmrl.diffusion.model_family import family_of, pack, reading_words, unpack
 
 TEXTS = ["a cat", "two dogs on a red boat"]
 SIZES = {"sana": (64, 96), "wan": (32, 48)}
@@ -256,6 +257,35 @@ def test_a_text_of_exactly_the_limit_is_read_and_one_token_more_is_not(pipeline,
     assert not torch.equal(states_a, states_b)
     with pytest.raises(ValueError, match=r"tokens long, and the encoder .* takes"):
         family.encode(pipe, ["a" * (most + 1)], limit)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_makes_no_control_token(pipeline, name, monkeypatch):
+    pipe = pipeline(name)
+    tokenizers = {key: part for key, part in pipe.components.items() if hasattr(part, "added_tokens_decoder")}
+    towers = [part for key, part in pipe.components.items() if key.startswith("text_encoder") and part]
+    read = []  # the tokens that text encoders were given
+    for tower in towers:
+        forward = tower.forward
+
+        def noted(*ids, forward=forward, **options):
+            read.append((ids[0] if ids else options["input_ids"])[0].tolist())
+            return forward(*ids, **options)
+
+        monkeypatch.setattr(tower, "forward", noted)
+
+    def control(text):
+        read.clear()
+        with reading_words(pipe, text) as words:
+            family_for(pipe).encode(pipe, [words], LENGTHS[name])
+        assert {key: pipe.components[key] for key in tokenizers} == tokenizers  # as they were
+        special = {number for part in tokenizers.values() for number in part.all_special_ids}
+        # Padding is one token many times.
+        return [sum(token in special for token, _ in groupby(ids)) for ids in read]
+
+    for word in sorted({word for part in tokenizers.values() for word in part.all_special_tokens}):
+        for text in (f"a{word}b", f"a {word.upper()} b"):
+            assert control(text) == control("a fox b"), text
 
 
 def test_flux_reads_on_with_t5_where_clip_stops(pipeline):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from os.path import commonprefix
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor, nn
 
 from mmrl.core.byte_lru import ByteLRU
+from mmrl.core.plain_text import PlainText, block_after, each_text, inside, unused_marker
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Media, Message, Part, Prompt
 from mmrl.kv_cache.layout import placeholder_ids
@@ -73,6 +74,7 @@ class PromptEncoder:
             self.pixels = {**size, **pixels}
         # No answer may contain these: the model would expect media for them.
         self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
+        self.plain = PlainText(self.tokenizer, self._media_words())
         self.end = self._end_tokens()
         self._keys: dict[str, bool] = {}  # whether a template reads a key of recorded turns
         self._known: dict[str, bool] = {}  # whether a template tells about tools, by both
@@ -93,12 +95,10 @@ class PromptEncoder:
     def extend(self, encoded: EncodedPrompt, ids: Tensor, *replies: Message) -> EncodedPrompt:
         """Append an answer (T,) and replies to it, and begin the next answer in the template's own words.
 
-        Raises ValueError where the reply's text holds a special token, or media do not fit their tokens.
+        Raises ValueError where media do not fit their tokens.
         """
-        prompt, marker = Prompt(encoded.uid, replies), "\x02"
-        for word in self.special_words:
-            if word in prompt.text:
-                raise ValueError(f"the reply to prompt '{encoded.uid}' holds the special token {word!r}")
+        prompt = Prompt(encoded.uid, replies)
+        marker = unused_marker([prompt.text])
         messages = [
             {"role": "user", "content": [{"type": "text", "text": "x"}]},
             {"role": "assistant", "content": [{"type": "text", "text": marker}]},
@@ -127,25 +127,28 @@ class PromptEncoder:
         """
         known, written = self.knows_tools(tools), list[Message]()
         for role, group in groupby(messages, lambda message: message.role):
-            if role != "tool" or known:
+            if role != "tool":
                 written += group
+                continue
+            if known:
+                written += (replace(reply, parts=within(self._reply_block, reply.parts)) for reply in group)
                 continue
             parts: list[Part] = []
             for reply in group:
                 before = "\n" * bool(parts) + "<tool_response>\n"
-                parts += [Part(before), *reply.parts, Part("\n</tool_response>")]
+                parts += [Part(before), *within("tool_response", reply.parts), Part("\n</tool_response>")]
             written.append(Message("user", tuple(parts)))
         return written
 
     def answer(self, text: str) -> Tensor:
         """Tokenize an answer, with its end token: (T,)."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # it continues a sequence
-        for token in set(self.placeholders) & set(ids):
-            raise ValueError(
-                f"the recorded answer {text[:80]!r} holds the media placeholder "
-                f"{self.tokenizer.decode(token)!r}, which no answer may hold"
-            )
-        return torch.tensor([*ids, self.end[0]])
+        for word in map(self.tokenizer.decode, self.placeholders):
+            if word in text:
+                raise ValueError(
+                    f"the recorded answer {text[:80]!r} holds the media placeholder {word!r}, which no "
+                    "answer may hold"
+                )
+        return torch.tensor([*self.plain.ids(text), self.end[0]])
 
     def text(self, ids: Tensor) -> str:
         """Decode the tokens of an answer."""
@@ -163,19 +166,11 @@ class PromptEncoder:
     def written_call(self, name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
         """Write a call of a tool in the words of the chat template, as the text of an answer has it."""
         asked = {"role": "user", "content": [{"type": "text", "text": "x"}]}
-        made = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-        made["id"] = CALL_ID
-        turn = {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": [made]}
+        turns = [asked, _call(name, arguments)]
         # Without what begins an answer, such as the name of its role, which no answer has.
-        before, whole = self._render([asked], tools), self._render([asked, turn], tools, answers=False)
+        before, whole = self._render([asked], tools), self._render(turns, tools, answers=False)
         after = whole[len(commonprefix([before, whole])) :]
-        return self.text(torch.tensor(self.tokenizer(after, add_special_tokens=False)["input_ids"]))
-
-    def as_words(self, text: str) -> str:
-        """Break every special token in a text by a space, so that a model reads it as words."""
-        special = sorted(self.special_words, key=len, reverse=True)
-        found = "|".join(re.escape(word) for word in special if len(word) > 1)
-        return re.sub(found, lambda match: f"{match[0][0]} {match[0][1:]}", text) if found else text
+        return self.text(torch.tensor(self.plain.tokenizer(after, add_special_tokens=False)["input_ids"]))
 
     def render(self, prompt: Prompt) -> str:
         """Decode a prompt as the model reads it; placeholders of media become `<image: 64 tokens>`."""
@@ -198,11 +193,9 @@ class PromptEncoder:
 
     def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
         check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
-        words = [self.tokenizer.decode(token) for token in self.placeholders]
-        # Processors look for words of their own, which can differ from those of the model.
-        words += [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
-        for word in words:
-            if word and word in prompt.text:
+        asked = "\n".join(part.text for turn in prompt.messages for part in turn.parts if not part.said)
+        for word in self._media_words():
+            if word in asked:
                 raise ValueError(
                     f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
                     "add the image or video as a part of the message instead"
@@ -213,11 +206,16 @@ class PromptEncoder:
         return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
 
     def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = True) -> str:
-        """Write messages in the words of the chat template, and what begins an answer if one `answers`."""
-        options = {"tools": list(tools)} if tools else {}
-        return self.processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=answers, **options
+        """Write messages in the words of the chat template, and what begins an answer if one `answers`.
+
+        The texts are marked where they hold a control word, for `self.plain`.
+        """
+        part = lambda text: inside(self._schema_block, [text])[0]
+        options = {"tools": self.plain.marked(each_text(tools, part))} if tools else {}
+        rendered = self.processor.apply_chat_template(
+            self.plain.marked(messages), tokenize=False, add_generation_prompt=answers, **options
         )
+        return self.plain.settled(rendered)
 
     def _reply(self, prompt: Prompt, text: str) -> dict[str, Tensor]:
         """Run the processor on what follows an answer; the tokenizer must not begin a sequence."""
@@ -226,8 +224,9 @@ class PromptEncoder:
     def _inputs(self, prompt: Prompt, text: str, options: dict[str, Any]) -> dict[str, Tensor]:
         """Run the processor on a rendered text and the media of a prompt; `options` are for the tokenizer."""
         arguments = self._media_arguments(prompt)
+        processor = self._reads_marks if self.plain.mark in text else self.processor
         try:
-            inputs = dict(self.processor(text=[text], return_tensors="pt", **arguments, **options))
+            inputs = dict(processor(text=[text], return_tensors="pt", **arguments, **options))
         except (ValueError, IndexError, StopIteration) as error:
             raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
@@ -302,9 +301,38 @@ class PromptEncoder:
         return {*self.tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
 
     @cached_property
-    def special_words(self) -> tuple[str, ...]:
-        """The special tokens as text, by number."""
-        return tuple(map(self.tokenizer.decode, sorted(self.special_tokens())))
+    def _reads_marks(self) -> Any:
+        """The processor of marked texts."""
+        return self.plain.processor(self.processor)
+
+    @cached_property
+    def _reply_block(self) -> str:
+        """The block in which the chat template writes the reply of a tool; empty where it has none."""
+        marker = unused_marker(())
+        asked = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+        reply = template_message(Message("tool", (Part(marker),)))
+        for turns in ([asked, _call("x", {}), reply], [asked, reply]):
+            try:
+                return block_after(self._render(turns, answers=False).partition(marker)[2])
+            except (TemplateError, TypeError):  # no words for such turns
+                continue
+        return ""
+
+    @cached_property
+    def _schema_block(self) -> str:
+        """The block in which the chat template lists tools; empty where it has none."""
+        asked = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+        marker = unused_marker(())
+        function = {"name": "x", "description": marker, "parameters": {"type": "object", "properties": {}}}
+        tools = [{"type": "function", "function": function}]
+        written = self.processor.apply_chat_template([asked], tokenize=False, tools=tools)
+        return block_after(written.partition(marker)[2])
+
+    def _media_words(self) -> list[str]:
+        """List the words that stand for media, of the model and, where these differ, of the processor."""
+        words = [self.tokenizer.decode(token) for token in self.placeholders]
+        words += [getattr(self.processor, f"{kind}_token", None) or "" for kind in ("image", "video")]
+        return [word for word in dict.fromkeys(words) if word]
 
 
 def _digest(medium: Media) -> bytes:
@@ -327,6 +355,20 @@ def template_message(message: Message) -> dict[str, Any]:
     if "tool_calls" in keys:
         keys["tool_calls"] = [{"id": CALL_ID} | call for call in keys["tool_calls"]]
     return {"role": message.role, "content": content, **keys}
+
+
+def within(block: str, parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Part the marks of a block in the texts of a message that stand inside of it; media stay."""
+    return tuple(
+        part if part.media else Part(text)
+        for part, text in zip(parts, inside(block, [part.text for part in parts]), strict=True)
+    )
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a turn of the model that calls a tool and says nothing, in the form that chat templates read."""
+    made = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}, "id": CALL_ID}
+    return {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": [made]}
 
 
 def _size_limits(processor: Any) -> dict[str, int]:
