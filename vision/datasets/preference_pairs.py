@@ -13,7 +13,7 @@ from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts
-from mmrl.data.fields import RowError, number, short, text, uid_of
+from mmrl.data.fields import RowError, mapping, number, short, text, uid_of
 from mmrl.data.messages import ASKED, answer_text, as_turns, asked_of, read_messages, same_words
 from mmrl.data.row_fields import has_content
 from mmrl.vision.media.media_root import MediaRoot, decode_image, media_refs
@@ -61,7 +61,7 @@ def preference_pairs(
         kept = {key: value for key, value in row.all.items() if key not in LEFT_OUT}
         asked, *sides = _shared(columns)
         answers = tuple(_answer(columns, *both) for both in zip(SIDES, sides, strict=True))
-        if answers[0].text == answers[1].text:
+        if (answers[0].text or "").strip() == (answers[1].text or "").strip():
             raise RowError(f"wanted `chosen` and `rejected` that differ, got {short(answers[0].text)} twice")
         read = media.reader(row.place, FrameSampling())
         messages = read_messages(asked, list(_images(row, media)), read)
@@ -91,6 +91,12 @@ def _shared(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         raise RowError("nothing reads the column `conversations` of a pair; convert it (`vision.converted`)")
     asked, sides = asked_of(columns), [columns.get(side) for side in SIDES]
     known = as_turns(asked, "prompt") if has_content(asked) else []
+    if known and mapping(known[-1], "prompt").get("role") == "assistant":
+        # `messages` may repeat the chosen conversation, as in UltraFeedback.
+        last = sides[0][-1] if _is_conversation(sides[0]) else sides[0]
+        if answer_text(known[-1], "messages") != answer_text(last, "chosen"):
+            raise RowError(f"the prompt ends with an answer, {short(known[-1])}, that is not the chosen one")
+        asked = known = known[:-1]
     talks = [_conversation(known, side, name) for side, name in zip(sides, SIDES, strict=True)]
     chosen, rejected = talks
     if chosen is None or rejected is None:
@@ -111,12 +117,12 @@ def _conversation(known: list[Any], side: Any, name: str) -> list[Any] | None:
         return None
     if side[0].get("role") in ("assistant", "tool"):
         return [*known, *side]
-    # The system prompt of a row may have a column of its own.
-    alone = bool(known) and known[0].get("role") == "system" != side[0].get("role")
-    begins = known[alone:]
-    if not same_words(begins, side[: len(begins)]):
+    # The system prompt of a row may stand in the prompt alone, or in the conversation alone.
+    first, other = (bool(turns) and turns[0].get("role") == "system" for turns in (known, side))
+    begins, talk = known[first and not other :], side[other and not first and bool(known) :]
+    if not same_words(begins, talk[: len(begins)]):
         raise RowError(f"the prompt, {short(known)}, is not the one that `{name}` begins with; keep one")
-    return [*known, *side[len(begins) :]]
+    return [*(side[:1] if len(talk) < len(side) else ()), *known, *talk[len(begins) :]]
 
 
 def _is_conversation(value: Any) -> bool:
