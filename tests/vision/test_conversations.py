@@ -203,6 +203,17 @@ def test_a_conversation_may_repeat_the_prompt_and_the_chosen_answer(home):
         read(home, {**row, "messages": [FIRST, BLUE]}, dataset=preference_pairs)
 
 
+def test_images_of_a_repeated_prompt_are_kept(home):
+    shows = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}
+    row = {"prompt": "a", "chosen": [shows, SAID], "rejected": [shows, BLUE]}
+    (pair,) = read(home, row, dataset=preference_pairs)
+    assert shown(pair) == [("user", ["a.png", "a"])]
+    with pytest.raises(RowError, match="repeat the prompt"):
+        read(home, {**row, "rejected": [FIRST, BLUE]}, dataset=preference_pairs)
+    with pytest.raises(RowError, match="keep one of them"):
+        read(home, {"prompt": [shows], "messages": [FIRST, SAID]})
+
+
 def test_converted_pairs_have_a_question_and_a_system_prompt(home):
     row = {"question": "a", "system": "Be short.", "chosen": "red", "rejected": "blue", "images": ["a.png"]}
     (pair,) = read(home, row, dataset=preference_pairs)

@@ -14,7 +14,7 @@ from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts
 from mmrl.data.fields import RowError, mapping, number, short, text, uid_of
-from mmrl.data.messages import ASKED, answer_text, as_turns, asked_of, read_messages, same_words
+from mmrl.data.messages import ASKED, answer_text, as_turns, asked_of, holds_media, read_messages, same_words
 from mmrl.data.row_fields import has_content
 from mmrl.vision.media.media_root import MediaRoot, decode_image, media_refs
 from mmrl.vision.media.video import FrameSampling
@@ -97,18 +97,20 @@ def _shared(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         if answer_text(known[-1], "messages") != answer_text(last, "chosen"):
             raise RowError(f"the prompt ends with an answer, {short(known[-1])}, that is not the chosen one")
         asked = known = known[:-1]
-    talks = [_conversation(known, side, name) for side, name in zip(sides, SIDES, strict=True)]
-    chosen, rejected = talks
+    chosen, rejected = (_conversation(known, side, name) for side, name in zip(sides, SIDES, strict=True))
     if chosen is None or rejected is None:
-        return asked, *(
-            side if talk is None else talk[len(known) :] for side, talk in zip(sides, talks, strict=True)
-        )
+        after = [None if talk is None else talk[len(known) :] for talk in (chosen, rejected)]
+        asked = next((talk[: len(known)] for talk in (chosen, rejected) if talk and known), asked)
+        return asked, after[0] or sides[0], after[1] or sides[1]
     pairs = zip(chosen, rejected, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if same in (len(chosen), len(rejected)):
         raise RowError("wanted `chosen` and `rejected` that differ in their last turn, got equal ones")
-    begins = chosen[:same] if same > len(known) or not known else asked
-    return begins, chosen[same:], rejected[same:]
+    if same < len(known):
+        raise RowError(
+            f"`chosen` and `rejected` repeat the prompt, {short(known)}, in different ways; keep one"
+        )
+    return chosen[:same], chosen[same:], rejected[same:]
 
 
 def _conversation(known: list[Any], side: Any, name: str) -> list[Any] | None:
@@ -122,7 +124,10 @@ def _conversation(known: list[Any], side: Any, name: str) -> list[Any] | None:
     begins, talk = known[first and not other :], side[other and not first and bool(known) :]
     if not same_words(begins, talk[: len(begins)]):
         raise RowError(f"the prompt, {short(known)}, is not the one that `{name}` begins with; keep one")
-    return [*(side[:1] if len(talk) < len(side) else ()), *known, *talk[len(begins) :]]
+    before = side[: len(side) - len(talk)]
+    # The images of a prompt may stand in the conversations alone.
+    asked = talk[: len(begins)] if holds_media(talk[: len(begins)]) else begins
+    return [*before, *known[: len(known) - len(begins)], *asked, *talk[len(begins) :]]
 
 
 def _is_conversation(value: Any) -> bool:
