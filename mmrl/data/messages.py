@@ -215,7 +215,8 @@ def asked_of(fields: Mapping[str, Any]) -> Any:
         if has_content(asked):
             before = as_turns(asked, "prompt")
             rest = listed(messages, "messages")[len(before) :]
-            if not same_words(before, messages[: len(before)]) or len(rest) > 1 or _asks(rest):
+            same = same_words(before, messages[: len(before)]) and len(rest) <= 1 and not _asks(rest)
+            if not same or holds_media(before) and not holds_media(messages):
                 raise RowError(f"the prompt, {short(asked)}, is not the one of `messages`; keep one of them")
         asked = messages
     if not has_content(fields.get("system")):
@@ -240,6 +241,18 @@ def same_words(turns: Sequence[Any], others: Sequence[Any]) -> bool:
         for side in (turns, others)
     ]
     return said[0] == said[1]
+
+
+def holds_media(turns: Sequence[Any]) -> bool:
+    """Whether messages hold an image or a video themselves, in parts that are more than places."""
+    contents = [turn.get("content") for turn in turns]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    places = ("type", "text")
+    return any(
+        has_content({key: value for key, value in part.items() if key not in places})
+        for part in parts
+        if isinstance(part, Mapping)
+    )
 
 
 def _words(content: Any) -> str:

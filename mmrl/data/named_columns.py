@@ -9,13 +9,14 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from mmrl.config import objects
+from mmrl.config.loading import ConfigError
 from mmrl.config.registry import PIECES, find, import_name
 from mmrl.config.reward_adapters import is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Kind, as_plain, each, held_fields
 from mmrl.data.row_fields import ASKING, NamedColumns
 
 WORD = re.compile(r"[^\W\d]\w*")
-IMPORTED = re.compile(r"[\w.]+:[\w.]+")  # `package.module:function`
+IMPORTED = re.compile(r"\w[\w.]*:\w[\w.]*")  # `package.module:function`
 SCORING = ("reward", "metric", "group_filter")  # kinds whose code reads columns of prompts
 
 
@@ -60,12 +61,10 @@ def _nested(options: Any) -> Iterator[tuple[str, Any]]:
     """List the pieces, functions and classes that options name, each with its kind."""
     for text in _texts(options):
         yield from ((kind, entry.target) for (kind, name), entry in PIECES.items() if name == text)
-        if objects.is_object(text):
-            yield SCORING[0], objects.get(text)
-        elif IMPORTED.fullmatch(text):
+        if objects.is_object(text) or IMPORTED.fullmatch(text):
             try:
-                yield SCORING[0], import_name(text)
-            except (ImportError, AttributeError):  # a text that only looks like a name
+                yield SCORING[0], objects.get(text) if objects.is_object(text) else import_name(text)
+            except (ConfigError, ImportError, AttributeError):  # a text that only looks like a name
                 continue
 
 

@@ -189,6 +189,31 @@ def test_turns_that_both_sides_share_belong_to_the_prompt(home):
     assert [answer.text for answer in pair.answers] == ["red", "blue"]
 
 
+def test_a_conversation_may_repeat_the_prompt_and_the_chosen_answer(home):
+    """As rows of UltraFeedback do, some with a system prompt in the conversations alone."""
+    begins = [ASKED[0], FIRST]
+    row = {"prompt": "a", "chosen": [*begins, SAID], "rejected": [*begins, BLUE], "score_chosen": 8.0}
+    (pair,) = read(home, {**row, "score_rejected": 3.0}, dataset=preference_pairs)
+    assert shown(pair) == [("system", ["Be short."]), ("user", ["a"])]
+    row = {"prompt": "a", "chosen": [FIRST, SAID], "rejected": [FIRST, BLUE], "messages": [FIRST, SAID]}
+    (pair,) = read(home, row, dataset=preference_pairs)
+    assert shown(pair) == [("user", ["a"])]
+    assert [answer.text for answer in pair.answers] == ["red", "blue"]
+    with pytest.raises(RowError, match="that is not the chosen one"):
+        read(home, {**row, "messages": [FIRST, BLUE]}, dataset=preference_pairs)
+
+
+def test_images_of_a_repeated_prompt_are_kept(home):
+    shows = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}
+    row = {"prompt": "a", "chosen": [shows, SAID], "rejected": [shows, BLUE]}
+    (pair,) = read(home, row, dataset=preference_pairs)
+    assert shown(pair) == [("user", ["a.png", "a"])]
+    with pytest.raises(RowError, match="repeat the prompt"):
+        read(home, {**row, "rejected": [FIRST, BLUE]}, dataset=preference_pairs)
+    with pytest.raises(RowError, match="keep one of them"):
+        read(home, {"prompt": [shows], "messages": [FIRST, SAID]})
+
+
 def test_converted_pairs_have_a_question_and_a_system_prompt(home):
     row = {"question": "a", "system": "Be short.", "chosen": "red", "rejected": "blue", "images": ["a.png"]}
     (pair,) = read(home, row, dataset=preference_pairs)

@@ -13,8 +13,8 @@ from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts
-from mmrl.data.fields import RowError, number, short, text, uid_of
-from mmrl.data.messages import ASKED, answer_text, as_turns, asked_of, read_messages, same_words
+from mmrl.data.fields import RowError, mapping, number, short, text, uid_of
+from mmrl.data.messages import ASKED, answer_text, as_turns, asked_of, holds_media, read_messages, same_words
 from mmrl.data.row_fields import has_content
 from mmrl.vision.media.media_root import MediaRoot, decode_image, media_refs
 from mmrl.vision.media.video import FrameSampling
@@ -61,7 +61,7 @@ def preference_pairs(
         kept = {key: value for key, value in row.all.items() if key not in LEFT_OUT}
         asked, *sides = _shared(columns)
         answers = tuple(_answer(columns, *both) for both in zip(SIDES, sides, strict=True))
-        if answers[0].text == answers[1].text:
+        if (answers[0].text or "").strip() == (answers[1].text or "").strip():
             raise RowError(f"wanted `chosen` and `rejected` that differ, got {short(answers[0].text)} twice")
         read = media.reader(row.place, FrameSampling())
         messages = read_messages(asked, list(_images(row, media)), read)
@@ -91,18 +91,26 @@ def _shared(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         raise RowError("nothing reads the column `conversations` of a pair; convert it (`vision.converted`)")
     asked, sides = asked_of(columns), [columns.get(side) for side in SIDES]
     known = as_turns(asked, "prompt") if has_content(asked) else []
-    talks = [_conversation(known, side, name) for side, name in zip(sides, SIDES, strict=True)]
-    chosen, rejected = talks
+    if known and mapping(known[-1], "prompt").get("role") == "assistant":
+        # `messages` may repeat the chosen conversation, as in UltraFeedback.
+        last = sides[0][-1] if _is_conversation(sides[0]) else sides[0]
+        if answer_text(known[-1], "messages") != answer_text(last, "chosen"):
+            raise RowError(f"the prompt ends with an answer, {short(known[-1])}, that is not the chosen one")
+        asked = known = known[:-1]
+    chosen, rejected = (_conversation(known, side, name) for side, name in zip(sides, SIDES, strict=True))
     if chosen is None or rejected is None:
-        return asked, *(
-            side if talk is None else talk[len(known) :] for side, talk in zip(sides, talks, strict=True)
-        )
+        after = [None if talk is None else talk[len(known) :] for talk in (chosen, rejected)]
+        asked = next((talk[: len(known)] for talk in (chosen, rejected) if talk and known), asked)
+        return asked, after[0] or sides[0], after[1] or sides[1]
     pairs = zip(chosen, rejected, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if same in (len(chosen), len(rejected)):
         raise RowError("wanted `chosen` and `rejected` that differ in their last turn, got equal ones")
-    begins = chosen[:same] if same > len(known) or not known else asked
-    return begins, chosen[same:], rejected[same:]
+    if same < len(known):
+        raise RowError(
+            f"`chosen` and `rejected` repeat the prompt, {short(known)}, in different ways; keep one"
+        )
+    return chosen[:same], chosen[same:], rejected[same:]
 
 
 def _conversation(known: list[Any], side: Any, name: str) -> list[Any] | None:
@@ -111,12 +119,15 @@ def _conversation(known: list[Any], side: Any, name: str) -> list[Any] | None:
         return None
     if side[0].get("role") in ("assistant", "tool"):
         return [*known, *side]
-    # The system prompt of a row may have a column of its own.
-    alone = bool(known) and known[0].get("role") == "system" != side[0].get("role")
-    begins = known[alone:]
-    if not same_words(begins, side[: len(begins)]):
+    # The system prompt of a row may stand in the prompt alone, or in the conversation alone.
+    first, other = (bool(turns) and turns[0].get("role") == "system" for turns in (known, side))
+    begins, talk = known[first and not other :], side[other and not first and bool(known) :]
+    if not same_words(begins, talk[: len(begins)]):
         raise RowError(f"the prompt, {short(known)}, is not the one that `{name}` begins with; keep one")
-    return [*known, *side[len(begins) :]]
+    before = side[: len(side) - len(talk)]
+    # The images of a prompt may stand in the conversations alone.
+    asked = talk[: len(begins)] if holds_media(talk[: len(begins)]) else begins
+    return [*before, *known[: len(known) - len(begins)], *asked, *talk[len(begins) :]]
 
 
 def _is_conversation(value: Any) -> bool:
