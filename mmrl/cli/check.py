@@ -73,7 +73,8 @@ def check_file(
         if inputs:
             check_inputs(config)
         if data:
-            check_data(config)
+            for line in check_data(config):
+                print(f"       {line}")
 
     if "build" in raw:
         check_all(Pieces(Stream()), load(path, overrides, BuildConfig))
