@@ -89,17 +89,17 @@ def words_of(text: str) -> list[str]:
     """
     text = readable(text)
     found: list[str] = []
-    articles: list[int] = []
+    articles: set[int] = set()
     for token in _tokens().finditer(text):
         if token["number"]:
             found.append(_decimal(token["number"]))
         elif token["word"]:
             if _is_article(token, text, first=not found):
-                articles.append(len(found))
+                articles.add(len(found))
             found += _word(token)
         elif written := _mark(token, text):
             found.append(written)
-    kept = [word for i, word in enumerate(found) if i not in set(articles)]
+    kept = [word for i, word in enumerate(found) if i not in articles]
     found = kept or found
     if not {"+", "-", "*", "/", "^", "=", "<", ">"}.intersection(found):
         found = [word for word in found if word not in "()"]
