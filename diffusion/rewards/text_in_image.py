@@ -112,8 +112,8 @@ def quoted(prompt: Prompt) -> str:
             at = max(at, end) + 1
     if not empty:
         raise ValueError(
-            f"text_in_image needs the wanted text in double quotes or a `column` with it, but prompt "
-            f"'{prompt.uid}' reads {prompt.text!r}"
+            f"text_in_image needs the wanted text in quotes or in a `column`, but prompt '{prompt.uid}' "
+            f"reads {prompt.text!r}"
         )
     return ""
 

@@ -52,6 +52,7 @@ NUMBER = re.compile(
     r"(?:\s?(?P<scale>%|per ?cent\b|thousand\b|million\b|billion\b|trillion\b))?",
     re.IGNORECASE,
 )
+_LIST = re.compile(r"(?:[\s,;&.()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)  # what stands between its numbers
 MINUS = re.compile(r"(?<![\w)])(?<!\d )(?:minus|negative) (?=[\d.])", re.IGNORECASE)
 INSIDE = re.compile(r"(?<=[(\[{])\s*+-?[\d.]++(?:,-?[\d.]++)++\s*+(?=[)\]}])")  # (3,4) is two numbers
 SPACED = re.compile(r"\s*[-+]?\W?[1-9]\d{0,2}(?: \d{3})+(?:[.,]\d+)?\s*[%°\w]*\s*")  # 10 000 and nothing else
@@ -205,15 +206,16 @@ def _decimal(literal: str) -> str:
 def number_in(text: str) -> Fraction | None:
     """Return the last number of a text, exactly; None without one, or where it is a part of an expression.
 
-    5 % is 1/20, 1/2 and ½ are fractions, 2 million and 2e6 and 2 * 10^6 are one number. Of 2*3 and 3-5 no
-    number is read, of "2*3 = 6" the 6.
+    5 % is 1/20, 1/2 and ½ are fractions, 2 million and 2e6 and 2 * 10^6 are one number. Of 2*3, 3-5 and the
+    list "3, 5" no number is read, of "2*3 = 6" the 6.
     """
     text = readable(text)
     numbers = list(NUMBER.finditer(text))
     if not numbers:
         words = words_of(text)
         return Fraction(words[0]) if len(words) == 1 and words[0].isdigit() and words[0].isascii() else None
-    return None if _in_expression(numbers[-1], text) else _value(numbers[-1])
+    several = len(numbers) > 1 and _LIST.fullmatch(NUMBER.sub("", text))
+    return None if several or _in_expression(numbers[-1], text) else _value(numbers[-1])
 
 
 def only_number(text: str) -> bool:

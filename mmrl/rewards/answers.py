@@ -189,7 +189,7 @@ def infer_form(prompts: Iterable[Prompt]) -> tuple[AnswerForm | None, str]:
             return form, f"{rows} {what}; rewards without `form` read answers with `form: {form}`"
     targets = f"{count:,} target{'s'[: count > 1]}"
     sentence = f"rewards without `form` compare answers as words (`form: text`) with {targets}"
-    mixed = [f"{found:,} are {what}" for _, found, what in named if found]
+    mixed = [f"{found:,} are each {what}" for _, found, what in named if found]
     sentence += f", of which {', '.join(mixed)}" if mixed else ""
     if formulas:
         sentence += f"; {formulas:,} are formulas such as {example[:40]!r}: `form: math` takes equal ones too"

@@ -88,7 +88,8 @@ def test_edit_distances(one, other, wanted):
     [
         ('a sign "OPEN" and "CLOSED"', "OPEN"), ("a sign “OPEN”", "OPEN"), ('a sign “OPEN"', "OPEN"),
         ("„Öffnen“ sign", "Öffnen"), ("«OUVERT» sign", "OUVERT"), ("« OUVERT » sign", "OUVERT"),
-        ("「営業中」の看板", "営業中"), ("『本日休業』", "本日休業"), ("写着\"营业中\"的牌子", "营业中"), ("‘OPEN’ sign", "OPEN"),
+        ("「営業中」の看板", "営業中"), ("『本日休業』", "本日休業"),
+        ("写着\"营业中\"的牌子", "营业中"), ("‘OPEN’ sign", "OPEN"),
         ("the dog's sign 'Don't walk' here", "Don't walk"), ("the dogs' sign 'OPEN'", "OPEN"),
         ('a 5" tall sign that says "OPEN"', "OPEN"), ("7'5\" man with \"HI\"", "HI"), ('"Room 5"', "Room 5"),
         ('a "5" pipe" sign', '5" pipe'), ("a sign '5\" pipe'", '5" pipe'), ('a sign \\"OPEN\\"', "OPEN"),
@@ -110,7 +111,7 @@ def test_the_wanted_text_may_stand_in_a_column():
 
 def test_a_prompt_without_quotes_is_an_error():
     for text in ("a sign", 'a sign that says "open', "it's a dog's life", 'a 5" by 7" card'):
-        with pytest.raises(ValueError, match="wanted text in double quotes, but prompt 'p' reads"):
+        with pytest.raises(ValueError, match="wanted text in quotes or in a `column`, but prompt 'p' reads"):
             quoted(asking(text))
 
 
