@@ -18,18 +18,9 @@ WORDS = {
     "seven": "7", "eight": "8", "nine": "9", "ten": "10",
 }  # fmt: skip
 ARTICLES = {"a", "an", "the"}
-CONNECTED = {
-    "and",
-    "or",
-    "nor",
-    "to",
-    "vs",
-    "versus",
-    "is",
-    "was",
-}  # a letter stands before these, no article
-OPTIONAL = {"$", "€", "£", "¥", "₹", "₩", "°"}  # units that an answer may leave out, but not exchange
-SCALES = {"%": Fraction(1, 100), "percent": Fraction(1, 100), "per cent": Fraction(1, 100)} | {
+CONNECTED = {"and", "or", "nor", "to", "vs", "versus", "is", "was"}  # no nouns: a letter stands before these
+OPTIONAL = {"$", "€", "£", "¥", "₹", "₩", "°", "'", '"'}  # units that may be left out, but not exchanged
+SCALES = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "percent": Fraction(1, 100)} | {
     name: Fraction(10) ** power
     for name, power in {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}.items()
 }
@@ -49,7 +40,7 @@ NUMBER = re.compile(
     rf"(?P<whole>\d++ (?=\d++\s?/\s?\d))?(?P<number>{_LITERAL})"
     r"(?:e(?P<e>[-+]?\d++)(?![\w.])|\s?\*\s?10\s?\^\s?\(?(?P<ten>[-+]?\d++)\)?)?"
     rf"(?:\s?/\s?(?P<under>{_LITERAL}))?(?P<power>\^\(?[-+]?\d++\)?)?"
-    r"(?:\s?(?P<scale>%|per ?cent\b|thousand\b|million\b|billion\b|trillion\b))?",
+    r"(?:\s?(?P<scale>[%‰]|per ?cent\b|thousand\b|million\b|billion\b|trillion\b))?",
     re.IGNORECASE,
 )
 _LIST = re.compile(r"(?:[\s,;&.()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)  # what stands between its numbers
@@ -136,7 +127,13 @@ def _mark(token: re.Match, text: str) -> str:
     """Return a sign between words that means something; empty for punctuation."""
     mark = token[0]
     if token["symbol"]:
-        if mark in "%°" or mark in OPTIONAL:
+        if mark in ("'", '"'):  # feet and inches, or the prime of f'(x), where it closes no quotation
+            before = re.search(
+                r"(?:(\d)|(?<![^\W_])[^\W\d_])$", text[max(0, token.start() - 2) : token.start()]
+            )
+            single = before and text.count(mark) == 1
+            return (mark if before[1] else "′") if before and single else ""
+        if mark in "%‰" or mark in OPTIONAL:
             return mark
         if mark == "|":  # of a table where space is around it
             return mark if re.search(r"\S\|$|\|\S", text[max(0, token.start() - 1) : token.end() + 1]) else ""
@@ -144,7 +141,7 @@ def _mark(token: re.Match, text: str) -> str:
     if mark in ("=", "<", ">", "<=", ">=", "!=", "(", ")"):
         return mark
     left = re.search(r"([^\W_]+|[)%°])\s?$", text[max(0, token.start() - 20) : token.start()])
-    right = re.match(r"\s?([^\W_]+|[(√-])", text[token.end() : token.end() + 20])
+    right = re.match(r"\s?([^\W_]+|[(√∞|$€£¥-])", text[token.end() : token.end() + 20])
     if mark == ":":
         return ":" if left and right and left[1].isdigit() and right[1][0].isdigit() else ""
     if mark == "+":
@@ -260,6 +257,7 @@ def _value(match: re.Match) -> Fraction | None:
 _PHRASE = r"(?:(?:the |final |correct )*+(?:answer|option|choice)(?: is)?\s?[:=]?\s?\(?)?"
 _ALONE = re.compile(rf"[\s\"'(\[]*+{_PHRASE}([^\W\d_])[\s\"').,:;\]]*+", re.IGNORECASE)
 _LEADING = re.compile(r"[\s\"'(\[]*+([A-Z])(?:\s?[).:\]]|\s-\s)(?![A-Z]\.)")
+_OPTIONS = re.compile(r"^\W*[A-Z]\s?[).:]", re.MULTILINE)
 _LETTER = re.compile(r"(?<![\w'])(?<!\w-)(?<!\b[A-Z]\.)([A-Z])(?!['+#*=\w]|-\w|\.[A-Z])")
 _NAMED = re.compile(r"(?:answer|option|choice)(?: is|:)*\s*\(?([A-Z])(?![\w'+#*]|-\w)", re.IGNORECASE)
 _AFTER = {"is", "was", "are", "and", "or", "because", "since", "as", "not", "but", "seems", "fits", "matches"}
@@ -269,7 +267,7 @@ _SEVERAL = re.compile(r"[\s(\[]*[A-Z](?:\s*(?:,|;|/|&|\band\b)\s*(?:and\s+)?[A-Z
 def letter_in(text: str) -> str:
     """Return the letter of a multiple choice that an answer gives; empty without one.
 
-    It is the only letter, the one before a text such as "B. red", the one after "answer", or else the last
+    It is the only letter, the one after "answer", the one before a text such as "B. red", or else the last
     capital that stands alone. The article A, the pronoun I, and a list such as "A, C" are none.
     """
     text = readable(text).strip()
@@ -277,9 +275,9 @@ def letter_in(text: str) -> str:
         return alone[1].upper()
     if _SEVERAL.fullmatch(text):
         return ""
-    if (leading := _LEADING.match(text)) and leading[1].isupper():
-        return leading[1]
     named = [match[1] for match in _NAMED.finditer(text) if match[1].isupper() and not _is_word(match, text)]
+    if not named and (leading := _LEADING.match(text)) and len(_OPTIONS.findall(text)) < 2:
+        return leading[1]
     letters = [match[1] for match in _LETTER.finditer(text) if not _is_word(match, text)]
     return (named or letters or [""])[-1]
 
