@@ -197,9 +197,8 @@ def _frac(match: re.Match) -> str:
 def _command(match: re.Match) -> str:
     if match[1] is not None:
         return COMMANDS.get(match[1], f" {match[1]} ")
-    return {",": "", "!": "", ";": " ", ":": " ", " ": " ", "(": "", ")": "", "[": "", "]": ""}.get(
-        match[2], match[2]
-    )
+    char = match[2]
+    return "" if char in ",!()[]" else " " if char in ";: " else char
 
 
 @cache

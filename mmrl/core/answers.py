@@ -120,7 +120,7 @@ def _word(token: re.Match) -> list[str]:
         end = ""
     if word in ("percent", "pct"):
         return ["%"]
-    return [WORDS.get(word, word) + end]
+    return [f"{WORDS.get(word, word)}{end}"]
 
 
 def _mark(token: re.Match, text: str) -> str:
@@ -209,7 +209,7 @@ def number_in(text: str) -> Fraction | None:
     text = readable(text)
     numbers = list(NUMBER.finditer(text))
     if not numbers:
-        words = words_of(text)
+        words = words_of(text) if len(text) < 100 else []
         return Fraction(words[0]) if len(words) == 1 and words[0].isdigit() and words[0].isascii() else None
     several = len(numbers) > 1 and _LIST.fullmatch(NUMBER.sub("", text))
     return None if several or _in_expression(numbers[-1], text) else _value(numbers[-1])
