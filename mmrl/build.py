@@ -25,6 +25,7 @@ from mmrl.inference.session import Session
 from mmrl.inference.sources import ModelSource, resolve
 from mmrl.references import SecondModel
 from mmrl.reporting.metrics import Trackers
+from mmrl.rewards.answers import FormOfData, infer_form
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import check_hub
 from mmrl.runtime.modules import loading_onto
@@ -47,6 +48,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     make = partial(pieces.make_field, config)
     trackers = make("report.trackers")
     data = read_prompts(config, pieces, config.data, "data")
+    pieces.answer_form = form = FormOfData(data)
     epochs, config = config.num_train_epochs, with_steps(config, len(data))
     eval_prompts = held_out(config) if config.evaluation.data else ()
     # Before a weight is loaded, because samplers read columns of the data, which may lack one.
@@ -91,6 +93,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data), labels_read)
     pieces.made["prompts"] = PromptCounts(stream)
     reporter = Reporter(config, processes, stream, watching, quiet)
+    if form.sentence:
+        reporter.console.say(form.sentence)
     if epochs:
         reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")
     seconds = second_learners(config, references, processes, stream)
@@ -151,17 +155,19 @@ def check(config: Config) -> Pieces:
     return pieces
 
 
-def check_data(config: Config | EvaluateConfig) -> None:
+def check_data(config: Config | EvaluateConfig) -> list[str]:
     """Read the data of a run or an evaluation and make its samplers, as `build` does before loading weights.
 
-    Raises `ConfigError` where a run would: no prompts, a source or a column of hints that no row has.
+    Returns what the user should know: the form of the targets. Raises `ConfigError` where a run would: no
+    prompts, a source or a column of hints that no row has.
     """
-    if config.evaluation.data:
-        held_out(config)
+    read = {"evaluation.data": held_out(config)} if config.evaluation.data else {}
     if isinstance(config, Config):
         pieces = Pieces(Stream(config.seed, stage=config.stage))
         data = read_prompts(config, pieces, config.data, "data")
         make_chain(pieces, "sampler", config.sampler, data, "sampler")
+        read = {"data": data, **read}
+    return [f"{place}: {infer_form(prompts)[1]}" for place, prompts in read.items()]
 
 
 # ---- evaluation and inference
@@ -192,6 +198,7 @@ def make_evaluator(
     stream, wanted = Stream(config.seed, purpose="evaluate"), config.evaluation
     pieces = Pieces(stream)
     pieces.trained = config.policy
+    pieces.answer_form = FormOfData(prompts)
     return Evaluator(
         data=prompts,
         processes=processes,

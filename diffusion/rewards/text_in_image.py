@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
+import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mmrl.config.registry import reward
+from mmrl.core.answer_text import spelled
+from mmrl.core.answers import targets_of
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.reward_base import frames_of, import_function
 
@@ -21,30 +25,48 @@ FRAME_STRIDE = 4  # of a video
 class TextInImage:
     """Share of a prompt's quoted text that can be read in its image, in [0, 1].
 
-    As in Flow-GRPO (arXiv 2505.05470). The text is what is between the first two double quotes; spaces and
-    case do not matter. All text recognised with a confidence above 0 is joined. An image that shows the text
-    and more earns 1; otherwise the edit distance, at most the length of the text, is taken off. Of a video
-    every fourth frame is read, and must show the text alone; frames that earn nothing are left out of the
-    mean. A prompt without quotes is an error, an empty text earns 0 (our reading), and so does an image at
-    which the recogniser fails.
+    As in Flow-GRPO (arXiv 2505.05470). The text is what is between the first quotes of the prompt, see
+    `quoted`; spaces and case do not matter, nor how Unicode writes a letter. All text recognised with a
+    confidence above 0 is joined. An image that shows the text and more earns 1; otherwise the edit distance,
+    at most the length of the text, is taken off. Of a video every fourth frame is read, and must show the
+    text alone; frames that earn nothing are left out of the mean. A prompt without quotes is an error, an
+    empty text earns 0 (our reading), and so does an image at which the recogniser fails.
 
-    `recogniser` is `package.module:function` from an image (3, height, width) uint8 to (text, confidence)
-    pairs; by default rapidocr.
+    Args:
+        recogniser: `package.module:function` from an image (3, height, width) uint8 to (text, confidence)
+            pairs; by default rapidocr.
+        column: Column of the data with the wanted text, or with a list of which each is right; empty: it is
+            quoted in the prompt.
     """
 
-    def __init__(self, *, recogniser: str = "") -> None:
+    def __init__(self, *, recogniser: str = "", column: str = "") -> None:
+        self.column = column
         self.recognise = import_function("text_in_image", recogniser) if recogniser else rapid_ocr()
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
         """Compute the reward of every outcome."""
         rewards = []
         for prompt, outcome in zip(prompts, outcomes, strict=True):
-            target, frames = quoted(prompt), frames_of(prompt, outcome)[::FRAME_STRIDE]
+            targets, frames = self.wanted(prompt), frames_of(prompt, outcome)[::FRAME_STRIDE]
             image = outcome.image is not None
-            values = [text_match(target, self.read(frame), more=image) for frame in frames]
+            texts = [self.read(frame) for frame in frames]
+            values = [max(text_match(target, text, more=image) for target in targets) for text in texts]
             earned = [value for value in values if value > 0]
             rewards.append(sum(earned) / len(earned) if earned else 0.0)
         return rewards
+
+    def wanted(self, prompt: Prompt) -> list[str]:
+        """Return the texts that an image may show: those of the column, or the quoted one."""
+        if not self.column:
+            return [quoted(prompt)]
+        targets = [] if prompt.columns.get(self.column) == "" else targets_of(prompt.columns.get(self.column))
+        if not targets:
+            raise ValueError(
+                f"text_in_image needs the wanted text in the column '{self.column}', but prompt "
+                f"'{prompt.uid}' has {prompt.columns.get(self.column)!r} there; its columns are "
+                f"{', '.join(prompt.columns)}"
+            )
+        return targets
 
     def read(self, image: Tensor) -> str:
         """Join the texts of an image (3, height, width)."""
@@ -56,21 +78,67 @@ class TextInImage:
         return "".join(text for text, confidence in texts if confidence > 0)
 
 
+# Openings with their ends. The first pair that holds something counts; single quotes only where no others do.
+DOUBLE = {
+    '"': '"”',
+    "“": '”“"',
+    "„": '“”"',
+    "‟": '”"',
+    "”": "”",
+    "«": "»",
+    "»": "«",
+    "「": "」",
+    "『": "』",
+    "〝": "〞〟",
+}
+SINGLE = {"'": "'’", "‘": "’'", "‚": "‘’", "‹": "›", "`": "`'"}
+
+
 def quoted(prompt: Prompt) -> str:
-    """Find the text between the first two double quotes of a prompt."""
-    before, _, rest = prompt.text.partition('"')
-    text, closed, _ = rest.partition('"')
-    if not closed:
+    """Find the text between the first quotes of a prompt, of any form: "OPEN", “OPEN”, «OPEN», 'OPEN'.
+
+    An inch mark (a quote after a digit) and an apostrophe open nothing. Quotes may be escaped or doubled.
+    """
+    text = re.sub(r"\\+(?=[\"'])", "", html.unescape(prompt.text)).replace(",,", "„")
+    text = re.sub(r'"{2,}(?=\S)([^"]*[^"\s])"{2,}', r'"\1"', text.replace("``", "“").replace("''", "”"))
+    empty = False
+    for pairs in (DOUBLE, SINGLE):
+        at = 0
+        while at < len(text):
+            end = _end(text, at, pairs) if text[at] in pairs else 0
+            if end and text[at + 1 : end].strip():
+                return text[at + 1 : end].strip()
+            empty |= bool(end) and pairs is DOUBLE
+            at = max(at, end) + 1
+    if not empty:
         raise ValueError(
-            f"text_in_image needs the wanted text in double quotes, but prompt '{prompt.uid}' reads "
-            f"{prompt.text!r}"
+            f"text_in_image needs the wanted text in quotes or in a `column`, but prompt '{prompt.uid}' "
+            f"reads {prompt.text!r}"
         )
-    return text
+    return ""
+
+
+def _end(text: str, at: int, pairs: Mapping[str, str]) -> int:
+    """Find the quote that ends what begins at a place; 0 where nothing begins or ends."""
+    mark, before = text[at], text[at - 1 : at] if at else ""
+    apostrophe = mark in "'‘`" and (before.isalnum() or re.match(r"\d\ds\b", text[at + 1 : at + 4]))
+    if apostrophe or (mark in "\"'”" and before.isdigit()):
+        return 0
+    for end in range(at + 1, len(text)):
+        if text[end] not in pairs[mark]:
+            continue
+        inside, after = text[end - 1], text[end + 1 : end + 2]
+        word = text[end] in "'’" and after.isalnum()  # don't
+        inches = text[end] == '"' and inside.isdigit() and text[end + 1 :].count('"') % 2
+        if end > at + 1 and (word or inches or (pairs is SINGLE and inside.isspace())):
+            continue
+        return end
+    return 0
 
 
 def text_match(target: str, text: str, *, more: bool) -> float:
     """Compare two texts: 1 if equal, 0 if nothing agrees. With `more`, text around the target is allowed."""
-    target, text = (words.replace(" ", "").lower() for words in (target, text))
+    target, text = ("".join(spelled(words).casefold().split()) for words in (target, text))
     if not target:
         return 0.0
     if more and target in text:

@@ -75,7 +75,8 @@ def check_file(
             check_inputs(config)
             check_writable(Path(config.output_dir))
         if data:
-            check_data(config)
+            for line in check_data(config):
+                print(f"       {line}")
 
     if "build" in raw:
         check_all(Pieces(Stream()), load(path, overrides, BuildConfig))

@@ -144,7 +144,8 @@ def show_piece(kind: str, name: str) -> None:
     if kind in CALLED_WITH:
         print(f"every {kind} also takes: {', '.join(CALLED_WITH[kind])}")
     for package, extra in entry.packages.items():
-        print(f"needs the package {package}: pip install 'mmrl[{extra}]'")
+        only, _, package = package.rpartition(":")
+        print(f"needs the package {package}{only and f' with {only}'}: pip install 'mmrl[{extra}]'")
     target = inspect.unwrap(entry.target)
     print(f"file: {inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}\n\n{yaml_of(entry)}")
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from mmrl.config.loading import ConfigError, UnknownKey
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, Taken, is_number, is_whole, marks
-from mmrl.config.registry import FACTORIES, HOMES, LOADED, MADE, Entry, Needs, find
+from mmrl.config.registry import FACTORIES, HOMES, LOADED, MADE, Entry, Needs, find, leaves_form
 from mmrl.config.schema import (
     Kind,
     Piece,
@@ -122,6 +122,7 @@ class Pieces:
         self.policy = policy  # of the run: what a second model is without a policy of its own
         self.made: dict[str, Any] = {}  # objects that may have state, by place: the same name in every run
         self.entries: list[Entry] = []  # of all pieces that were looked up
+        self.answer_form: Callable[[], str | None] = lambda: None  # of the data's targets, see `leaves_form`
         self.trained: Piece | None = None  # the policy of engines; `make` notes it
         self.engines: dict[str, Piece] = {}  # that were made, by place
         self.clock = Clock()
@@ -132,6 +133,8 @@ class Pieces:
         """Find a piece, check its options and bind it; objects are made, around what they wrap."""
         place = place or kind
         bound = self.name(kind, piece, place)
+        if leaves_form(bound.entry, bound.options) and (form := self.answer_form()):
+            bound.options["form"], piece = form, replace(piece, options={**piece.options, "form": form})
         entry, options = bound.entry, bound.options
         follows = {name: value for name, value in options.items() if isinstance(value, _Follows)}
         options.update((name, value.first) for name, value in follows.items())
@@ -214,12 +217,9 @@ class Pieces:
         """
         mark, value = next((mark, value) for mark, value, name in held_fields(config) if name == place)
         made = [self.make(mark.name, piece, *wrapped, place=name) for piece, name in each(value, place)]
-        match value:
-            case Piece():
-                return made[0]
-            case Mapping():
-                return dict(zip(value, made, strict=True))
-        return made
+        if isinstance(value, Piece):
+            return made[0]
+        return dict(zip(value, made, strict=True)) if isinstance(value, Mapping) else made
 
     def check_all(self, config: Any) -> dict[str, Any]:
         """Check every piece that a configuration names; those that load nothing are made.
@@ -259,11 +259,10 @@ class Pieces:
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
         known = len(self.entries)
-        self.entries.append(entry)
-        hints = entry.hints
-        _check_options(entry, hints, options, place)
+        self.entries.append(entry.given(options))
+        _check_options(entry, entry.hints, options, place)
         options = {
-            name: self._option(name, value, hints.get(name, Any), f"{place}.{name}")
+            name: self._option(name, value, entry.hints.get(name, Any), f"{place}.{name}")
             for name, value in options.items()
             if not left_out(entry, name, value)
         }

@@ -15,7 +15,7 @@ import pkgutil
 import re
 import typing
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast, overload
@@ -42,6 +42,7 @@ LOADED: set[str] = set()  # kinds whose pieces may read files or load a model wh
 PIECES: dict[tuple[str, str], Entry] = {}
 _IMPORTED: set[str] = set()
 NOTHING: frozenset[str] = frozenset()
+FORM_PACKAGE = "form=math:math_verify"  # of rewards that compare answers with targets
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Entry:
     needs: Needs = Needs()
     of_others: frozenset[str] = frozenset()  # what it reads of the policy that its option `against` names
     takes: tuple[str, ...] | None = None  # its options, where the signature does not list them
-    packages: Mapping[str, str] = field(default_factory=dict)  # imported package to its extra
+    # Imported package to its extra; "form=math:math_verify" is needed with that option alone.
+    packages: Mapping[str, str] = field(default_factory=dict)
     on: str = ""  # when it runs, for kinds with stages
     copies_policy: bool = False  # whether its option `policy`, left out, is a model like the run's
 
@@ -106,6 +108,12 @@ class Entry:
             return typing.get_type_hints(target, include_extras=True)
         except (NameError, TypeError):  # a function of another package may name types that are not imported
             return {}
+
+    def given(self, options: Mapping[str, Any]) -> Entry:
+        """Return the piece with the packages that it needs with these options."""
+        needed = [(*name.rpartition(":")[::2], extra) for name, extra in self.packages.items()]
+        named = {f"{option}={value}" for option, value in options.items()}
+        return replace(self, packages={name: extra for only, name, extra in needed if only in {"", *named}})
 
     @property
     def sets_tags(self) -> frozenset[str]:
@@ -228,6 +236,12 @@ def _import_homes(kind: str) -> None:
             for inside in pkgutil.iter_modules(folders):
                 importlib.import_module(f"{home}.{inside.name}")
         _IMPORTED.add(home)
+
+
+def leaves_form(entry: Entry, options: Mapping[str, Any]) -> bool:
+    """Return whether a reward leaves the form in which answers are compared (`form: null`) to the data."""
+    form = entry.options.get("form") if FORM_PACKAGE in entry.packages else None
+    return form is not None and form.default is None and options.get("form") is None
 
 
 def import_name(name: str) -> Any:

@@ -8,7 +8,6 @@ import functools
 import inspect
 import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mmrl.core.answer_text import tagged  # noqa: F401 - pieces have it from here
 from mmrl.core.chat import completion_of, shown_media
 from mmrl.core.types import Message, Outcome, Part, Prompt, TrainerState
 
@@ -188,14 +188,6 @@ def comparable_outcomes(prompts: Sequence[Prompt]) -> list[list[int]]:
         groups.setdefault((prompt.uid, places[row]), []).append(i)
         places[row] += 1
     return list(groups.values())
-
-
-def tagged(text: str, tag: str) -> list[str]:
-    """List what is inside the blocks `<tag>...</tag>` of a text, in order, whatever the case of the tag."""
-    ends = [end.end() for end in re.finditer(f"</{tag}>", text, re.IGNORECASE)]
-    # After the last end every opening would be searched to the end of the text in vain: quadratic time.
-    inside = text[: ends[-1]] if ends else ""
-    return re.findall(f"<{tag}>(.*?)</{tag}>", inside, re.DOTALL | re.IGNORECASE)
 
 
 TRL_OWN = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass on

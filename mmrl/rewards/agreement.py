@@ -10,8 +10,9 @@ from typing import Literal
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import comparable_outcomes
+from mmrl.core.answer_text import answer_part
+from mmrl.core.answers import exact_text, word_f1
 from mmrl.core.types import Outcome, Prompt
-from mmrl.rewards.text import comparable, word_f1
 
 ORDER = 4  # longest n-grams of BLEU
 
@@ -36,7 +37,7 @@ def agreement(
         tag: Compare the last block of this tag; without one the whole text.
     """
     measure = SIMILARITIES[similarity]
-    texts = [comparable(outcome.text or "", tag) for outcome in outcomes]
+    texts = [exact_text(answer_part(outcome.text or "", tag)) for outcome in outcomes]
     rewards: list[float | None] = [None] * len(outcomes)
     for members in comparable_outcomes(prompts):
         for i, others in _other_wordings(prompts, members).items():

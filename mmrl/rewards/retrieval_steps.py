@@ -12,9 +12,9 @@ from torch import Tensor
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.answers import words_of
 from mmrl.core.plain_text import PlainText
 from mmrl.core.types import Outcome, Prompt
-from mmrl.rewards.text import normal_words
 from mmrl.rewards.text_models import load_text_model
 
 NO_RETRIEVER = "none"
@@ -136,6 +136,6 @@ def answer_recall(prompt: Prompt, outcome: Outcome) -> float | None:
 
 
 def _f1_and_recall(answer: str, target: str) -> tuple[float, float]:
-    words, wanted = normal_words(answer), normal_words(target)
+    words, wanted = words_of(answer), words_of(target)
     shared = (Counter(words) & Counter(wanted)).total()
     return (2 * shared / (len(words) + len(wanted)), shared / len(wanted)) if shared else (0.0, 0.0)

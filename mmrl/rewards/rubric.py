@@ -13,6 +13,7 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Probability
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import SCORING, by_prompt
+from mmrl.core.answers import words_of
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts
 from mmrl.data.fields import is_number
@@ -27,7 +28,6 @@ from mmrl.rewards.asking import (
     judge_template,
     judge_words,
 )
-from mmrl.rewards.text import normal_words
 
 REASONS = 3  # different reasons of failures that an item of the memory holds
 LETTERS = 200  # of a reason
@@ -303,7 +303,7 @@ def _plain(text: str) -> str:
 
 def likeness(one: str, other: str) -> float:
     """Return the cosine of the word counts of two texts; 0 where one has no words."""
-    counts = [Counter(normal_words(text)) for text in (one, other)]
+    counts = [Counter(words_of(text)) for text in (one, other)]
     product = sum(counts[0][word] * counts[1][word] for word in counts[0])
     norms = [math.sqrt(sum(n * n for n in count.values())) for count in counts]
     return product / (norms[0] * norms[1]) if product else 0.0

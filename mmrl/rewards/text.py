@@ -5,50 +5,17 @@ An answer that cannot be parsed has a low reward, not a missing one.
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
-from typing import Annotated, Literal
+from typing import Annotated
 
 from mmrl.config.ranges import AtMost, PositiveInt
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.answer_text import answer_part
+from mmrl.core.answers import choices_in, word_f1, words_of
 from mmrl.core.reward_table import name_id
 from mmrl.core.types import Outcome, Prompt
-
-WORDS = {
-    "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
-    "seven": "7", "eight": "8", "nine": "9", "ten": "10",
-}  # fmt: skip
-ARTICLES = {"a", "an", "the"}
-NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)(?:e-?\d+)?(?P<percent>\s*%)?", re.IGNORECASE)
-Comparison = Literal["text", "words", "number"]
-
-
-def number_of(match: re.Match) -> float:
-    """Return the value of a match of `NUMBER`; 5 % is 0.05."""
-    number = match[0].removesuffix(match["percent"] or "")
-    return float(number.replace(",", "")) / (100 if match["percent"] else 1)
-
-
-def comparable(text: str, tag: str, form: Comparison = "text") -> str:
-    """Write an answer so that equal ones are equal texts; empty where there is nothing to compare.
-
-    It is what the last block of `tag` holds, or the whole text without one. `text` ignores case and space,
-    `words` articles, punctuation and how numbers up to ten are written as well; `number` is the last number.
-    """
-    blocks = tagged(text, tag)
-    answer = blocks[-1] if blocks else text
-    if form == "number":
-        numbers = [number_of(match) for match in NUMBER.finditer(answer)]
-        return f"{numbers[-1] + 0.0:.12g}" if numbers and math.isfinite(numbers[-1]) else ""
-    return " ".join(normal_words(answer) if form == "words" else answer.lower().split())
-
-
-def normal_words(text: str) -> list[str]:
-    """List the words of a text in lower case, without articles and punctuation, numbers in digits."""
-    words = re.findall(r"[^\W_]+(?:[.'-][^\W_]+)*", text.lower().replace(",", ""))
-    return [WORDS.get(word, word) for word in words if word not in ARTICLES]
+from mmrl.rewards.answers import MATH, AnswerForm, comparable, graded, needed_targets
 
 
 @reward
@@ -101,46 +68,49 @@ def think_closed(prompt: Prompt, outcome: Outcome) -> float:
 
 @reward
 @per_outcome
-def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float:
-    """Return 1 if the last `tag` block of the answer equals the target up to case and space, else 0.
+def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
+    r"""Return 1 if the last `tag` block of the answer equals a target up to case and space, else 0.
 
-    Without such a block the whole text is compared.
+    Without such a block the last \boxed{}, or the whole text is compared. A list of targets has several right
+    answers, tags around a target do not count, and 3.0 is 3. None where the prompt has no target.
     """
-    return float(comparable(outcome.text or "", tag) == " ".join(str(prompt.target).lower().split()))
-
-
-def word_f1(text: str, other: str) -> float:
-    """Compute the F1 of the words of two texts, without case, articles and punctuation."""
-    words, wanted = normal_words(text), normal_words(other)
-    shared = (Counter(words) & Counter(wanted)).total()
-    return 2 * shared / (len(words) + len(wanted)) if words and wanted else float(words == wanted)
+    return graded("exact_match", prompt, outcome, "exact", tag=tag)
 
 
 @reward
 @per_outcome
-def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float:
+def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
     """Return the F1 of the words of the last `tag` block and of the target, as GraphRAG-R1 measures it.
 
-    arXiv 2507.23581. 0 without such a block; of several targets the best counts. As in its code True and
-    False are yes and no, and where one side is yes, no or noanswer the other has to be the same.
+    arXiv 2507.23581. 0 without such a block or without words; of several targets the best counts. As in its
+    code True and False are yes and no, and where one side is yes, no or noanswer the other has to be the
+    same. None where the prompt has no target.
     """
     blocks = tagged(outcome.text or "", tag)
-    several = prompt.target if isinstance(prompt.target, list | tuple) else [prompt.target]
-    return max((_f1(blocks[-1], str(target)) for target in several), default=0.0) if blocks else 0.0
+    targets = needed_targets("answer_f1", prompt)
+    if not targets:
+        return None
+    answer = answer_part(blocks[-1], tag) if blocks else ""
+    return max(_f1(answer, answer_part(target, tag)) for target in targets)
 
 
 def _f1(answer: str, target: str) -> float:
-    sides = [" ".join(normal_words(text.replace("_", " "))) for text in (answer, target)]
-    sides = [{"true": "yes", "false": "no"}.get(side, side) for side in sides]
+    answer, target = (text.replace("_", " ") for text in (answer, target))
+    sides = [{"true": "yes", "false": "no"}.get(side, side) for side in map(joined, (answer, target))]
     if {"yes", "no", "noanswer"}.intersection(sides) and sides[0] != sides[1]:
         return 0.0
-    return word_f1(*sides)
+    return 1.0 if sides[0] == sides[1] else word_f1(answer, target)
 
 
-@reward
+def joined(text: str) -> str:
+    """Write the words of a text as `words_of` lists them."""
+    return " ".join(words_of(text)) or text.strip()
+
+
+@reward(packages=MATH)
 @per_outcome
 def answer_cluster(
-    prompt: Prompt, outcome: Outcome, *, tag: str = "answer", form: Comparison = "text"
+    prompt: Prompt, outcome: Outcome, *, tag: str = "answer", form: AnswerForm = "exact"
 ) -> float | None:
     """Number the answer: equal numbers for equal answers, to use as a label.
 
@@ -149,7 +119,7 @@ def answer_cluster(
     and space. Give it weight 0; pieces such as `semantic_entropy` and `consistency_mix` read which answers of
     a group agree.
     """
-    words = comparable(outcome.text or "", tag, form)
+    words = comparable(outcome.text or "", tag, form, choices_in(prompt.columns))
     return (name_id(words) >> 10) / 2**53 if words else None  # 53 bits, which a float holds exactly
 
 

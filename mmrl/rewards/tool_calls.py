@@ -12,11 +12,11 @@ from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.config.registry import reward as register
 from mmrl.config.reward_adapters import by_rollout, per_outcome, policy_messages, policy_turns, shown, tagged
+from mmrl.core.answers import words_of
 from mmrl.core.episodes import turn_number
 from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Message, Outcome, Prompt
 from mmrl.rewards.matching import greedy_pairs, optimal_pairs, transport_plan
-from mmrl.rewards.text import normal_words
 
 CALL = "tool_call"  # tag of a call, whose text is JSON; what other tags hold is any text
 ANSWERED = ("call", "stop")  # tag `finish` of a turn whose calls, if any, got replies
@@ -221,7 +221,7 @@ def entity_match(
     """
 
     def words(text: str) -> str:
-        return f" {' '.join(normal_words(text))} "
+        return f" {' '.join(words_of(text))} "
 
     def named(entity: str, texts: Sequence[str]) -> bool:
         return any(entity in words(" ".join(tagged(text, tag)) if tag else text) for text in texts)

@@ -10,20 +10,21 @@ import torch
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import comparable_outcomes, log_metric
+from mmrl.core.answers import choices_in
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
-from mmrl.rewards.text import Comparison, comparable
+from mmrl.rewards.answers import MATH, AnswerForm, comparable
 
 Vote = tuple[str, float]  # an answer as `comparable` writes it, and its weight
 
 
-@reward
+@reward(packages=MATH)
 def majority(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Outcome],
     *,
     tag: str = "answer",
-    form: Comparison = "text",
+    form: AnswerForm = "exact",
     confidence: str = "",
 ) -> list[float | None]:
     """Return 1 for the majority answer of the group, a pseudo-label, else 0 (TTRL, arXiv 2504.16084).
@@ -35,8 +36,9 @@ def majority(
 
     Args:
         tag: Block of the answer whose last one is compared; without one the whole text is.
-        form: What is equal: `text` up to case and space, `words` also up to articles, punctuation and how
-            numbers up to ten are written, `number` compares the last number.
+        form: What is equal: `exact` up to case and space, `text` also up to articles, punctuation and how
+            numbers up to ten are written, `number` compares the last number, `letter` that of a multiple
+            choice, `choice` the row's choices, `math` formulas.
         confidence: Name of what the engine recorded of every answer, by which votes are weighted (SCOPE,
             arXiv 2512.15146); `vision.generate` records "confidence" with `confidence_top_k`. Answers without
             it, such as demonstrations, do not vote. Empty: every vote counts 1.
@@ -48,11 +50,11 @@ def majority(
             continue
         log_metric("majority/share", share)
         for i in members:
-            rewards[i] = float(comparable(outcomes[i].text or "", tag, form) == label)
+            rewards[i] = float(_answer(prompts[i], outcomes[i], tag, form) == label)
     return rewards
 
 
-@reward
+@reward(packages=MATH)
 class SubgroupMajority:
     """Return 1 for the majority answer of the outcome's part of the group, else 0 (SCOPE).
 
@@ -76,13 +78,13 @@ class SubgroupMajority:
         *,
         stream: Stream,
         tag: str = "answer",
-        form: Comparison = "text",
+        form: AnswerForm = "exact",
         confidence: str = "",
         share: Probability = 0.5,
         quality: Probability = 0.7,
     ) -> None:
         self.stream, self.tag, self.confidence = stream, tag, confidence
-        self.form: Comparison = form
+        self.form: AnswerForm = form
         self.share, self.quality = share, quality
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
@@ -91,7 +93,7 @@ class SubgroupMajority:
         for members, votes in _group_votes(prompts, outcomes, self.tag, self.form, self.confidence):
             if not any(votes):
                 continue
-            answers = [comparable(outcomes[i].text or "", self.tag, self.form) for i in members]
+            answers = [_answer(prompts[i], outcomes[i], self.tag, self.form) for i in members]
             sizes = [2**k for k in range(len(members).bit_length())]
             labels = [self._labels(prompts[members[0]].uid, votes, size) for size in sizes]
             scored = [[float(a == b) for a, b in zip(answers, listed, strict=True)] for listed in labels]
@@ -147,11 +149,15 @@ def _scaled(values: Sequence[float]) -> list[float]:
     return [(value - low) / (high - low + 1e-8) for value in values]
 
 
+def _answer(prompt: Prompt, outcome: Outcome, tag: str, form: AnswerForm) -> str:
+    return comparable(outcome.text or "", tag, form, choices_in(prompt.columns))
+
+
 def _group_votes(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Outcome],
     tag: str,
-    form: Comparison,
+    form: AnswerForm,
     confidence: str,
 ) -> Iterator[tuple[list[int], list[Vote | None]]]:
     """Yield, for every prompt, the places of its outcomes and their votes; None for one that has none."""
@@ -163,8 +169,8 @@ def _group_votes(
         )
     for members in comparable_outcomes(prompts):
         votes: list[Vote | None] = []
-        for outcome in (outcomes[i] for i in members):
-            answer = comparable(outcome.text or "", tag, form)
+        for prompt, outcome in ((prompts[i], outcomes[i]) for i in members):
+            answer = _answer(prompt, outcome, tag, form)
             weight = outcome.recorded.get(confidence) if confidence else 1.0
             if weight is not None and not 0 <= weight < math.inf:
                 raise ValueError(f"a vote of '{confidence}' {weight} was recorded; it must be at least 0")

@@ -49,10 +49,10 @@ def test_one_piece_whole(capsys):
     assert main(["list", "reward", "short_answer"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("reward vision.short_answer\n\nReward with 1 if the last answer block")
-    assert "text or number or letter" in printed and "Name of the answer block's tag." in printed
+    assert "text or words or number" in printed and "Name of the answer block's tag." in printed
     assert "every reward also takes: weight, label" in printed
     assert "answers.py:" in printed
-    assert "rewards: [{name: vision.short_answer, form: text, tolerance: 0.0, tag: answer}]" in printed
+    assert "rewards: [{name: vision.short_answer, tolerance: 0.0, tag: answer}]" in printed
 
 
 def test_a_piece_names_the_packages_that_it_needs(capsys):

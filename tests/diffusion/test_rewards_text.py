@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -82,11 +83,35 @@ def test_edit_distances(one, other, wanted):
     assert edit_distance(one, other) == edit_distance(other, one) == wanted
 
 
-def test_the_text_stands_between_the_first_two_quotes():
-    assert quoted(SIGN) == "Hello World"
-    assert quoted(asking('nothing: ""')) == ""
-    for text in ("a sign", 'a sign that says "open'):
-        with pytest.raises(ValueError, match="wanted text in double quotes, but prompt 'p' reads"):
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('a sign "OPEN" and "CLOSED"', "OPEN"), ("a sign “OPEN”", "OPEN"), ('a sign “OPEN"', "OPEN"),
+        ("„Öffnen“ sign", "Öffnen"), ("«OUVERT» sign", "OUVERT"), ("« OUVERT » sign", "OUVERT"),
+        ("「営業中」の看板", "営業中"), ("『本日休業』", "本日休業"),
+        ("写着\"营业中\"的牌子", "营业中"), ("‘OPEN’ sign", "OPEN"),
+        ("the dog's sign 'Don't walk' here", "Don't walk"), ("the dogs' sign 'OPEN'", "OPEN"),
+        ('a 5" tall sign that says "OPEN"', "OPEN"), ("7'5\" man with \"HI\"", "HI"), ('"Room 5"', "Room 5"),
+        ('a "5" pipe" sign', '5" pipe'), ("a sign '5\" pipe'", '5" pipe'), ('a sign \\"OPEN\\"', "OPEN"),
+        ('a sign ""OPEN""', "OPEN"), ("&quot;OPEN&quot;", "OPEN"), ('nothing: ""', ""),
+    ],
+)  # fmt: skip
+def test_the_text_stands_between_the_first_quotes_of_any_form(text, wanted):
+    assert quoted(asking(text)) == wanted
+
+
+def test_the_wanted_text_may_stand_in_a_column():
+    reward = TextInImage(recogniser=f"{__name__}:look_up", column="text")
+    sign = replace(asking("a sign"), columns={"text": ["no", "Hello\nWorld"]})
+    assert reward([sign], [Outcome(image=picture(1))]) == [1.0]
+    with pytest.raises(ValueError, match="in the column 'text', but prompt 'p' has None there"):
+        reward([asking('a "sign"')], [Outcome(image=picture(1))])
+    assert text_match("Öffnen", "O\u0308FFNEN", more=False) == 1.0
+
+
+def test_a_prompt_without_quotes_is_an_error():
+    for text in ("a sign", 'a sign that says "open', "it's a dog's life", 'a 5" by 7" card'):
+        with pytest.raises(ValueError, match="wanted text in quotes or in a `column`, but prompt 'p' reads"):
             quoted(asking(text))
 
 

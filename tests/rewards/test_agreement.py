@@ -7,9 +7,10 @@ import math
 import pytest
 
 from mmrl.advantages.normalize import group_normalize
+from mmrl.core.answers import word_f1
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.rewards import agreement as module
-from mmrl.rewards.agreement import agreement, bleu, information_consistency, word_entropy, word_f1
+from mmrl.rewards.agreement import agreement, bleu, information_consistency, word_entropy
 from tests.support.tables import assert_rows, reward_table
 
 

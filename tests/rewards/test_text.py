@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from mmrl.core.answers import words_of
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.rewards.text import (
     answer_cluster,
     answer_f1,
     exact_match,
-    normal_words,
     overlong,
     precomputed,
     skip_ratio,
@@ -149,7 +149,7 @@ def test_an_empty_thought_has_the_format_and_is_skipped():
 
 
 def test_words_are_compared_without_articles_and_punctuation_and_numbers_in_digits():
-    assert normal_words("The dog, and  TWO cats!") == ["dog", "and", "2", "cats"]
+    assert words_of("The dog, and  TWO cats!") == ["dog", "and", "2", "cats"]
 
 
 def test_answer_cluster_numbers_equal_answers_alike():

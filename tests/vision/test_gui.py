@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from mmrl.core.answers import word_f1
 from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.benchmarks.boxes import Boxes
 from mmrl.vision.rewards.gui import (
@@ -14,7 +15,6 @@ from mmrl.vision.rewards.gui import (
     click_proximity,
     click_reward,
     parse_action,
-    word_f1,
 )
 
 CLICK = '{"action": "click", "value": null, "position": [0.2, 0.3]}'

@@ -95,6 +95,13 @@ def test_votes_are_rewarded_as_in_the_paper_and_as_in_its_code():
         ("\\boxed{0}", INVALID),
         ("\\boxed{nobody}", INVALID),
         ("", INVALID),
+        *(
+            (rf"\boxed{{{vote}}}", INVALID)
+            for vote in ("12", "10", "-1", "1.5", r"\frac{1}{2}", "2%", "none")
+        ),
+        *((rf"\boxed{{{vote}}}", 3) for vote in (r"\text{Player 3}", "**3**", "３", "three", "3rd", "#3.")),
+        ("2 clues point to player 4", 4),
+        ("n.a.", OPEN),
     ],
 )
 def test_votes_are_read(answer, vote):

@@ -7,11 +7,12 @@ import logging
 import pytest
 from PIL import Image
 
+from mmrl.core.answer_text import answer_part
+from mmrl.core.answers import words_of
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.dataset_io import RowError, write_rows
-from mmrl.rewards.text import normal_words
 from mmrl.vision.datasets.visual_qa import visual_qa
-from mmrl.vision.rewards.answers import last_answer, short_answer
+from mmrl.vision.rewards.answers import short_answer
 
 ROW = {"id": "q1", "image": "a.png", "question": "What colour is it?", "answer": "red"}
 
@@ -172,13 +173,13 @@ def test_short_answer_of_numbers(target, text, tolerance, wanted):
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("B", 1.0), ("(B) second", 1.0), ("A or B", 1.0), ("A", 0.0), ("Both", 0.0), ("b", 0.0)],
+    [("B", 1.0), ("(B) second", 1.0), ("A or B", 1.0), ("A", 0.0), ("Both", 0.0), ("b", 1.0), ("A, B", 0.0)],
 )
 def test_short_answer_of_letters(text, wanted):
     assert judged("B", text, form="letter") == wanted
 
 
 def test_the_last_block_counts_before_a_box_before_the_text():
-    assert last_answer("<a>1</a> <A>2</A>", "a") == "2"
-    assert last_answer(r"\boxed{1} \boxed{2} 3", "answer") == "2"
-    assert normal_words("The dog's 3.5 km, an hour!") == ["dog's", "3.5", "km", "hour"]
+    assert answer_part("<a>1</a> <A>2</A>", "a") == "2"
+    assert answer_part(r"\boxed{1} \boxed{2} 3", "answer") == "2"
+    assert words_of("The dog's 3.5 km, an hour!") == ["dog's", "3.5", "km", "hour"]

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from mmrl.config.reward_adapters import tagged
+from mmrl.core.answer_text import answer_part, tagged
 from mmrl.vision.benchmarks.qvhighlights import THRESHOLDS
-from mmrl.vision.benchmarks.time_spans import last_answer
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 Reader = Literal["ours", "vlm_r1"]
@@ -70,7 +69,7 @@ def parse_box(text: str, reader: Reader = "ours") -> Box | None:
     if reader == "vlm_r1":
         match = _PUBLISHED.search((tagged(text, "answer") or [""])[0])
     else:
-        match = _BOX.search(last_answer(text, default=text))
+        match = _BOX.search(answer_part(text))
     if match is None:
         return None
     left, top, right, bottom = (float(number) for number in match.groups())
@@ -80,7 +79,7 @@ def parse_box(text: str, reader: Reader = "ours") -> Box | None:
 
 def parse_point(text: str) -> tuple[float, float] | None:
     """Parse the point of an answer: the first `[x, y]`, or the middle of the first box; None without one."""
-    searched = last_answer(text, default=text)
+    searched = answer_part(text)
     point = _POINT.search(searched)
     if point and math.isfinite(float(point[1])) and math.isfinite(float(point[2])):
         return float(point[1]), float(point[2])
@@ -95,7 +94,7 @@ def parse_detections(text: str) -> list[tuple[Box, str]] | None:
     are an empty list. An item without a valid box is `NOWHERE`, so that it still counts as an answered object
     (our reading). Returns None where nothing can be read.
     """
-    searched = last_answer(text, default=text).strip()
+    searched = answer_part(text).strip()
     fences = re.findall(r"```(?:json)?(.*?)```", searched, re.DOTALL)
     searched = (fences[-1] if fences else searched).strip()
     if searched.lower() == "none":

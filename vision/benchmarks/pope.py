@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from mmrl.vision.benchmarks.time_spans import last_answer
+from mmrl.core.answer_text import answer_part
 
 YES, NO, NEITHER = 1.0, 0.0, -1.0
 Form = Literal["pope", "exact", "first_word"]
@@ -24,7 +24,7 @@ def parse_yes_no(text: str, form: Form = "pope") -> float:
         return NO if {"No", "no", "not"} & {*words} else YES
     if form == "exact":
         return {"Yes": YES, "No": NO}.get(text, NEITHER)
-    word = re.search(r"\b(yes|no)\b", last_answer(text, default=text).lower())
+    word = re.search(r"\b(yes|no)\b", answer_part(text).lower())
     return NEITHER if word is None else YES if word[1] == "yes" else NO
 
 

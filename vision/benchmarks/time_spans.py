@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mmrl.config.reward_adapters import tagged
+from mmrl.core.answer_text import answer_part, spelled, tagged
 
 Span = tuple[float, float]
 Reader = Literal["ours", "time_r1", "videochat_r1", "evaluator"]
@@ -27,28 +27,40 @@ class Moments:
     saliency: tuple[tuple[float, ...], ...] = ()
 
 
-_NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
-_UNIT = r"(?:\s*(?:s|sec|secs|seconds?))?"
-# A minus right before a number makes it negative; a full stop after one may end its sentence.
-_PAIR = re.compile(
-    rf"(?<![\d.-]){_NUMBER}{_UNIT}\s*(?:to|and|-|–)\s*{_NUMBER}{_UNIT}(?!\.?\d)", re.IGNORECASE
+_CLOCK = r"\d{1,3}(?::[0-5]\d){1,2}(?:[.,]\d{1,3})?"  # m:ss, h:mm:ss, with a part of a second
+_NUMBER = r"\d++(?:\.\d++)?|\.\d++"
+_COMMAS = r"[1-9]\d{0,2}(?:,\d{3}){1,3}(?:\.\d++)?|\d++,\d++"  # thousands, or a decimal comma
+_UNIT = r"(?P<hours>h(?:ours?|rs?)?)|(?P<minutes>m(?:in(?:ute)?s?)?)|(?P<seconds>s(?:ec(?:ond)?s?)?)"
+_TIME = re.compile(
+    rf"(?<![\d.:])(?:(?P<clock>{_CLOCK})|(?P<number>{_COMMAS}|{_NUMBER}))(?![.,:]?\d)"
+    rf"(?:\s*(?:(?:{_UNIT})(?![^\W\d_])|秒))?",
+    re.IGNORECASE,
 )
+_LISTED = re.compile(rf"[\[(]\s*({_CLOCK}|{_NUMBER}),({_CLOCK}|{_NUMBER})\s*[\])]")  # (5,10) is no decimal
+_ENDS = r"[\s,;.]*+(?:and\s+)?[\"'*_]*(?:it\s+)?ends?(?:[ _-]?time)?[\"'*_]*\s*(?:[:=]|at\b|is\b)*"
+_BETWEEN = re.compile(
+    rf"[>\s]*(?:to|and|until|till|through|;|-{{1,2}}>|[-–—―‒~〜→]|至|到|から|{_ENDS})\s*[\"'*<]*"
+    r"(?:\w\s?=\s?)?",
+    re.IGNORECASE,
+)
+_JOINED = re.compile(r"\s*(?:,|and)?\s*", re.IGNORECASE)  # 1 minute and 5 seconds
 # `(\d+\.?\d*) (to|and) (\d+\.?\d*)` of the published code, which takes cubic time over many digits.
 _PUBLISHED = r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)"
 _OBJECT = re.compile(r"\{[^{}]*\}")  # objects that contain no other
 
 
-def last_answer(text: str, default: str = "") -> str:
-    """Return the content of the last answer block of a text, or the default without one."""
-    return (tagged(text, "answer") or [default])[-1]
+def last_answer(text: str) -> str:
+    """Return the content of the last answer block of a text, empty without one."""
+    return (tagged(text, "answer") or [""])[-1]
 
 
 def parse_span(text: str, reader: Reader = "ours") -> Span | None:
     """Parse the time span of an answer; None if there is no valid one.
 
-    It is the last `A to B` (or `and`, `-`, with or without `s`) or JSON object with `start_time` and
-    `end_time` in the last answer block, or in the whole text without such a block; a span must end after its
-    start. That is our reading.
+    It is the last `A to B` (or `and`, `until`, any dash), pair `[A, B]` or JSON object with `start_time` and
+    `end_time` (or `start` and `end`) in the part of the answer that counts, see `answer_part`. Times are
+    seconds with or without `s`, minutes or hours with their unit, or m:ss and h:mm:ss; commas may be decimal.
+    In "1 to 2 min" both are minutes. A span must end after its start. That is our reading.
 
     The other readers parse as published code does, with one space around `to` or `and`: `time_r1` as the
     reward of Time-R1 (arXiv 2503.13377), in the last answer block only, in any order; `videochat_r1` as that
@@ -70,16 +82,107 @@ def parse_span(text: str, reader: Reader = "ours") -> Span | None:
 
 def parse_spans(text: str) -> list[Span]:
     """Parse all time spans of an answer, in order, by the rules of `parse_span`."""
-    searched = last_answer(text, default=text)
-    spans = [(match.start(), float(match[1]), float(match[2])) for match in _PAIR.finditer(searched)]
-    for match in _OBJECT.finditer(searched):
+    searched = spelled(answer_part(text)).replace("**", "")
+    spans: list[tuple[int, float | None, float | None]] = []
+
+    def taken(match: re.Match, start: object, end: object) -> str:
+        spans.append((match.start(), _seconds(start), _seconds(end)))
+        return "|" * len(match[0])  # nothing is read twice, and places stay
+
+    def read_object(match: re.Match) -> str:
         try:
             fields = json.loads(match[0])
-            spans.append((match.start(), float(fields["start_time"]), float(fields["end_time"])))
-        except (ValueError, KeyError, TypeError, OverflowError):
-            continue  # braces that hold no span
-    # By their place in the text, since both forms may occur in one answer.
-    return [(start, end) for _, start, end in sorted(spans) if 0 <= start < end < math.inf]
+        except (ValueError, RecursionError):
+            return match[0]  # braces that hold no object
+        for first, last in (("start_time", "end_time"), ("start", "end")):
+            if first in fields and last in fields:
+                return taken(match, fields[first], fields[last])
+        return match[0]
+
+    searched = _OBJECT.sub(read_object, searched)
+    searched = _LISTED.sub(lambda match: taken(match, match[1], match[2]), searched)
+    spans += _pairs(searched, _times(searched))
+    # By their place in the text, since several forms may occur in one answer.
+    found = [(start, end) for _, start, end in sorted(spans, key=lambda span: span[0])]
+    return [(a, b) for a, b in found if a is not None and b is not None and 0 <= a < b < math.inf]
+
+
+@dataclass(frozen=True)
+class _Time:
+    """A time in a text: where it stands, its seconds, and the seconds of its unit, 0 without one."""
+
+    start: int
+    end: int
+    seconds: float
+    unit: int
+
+
+def _times(text: str) -> list[_Time]:
+    """List the times of a text; parts such as 1 minute and 5 seconds are one."""
+    times: list[_Time] = []
+    for match in _TIME.finditer(text):
+        unit = 3600 if match["hours"] else 60 if match["minutes"] else int(match.end() > match.end("number"))
+        unit = 1 if match["clock"] else unit
+        value = _clock(match["clock"]) if match["clock"] else _float(match["number"]) * (unit or 1)
+        time = _Time(match.start(), match.end(), value, unit)
+        before = times[-1] if times else None
+        smaller = before and before.unit > unit > 0 and value < before.unit and not match["clock"]
+        if before and smaller and _JOINED.fullmatch(text, before.end, time.start):
+            times[-1] = _Time(before.start, time.end, before.seconds + value, unit)
+        else:
+            times.append(time)
+    return times
+
+
+def _pairs(text: str, times: Sequence[_Time]) -> list[tuple[int, float | None, float | None]]:
+    """Pair neighbouring times with a word or a dash between them, or in brackets of their own."""
+    found: list[tuple[int, float | None, float | None]] = []
+    i = 0
+    while i + 1 < len(times):
+        a, b = times[i], times[i + 1]
+        between = text[a.end : b.start]
+        listed = between.strip() == "," and _alone(text[: a.start], text[b.end :])
+        # A minus right before a number makes it negative.
+        if text[max(0, a.start - 1) : a.start] != "-" and (listed or _BETWEEN.fullmatch(between)):
+            start = a.seconds * b.unit if a.unit == 0 and b.unit > 1 else a.seconds
+            found.append((a.start, start, b.seconds))
+            i += 1
+        i += 1
+    return found
+
+
+def _alone(before: str, after: str) -> bool:
+    """Whether what stands around two times leaves them alone, in the text or in brackets."""
+    bracketed = before.rstrip()[-1:] in ("[", "(") and after[:9].lstrip()[:1] in ("]", ")")
+    return bracketed or not (before.strip() or after.strip(" .\n"))
+
+
+def _clock(text: str) -> float:
+    """Convert h:mm:ss or m:ss to seconds."""
+    seconds = 0.0
+    for part in text.replace(",", ".").split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds
+
+
+def _float(text: str) -> float:
+    """Convert a number with thousands or a decimal comma."""
+    grouped = re.fullmatch(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?", text)
+    return float(text.replace(",", "" if grouped else "."))
+
+
+def _seconds(value: object) -> float | None:
+    """Convert a number, or a text that is one time, to seconds; None for anything else."""
+    match value:
+        case bool():
+            return None
+        case int() | float():
+            return float(value) if abs(value) < 1e300 else None
+        case str():
+            found = _times(value.strip())
+            whole = len(found) == 1 and found[0].start == 0 and found[0].end == len(value.strip())
+            return found[0].seconds if whole else None
+    return None
 
 
 def overlap_and_union(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
@@ -139,7 +242,7 @@ def set_iou(a: Sequence[Span], b: Sequence[Span]) -> float:
 
 def parse_saliency(text: str) -> list[tuple[float, float]]:
     """Parse (second, score) pairs: the last JSON list of pairs of finite numbers; empty without one."""
-    searched = last_answer(text, default=text)
+    searched = answer_part(text)
     # After the last end, a search from every beginning would run to the end of the text in vain.
     ends = [match.end() for match in re.finditer(r"\]\s*\]", searched)]
     searched = searched[: ends[-1]] if ends else ""

@@ -15,6 +15,7 @@ from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import engine
 from mmrl.config.reward_adapters import tagged
 from mmrl.config.schema import ConfigError
+from mmrl.core.answers import exact_text
 from mmrl.core.rng import Stream
 from mmrl.core.types import Part, Prompt, Rollouts, Trajectory
 from mmrl.engines.replay import CHANGED
@@ -160,7 +161,7 @@ class WithDrafts:
         earliest = number - (self.rounds[number] == 1)
         drafts = [row for role, at, row in attempt.rows if role == "draft" and earliest <= at <= number]
         known = [(row, text) for row in drafts if (text := self._answer(row))]
-        if len(known) < 2 or len({comparable(text) for _, text in known}) > 1:
+        if len(known) < 2 or len({exact_text(text) for _, text in known}) > 1:
             return False
         ranked = most_agreed([text for _, text in known], [_mean_logp(row) for row, _ in known])
         attempt.settled = known[ranked[0]][0]
@@ -243,15 +244,10 @@ def most_agreed(texts: Sequence[str], logp: Sequence[float]) -> list[int]:
 
     Case and space do not matter; empty answers are left out.
     """
-    keys = list(map(comparable, texts))
+    keys = list(map(exact_text, texts))
     sizes = Counter(keys)
     known = [i for i, key in enumerate(keys) if key]
     return sorted(known, key=lambda i: (-sizes[keys[i]], -logp[i], i))
-
-
-def comparable(text: str) -> str:
-    """Write an answer so that those that differ in case and space alone are equal."""
-    return " ".join(text.lower().split())
 
 
 def budgets(calls: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int]:

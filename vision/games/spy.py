@@ -14,6 +14,8 @@ from torch import Generator
 from mmrl.config.ranges import NonNegativeFloat, PositiveInt
 from mmrl.config.registry import game
 from mmrl.config.schema import ConfigError
+from mmrl.core.answer_text import last_box, plain
+from mmrl.core.answers import WORDS
 from mmrl.core.games import PAYOFF, Game, Turn
 from mmrl.core.types import Frames, Media, Message, Part, Prompt
 from mmrl.data.templates import TextTemplate, quoted
@@ -21,7 +23,6 @@ from mmrl.data.templates import TextTemplate, quoted
 OPEN, INVALID = 0, -1  # votes for nobody: left open, and unreadable
 RIGHT_VOTE, OPEN_VOTE, CAUGHT = "right_vote", "open_vote", "spy_caught"
 THOUGHT = 10  # characters of reasoning that the format of the code asks for
-BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 SPEAK = """\
 You play "Who is the spy?" with {{ players }} players, and you are player {{ player }}. Every civilian sees \
 the same image; in the image of the spy something was replaced.
@@ -235,24 +236,33 @@ def code_reward(worth: float, form: bool) -> float:
 
 def public(answer: str) -> str:
     """Return what all players hear: the last box, or the last line without one."""
-    boxes = BOX.findall(answer)
+    box = last_box(answer)
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
-    return boxes[-1].strip() if boxes else lines[-1] if lines else ""
+    return answer[box[1] : box[2]].strip() if box else lines[-1] if lines else ""
 
 
 def reasoning(answer: str) -> str:
     """Return what stands before the part that all players hear."""
-    boxes = list(BOX.finditer(answer))
+    box = last_box(answer)
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
-    return answer[: boxes[-1].start()].strip() if boxes else "\n".join(lines[:-1])
+    return answer[: box[0]].strip() if box else "\n".join(lines[:-1])
 
 
 def vote_of(answer: str, players: int) -> int:
-    """Read a vote: the number of a player, `OPEN` for N/A, or `INVALID`; the first digit counts."""
-    text = public(answer)
-    if digit := re.search(r"[1-9]", text):
-        return int(digit[0]) if int(digit[0]) <= players else INVALID
-    return OPEN if re.search(r"\bn\s*/?\s*a\b", text, re.IGNORECASE) else INVALID
+    """Read a vote: the number of a player, `OPEN` for N/A, or `INVALID`.
+
+    The first whole number counts, or the first after the word player: 12, -1 and 1.5 are no votes for 1.
+    """
+    text = plain(public(answer))
+    written = r"-?(?:[.,/%^*]|\d|e(?=\d))*\d(?:[.,/%^*]|\d|e(?=\d))*"
+    numbers = re.findall(rf"(?i:player)\s*#?\s*({written})", text) or re.findall(written, text)
+    words = [WORDS[word] for word in re.findall("[a-z]+", text.lower()) if WORDS.get(word, "0") != "0"]
+    numbers = numbers or words
+    if numbers:
+        number = numbers[0].rstrip(".,")
+        voted = int(number) if re.fullmatch(r"[1-9]\d{0,2}", number) else 0
+        return voted if 1 <= voted <= players else INVALID
+    return OPEN if re.search(r"\bn\.?\s*/?\s*a\b", text, re.IGNORECASE) else INVALID
 
 
 def well_formed(answer: str) -> bool:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Literal
 
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.answer_text import answer_part
+from mmrl.core.answers import targets_of, words_of
 from mmrl.core.types import Outcome, Prompt
-from mmrl.rewards.text import NUMBER, normal_words, number_of
+from mmrl.rewards.answers import MATH, AnswerForm, graded
 from mmrl.vision.benchmarks.amber import DIMENSIONS
 from mmrl.vision.benchmarks.chair import ratio
 from mmrl.vision.benchmarks.pope import NO, YES, Form, parse_yes_no
 
-LABELS = {"yes": YES, "no": NO}
-AnswerForm = Literal["text", "number", "letter"]
+LABELS = {("yes",): YES, ("true",): YES, ("no",): NO, ("false",): NO}
 
 
 @reward
@@ -87,11 +86,10 @@ def binary_vqa(
             the first yes or no.
         dimension: Keep only the questions of this dimension of AMBER.
     """
-    match prompt.target:
-        case "yes" | "no":
-            truth = LABELS[prompt.target]
-        case _:
-            return None
+    targets = targets_of(prompt.target)
+    truth = LABELS.get(tuple(words_of(answer_part(targets[0])))) if targets else None
+    if truth is None:
+        return None
     if dimension and prompt.columns.get("type") not in DIMENSIONS[dimension]:
         return None
     answer = parse_yes_no(outcome.text or "", form)
@@ -101,48 +99,28 @@ def binary_vqa(
 # ---- short answers that can be verified without a judge
 
 
-@reward
+@reward(packages=MATH)
 @per_outcome
 def short_answer(
     prompt: Prompt,
     outcome: Outcome,
     *,
-    form: AnswerForm = "text",
+    form: AnswerForm | None = None,
     tolerance: NonNegativeFloat = 0.0,
     tag: str = "answer",
-) -> float:
+) -> float | None:
     """Reward with 1 if the last answer block (or boxed answer, or the whole text) is right, else 0.
+
+    Answers and targets are read by one parser, so a target given as the answer earns 1. Of several targets
+    each is right; None where the prompt has none.
 
     Args:
         form: `text` compares words, ignoring case, punctuation and articles, with numbers up to ten in
-            digits: our reading of VQA's normalisation. `number` compares the last number, `letter` the last
-            single capital letter, of a multiple choice.
+            digits: our reading of VQA's normalisation. `number` compares the last number, `letter` the letter
+            of a multiple choice, `choice` one of the row's `choices` by letter, text or place from 0, `math`
+            formulas by math-verify, `exact` the text up to case and space. Null: the form that all targets of
+            the training data have, `text` where they differ; `mmrl check --data` states it.
         tolerance: Relative error allowed by `number` (0.05 in ChartQA's relaxed accuracy, arXiv 2203.10244).
         tag: Name of the answer block's tag.
     """
-    answer = last_answer(outcome.text or "", tag)
-    match prompt.target:
-        case [*targets]:
-            pass
-        case target:
-            targets = [target]
-    return float(any(_matches(answer, str(target), form, tolerance) for target in targets))
-
-
-def _matches(answer: str, target: str, form: AnswerForm, tolerance: float) -> bool:
-    if form == "letter":
-        # Letters that stand alone: not the I of I'm.
-        letters = re.findall(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])", answer.strip())
-        return letters[-1:] == [target.strip()[:1].upper()]
-    numbers, wanted = list(NUMBER.finditer(answer)), NUMBER.search(target)
-    if form == "text" or not numbers or wanted is None:
-        return normal_words(answer) == normal_words(target) != []  # a target without words matches nothing
-    value, number = number_of(wanted), number_of(numbers[-1])
-    # 1e-9, because 0.7 % is 0.006999999999999999 as a float. An answer such as 1e999 is infinite.
-    return math.isfinite(number) and abs(number - value) <= tolerance * abs(value) + 1e-9
-
-
-def last_answer(text: str, tag: str) -> str:
-    r"""Return the content of the last block of a tag, else of the last \boxed{}, else the whole text."""
-    blocks = tagged(text, tag) or re.findall(r"\\boxed\{([^{}]*)\}", text)
-    return blocks[-1] if blocks else text
+    return graded("short_answer", prompt, outcome, form or "text", tag=tag, tolerance=tolerance)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import ast
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from mmrl.config.ranges import PositiveFloat
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.answers import word_f1
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import is_number
-from mmrl.rewards.text import normal_words
 from mmrl.vision.benchmarks.boxes import Box, Boxes, box_iou, is_box, parse_point
 
 Point = tuple[float, ...]
@@ -206,12 +205,3 @@ def _near(point: Point | None, other: Point | None, threshold: float) -> bool:
 
 def _inside(point: Point, box: Point) -> bool:
     return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
-
-
-def word_f1(answer: str, target: str) -> float:
-    """Compute the F1 of the words of a text against those of another, with repeats; 1 for equal texts."""
-    words, wanted = normal_words(answer), normal_words(target)
-    shared = (Counter(words) & Counter(wanted)).total()
-    if not shared:
-        return float(answer.strip() == target.strip())  # such as two texts of punctuation
-    return 2 * shared / (len(words) + len(wanted))  # 2 p r / (p + r) with p = shared / words

@@ -1,0 +1,364 @@
+"""What an answer or a target says, read in one way for both: as words, a number, a letter, one of choices."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+from mmrl.core.answer_text import answer_part, marks, plain, spelled
+
+WORDS = {
+    "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
+    "seven": "7", "eight": "8", "nine": "9", "ten": "10",
+}  # fmt: skip
+ARTICLES = {"a", "an", "the"}
+CONNECTED = {"and", "or", "nor", "to", "vs", "versus", "is", "was"}  # no nouns: a letter stands before these
+OPTIONAL = {"$", "€", "£", "¥", "₹", "₩", "°", "'", '"'}  # units that may be left out, but not exchanged
+SCALES = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "percent": Fraction(1, 100)} | {
+    name: Fraction(10) ** power
+    for name, power in {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}.items()
+}
+DIGITS = 300  # most digits, and largest exponent, of a number that is read
+
+# A comma that does not group thousands is a decimal comma; so is one after dots that group them.
+# At most six groups, because a longer row of them would be searched anew from each of its beginnings.
+_LITERAL = (
+    r"(?:[1-9]\d{0,2}(?:\.\d{3}){1,6},\d++|[1-9]\d{0,2}(?:\.\d{3}){2,6}(?![.,]?\d)"
+    r"|[1-9]\d{0,2}(?:,\d{2,3}){0,6},\d{3}(?!,?\d)(?:\.\d++)?"
+    r"|(?<!\d,)\d++,\d++(?![.,]?\d)|\d++(?:\.\d++)?|(?<![\d.])\.\d++)"
+)
+_SIGN = r"(?:(?<![\w)%°'])(?P<sign>[-+]))?"
+_MONEY = r"(?:[$€£¥₹₩]\s?)?"
+NUMBER = re.compile(
+    rf"{_SIGN}{_MONEY}{_SIGN.replace('sign', 'inner')}"
+    rf"(?P<whole>\d++ (?=\d++\s?/\s?\d))?(?P<number>{_LITERAL})"
+    r"(?:e(?P<e>[-+]?\d++)(?![\w.])|\s?\*\s?10\s?\^\s?\(?(?P<ten>[-+]?\d++)\)?)?"
+    rf"(?:\s?/\s?(?P<under>{_LITERAL}))?(?P<power>\^\(?[-+]?\d++\)?)?"
+    r"(?:\s?(?P<scale>[%‰]|per ?cent\b|thousand\b|million\b|billion\b|trillion\b))?",
+    re.IGNORECASE,
+)
+_LIST = re.compile(r"(?:[\s,;&.()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)  # what stands between its numbers
+MINUS = re.compile(r"(?<![\w)])(?<!\d )(?:minus|negative) (?=[\d.])", re.IGNORECASE)
+INSIDE = re.compile(r"(?<=[(\[{])\s*+-?[\d.]++(?:,-?[\d.]++)++\s*+(?=[)\]}])")  # (3,4) is two numbers
+SPACED = re.compile(r"\s*[-+]?\W?[1-9]\d{0,2}(?: \d{3})+(?:[.,]\d+)?\s*[%°\w]*\s*")  # 10 000 and nothing else
+THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
+
+
+def readable(text: str) -> str:
+    """Write an answer as plain text in which numbers can be found."""
+    text = MINUS.sub("-", re.sub(r"^\s*-\s+(?=[\d.])", "-", plain(text)))
+    text = re.sub(r"(?<=\d) (?=\d{3})", "", text) if SPACED.fullmatch(text) else text
+    return INSIDE.sub(
+        lambda match: match[0] if THOUSANDS.fullmatch(match[0]) else match[0].replace(",", ", "), text
+    )
+
+
+# ---- words
+
+
+@cache
+def _tokens() -> re.Pattern:
+    letter = f"[^\\W\\d_]|[{marks()}]"
+    word = f"(?:{letter})(?:[^\\W_]|[{marks()}])*+"
+    return re.compile(
+        rf"(?P<number>{_SIGN}{_LITERAL})|(?P<word>{word}(?:'(?:{word})|\.(?:{word}))*+)(?P<end>\++(?![\w(])|#|\*(?![\w(])|-(?![\w(]))?"
+        r"|(?P<operator><=|>=|!=|[-+*/^=<>:()])|(?P<symbol>[^\w\s])"
+    )
+
+
+def words_of(text: str) -> list[str]:
+    """List the words of a text in lower case, without articles and punctuation, numbers in digits.
+
+    Signs, comparisons, percent, currencies and what makes C++, A- or 2/3 another thing are words as well. A
+    hyphen between words parts them. "A" counts as an article only where a word follows that it could belong
+    to, and articles count where there is nothing else.
+    """
+    text = readable(text)
+    found: list[str] = []
+    articles: set[int] = set()
+    for token in _tokens().finditer(text):
+        if token["number"]:
+            found.append(_decimal(token["number"]))
+        elif token["word"]:
+            if _is_article(token, text, first=not found):
+                articles.add(len(found))
+            found += _word(token)
+        elif written := _mark(token, text):
+            found.append(written)
+    kept = [word for i, word in enumerate(found) if i not in articles]
+    found = kept or found
+    if not {"+", "-", "*", "/", "^", "=", "<", ">"}.intersection(found):
+        found = [word for word in found if word not in "()"]
+    while found[:1] == ["("] and found[-1:] == [")"] and ")" not in found[1:-1]:
+        found = found[1:-1]
+    if len(found) == 1 and re.fullmatch(r"-?\d+\.\d*", found[0]):
+        found = [found[0].rstrip("0").rstrip(".")]
+    return found
+
+
+def _is_article(token: re.Match, text: str, *, first: bool) -> bool:
+    word, after = token["word"], text[token.end() : token.end() + 30]
+    if word.lower() not in ARTICLES or token["end"]:
+        return False
+    if word in ("a", "A"):  # a letter where it is a capital inside of a text, or no noun follows
+        noun = re.match(r"[\s\"']+([^\W\d_]{2,})", after)
+        return bool(noun and noun[1].lower() not in CONNECTED and (first or word == "a"))
+    return bool(re.match(r"\s+\S", after))
+
+
+def _word(token: re.Match) -> list[str]:
+    word, end = token["word"].casefold(), token["end"] or ""
+    if "." in word and all(len(part) == 1 for part in word.split(".")):  # U.S. is US
+        word = word.replace(".", "")
+    if end and not (len(word) <= 3 or end[0] in "+#"):
+        end = ""
+    if word in ("percent", "pct"):
+        return ["%"]
+    return [f"{WORDS.get(word, word)}{end}"]
+
+
+def _mark(token: re.Match, text: str) -> str:
+    """Return a sign between words that means something; empty for punctuation."""
+    mark = token[0]
+    if token["symbol"]:
+        if mark in ("'", '"'):  # feet and inches, or the prime of f'(x), where it closes no quotation
+            before = re.search(
+                r"(?:(\d)|(?<![^\W_])[^\W\d_])$", text[max(0, token.start() - 2) : token.start()]
+            )
+            single = before and text.count(mark) == 1
+            return (mark if before[1] else "′") if before and single else ""
+        if mark in "%‰" or mark in OPTIONAL:
+            return mark
+        if mark == "|":  # of a table where space is around it
+            return mark if re.search(r"\S\|$|\|\S", text[max(0, token.start() - 1) : token.end() + 1]) else ""
+        return mark if unicodedata.category(mark)[0] == "S" and mark not in "~`™®©¨´" else ""
+    if mark in ("=", "<", ">", "<=", ">=", "!=", "(", ")"):
+        return mark
+    left = re.search(r"([^\W_]+|[)%°])\s?$", text[max(0, token.start() - 20) : token.start()])
+    right = re.match(r"\s?([^\W_]+|[(√∞|$€£¥-])", text[token.end() : token.end() + 20])
+    if mark == ":":
+        return ":" if left and right and left[1].isdigit() and right[1][0].isdigit() else ""
+    if mark == "+":
+        return "+" if right else ""
+    if not left:
+        return "-" if mark == "-" and right and not text[token.end()].isspace() else ""
+    if mark == "^":
+        return "^"
+    if not right:
+        return ""
+    if mark == "*":
+        return "*"
+    short = all(len(side[1]) == 1 or side[1].isdigit() or _digit_first(side[1]) for side in (left, right))
+    return mark if short else ""
+
+
+def _digit_first(side: str) -> bool:
+    return side[0].isdigit() and len(side) < 3
+
+
+def same_words(words: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether two answers are equal; one of them may lack a currency or a degree sign."""
+    if words == others:
+        return bool(words)
+    units = [OPTIONAL.intersection(each) for each in (words, others)]
+    if all(units) or not any(units):
+        return False
+    one, other = ([word for word in each if word not in OPTIONAL] for each in (words, others))
+    return one == other != []
+
+
+def word_f1(text: str, other: str) -> float:
+    """Compute the F1 of the words of two texts; texts without words are equal or 0."""
+    words, wanted = words_of(text), words_of(other)
+    shared = (Counter(words) & Counter(wanted)).total()
+    if not words and not wanted:
+        return float(text.strip() == other.strip())
+    return 2 * shared / (len(words) + len(wanted))
+
+
+# ---- numbers
+
+
+def _decimal(literal: str) -> str:
+    """Write a number with digits and one dot, a whole one without."""
+    sign = "-" if literal[0] == "-" else ""
+    literal = literal.lstrip("+-")
+    if re.fullmatch(r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}", literal):
+        literal = literal.replace(".", "").replace(",", ".")
+    elif re.fullmatch(r"[1-9]\d{0,2}(?:,\d{2,3})*,\d{3}(?:\.\d+)?", literal):
+        literal = literal.replace(",", "")
+    literal = literal.replace(",", ".")
+    literal = f"0{literal}" if literal[0] == "." else literal
+    whole, _, decimals = literal.partition(".")
+    literal = literal if decimals.strip("0") else whole
+    return sign + literal if literal.strip("0.") else literal
+
+
+def number_in(text: str) -> Fraction | None:
+    """Return the last number of a text, exactly; None without one, or where it is a part of an expression.
+
+    5 % is 1/20, 1/2 and ½ are fractions, 2 million and 2e6 and 2 * 10^6 are one number. Of 2*3, 3-5 and the
+    list "3, 5" no number is read, of "2*3 = 6" the 6.
+    """
+    text = readable(text)
+    numbers = list(NUMBER.finditer(text))
+    if not numbers:
+        words = words_of(text) if len(text) < 100 else []
+        return Fraction(words[0]) if len(words) == 1 and words[0].isdigit() and words[0].isascii() else None
+    several = len(numbers) > 1 and _LIST.fullmatch(NUMBER.sub("", text))
+    return None if several or _in_expression(numbers[-1], text) else _value(numbers[-1])
+
+
+def only_number(text: str) -> bool:
+    """Whether a text holds one number and no other."""
+    return len(NUMBER.findall(readable(text))) <= 1 and number_in(text) is not None
+
+
+def _in_expression(match: re.Match, text: str) -> bool:
+    before = text[max(0, match.start() - 3) : match.start()].rstrip()
+    if before[-1:] in ("*", "/", "^") or re.search(r"\d\.$", before):
+        return True
+    if before[-1:] in ("+", "-", ":") and re.search(r"[\w)]\s?$", before[:-1]):
+        return True
+    return bool(re.match(r"[*^/]\s?[\w(]|:\d", text[match.end() : match.end() + 3]))
+
+
+def besides_numbers(text: str) -> set[str]:
+    """List the words of a text that are no part of its numbers."""
+    return set(words_of(NUMBER.sub(" ", readable(text)))) - OPTIONAL
+
+
+def _value(match: re.Match) -> Fraction | None:
+    literals = [match["number"], match["under"] or "1"]
+    power = (match["power"] or "^1").strip("^()")
+    exponents = [int(match[name][:6] or 0) for name in ("e", "ten") if match[name]]
+    if any(len(each) > DIGITS for each in (*literals, match["whole"] or "")) or len(power) > 3:
+        return None
+    if any(abs(each) > DIGITS for each in exponents):
+        return None
+    over, under = (Fraction(_decimal(literal)) for literal in literals)
+    over *= Fraction(10) ** sum(exponents)
+    if not under or (not over and int(power) < 0) or (power != "1" and len(literals[0]) > 6):
+        return None
+    value = ((over / under) ** int(power) + int(match["whole"] or 0)) * SCALES.get(
+        (match["scale"] or "").lower().replace("per cent", "percent"), 1
+    )
+    return -value if "-" in (match["sign"], match["inner"]) else value
+
+
+# ---- letters and choices
+
+_PHRASE = r"(?:(?:the |final |correct )*+(?:answer|option|choice)(?: is)?\s?[:=]?\s?\(?)?"
+_ALONE = re.compile(rf"[\s\"'(\[]*+{_PHRASE}([^\W\d_])[\s\"').,:;\]]*+", re.IGNORECASE)
+_LEADING = re.compile(r"[\s\"'(\[]*+([A-Z])(?:\s?[).:\]]|\s-\s)(?![A-Z]\.)")
+_OPTIONS = re.compile(r"^\W*[A-Z]\s?[).:]", re.MULTILINE)
+_LETTER = re.compile(r"(?<![\w'])(?<!\w-)(?<!\b[A-Z]\.)([A-Z])(?!['+#*=\w]|-\w|\.[A-Z])")
+_NAMED = re.compile(r"(?:answer|option|choice)(?: is|:)*\s*\(?([A-Z])(?![\w'+#*]|-\w)", re.IGNORECASE)
+_AFTER = {"is", "was", "are", "and", "or", "because", "since", "as", "not", "but", "seems", "fits", "matches"}
+_SEVERAL = re.compile(r"[\s(\[]*[A-Z](?:\s*(?:,|;|/|&|\band\b)\s*(?:and\s+)?[A-Z])+[\s.)\]]*")
+
+
+def letter_in(text: str) -> str:
+    """Return the letter of a multiple choice that an answer gives; empty without one.
+
+    It is the only letter, the one after "answer", the one before a text such as "B. red", or else the last
+    capital that stands alone. The article A, the pronoun I, and a list such as "A, C" are none.
+    """
+    text = readable(text).strip()
+    if alone := _ALONE.fullmatch(text):
+        return alone[1].upper()
+    if _SEVERAL.fullmatch(text):
+        return ""
+    named = [match[1] for match in _NAMED.finditer(text) if match[1].isupper() and not _is_word(match, text)]
+    if not named and (leading := _LEADING.match(text)) and len(_OPTIONS.findall(text)) < 2:
+        return leading[1]
+    letters = [match[1] for match in _LETTER.finditer(text) if not _is_word(match, text)]
+    return (named or letters or [""])[-1]
+
+
+def _is_word(match: re.Match, text: str) -> bool:
+    """Whether a capital is the article A or the pronoun I."""
+    if match[1] not in "AI":
+        return False
+    follows = re.match(r" ([a-z]+)", text[match.end() : match.end() + 20])
+    return bool(follows and follows[1] not in _AFTER)
+
+
+def choices_in(columns: Mapping[str, Any]) -> dict[str, str]:
+    """Read the choices of a row by their letters, from a list or an object of texts, or ARC's two lists."""
+    found = columns.get("choices")
+    found = columns.get("options") if found is None else found
+    match found:
+        case {"text": [*texts], "label": [*labels]} if len(texts) == len(labels):
+            return {str(label): str(text) for label, text in zip(labels, texts, strict=True)}
+        case Mapping():
+            return {str(label): str(text) for label, text in found.items() if text is not None}
+        case [*texts]:
+            return {chr(ord("A") + i): _unlettered(str(text), i) for i, text in enumerate(texts[:26])}
+    return {}
+
+
+def _unlettered(text: str, place: int) -> str:
+    """Take the letter of a choice off its text."""
+    lettered = _LEADING.match(text)
+    return text[lettered.end() :] if lettered and lettered[1] == chr(ord("A") + place) else text
+
+
+def choice_in(text: str, choices: Mapping[str, str]) -> str:
+    """Return the label of the choice that an answer or a target names; empty where it names none.
+
+    By its text, its letter, its place counted from 0, or as the only text of a choice that occurs in it.
+    """
+    words = words_of(text)
+    known = {label: words_of(choice) for label, choice in choices.items()}
+    equal = [label for label, choice in known.items() if same_words(words, choice)]
+    if equal:
+        return equal[0]
+    labels, letter = {label.upper(): label for label in choices}, letter_in(text)
+    if letter in labels:
+        return labels[letter]
+    if place := re.fullmatch(r"[\s(]*([0-9]{1,3})[\s).]*", plain(text)):
+        numbered = list(choices)[int(place[1]) : int(place[1]) + 1]
+        return place[1] if place[1] in choices else (numbered or [""])[0]  # labels may be 1, 2, 3
+    joined = f" {' '.join(words)} "
+    named = [label for label, choice in known.items() if choice and f" {' '.join(choice)} " in joined]
+    longest = [a for a in named if not any(a != b and set(known[a]) < set(known[b]) for b in named)]
+    return longest[0] if len(longest) == 1 else ""
+
+
+def exact_text(text: str) -> str:
+    """Write an answer so that those which differ in case and space alone are equal, and 3.0 is 3."""
+    text = re.sub(r"\\(?:text|mathrm)\s*\{([^{}]*)\}", r"\1", spelled(text))
+    text = " ".join(text.casefold().split())
+    return re.sub(r"(?<=\d)\.0+", "", text) if re.fullmatch(r"[-+]?\d+\.0+", text) else text
+
+
+def targets_of(target: Any) -> list[str]:
+    """List the right answers of a target as texts; empty for none, and for what is no text, number or list.
+
+    Whole numbers lose the .0 that pandas gives them, NaN is none, and True is yes as well.
+    """
+    match target:
+        case None:
+            return []
+        case bool():
+            return ["yes", "true"] if target else ["no", "false"]
+        case str():
+            return [target] if answer_part(target).strip() else []
+        case int():
+            return [str(target)]
+        case float():
+            if math.isnan(target):
+                return []
+            return [str(int(target)) if target.is_integer() else repr(target)]
+        case list() | tuple() | set() | frozenset():
+            return [text for each in target for text in targets_of(each)]
+        case object(tolist=tolist):  # numbers and arrays of numpy
+            return targets_of(tolist())
+    return []

@@ -1,0 +1,203 @@
+"""Right or wrong: how rewards and votes compare an answer with a target, and the form of a data set."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Literal
+
+from mmrl.config.registry import FORM_PACKAGE
+from mmrl.core.answer_text import answer_part
+from mmrl.core.answers import (
+    besides_numbers,
+    choice_in,
+    choices_in,
+    exact_text,
+    letter_in,
+    number_in,
+    only_number,
+    same_words,
+    targets_of,
+    words_of,
+)
+from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.formulas import formula_key, same_formula
+
+AnswerForm = Literal["exact", "text", "words", "number", "letter", "choice", "math"]
+MATH = {FORM_PACKAGE: "math"}  # what the form `math` needs, for the registry
+log = logging.getLogger("mmrl")
+_said: set[str] = set()
+
+
+def comparable(
+    text: str, tag: str, form: AnswerForm = "text", choices: Mapping[str, str] | None = None
+) -> str:
+    r"""Write an answer so that equal ones are equal texts; empty where there is nothing to compare.
+
+    It is what the last block of `tag` holds, else the last \boxed{}, or the whole text without one. Forms:
+
+    - `exact` ignores case and space.
+    - `text` (or `words`) ignores articles, punctuation and how numbers up to ten are written as well. Signs,
+      fractions, comparisons and percent count: our reading of VQA's normalisation.
+    - `number` is the last number, `letter` the letter of a multiple choice, both where the text has one.
+    - `choice` is one of `choices`, by its letter, its text or its place counted from 0.
+    - `math` is a formula in the normal form of math-verify, or else the words.
+    """
+    part = answer_part(text, tag)
+    match form:
+        case "exact":
+            return exact_text(part)
+        case "number":
+            number = number_in(part)
+            return "" if number is None else str(number)
+        case "letter":
+            return letter_in(part)
+        case "choice":
+            return choice_in(part, choices or {}) or letter_in(part)
+        case "math":
+            number = number_in(part) if only_number(part) else None
+            return str(number) if number is not None else formula_key(part) or " ".join(words_of(part))
+    return " ".join(words_of(part))
+
+
+def is_right(
+    text: str,
+    target: str,
+    form: AnswerForm = "text",
+    *,
+    tag: str = "answer",
+    tolerance: float = 0.0,
+    choices: Mapping[str, str] | None = None,
+) -> bool | None:
+    """Whether an answer is right, by one target; None for a target that holds nothing to compare.
+
+    A target that is not of the form, such as "cow" among numbers, is compared by its words, and one without
+    words by its characters. So every target is its own right answer.
+    """
+    answer, wanted = answer_part(text, tag), answer_part(target, tag)
+    if form in ("exact", "text", "words") and len(answer) > 100 * (len(wanted) + 10):
+        return False  # far too long to be equal
+    if form == "choice" and choices and (label := choice_in(wanted, choices)):
+        return choice_in(answer, choices) == label
+    if form in ("letter", "choice") and (letter := letter_in(wanted)):
+        return letter_in(answer) == letter
+    if form == "number" and only_number(wanted):
+        return _same_number(answer, wanted, tolerance)
+    if form == "exact":
+        return exact_text(answer) == exact_text(wanted) if exact_text(wanted) else None
+    if form == "math":
+        return same_formula(answer, wanted) if exact_text(wanted) else None
+    if words := words_of(wanted):
+        return same_words(words_of(answer), words)
+    return exact_text(answer) == exact_text(wanted) if exact_text(wanted) else None
+
+
+def _same_number(answer: str, wanted: str, tolerance: float) -> bool:
+    """Whether the last number is right; words beside a wanted one, such as a unit, may only be left out."""
+    number, value = number_in(answer), number_in(wanted)
+    if number is None or value is None or abs(number - value) > Fraction(str(tolerance)) * abs(value):
+        return False
+    words, said = besides_numbers(wanted), besides_numbers(answer)
+    return not said or words <= said
+
+
+def graded(
+    name: str,
+    prompt: Prompt,
+    outcome: Outcome,
+    form: AnswerForm,
+    *,
+    tag: str = "answer",
+    tolerance: float = 0.0,
+) -> float | None:
+    """Return 1 for an answer that equals one of the prompt's targets, else 0.
+
+    A prompt without a target has no reward, None, which is said once with the name of the reward.
+    """
+    choices = choices_in(prompt.columns) if form == "choice" else None
+    found = [
+        is_right(outcome.text or "", target, form, tag=tag, tolerance=tolerance, choices=choices)
+        for target in needed_targets(name, prompt)
+    ]
+    known = [right for right in found if right is not None]
+    return float(any(known)) if known else None
+
+
+def needed_targets(name: str, prompt: Prompt) -> list[str]:
+    """List the targets of a prompt as texts; a prompt without any is named in the log, once for a reward."""
+    targets = targets_of(prompt.target)
+    if not targets and name not in _said:
+        _said.add(name)
+        log.warning(
+            "'%s' compares with a right answer, and prompt '%s' has none as a text or number (%.60r); it "
+            "gives no reward for such prompts",
+            name,
+            prompt.uid,
+            prompt.target,
+        )
+    return targets
+
+
+# ---- the form of a data set
+
+
+class FormOfData:
+    """The form that the targets of a data set have, found when a reward first asks for it.
+
+    `sentence` says which and why; it is empty as long as nobody asked.
+    """
+
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self.prompts, self.sentence = prompts, ""
+        self.form: AnswerForm | None = None
+
+    def __call__(self) -> AnswerForm | None:
+        if not self.sentence:
+            self.form, self.sentence = infer_form(self.prompts)
+        return self.form
+
+
+def infer_form(prompts: Iterable[Prompt]) -> tuple[AnswerForm | None, str]:
+    """Find the form that all targets of a data set have, and a sentence for the user that says so.
+
+    None where no target is a text, a number or a list of them. Formulas are compared as text unless the form
+    `math` is asked for, which needs a package.
+    """
+    count = letters = numbers = chosen = formulas = 0
+    example = ""
+    for prompt in prompts:
+        targets = targets_of(prompt.target)
+        if not targets:
+            continue
+        parts = [answer_part(target) for target in targets]
+        count += 1
+        choices = choices_in(prompt.columns)
+        chosen += bool(choices) and all(choice_in(part, choices) for part in parts)
+        letters += all(len(part.strip(" ().")) == 1 and part.strip(" ().").isupper() for part in parts)
+        numbers += all(_is_number(part) for part in parts)
+        if any(mark in part for part in parts for mark in ("\\", "^", "=")):
+            formulas, example = formulas + 1, example or parts[0].strip()
+    if not count:
+        return None, "no target is a text or a number, so no form of answers is known"
+    named: Sequence[tuple[AnswerForm, int, str]] = (
+        ("choice", chosen, "one of the row's choices"),
+        ("letter", letters, "a single letter"),
+        ("number", numbers, "a number"),
+    )
+    for form, found, what in named:
+        if found == count:
+            rows = "the only target is" if count == 1 else f"each of the {count:,} targets is"
+            return form, f"{rows} {what}; rewards without `form` read answers with `form: {form}`"
+    targets = f"{count:,} target{'s'[: count > 1]}"
+    sentence = f"rewards without `form` compare answers as words (`form: text`) with {targets}"
+    mixed = [f"{found:,} are each {what}" for _, found, what in named if found]
+    sentence += f", of which {', '.join(mixed)}" if mixed else ""
+    if formulas:
+        sentence += f"; {formulas:,} are formulas such as {example[:40]!r}: `form: math` takes equal ones too"
+    return "text", sentence
+
+
+def _is_number(part: str) -> bool:
+    """Whether a target is a number and nothing else, apart from its currency or percent."""
+    return only_number(part) and not besides_numbers(part)

@@ -1,0 +1,149 @@
+"""Formulas compared by math-verify, in a process of its own that can be stopped when one takes too long.
+
+math-verify stops itself by signals, which only work in the main thread, and rewards run in threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import re
+import select
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mmrl.core.answer_text import plain
+from mmrl.core.answers import besides_numbers, number_in, only_number, same_words, words_of
+
+SECONDS = 5.0  # for one comparison
+START = 60.0  # for the first one, which imports sympy
+LONGEST = 1000  # characters of a formula
+FUNCTIONS = {
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log",
+    "ln", "exp", "sqrt", "lim", "max", "min", "gcd", "lcm", "det", "mod", "infty", "inf", "pi", "frac",
+}  # fmt: skip
+LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+RUN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
+log = logging.getLogger("mmrl")
+
+
+def same_formula(answer: str, target: str) -> bool:
+    """Whether two formulas are equal by math-verify; other texts are compared by their words.
+
+    Plain numbers are compared exactly; a decimal also equals the fraction that it rounds to four places or
+    more. A comparison that takes more than 5 seconds counts as not equal, which is logged.
+    """
+    if "".join(plain(answer).split()) == "".join(plain(target).split()):
+        return True
+    if all(only_number(text) and "!" not in text for text in (answer, target)):
+        words = [besides_numbers(text) for text in (answer, target)]
+        if all(words) or not any(words):  # math-verify leaves units out: 5 cm is 5 m
+            return words[0] == words[1] and _same_number(answer, target)
+    if is_formula(answer) and is_formula(target):
+        letters = [set(LETTERS.findall(text)) for text in (answer, target)]
+        lower = [{letter.lower() for letter in each} for each in letters]
+        if letters[0] != letters[1] and lower[0] == lower[1]:  # R is not r, which math-verify does not tell
+            return False
+        return bool(_ask("same", target.strip(), answer.strip()))
+    return same_words(words_of(answer), words_of(target))
+
+
+def formula_key(text: str) -> str:
+    """Return the normal form of a formula, for votes; empty where math-verify reads none."""
+    return str(_ask("key", text.strip(), "") or "") if is_formula(text) else ""
+
+
+def is_formula(text: str) -> bool:
+    """Whether a text can be a formula: it has no words, of which sympy would make products of letters."""
+    if not text.strip() or len(text) > LONGEST:
+        return False
+    runs = {run.lower() for run in RUN.findall(plain(text))} - FUNCTIONS
+    bare = re.fullmatch(r"[A-Za-z\s]*", text) is not None
+    return not any(len(run) > 2 or bare for run in runs)
+
+
+def _same_number(answer: str, target: str) -> bool:
+    number, wanted = number_in(answer), number_in(target)
+    if number is None or wanted is None:
+        return False
+    if number == wanted:
+        return True
+    for value, other, text in ((number, wanted, answer), (wanted, number, target)):
+        places = re.fullmatch(r"\s*-?\d*\.(\d{4,})\s*", text)
+        # Only of what no decimal can write: 0.33333 is 1/3, and 0.12345 is not 0.123454.
+        if places and _endless(other) and round(other, len(places[1])) == value:
+            return True
+    return False
+
+
+def _endless(value: Fraction) -> bool:
+    """Whether a number has decimals without an end."""
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest != 1
+
+
+@lru_cache(maxsize=4096)
+def _ask(kind: str, one: str, other: str) -> Any:
+    if find_spec("math_verify") is None:
+        raise ImportError("`form: math` compares formulas with math-verify: pip install 'mmrl[math]'")
+    return PROCESS.ask([kind, one, other])
+
+
+class MathProcess:
+    """The process that compares formulas; it is started when it is first asked, and again after a stop."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, question: list[str]) -> Any:
+        """Return the answer to a question; None where there is none in time."""
+        with self.lock:
+            first = self.process is None or self.process.poll() is not None
+            if first:
+                self._start()
+            reader, writer = self.process.stdout, self.process.stdin
+            try:
+                writer.write(json.dumps(question).encode() + b"\n")
+                writer.flush()
+                if select.select([reader], [], [], START if first else SECONDS)[0] and (
+                    line := reader.readline()
+                ):
+                    return json.loads(line)
+            except BrokenPipeError:
+                pass
+            self.stop()
+        log.warning(
+            "two formulas could not be compared in %g s, and count as not equal: %.200s", SECONDS, question
+        )
+        return None
+
+    def _start(self) -> None:
+        # -P: the folder of this file, in which http.py stands, is no place to import from.
+        command = [sys.executable, "-P", str(Path(__file__).resolve().with_name("math_worker.py"))]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+
+    def stop(self) -> None:
+        """End the process, if any."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            for pipe in (self.process.stdin, self.process.stdout):
+                pipe.close()
+            self.process = None
+
+
+PROCESS = MathProcess()
+atexit.register(PROCESS.stop)
