@@ -319,9 +319,11 @@ def template_message(message: Message) -> dict[str, Any]:
         {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
         for part in message.parts
     ]
-    # Mistral's templates want the id of the call that a tool answers.
-    answers = {"tool_call_id": CALL_ID} if message.role == "tool" else {}
-    return {"role": message.role, "content": content, **answers}
+    # Mistral's templates want the id of a call, and of the call that a tool answers.
+    keys = ({"tool_call_id": CALL_ID} if message.role == "tool" else {}) | message.keys
+    if "tool_calls" in keys:
+        keys["tool_calls"] = [{"id": CALL_ID} | call for call in keys["tool_calls"]]
+    return {"role": message.role, "content": content, **keys}
 
 
 def _size_limits(processor: Any) -> dict[str, int]:
