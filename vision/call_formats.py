@@ -51,7 +51,8 @@ def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> E
     instructions = Part(QWEN_TOOLS.format(schemas="\n".join(map(json.dumps, tools))))
     match prompt.messages:
         case [Message(role="system", parts=parts), *others]:
-            system = Message("system", (*parts, Part("\n\n"), instructions))
+            told = "".join(part.text for part in parts) + "\n\n" + instructions.text
+            system = Message("system", (Part(told),))
         case others:
             system = Message("system", (instructions,))
     return encoder.encode(replace(prompt, messages=(system, *others)))
@@ -90,19 +91,18 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
 
 def _check_reply(encoder: PromptEncoder, tools: Tools, written: str) -> None:
     """Raise ConfigError unless the chat template writes the reply of a tool after a call."""
-    asked = encoder.encode(Prompt("reply", (Message("user", (Part("x"),)),)), tools)
-    answer, words = encoder.answer(written), "nothing of it"
-    try:
+    read = encoder.template.reads("tool", tools)
+    if read.forms:
+        asked = encoder.encode(Prompt("reply", (Message("user", (Part("x"),)),)), tools)
+        replies = (Message("tool", (Part(text),)) for text in ("", "one two"))
         empty, reply = (
-            encoder.extend(asked, answer, *encoder.replies([Message("tool", (Part(text),))], tools)).ids
-            for text in ("", "one two")
+            encoder.extend(asked, encoder.answer(written), one, tools=tools).ids for one in replies
         )
-    except (TemplateError, TypeError, ValueError) as error:
-        empty = reply = answer
-        words = f"no message of the role `tool` ({type(error).__name__}: {error})"
-    if len(reply) == len(empty):
-        raise ConfigError(
-            f"the chat template of the model tells it about tools, but of a tool's reply it writes {words}. "
-            "Save the checkpoint with a template that writes such replies, or with one that leaves tools "
-            "out: the model then reads Qwen's words"
-        )
+        if len(reply) > len(empty):
+            return
+    words = "nothing of it" if read.forms else f"no message of the role `tool` ({read.why})"
+    raise ConfigError(
+        f"the chat template of the model tells it about tools, but of a tool's reply it writes {words}. "
+        "Save the checkpoint with a template that writes such replies, or with one that leaves tools "
+        "out: the model then reads Qwen's words"
+    )

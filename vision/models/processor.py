@@ -19,16 +19,18 @@ from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Media, Message, Part, Prompt
 from mmrl.kv_cache.layout import placeholder_ids
+from mmrl.vision.models.chat_template import ChatTemplate, Tools
 from mmrl.vision.models.model_families import family_of, token_types
+from mmrl.vision.models.plain_inputs import check_ids, plain_inputs
 
 CACHE_BYTES = 2 << 30
 REPLY_BYTES = 1 << 28
-CALL_ID = "call00001"  # of every call: nine letters and figures, which Mistral's templates ask for
+FORMS = 32  # of prompts, each of which is compared with transformers once
 TICKS = 1000  # frame times are given to processors as frame numbers of a video with 1000 frames per second
 EDGES = {"shortest_edge", "longest_edge"}
 OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 UNUSED = ("video_metadata", "timestamps")  # outputs of processors that models do not take
+WITHOUT_BOS = {"text_kwargs": {"add_special_tokens": False}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +74,11 @@ class PromptEncoder:
             self.pixels = {**size, **pixels}
         # No answer may contain these: the model would expect media for them.
         self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
-        self.end = self._end_tokens()
+        self.template = ChatTemplate(processor)
+        self.ends = self.template.ends()
+        self.end = self.ends.tokens
         self._known: dict[str, bool] = {}  # whether a template tells about tools, by both
+        self._compared = set[Any]()  # forms of prompts
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
         # Answers of a group often call a tool alike, and are shown the same.
         self._replies: ByteLRU[dict[str, Tensor]] = ByteLRU(
@@ -88,25 +93,21 @@ class PromptEncoder:
         key = (prompt.uid, prompt.messages, json.dumps(tools))
         return self._encoded.get(key, lambda: self._encode(prompt, tools))
 
-    def extend(self, encoded: EncodedPrompt, ids: Tensor, *replies: Message) -> EncodedPrompt:
+    def extend(
+        self, encoded: EncodedPrompt, ids: Tensor, *replies: Message, tools: Tools = ()
+    ) -> EncodedPrompt:
         """Append an answer (T,) and replies to it, and begin the next answer in the template's own words.
 
         Raises ValueError where the reply's text holds a special token, or media do not fit their tokens.
         """
-        prompt, marker = Prompt(encoded.uid, replies), "\x02"
+        prompt = Prompt(encoded.uid, replies)
         for word in self.special_words:
             if word in prompt.text:
                 raise ValueError(f"the reply to prompt '{encoded.uid}' holds the special token {word!r}")
-        messages = [
-            {"role": "user", "content": [{"type": "text", "text": "x"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": marker}]},
-            *map(template_message, replies),
-        ]
-        after = self._render(messages).rpartition(marker)[2]
+        after = self.template.after_answer(list(map(template_message, replies)), tools)
         inputs = self._replies.get((after, *map(_digest, prompt.media)), lambda: self._reply(prompt, after))
         new = inputs["input_ids"][0]
-        if len(ids) and ids[-1] in self.end and new[0] in self.end:
-            new = new[1:]  # the answer has written the end token itself
+        new = new[self._ended(ids, new) :]
         media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
         names = dict.fromkeys((*encoded.media, *media))
         pairs = {name: [both[name] for both in (encoded.media, media) if name in both] for name in names}
@@ -117,13 +118,23 @@ class PromptEncoder:
         positions = family_of(self.core.config).positions(self.core, inputs)
         return EncodedPrompt(encoded.uid, whole, positions, media)
 
+    def _ended(self, ids: Tensor, new: Tensor) -> int:
+        """Count the tokens of the template after an answer (T,) that the answer has written itself."""
+        if not len(ids) or not len(new) or ids[-1] not in self.end:
+            return 0
+        before = self.ends.before
+        if not self.ends.closes:
+            return int(new[0] == ids[-1])
+        return len(before) if new[: len(before)].tolist() == before else int(new[0] in self.end)
+
     def replies(self, messages: Sequence[Message], tools: Tools = ()) -> list[Message]:
         """Write replies of tools, messages of the role `tool`, so that the chat template has words for them.
 
         Those that follow each other become one message of the user, in Qwen's words, where the template knows
         no tools; other messages stay.
         """
-        known, written = self.knows_tools(tools), list[Message]()
+        known = self.knows_tools(tools) if tools else bool(self.template.reads("tool").forms)
+        written = list[Message]()
         for role, group in groupby(messages, lambda message: message.role):
             if role != "tool" or known:
                 written += group
@@ -132,11 +143,12 @@ class PromptEncoder:
             for reply in group:
                 before = "\n" * bool(parts) + "<tool_response>\n"
                 parts += [Part(before), *reply.parts, Part("\n</tool_response>")]
-            written.append(Message("user", tuple(parts)))
+            written.append(Message("user", _joined(parts)))
         return written
 
     def answer(self, text: str) -> Tensor:
-        """Tokenize an answer, with its end token: (T,)."""
+        """Tokenize an answer, with its end token once, whether the text brings it or not: (T,)."""
+        text = self.without_end(text)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # it continues a sequence
         for token in set(self.placeholders) & set(ids):
             raise ValueError(
@@ -144,6 +156,12 @@ class PromptEncoder:
                 f"{self.tokenizer.decode(token)!r}, which no answer may hold"
             )
         return torch.tensor([*ids, self.end[0]])
+
+    def without_end(self, text: str) -> str:
+        """Drop the end token, and white space after it, that a recorded answer brings along."""
+        words = tuple(word for word in map(self.tokenizer.decode, self.end) if word.strip())
+        bare = text.rstrip()
+        return bare.removesuffix(next(w for w in words if bare.endswith(w))) if bare.endswith(words) else text
 
     def text(self, ids: Tensor) -> str:
         """Decode the tokens of an answer."""
@@ -155,17 +173,17 @@ class PromptEncoder:
         key = json.dumps([tools, templates])
         if key not in self._known:
             messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
-            self._known[key] = self._render(messages, tools) != self._render(messages)
+            self._known[key] = self.template.render(messages, tools) != self.template.render(messages)
         return self._known[key]
 
     def written_call(self, name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
         """Write a call of a tool in the words of the chat template, as the text of an answer has it."""
         asked = {"role": "user", "content": [{"type": "text", "text": "x"}]}
         made = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-        made["id"] = CALL_ID
-        turn = {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": [made]}
+        turn = {"role": "assistant", "content": [], "tool_calls": [made]}
         # Without what begins an answer, such as the name of its role, which no answer has.
-        before, whole = self._render([asked], tools), self._render([asked, turn], tools, answers=False)
+        before = self.template.render([asked], tools)
+        whole = self.template.render([asked, turn], tools, answers=False)
         after = whole[len(commonprefix([before, whole])) :]
         return self.text(torch.tensor(self.tokenizer(after, add_special_tokens=False)["input_ids"]))
 
@@ -192,7 +210,26 @@ class PromptEncoder:
     def processor_inputs(self, prompt: Prompt, tools: Tools = ()) -> dict[str, Tensor]:
         """Give the outputs of the processor for a prompt: what the forward pass of transformers takes."""
         messages = list(map(template_message, self.replies(prompt.messages, tools)))
-        return self._inputs(prompt, self._render(messages, tools), {})
+        text = self.template.render(messages, tools)
+        # As in transformers: a template that begins a sequence itself needs no tokenizer for it.
+        begun = text.startswith(self.tokenizer.bos_token or "\0")
+        media = self._media_arguments(prompt)
+        inputs = self._inputs(prompt, text, WITHOUT_BOS if begun else {}, media)
+        form = (tools, *((m["role"], *m, *(block["type"] for block in m["content"])) for m in messages))
+        form = json.dumps(form)
+        # Words of data that look like special tokens are words here, and tokens there.
+        if any(word in prompt.text for word in self.special_words):
+            return inputs
+        if form not in self._compared and len(self._compared) < FORMS:
+            formed = self.template.formed(messages, tools)
+            check_ids(
+                prompt,
+                inputs["input_ids"],
+                plain_inputs(self.processor, formed, tools, media),
+                self.tokenizer,
+            )
+            self._compared.add(form)
+        return inputs
 
     def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
         words = [self.tokenizer.decode(token) for token in self.placeholders]
@@ -209,22 +246,16 @@ class PromptEncoder:
         media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
         return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
 
-    def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = True) -> str:
-        """Write messages in the words of the chat template, and what begins an answer if one `answers`."""
-        options = {"tools": list(tools)} if tools else {}
-        return self.processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=answers, **options
-        )
-
     def _reply(self, prompt: Prompt, text: str) -> dict[str, Tensor]:
         """Run the processor on what follows an answer; the tokenizer must not begin a sequence."""
-        return self._inputs(prompt, text, {"text_kwargs": {"add_special_tokens": False}})
+        return self._inputs(prompt, text, WITHOUT_BOS, self._media_arguments(prompt))
 
-    def _inputs(self, prompt: Prompt, text: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    def _inputs(
+        self, prompt: Prompt, text: str, options: Mapping[str, Any], media: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
         """Run the processor on a rendered text and the media of a prompt; `options` are for the tokenizer."""
-        arguments = self._media_arguments(prompt)
         try:
-            inputs = dict(self.processor(text=[text], return_tensors="pt", **arguments, **options))
+            inputs = dict(self.processor(text=[text], return_tensors="pt", **media, **options))
         except (ValueError, IndexError, StopIteration) as error:
             raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
@@ -274,25 +305,6 @@ class PromptEncoder:
             arguments |= {"videos": [video.pixels for video in videos], "videos_kwargs": options}
         return arguments
 
-    def _end_tokens(self) -> list[int]:
-        """List the tokens that end an answer, first that of the chat template, then the tokenizer's.
-
-        The checkpoint's generation_config is not read.
-        """
-        marker = "\x02"  # what the template writes after the answer comes after this
-        messages = [
-            {"role": "user", "content": [{"type": "text", "text": "x"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": marker}]},
-        ]
-        rendered = self.processor.apply_chat_template(messages, tokenize=False)
-        after = self.tokenizer(rendered.rpartition(marker)[2], add_special_tokens=False)["input_ids"]
-        special = self.special_tokens()
-        ends = [token for token in after[:2] if token in special][:1] + [self.tokenizer.eos_token_id]
-        ends = list(dict.fromkeys(token for token in ends if token is not None))
-        if not ends:
-            raise ValueError("the tokenizer names no token that ends an answer; set its eos_token")
-        return ends
-
     def special_tokens(self) -> set[int]:
         """List the special tokens; `all_special_ids` has only those that the tokenizer names."""
         added = self.tokenizer.added_tokens_decoder
@@ -319,11 +331,17 @@ def template_message(message: Message) -> dict[str, Any]:
         {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
         for part in message.parts
     ]
-    # Mistral's templates want the id of a call, and of the call that a tool answers.
-    keys = ({"tool_call_id": CALL_ID} if message.role == "tool" else {}) | message.keys
-    if "tool_calls" in keys:
-        keys["tool_calls"] = [{"id": CALL_ID} | call for call in keys["tool_calls"]]
-    return {"role": message.role, "content": content, **keys}
+    return {"role": message.role, "content": content, **message.keys}
+
+
+def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Make one text of texts side by side: some templates strip each of them."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and joined[-1].media is None and part.media is None:
+            part = Part(joined.pop().text + part.text)
+        joined.append(part)
+    return tuple(joined)
 
 
 def _size_limits(processor: Any) -> dict[str, int]:
