@@ -10,6 +10,7 @@ from functools import partial
 from jinja2 import TemplateError
 
 from mmrl.config.schema import ConfigError
+from mmrl.core.plain_text import inside
 from mmrl.core.tool_calls import (
     Call,
     CallError,
@@ -48,7 +49,8 @@ def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> E
     """Encode a prompt with tools: in the words of the chat template, or in Qwen's where it has none."""
     if not tools or encoder.knows_tools(tools):
         return encoder.encode(prompt, tools)
-    instructions = Part(QWEN_TOOLS.format(schemas="\n".join(map(json.dumps, tools))))
+    schemas = inside("tools", list(map(json.dumps, tools)))
+    instructions = Part(QWEN_TOOLS.format(schemas="\n".join(schemas)))
     match prompt.messages:
         case [Message(role="system", parts=parts), *others]:
             told = "".join(part.text for part in parts) + "\n\n" + instructions.text

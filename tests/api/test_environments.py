@@ -81,9 +81,10 @@ def double(number: int) -> int:
 @pytest.fixture
 def talkative(monkeypatch):
     """Let a tiny model make calls, which it cannot write: by the letters of turns that end early."""
-    ends = PromptEncoder._end_tokens
+    ends = ChatTemplate.ends
     monkeypatch.setattr(WithTools, "parse", staticmethod(of_letters))
-    monkeypatch.setattr(PromptEncoder, "_end_tokens", lambda self: [*ends(self), *range(0, 256, 3)])
+    more = lambda found: replace(found, tokens=[*found.tokens, *range(0, 256, 3)])
+    monkeypatch.setattr(ChatTemplate, "ends", lambda self: more(ends(self)))
 
 
 def arguments(folder, **more):

@@ -257,10 +257,8 @@ class WithTools:
             talk.go_on(reads, observed)
 
     def _message(self, answer: Answer) -> Message:
-        """Write a reply as a message; words of a tool or of the model in it make no special token."""
-        words = self.policy.prompt_encoder.as_words
-        parts = (Part(one_line(answer.fault)),) if answer.fault else answer.parts
-        return Message("tool", tuple(part if part.media else Part(words(part.text)) for part in parts))
+        """Write a reply as a message."""
+        return Message("tool", (Part(one_line(answer.fault)),) if answer.fault else answer.parts)
 
     def _extend(self, talk: Conversation, observed: Sequence[Message]) -> list[EncodedPrompt]:
         """Append replies to what a conversation has read; raises ValueError for an unfit image."""

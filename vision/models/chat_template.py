@@ -6,10 +6,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
 from jinja2 import TemplateError
+
+from mmrl.core.plain_text import block_after
 
 Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 Content = str | list[dict[str, Any]]
@@ -136,6 +139,28 @@ class ChatTemplate:
         if not ends:
             raise Unreadable("the tokenizer names no token that ends an answer; set its eos_token")
         return Ends(ends, before if shared else before[:1], bool(closing))
+
+    @cached_property
+    def reply_block(self) -> str:
+        """The block in which the template writes the reply of a tool; empty where it has none."""
+        reply = {"role": "tool", "content": _texts(SECOND)}
+        call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+        asked, turn = _turn("y")
+        for before in ({**turn, "tool_calls": [call]}, turn):
+            try:
+                found, _, after = self.render([asked, before, reply], answers=False).rpartition(SECOND)
+            except Unreadable:
+                continue
+            if found:
+                return block_after(after)
+        return ""
+
+    @cached_property
+    def schema_block(self) -> str:
+        """The block in which the template lists tools; empty where it has none."""
+        function = {"name": "look", "description": SECOND, "parameters": {"type": "object", "properties": {}}}
+        tools = ({"type": "function", "function": function},)
+        return block_after(self.render(_turn("y")[:1], tools, answers=False).partition(SECOND)[2])
 
     def _leading(self, text: str) -> list[int]:
         """List the control tokens that a text begins with, after white space."""
