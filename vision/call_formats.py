@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from jinja2 import TemplateError
-
 from mmrl.config.schema import ConfigError
 from mmrl.core.plain_text import inside
 from mmrl.core.tool_calls import (
@@ -73,8 +71,8 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
     try:
         written = encoder.written_call(call.name, call.arguments, tools)
         words = f"a call as {written[-200:]!r}"
-    except (TemplateError, TypeError) as error:
-        written, words = "", f"no call ({type(error).__name__}: {error})"
+    except ValueError as error:
+        written, words = "", f"no call ({error})"
     forms = (*FORMATS, *(partial(reads, tools=tools) for reads in TAGGED_FORMATS))
     for reads in forms if parse in FORMATS else (parse,):  # an engine's own form is used or refused
         if reads(written) == [call]:

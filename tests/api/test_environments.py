@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ import mmrl
 from mmrl.api.configuration import configuration
 from mmrl.config.loading import ConfigError
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.models.processor import PromptEncoder
+from mmrl.vision.models.chat_template import ChatTemplate
 from tests.api.test_trainer import journal
 from tests.vision.playing import of_letters
 

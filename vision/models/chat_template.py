@@ -25,9 +25,13 @@ FIRST, SECOND = "qzfirstzq", "qzsecondzq"  # parts of a content, to see whether 
 
 @dataclass(frozen=True)
 class Read:
-    """In which forms a template reads the messages of a role, best first; `why` it reads none."""
+    """In which forms a template reads the messages of a role, best first, or `why` it reads none.
+
+    `media` are the kinds, "image" and "video", that it has words for.
+    """
 
     forms: tuple[str, ...] = ()
+    media: frozenset[str] = frozenset()
     why: str = ""
 
 
@@ -170,47 +174,69 @@ class ChatTemplate:
 
     def _content(self, role: str, blocks: Sequence[Mapping[str, Any]], tools: Tools) -> Content:
         """Give the content of a message the first form that the template reads."""
-        read, media = self.reads(role, tools), any(block["type"] != "text" for block in blocks)
-        forms = [form for form in read.forms if form != TEXT or not media]
-        if not read.forms or (not forms and self.processor.image_processor is not None):
-            what = (
-                f"media in messages of the role `{role}`" if read.forms else f"messages of the role `{role}`"
-            )
+        read, kinds = self.reads(role, tools), {block["type"] for block in blocks} - {"text"}
+        forms = [form for form in read.forms if form != TEXT or not kinds]
+        if read.forms and self.processor.image_processor is None:
+            return _in_form(blocks, read.forms[0] if not kinds else BLOCKS)  # refused by `TextProcessor`
+        lost = kinds - read.media
+        if not forms or lost:
+            what = f"{' and '.join(sorted(lost))}s in messages" if lost else "messages"
             raise Unreadable(
-                f"the chat template of the model takes no {what} "
-                f"({read.why or 'it reads their texts alone'}); leave them out, or save the model with a "
+                f"the chat template of the model takes no {what} of the role `{role}` "
+                f"({read.why or 'it has no words for them'}); leave them out, or save the model with a "
                 "template that takes them"
             )
-        return _in_form(blocks, forms[0] if forms else BLOCKS)
+        return _in_form(blocks, forms[0])
 
     def _tried(self, role: str, tools: Tools) -> Read:
         """Render two texts in every form, after and before other turns that are read."""
         # Models with media are trained on blocks, and language models on texts.
         order = (TEXT, BLOCKS, MERGED) if self.processor.image_processor is None else (BLOCKS, MERGED, TEXT)
-        found, why = [], ""
-        for form in order:
-            for messages in self._around(
-                {"role": role, "content": _in_form(_texts(FIRST, SECOND), form)}, tools
-            ):
+        tried = [
+            self._around({"role": role, "content": _in_form(_texts(FIRST, SECOND), form)}, tools)
+            for form in order
+        ]
+        whys = list[str]()
+        for conversations in zip(*tried, strict=True):  # each in every form
+            lacks = [self._lacks(messages, tools) for messages in conversations]
+            if found := tuple(form for form, lack in zip(order, lacks, strict=True) if not lack):
+                return Read(found, media=self._shown(conversations[0], role, tools))
+            whys += lacks
+        return Read(why=whys[0])
+
+    def _shown(self, messages: list[dict[str, Any]], role: str, tools: Tools) -> frozenset[str]:
+        """Find the kinds of media that the template has words for in the last message of a role."""
+        place = max(n for n, message in enumerate(messages) if message["role"] == role)
+        shown = set[str]()
+        for kind in ("image", "video"):
+            texts = list[str]()
+            for blocks in (_texts(FIRST + SECOND), [{"type": kind}, *_texts(FIRST + SECOND)]):
+                tried = [*messages[:place], {**messages[place], "content": blocks}, *messages[place + 1 :]]
                 try:
-                    text = self._apply(messages, tools, answers=False)
-                except REFUSED as error:
-                    why = why or f"{type(error).__name__}: {error}"
-                    continue
-                if FIRST in text and SECOND in text.partition(FIRST)[2] and not _printed(text):
-                    found.append(form)
+                    texts.append(self._apply(tried, tools, answers=False))
+                except REFUSED:
                     break
-                why = why or "it leaves out what they say"
-        return Read(tuple(found), "" if found else why)
+            else:
+                as_words = re.search(rf"""['"]type\\?['"]\s*:\s*\\?['"]{kind}""", texts[1])
+                if texts[0] != texts[1] and FIRST + SECOND in texts[1] and not as_words:
+                    shown.add(kind)
+        return frozenset(shown)
+
+    def _lacks(self, messages: list[dict[str, Any]], tools: Tools) -> str:
+        """Say why the template does not write both texts of a message that is tried; empty where it does."""
+        try:
+            text = self._apply(messages, tools, answers=False)
+        except REFUSED as error:
+            return f"{type(error).__name__}: {error}"
+        whole = FIRST in text and SECOND in text.partition(FIRST)[2] and not _printed(text)
+        return "" if whole else "it leaves out what they say"
 
     def _around(self, probe: dict[str, Any], tools: Tools) -> Iterator[list[dict[str, Any]]]:
         """Make the conversations in which a message of a role is tried."""
         if probe["role"] == "user":
             yield [probe]
             return
-        turn = (
-            self.formed(_turn("y"), tools) if probe["role"] == "tool" else self.formed(_turn("y")[:1], tools)
-        )
+        turn = self.formed(_turn("y") if probe["role"] == "tool" else _turn("y")[:1], tools)
         match probe["role"]:
             case "assistant":
                 yield from ([*turn, probe], [*turn, probe, *turn])

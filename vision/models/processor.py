@@ -204,7 +204,10 @@ class PromptEncoder:
     def processor_inputs(self, prompt: Prompt, tools: Tools = ()) -> dict[str, Tensor]:
         """Give the outputs of the processor for a prompt: what the forward pass of transformers takes."""
         messages = list(map(template_message, self.replies(prompt.messages, tools)))
-        text = self._render(messages, tools)
+        try:
+            text = self._render(messages, tools)
+        except ValueError as error:
+            raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
         # As in transformers: a template that begins a sequence itself needs no tokenizer for it.
         begun = text.startswith(self.tokenizer.bos_token or "\0")
         media = media_arguments(self.processor, prompt, self.pixels)
