@@ -76,7 +76,7 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
     forms = (*FORMATS, *(partial(reads, tools=tools) for reads in TAGGED_FORMATS))
     for reads in forms if parse in FORMATS else (parse,):  # an engine's own form is used or refused
         if reads(written) == [call]:
-            _check_reply(encoder, tools, written)
+            _check_reply(encoder, tools)
             return reads
     raise ConfigError(
         f"the chat template of the model tells it about tools and writes {words}, but calls are read in the "
@@ -89,18 +89,22 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
     )
 
 
-def _check_reply(encoder: PromptEncoder, tools: Tools, written: str) -> None:
+def _check_reply(encoder: PromptEncoder, tools: Tools) -> None:
     """Raise ConfigError unless the chat template writes the reply of a tool after a call."""
-    read = encoder.template.reads("tool", tools)
-    if read.forms:
-        asked = encoder.encode(Prompt("reply", (Message("user", (Part("x"),)),)), tools)
-        replies = (Message("tool", (Part(text),)) for text in ("", "one two"))
-        empty, reply = (
-            encoder.extend(asked, encoder.answer(written), one, tools=tools).ids for one in replies
-        )
-        if len(reply) > len(empty):
-            return
-    words = "nothing of it" if read.forms else f"no message of the role `tool` ({read.why})"
+    read, words = encoder.template.reads("tool", tools), ""
+    if not read.forms:
+        words = f"no message of the role `tool` ({read.why})"
+    else:
+        try:
+            after_call, after_words = encoder.template.after_calls(tools)
+            # A conversation goes on after the words of a call, which the template need not know as a call.
+            words = (
+                "" if after_call.endswith(after_words) else "other words than after an answer without calls"
+            )
+        except ValueError:
+            words = "nothing after an answer without a list of calls"
+    if not words:
+        return
     raise ConfigError(
         f"the chat template of the model tells it about tools, but of a tool's reply it writes {words}. "
         "Save the checkpoint with a template that writes such replies, or with one that leaves tools "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from functools import cache
@@ -53,7 +54,7 @@ class Seeing(ProcessorMixin):
 
 def encoder_of(template: str, *, sees: bool, eos: str = "<eos>") -> PromptEncoder:
     """Make an encoder of prompts for a template, of a model that sees or reads text alone."""
-    tokenizer = tokenizer_for(tuple(sorted({*CONTROL.findall(template)} - {eos})), eos)
+    tokenizer = copy.deepcopy(tokenizer_for(tuple(sorted({*CONTROL.findall(template)} - {eos})), eos))
     if sees:
         processor = Seeing(tokenizer, chat_template=template)
     else:

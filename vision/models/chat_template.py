@@ -124,6 +124,21 @@ class ChatTemplate:
             )
         return after
 
+    def after_calls(self, tools: Tools) -> tuple[str, str]:
+        """Write what stands after the argument of a call, and after an answer, where a tool replies.
+
+        Raises ValueError where the reply is left out after an answer.
+        """
+        marker, name = self._unused([], tools), _name(tools)
+        call = {"type": "function", "function": {"name": name, "arguments": {FIRST: marker}}}
+        reply = {"role": "tool", "content": _texts(SECOND), "name": name}
+        asked, turn = _turn("")
+        called = self.render([asked, {**turn, "tool_calls": [call]}, reply], tools).rpartition(marker)[2]
+        said = self.after_answer([reply], tools)
+        if SECOND not in said:
+            raise Unreadable("the chat template of the model leaves out replies of tools after an answer")
+        return called, said
+
     def ends(self) -> Ends:
         """Find the tokens that end an answer: what the template writes after one, and the tokenizer's own.
 
