@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.tool_calls import parse_calls
 from mmrl.core.types import Prompt
 from mmrl.vision.call_formats import encode_with_tools, parser_of
+from mmrl.vision.checks.prompt_agreement import prompt_agreement
+from mmrl.vision.models import processor
 from tests.vision.template_cases import encoder_of, medium, plain, says, templates
+from tests.vision.test_media_conditioning import examined
 
 SIDE = {"type": "object", "properties": {"side": {"type": "string", "description": "Which."}}}
 TOOL = {"type": "function", "function": {"name": "crop", "description": "Cut it.", "parameters": SIDE}}
@@ -178,6 +182,44 @@ def test_calls_are_read_and_answered_in_the_words_of_the_template(encoders):
             found = encoder.extend(begun, answer, *reply, tools=(TOOL,)).ids
             shown = encoder.tokenizer.decode(found).rpartition("left")[2]
             assert "".join(shown.split()) == "".join(wanted.split()), name
-    print(read, refused)
-    assert {"qwen2_5", "qwen3_vl", "glm4moe", "llama3_1"} <= set(read)
-    assert {"gemma4", "muse_glimmer", "lfm2_2_5_vl", "glm4moe_training"} <= set(refused)
+    of_qwen = {name for name in encoders if name.startswith("qwen") and not name.startswith("qwen2_5_vl")}
+    of_nemotron = {name for name in encoders if name.startswith("nemotron")}
+    assert set(read) == of_qwen | of_nemotron | {"glm4moe", "llama3_1", "llama3_2"}
+    assert all(
+        name.startswith(("diffusion", "gemma4", "glm4moe_training", "gptoss", "lfm2", "muse"))
+        for name in refused
+    )
+
+
+def test_what_differs_is_an_error_that_names_the_first_token(monkeypatch):
+    prompt, beside = Prompt("row 7", CASES["system and turns"]), SimpleNamespace
+    first = examined(beside(prompt_encoder=encoder_of(templates()["gemma3"], sees=True)), prompt)
+    assert not list(prompt_agreement(first))
+    monkeypatch.setattr(processor, "WITHOUT_BOS", {})  # a template that writes BOS, and the tokenizer as well
+    twice = encoder_of(templates()["gemma3"], sees=True)
+    with pytest.raises(ConfigError, match="'row 7' is not what .*: token 1 is the first that differs"):
+        twice.encode(prompt)
+    monkeypatch.setattr(processor, "check_ids", lambda *given: None)
+    (finding,) = prompt_agreement(examined(beside(prompt_encoder=twice), prompt))
+    assert "token 1 is the first that differs" in finding.what and finding.grave
+
+
+def test_a_template_without_what_is_needed_is_refused_by_name():
+    deaf = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(
+        ValueError, match=r"takes no messages of the role `assistant` \(it leaves out what they"
+    ):
+        encoder_of(deaf, sees=False)
+    gemma = encoder_of(templates()["gemma"], sees=False)
+    with pytest.raises(
+        ValueError, match=r"prompt 'a': .* role `system` \(TemplateError: System role not supp"
+    ):
+        gemma.encode(Prompt("a", CASES["system"]))
+
+
+def test_the_mark_of_an_answer_is_a_word_that_occurs_nowhere(encoders):
+    encoder = encoders["qwen3_vl"]
+    read = encoder.encode(Prompt("a", CASES["question"]))
+    reply = user("qz0zq qz1zq \x02 qzfirstzq qzsecondzq")
+    shown = encoder.tokenizer.decode(encoder.extend(read, encoder.answer("two"), reply).ids)
+    assert shown.count(reply.text) == 1 and shown.count("<|im_start|>user") == 2
