@@ -17,6 +17,7 @@ from mmrl.config.reward_adapters import is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields
 from mmrl.data.dataset_io import FORMS, Rows
 from mmrl.data.fields import RowError
+from mmrl.data.row_fields import MEDIA_COLUMNS
 
 FIRST = 20  # rows whose columns are looked at
 OFFERED = (
@@ -106,7 +107,8 @@ def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> It
     lacks = f"that the first rows of {place} do not have; they have {', '.join(sorted(known))}"
     for i, piece in enumerate(rewards):
         for name in _required(piece):
-            if name not in known:
+            # Rewards get the media of a prompt by every name, whichever column holds them.
+            if name not in known and not (name in MEDIA_COLUMNS and known & {*MEDIA_COLUMNS}):
                 yield f"{at}[{i}]: '{piece.name}' takes the column '{name}' {lacks}"
     match options.get("prompt", takes["prompt"].default if "prompt" in takes else ""):
         case str(template):

@@ -22,6 +22,7 @@ from mmrl.vision.models.chat_template import ChatTemplate, Tools
 from mmrl.vision.models.media_arguments import EDGES, digest_of, media_arguments, size_limits
 from mmrl.vision.models.model_families import family_of, token_types
 from mmrl.vision.models.plain_inputs import check_ids, plain_inputs
+from mmrl.vision.models.recorded_keys import check_keys
 
 CACHE_BYTES = 2 << 30
 REPLY_BYTES = 1 << 28
@@ -76,6 +77,7 @@ class PromptEncoder:
         self.template = ChatTemplate(processor)
         self.ends = self.template.ends()
         self.end = self.ends.tokens
+        self._keys: dict[str, bool] = {}  # whether a template reads a key of recorded turns
         self._known: dict[str, bool] = {}  # whether a template tells about tools, by both
         self._compared = set[Any]()  # forms of prompts
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
@@ -205,6 +207,7 @@ class PromptEncoder:
         """Give the outputs of the processor for a prompt: what the forward pass of transformers takes."""
         messages = list(map(template_message, self.replies(prompt.messages, tools)))
         try:
+            check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
             text = self._render(messages, tools)
         except ValueError as error:
             raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
