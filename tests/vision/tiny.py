@@ -249,7 +249,7 @@ def _gemma(folder: Path) -> None:
     processor = t.Gemma3Processor(
         t.Gemma3ImageProcessor(size=size),
         tokenizer,
-        chat_template="{{ bos_token }}" + TEMPLATE.replace("PLACEHOLDER", "<img>"),
+        chat_template=TEMPLATE.replace("PLACEHOLDER", "<img>"),
         image_seq_length=4,
     )
     model = t.Gemma3ForConditionalGeneration(config)
