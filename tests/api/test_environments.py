@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ import mmrl
 from mmrl.api.configuration import configuration
 from mmrl.config.loading import ConfigError
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.models.processor import PromptEncoder
+from mmrl.vision.models.chat_template import ChatTemplate
 from tests.api.test_trainer import journal
 from tests.vision.playing import of_letters
 
@@ -81,9 +82,10 @@ def double(number: int) -> int:
 @pytest.fixture
 def talkative(monkeypatch):
     """Let a tiny model make calls, which it cannot write: by the letters of turns that end early."""
-    ends = PromptEncoder._end_tokens
+    ends = ChatTemplate.ends
     monkeypatch.setattr(WithTools, "parse", staticmethod(of_letters))
-    monkeypatch.setattr(PromptEncoder, "_end_tokens", lambda self: [*ends(self), *range(0, 256, 3)])
+    more = lambda found: replace(found, tokens=[*found.tokens, *range(0, 256, 3)])
+    monkeypatch.setattr(ChatTemplate, "ends", lambda self: more(ends(self)))
 
 
 def arguments(folder, **more):

@@ -41,6 +41,7 @@ from mmrl.vision.decoding.token_steps import (
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.media.media_reader import MediaReader
 from mmrl.vision.models import loading
+from mmrl.vision.models.chat_template import ChatTemplate
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.steering import load_steering, save_steering, steering_of
 
@@ -102,6 +103,7 @@ class Tokens:
         transform: tuple[Callable, ...] = (),
     ) -> None:
         self.processor = loading.load_processor(model)
+        ChatTemplate(self.processor).ends()  # refused by name before a weight is loaded
         self.model = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
@@ -202,9 +204,10 @@ class Tokens:
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Turn a recorded answer into a row, its end token included."""
-        ids = self.prompt_encoder.answer(outcome.text or "")
+        text = outcome.text and self.prompt_encoder.without_end(outcome.text)
+        ids = self.prompt_encoder.answer(text or "")
         tags = {"finish": "stop", **outcome.tags}
-        answer = Outcome(text=outcome.text, end=len(ids), tags=tags, recorded=outcome.recorded)
+        answer = Outcome(text=text, end=len(ids), tags=tags, recorded=outcome.recorded)
         row = TokenRow(self.prompt_encoder.encode(prompt), ids)
         return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
 
