@@ -16,7 +16,7 @@ from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.diffusion import loading
+from mmrl.diffusion import adapters, loading
 from mmrl.diffusion.model_family import Condition, PipelineFamily, default_of, family_of
 from mmrl.diffusion.steps import Conditioning, FlowRow, FlowSteps, Likelihood
 from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision
@@ -64,10 +64,10 @@ class Flow:
         likelihood: What a step is: `diffusion.matching` or `diffusion.transition`.
         dtype: Precision of the network's computation.
         lora_rank: Rank of a trained adapter over the frozen network; 0 trains the whole network.
-        lora_alpha: Scale of the adapter, times 1 / rank; by default twice the rank.
-        adapter: Folder of a saved adapter of that rank to continue from.
+        lora_alpha: Scale of the adapter, times 1 / rank; by default twice the rank, or that of `adapter`.
+        adapter: Folder of a saved adapter of that rank to continue from, with its own settings.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
-        negative_prompt: The text that guidance leads away from.
+        negative_prompt: The text that guidance above 1 leads away from.
         max_sequence_length: Tokens of a prompt; 0 is the pipeline's default.
     """
 
@@ -87,19 +87,24 @@ class Flow:
         negative_prompt: str = "",
         max_sequence_length: NonNegativeInt = 0,
     ) -> None:
+        self.family = family_of(loading.class_of(model))
+        if negative_prompt and self.family.embedded_guidance:
+            raise ValueError(
+                f"`negative_prompt` is '{negative_prompt}', but '{model}' takes guidance as an input of its "
+                "network and reads no negative prompt; leave it out"
+            )
+        if adapter and not lora_rank:
+            raise ValueError(f"to go on with the adapter '{adapter}', `lora_rank` must name its rank")
         self.pipe = loading.load_pipeline(model, dtype=dtype)
-        self.family = family_of(type(self.pipe).__name__)
         self.likelihood, self.says = likelihood, likelihood.says
         self.network: nn.Module = self.pipe.transformer
         self.negative_prompt = negative_prompt
         self.max_sequence_length = max_sequence_length or default_of(self.pipe, "max_sequence_length")
         self.adapted = bool(lora_rank)
-        if adapter and not lora_rank:
-            raise ValueError(f"to go on with the adapter '{adapter}', `lora_rank` must name its rank")
-        if lora_rank:
-            loading.add_lora(self.network, lora_rank, lora_alpha or 2.0 * lora_rank, self.family.targets)
-            if adapter:
-                loading.load_lora(self.network, Path(adapter))
+        if adapter:
+            adapters.continue_lora(self.network, Path(adapter), lora_rank, lora_alpha)
+        elif lora_rank:
+            adapters.add_lora(self.network, lora_rank, lora_alpha or 2.0 * lora_rank, self.family.targets)
         else:
             self.network.requires_grad_(True)
         keep_training_precision(self.network)  # updates vanish in 16 bits
@@ -124,28 +129,30 @@ class Flow:
 
     # ---- for engines
 
-    def condition(self, text: str) -> Condition:
-        """Encode a text; the result is cached."""
+    def condition(self, text: str, *, negative: bool = False) -> Condition:
+        """Encode a prompt, or a negative one; the result is cached."""
 
         @torch.no_grad()
         def encode() -> Condition:
             self._move_frozen_parts()
             try:
+                if negative:
+                    return self.family.encode_negative(self.pipe, text, self.max_sequence_length)
                 return self.family.encode(self.pipe, [text], self.max_sequence_length)[0]
             except ValueError as error:
                 raise ValueError(f"cannot read the prompt '{text}': {error}") from error
 
-        return self.conditions.get(text, encode)
+        return self.conditions.get((text, negative), encode)
 
     def passes(self, guidance: float) -> int:
         """Count the network calls of one guided velocity."""
-        return 1 if guidance == 1 or self.family.embedded_guidance else 2
+        return self.family.passes(guidance)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Compute velocities (B, *L) of latents at times (B,), in the precision of steps."""
         device, rows = self.device, conditioning.which.to(self.device)
-        empty = [self.condition(self.negative_prompt)] if conditioning.passes > 1 else []
-        # The empty text is stacked last, so that all conditions are padded to one length.
+        empty = [self.condition(self.negative_prompt, negative=True)] if conditioning.passes > 1 else []
+        # The negative prompt is stacked last, so that all conditions are padded to one length.
         stacked = self.family.stack([*conditioning.conditions, *empty])
         stacked = {name: value.to(device) for name, value in stacked.items()}
         condition = {name: value[rows] for name, value in stacked.items()}  # (B, ...)
@@ -184,6 +191,14 @@ class Flow:
                 f"a recorded answer of prompt '{prompt.uid}' holds neither an image nor a video, which "
                 "`diffusion.flow` learns from"
             )
+        frames = 1 if outcome.video is None else len(outcome.video)
+        try:
+            self.family.latent_shape(self.pipe, *recorded.shape[-2:], frames)
+        except ValueError as error:
+            raise ValueError(
+                f"a recorded answer of prompt '{prompt.uid}' cannot be learned from: {error}; set `height` "
+                "and `width` of the data, which crop and resize, or resize its file"
+            ) from error
         self._move_frozen_parts()
         pixels = recorded[None].to(self.device) / 255  # (1, 3, height, width) or (1, F, 3, height, width)
         latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
@@ -218,10 +233,10 @@ class Flow:
     def save(self, folder: Path) -> None:
         """Write LoRA as `load_lora_weights` of the pipeline reads it, or the whole pipeline."""
         if self.adapted:
-            loading.save_lora(type(self.pipe), self.network, folder)
+            adapters.save_lora(self.network, folder)
         else:
             self.pipe.save_pretrained(str(folder), safe_serialization=True)
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
-        (loading.load_lora if self.adapted else loading.load_network)(self.network, folder)
+        (adapters.load_lora if self.adapted else loading.load_network)(self.network, folder)
