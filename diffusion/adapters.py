@@ -62,7 +62,7 @@ def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | No
             raise ValueError(
                 f"the adapter in '{folder}' has {option} {saved}, not {asked}; set `{option}: {saved}`"
             )
-    modules = [name for name, _ in network.named_modules()]
+    modules = dict(network.named_modules())
     owners = {name.partition(".lora_")[0] for name in weights}
     if foreign := sorted(owners.difference(modules)):
         raise ValueError(
@@ -70,8 +70,9 @@ def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | No
             f"not in {type(network).__name__}, the first is '{foreign[0]}'"
         )
     if not named:  # of all blocks, so that a file which lost some of its weights is refused
-        patterns = {NUMBER.sub("N", name) for name in owners}
-        config.target_modules = {name for name in modules if NUMBER.sub("N", name) in patterns}
+        alike = lambda name: (NUMBER.sub("N", name), type(modules[name]))
+        patterns = {alike(name) for name in owners}
+        config.target_modules = {name for name in modules if alike(name) in patterns}
     _put(network, dataclasses.replace(config, lora_dropout=0.0, init_lora_weights=True, inference_mode=False))
     load_lora(network, folder)
 
@@ -113,18 +114,20 @@ def load_lora(network: nn.Module, folder: Path) -> None:
 
     weights, config, _, base = read_lora(folder)
     current = get_peft_model_state_dict(network)  # shares memory with the network's weights
+    own = network.peft_config["default"]
+    pairs = {name: (getattr(config, name) or None, getattr(own, name) or None) for name in EFFECTIVE}
+    settings = [f"{name} {saved}, not {here}" for name, (saved, here) in pairs.items() if saved != here]
     shapes = [{(name, *value.shape) for name, value in held.items()} for held in (current, weights)]
     if odd := sorted(shapes[0] ^ shapes[1]):
         raise ValueError(
             f"the adapter in '{folder}' does not fit the network: {len(odd)} weights are on one side only or "
-            f"differ in shape, the first is {odd[0]}; is `lora_rank` the same, and the model?"
+            f"differ in shape, the first is {odd[0]}; is `lora_rank` the same, and the model? Settings that "
+            f"differ: {'; '.join(settings) or 'none'}"
         )
-    own = network.peft_config["default"]
-    pairs = {name: (getattr(config, name) or None, getattr(own, name) or None) for name in EFFECTIVE}
-    if odd := [f"{name} {saved}, not {here}" for name, (saved, here) in pairs.items() if saved != here]:
+    if settings:
         raise ValueError(
-            f"the adapter in '{folder}' was trained with {'; '.join(odd)}; set `lora_rank` and `lora_alpha` "
-            "as they were, or, for other settings, name the folder as `adapter` of the policy"
+            f"the adapter in '{folder}' was trained with {'; '.join(settings)}; set `lora_rank` and "
+            "`lora_alpha` as they were, or, for other settings, name the folder as `adapter` of the policy"
         )
     here = base_hash(network)
     if base and here and base != here:
@@ -162,17 +165,18 @@ def read_lora(folder: Path) -> tuple[dict[str, Tensor], Any, bool, str]:
     if not weights:
         raise ValueError(f"'{file}' holds no weights")
     weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}
-    if broken := sorted(name for name, value in weights.items() if not value.isfinite().all()):
+    sound = lambda value: value.is_floating_point() and value.isfinite().all()
+    if broken := sorted(name for name, value in weights.items() if not sound(value)):
         raise ValueError(
-            f"{len(broken)} of {len(weights)} weights of the adapter in '{folder}' hold NaN or infinity, the "
-            f"first is '{broken[0]}'; take an earlier checkpoint"
+            f"{len(broken)} of {len(weights)} weights of the adapter in '{folder}' hold NaN, infinity or no "
+            f"floating-point numbers, the first is '{broken[0]}'; take an earlier checkpoint"
         )
     settings = {key.removeprefix(PREFIX): value for key, value in settings.items() if key.startswith(PREFIX)}
-    config = _config_of(settings or _inferred(weights), folder)
+    config = _config_of(settings or _inferred(weights, folder), folder)
     return weights, config, bool(settings), header.get(BASE, "")
 
 
-def _inferred(weights: dict[str, Tensor]) -> dict[str, Any]:
+def _inferred(weights: dict[str, Tensor], folder: Path) -> dict[str, Any]:
     """Infer the settings of an adapter from its weights, as diffusers does."""
     from diffusers.utils import get_peft_kwargs
 
@@ -180,7 +184,7 @@ def _inferred(weights: dict[str, Tensor]) -> dict[str, Any]:
         f"^{name}": value.shape[1] for name, value in weights.items() if "lora_B" in name and value.ndim > 1
     }
     if not ranks:
-        raise ValueError("no module of the adapter has a `lora_B`")
+        raise ValueError(f"the adapter in '{folder}' has no `lora_B`")
     return get_peft_kwargs(ranks, None, weights)
 
 

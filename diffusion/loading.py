@@ -49,7 +49,7 @@ def class_of(name: str) -> str:
     """
     if objects.is_object(name):
         return type(objects.get(name)).__name__
-    with _explained(name):
+    with _explained(f"the pipeline '{name}'"):
         return _parts_of(name)[1]["_class_name"]
 
 
@@ -57,7 +57,7 @@ def check_weights(name: str) -> None:
     """Raise `ValueError` where a pipeline's folder lacks weights of a network; reads headers alone."""
     if objects.is_object(name) or not Path(name).expanduser().is_dir():
         return  # the files of a model of the hub may not be here yet
-    with _explained(name):
+    with _explained(f"the pipeline '{name}'"):
         source, parts = _parts_of(name)
         for part, kind in _networks_in(parts).items():
             _load_whole(kind, source, part, device_map={"": "meta"})
@@ -75,14 +75,14 @@ def check_plain(pipe: Any) -> None:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turn the errors of a folder that cannot be read into a `ValueError` that names the pipeline."""
+def _explained(what: str) -> Iterator[None]:
+    """Turn the errors of files that cannot be read into a `ValueError` that says what they are of."""
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"cannot load the pipeline '{name}': {error}") from error
+        raise ValueError(f"cannot load {what}: {error}") from error
 
 
 def _parts_of(name: str) -> tuple[str, dict[str, Any]]:
@@ -110,7 +110,7 @@ def _networks_in(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_pipeline(name: str, dtype: str) -> Any:
     """Read a pipeline from safetensors."""
-    with _explained(name):
+    with _explained(f"the pipeline '{name}'"):
         source, parts = _parts_of(name)
         # diffusers asks for parts that a pipeline does not have unless they are passed as None.
         absent = {part: None for part, origin in parts.items() if origin == [None, None]}
@@ -139,7 +139,8 @@ def _read_pipeline(name: str, dtype: str) -> Any:
 def _load_whole(kind: Any, source: str | Path, part: str, **options: Any) -> nn.Module:
     """Load a network of a pipeline; raise `ValueError` where its files lack weights."""
     options |= {"subfolder": part, "output_loading_info": True}
-    network, report = kind.from_pretrained(str(source), use_safetensors=True, **options)
+    with _explained(f"'{source}/{part}'"):
+        network, report = kind.from_pretrained(str(source), use_safetensors=True, **options)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"the files in '{source}/{part}' lack {len(missing)} of the {len(network.state_dict())} weights "
@@ -193,5 +194,7 @@ def modules_of(pipe: Any, but: tuple[str, ...] = ()) -> Iterator[nn.Module]:
 def load_network(network: nn.Module, folder: Path) -> None:
     """Load the weights of a network from the folder of a saved pipeline, bit for bit."""
     # The folder holds trained weights in float32; read in the widest precision, nothing is lost.
-    widest = widest_dtype(network, folder / "transformer")
-    copy_weights(network, _load_whole(type(network), folder, "transformer", dtype=widest))
+    with _explained(f"the pipeline in '{folder}'"):
+        widest = widest_dtype(network, folder / "transformer")
+        saved = _load_whole(type(network), folder, "transformer", dtype=widest)
+    copy_weights(network, saved)
