@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.config.loading import ConfigError
 from mmrl.runtime.content_hash import of_tensors
 from mmrl.runtime.modules import keep_training_precision, placement
 
@@ -59,13 +60,13 @@ def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | No
     weights, config, named, _ = read_lora(folder)
     for option, asked, saved in (("lora_rank", rank, config.r), ("lora_alpha", alpha, config.lora_alpha)):
         if asked not in (None, saved):
-            raise ValueError(
+            raise ConfigError(
                 f"the adapter in '{folder}' has {option} {saved}, not {asked}; set `{option}: {saved}`"
             )
     modules = dict(network.named_modules())
     owners = {name.partition(".lora_")[0] for name in weights}
     if foreign := sorted(owners.difference(modules)):
-        raise ValueError(
+        raise ConfigError(
             f"the adapter in '{folder}' is of another model: {len(foreign)} of its {len(owners)} modules are "
             f"not in {type(network).__name__}, the first is '{foreign[0]}'"
         )
@@ -119,19 +120,19 @@ def load_lora(network: nn.Module, folder: Path) -> None:
     settings = [f"{name} {saved}, not {here}" for name, (saved, here) in pairs.items() if saved != here]
     shapes = [{(name, *value.shape) for name, value in held.items()} for held in (current, weights)]
     if odd := sorted(shapes[0] ^ shapes[1]):
-        raise ValueError(
+        raise ConfigError(
             f"the adapter in '{folder}' does not fit the network: {len(odd)} weights are on one side only or "
             f"differ in shape, the first is {odd[0]}; is `lora_rank` the same, and the model? Settings that "
             f"differ: {'; '.join(settings) or 'none'}"
         )
     if settings:
-        raise ValueError(
+        raise ConfigError(
             f"the adapter in '{folder}' was trained with {'; '.join(settings)}; set `lora_rank` and "
             "`lora_alpha` as they were, or, for other settings, name the folder as `adapter` of the policy"
         )
     here = base_hash(network)
     if base and here and base != here:
-        raise ValueError(
+        raise ConfigError(
             f"the adapter in '{folder}' was trained over other weights than those of the model (their hashes "
             f"are {base} and {here}); set `policy.model` to the model that it was trained over"
         )
@@ -148,26 +149,26 @@ def read_lora(folder: Path) -> tuple[dict[str, Tensor], Any, bool, str]:
     from safetensors import SafetensorError, safe_open
 
     if not (file := folder / FILE).is_file():
-        raise ValueError(f"there is no adapter in '{folder}'; wanted the file '{FILE}'")
+        raise ConfigError(f"there is no adapter in '{folder}'; wanted the file '{FILE}'")
     try:
         with safe_open(file, framework="pt") as opened:
             header = opened.metadata() or {}
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         settings = json.loads(header.get(SETTINGS, "{}"))
     except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot read the adapter '{file}': {error}") from error
+        raise ConfigError(f"cannot read the adapter '{file}': {error}") from error
     if foreign := sorted(name for name in weights if not name.startswith(PREFIX) or ".lora_" not in name):
-        raise ValueError(
+        raise ConfigError(
             f"'{file}' holds {len(foreign)} weights that are no LoRA of the pipeline's transformer in the "
             f"form of peft, the first is '{foreign[0]}'; load it with `load_lora_weights` and `fuse_lora` in "
             "diffusers, and save the whole pipeline"
         )
     if not weights:
-        raise ValueError(f"'{file}' holds no weights")
+        raise ConfigError(f"'{file}' holds no weights")
     weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}
     sound = lambda value: value.is_floating_point() and value.isfinite().all()
     if broken := sorted(name for name, value in weights.items() if not sound(value)):
-        raise ValueError(
+        raise ConfigError(
             f"{len(broken)} of {len(weights)} weights of the adapter in '{folder}' hold NaN, infinity or no "
             f"floating-point numbers, the first is '{broken[0]}'; take an earlier checkpoint"
         )
@@ -184,7 +185,7 @@ def _inferred(weights: dict[str, Tensor], folder: Path) -> dict[str, Any]:
         f"^{name}": value.shape[1] for name, value in weights.items() if "lora_B" in name and value.ndim > 1
     }
     if not ranks:
-        raise ValueError(f"the adapter in '{folder}' has no `lora_B`")
+        raise ConfigError(f"the adapter in '{folder}' has no `lora_B`")
     return get_peft_kwargs(ranks, None, weights)
 
 
@@ -195,11 +196,11 @@ def _config_of(settings: dict[str, Any], folder: Path) -> Any:
     try:
         config, usual = LoraConfig(**settings), LoraConfig()
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise ConfigError(
             f"the adapter in '{folder}' has settings that peft does not take: {error}"
         ) from error
     if str(config.init_lora_weights).startswith(REWRITING):
-        raise ValueError(
+        raise ConfigError(
             f"the adapter in '{folder}' began with init_lora_weights '{config.init_lora_weights}', which "
             "changes the base weights; save it as an ordinary adapter with peft"
         )
@@ -209,7 +210,7 @@ def _config_of(settings: dict[str, Any], folder: Path) -> Any:
         if field.name not in (*EFFECTIVE, *PAST) and getattr(config, field.name) != getattr(usual, field.name)
     ]
     if odd:
-        raise ValueError(
+        raise ConfigError(
             f"the adapter in '{folder}' has {', '.join(odd)}, which cannot be trained further here"
         )
     return config

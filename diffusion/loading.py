@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mmrl.config import objects
+from mmrl.config.loading import ConfigError
 from mmrl.diffusion.schedule import check_scheduler
 from mmrl.runtime.modules import (
     DTYPES,
@@ -67,7 +68,7 @@ def check_plain(pipe: Any) -> None:
     """Raise `ValueError` if a network of a pipeline carries LoRA, of `load_lora_weights` or a `Trainer`."""
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module) and (adapters := getattr(part, "peft_config", None)):
-            raise ValueError(
+            raise ConfigError(
                 f"the pipeline's {name} carries the LoRA adapter {', '.join(map(repr, adapters))}, of "
                 "`load_lora_weights` or of an earlier trainer; call `pipe.fuse_lora()` first to keep what it "
                 "does, then `pipe.unload_lora_weights()`, or load the pipeline anew"
@@ -82,7 +83,7 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"cannot load {what}: {error}") from error
+        raise ConfigError(f"cannot load {what}: {error}") from error
 
 
 def _parts_of(name: str) -> tuple[str, dict[str, Any]]:

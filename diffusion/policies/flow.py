@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat
 from mmrl.config.registry import policy
 from mmrl.config.schema import Piece
@@ -16,10 +17,11 @@ from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.data.text_files import RecordedAnswers
 from mmrl.diffusion import adapters, loading
 from mmrl.diffusion.model_family import Condition, PipelineFamily, default_of, family_of
 from mmrl.diffusion.steps import Conditioning, FlowRow, FlowSteps, Likelihood
-from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision
+from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision, loading_onto
 
 CONDITION_BYTES = 2 << 30  # of encoded texts, cached on the CPU
 
@@ -49,6 +51,23 @@ class FlowNetwork(nn.Module):
             return velocity
         without, with_text = velocity.chunk(2)  # in the order of the concatenation above
         return self.family.guide(with_text, without, guidance)
+
+
+def check_negative(model: str, family: PipelineFamily, negative_prompt: str) -> None:
+    """Raise `ValueError` for a negative prompt that no pass of a family reads."""
+    if negative_prompt and family.embedded_guidance:
+        raise ConfigError(
+            f"`negative_prompt` is '{negative_prompt}', but '{model}' takes guidance as an input of its "
+            "network and reads no negative prompt; leave it out"
+        )
+
+
+def sizes_of(answers: Sequence[Outcome]) -> list[tuple[int, ...]]:
+    """Read frames, height and width of recorded answers that are images or videos."""
+    if isinstance(answers, RecordedAnswers):
+        return answers.sizes()
+    shown = [answer.image if answer.video is None else answer.video for answer in answers]
+    return [(1 if x.ndim == 3 else len(x), *x.shape[-2:]) for x in shown if x is not None]
 
 
 @policy(packages={"diffusers": "diffusion"})
@@ -88,11 +107,7 @@ class Flow:
         max_sequence_length: NonNegativeInt = 0,
     ) -> None:
         self.family = family_of(loading.class_of(model))
-        if negative_prompt and self.family.embedded_guidance:
-            raise ValueError(
-                f"`negative_prompt` is '{negative_prompt}', but '{model}' takes guidance as an input of its "
-                "network and reads no negative prompt; leave it out"
-            )
+        check_negative(model, self.family, negative_prompt)
         if adapter and not lora_rank:
             raise ValueError(f"to go on with the adapter '{adapter}', `lora_rank` must name its rank")
         self.pipe = loading.load_pipeline(model, dtype=dtype)
@@ -116,6 +131,41 @@ class Flow:
         nbytes = lambda condition: sum(value.nbytes for value in condition.values())
         self.conditions: ByteLRU[Condition] = ByteLRU(CONDITION_BYTES, nbytes)
         self.evaluations = 0  # rows through the network
+
+    # ---- before a weight is loaded
+
+    @staticmethod
+    def check_folders(options: Mapping[str, Any]) -> None:
+        """Raise `ValueError` where the pipeline, its files or those of the adapter do not fit the options."""
+        model, adapter = str(options.get("model", "")), str(options.get("adapter") or "")
+        if Path(model).expanduser().is_dir():
+            check_negative(
+                model, family_of(loading.class_of(model)), str(options.get("negative_prompt") or "")
+            )
+            loading.check_weights(model)
+        if adapter and Path(adapter).is_dir():
+            adapters.read_lora(Path(adapter))
+
+    @staticmethod
+    def check_answers(options: Mapping[str, Any], prompts: Sequence[Prompt]) -> dict[int, str]:
+        """Say of prompts, by their index, why a recorded image or video cannot be learned from.
+
+        Sizes are read from headers of files, without decoding.
+        """
+        with loading_onto(None, empty=True):
+            pipe = loading.load_pipeline(str(options["model"]), dtype="float32")
+        family, known, wrong = family_of(type(pipe).__name__), dict[tuple[int, ...], str](), {}
+        for index, prompt in enumerate(prompts):
+            for frames, height, width in sizes_of(prompt.answers):
+                if (size := (frames, height, width)) not in known:
+                    try:
+                        family.latent_shape(pipe, height, width, frames)
+                        known[size] = ""
+                    except ValueError as error:
+                        known[size] = str(error)
+                if known[size]:
+                    wrong[index] = known[size]
+        return wrong
 
     @property
     def device(self) -> torch.device:

@@ -32,6 +32,12 @@ def check_inputs(config: Config | EvaluateConfig) -> None:
     """Raise `ConfigError` with every file, folder and column that a run would miss; loads no weights."""
     if findings := list(_absent(config)):
         raise ConfigError("; ".join(findings))
+    check_folders = getattr(find("policy", config.policy.name).target, "check_folders", None)
+    if check_folders is not None:  # of a policy that knows what its files have to hold
+        try:
+            check_folders(config.policy.options)
+        except ValueError as error:
+            raise ConfigError(f"policy: {error}") from error
     evaluated = evaluation_of(config).evaluation.rewards
     rewards = {
         "data": ("rewards", _given(config).get("rewards", ())),

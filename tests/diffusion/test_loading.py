@@ -5,12 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from mmrl.build import usable_rows
 from mmrl.config import objects
+from mmrl.config.binding import Pieces
+from mmrl.config.loading import ConfigError
+from mmrl.config.registry import find
+from mmrl.config.schema import Config, Piece, Rollout
+from mmrl.core.rng import Stream
 from mmrl.diffusion import loading
 from tests.diffusion import tiny
 from tests.diffusion.flows import denoise, flow
@@ -112,3 +120,57 @@ def test_a_negative_prompt_without_effect_is_refused_or_named(checkpoint):
     for scale in (0.0, 1.0):
         with pytest.warns(UserWarning, match="switches guidance off, so the `negative_prompt` 'ugly'"):
             denoise(policy, guidance_scale=scale, solver="diffusion.cps")
+
+
+def test_what_folders_lack_is_known_without_weights(folder, checkpoint, tmp_path):
+    check = find("policy", "diffusion.flow").target.check_folders
+    check({"model": str(folder), "negative_prompt": "ugly"})
+    with pytest.raises(ConfigError, match="reads no negative prompt"):
+        check({"model": str(checkpoint("flux")), "negative_prompt": "ugly"})
+    with pytest.raises(ConfigError, match="there is no adapter"):
+        check({"model": str(folder), "adapter": str(tmp_path)})
+    spoil(folder, "vae", "header")
+    with pytest.raises(ConfigError, match="vae' lack"):
+        check({"model": str(folder)})
+
+
+SIZES = {
+    "sd3": {(32, 48): True, (36, 32): False, (32, 136): False},  # of at most 16 positions of 8 pixels
+    "flux": {(32, 48): True, (40, 32): False},
+    "sana": {(64, 96): True, (48, 64): False},
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_recorded_images_of_sizes_that_a_family_cannot_take_are_named(checkpoint, tmp_path, caplog, name):
+    rows = []
+    for i, (height, width) in enumerate(SIZES[name]):
+        Image.new("RGB", (width, height)).save(tmp_path / f"{i}.png")
+        rows.append({"id": f"row {i}", "prompt": "a cat", "image": f"{i}.png"})
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = Piece("diffusion.images", {"path": str(tmp_path / "rows.jsonl"), "root": str(tmp_path)})
+    config = Config(
+        policy=Piece("diffusion.flow", {"model": str(checkpoint(name))}),
+        data=data,
+        rewards=(Piece("precomputed", {"key": "score"}),),
+        rollout=Rollout(num_prompts=1, num_generations=1, engine=(Piece("offline"),)),
+        objective=Piece("supervised"),
+        output_dir=str(tmp_path / "out"),
+    )
+    prompts = Pieces(Stream()).prompts(data, "data")
+    wrong = [f"row {i}" for i, taken in enumerate(SIZES[name].values()) if not taken]
+    with pytest.raises(
+        ConfigError, match=f"{len(wrong)} row.*cannot be used.*bad_rows: drop.*prompt '{wrong[0]}'"
+    ) as told:
+        usable_rows(config, [*prompts])
+    assert all(uid in str(told.value) for uid in wrong)
+    dropping = replace(config, data=Piece(data.name, {**data.options, "bad_rows": "drop"}))
+    assert [prompt.uid for prompt in usable_rows(dropping, prompts)] == ["row 0"]
+    other = replace(config, rollout=replace(config.rollout, engine=(Piece("diffusion.denoise"),)))
+    assert len(usable_rows(other, prompts)) == len(prompts)  # nobody reads the images
+    policy = flow(checkpoint(name), "diffusion.matching", dtype="float32", max_sequence_length=16)
+    for prompt in prompts[1:]:
+        with pytest.raises(
+            ValueError, match=f"recorded answer of prompt '{prompt.uid}' cannot be learned from"
+        ):
+            policy.encode(prompt, prompt.answers[0])
