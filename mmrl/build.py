@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +14,15 @@ import torch
 
 from mmrl.config.binding import Pieces
 from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece
 from mmrl.config.tags import named_in
 from mmrl.core.protocols import Connected, Policy, Preparing
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
+from mmrl.data.dataset_io import bad_rows_error
 from mmrl.data.named_columns import named_columns
 from mmrl.data.row_fields import NAMED
 from mmrl.inference.session import Session
@@ -39,6 +43,8 @@ from mmrl.training.report import Reporter, ReportPieces
 from mmrl.training.second import SecondLearner
 from mmrl.training.trainer import Run
 
+log = logging.getLogger(__name__)
+
 
 def build(config: Config, *, quiet: bool = False) -> Run:
     """Make a training run from a configuration, which is checked before any weight is loaded."""
@@ -47,7 +53,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     pieces = Pieces(stream, config.policy)
     make = partial(pieces.make_field, config)
     trackers = make("report.trackers")
-    data = read_prompts(config, pieces, config.data, "data")
+    data = pieces.made["data"] = usable_rows(config, read_prompts(config, pieces, config.data, "data"))
     pieces.answer_form = form = FormOfData(data)
     epochs, config = config.num_train_epochs, with_steps(config, len(data))
     eval_prompts = held_out(config) if config.evaluation.data else ()
@@ -164,10 +170,31 @@ def check_data(config: Config | EvaluateConfig) -> list[str]:
     read = {"evaluation.data": held_out(config)} if config.evaluation.data else {}
     if isinstance(config, Config):
         pieces = Pieces(Stream(config.seed, stage=config.stage))
-        data = read_prompts(config, pieces, config.data, "data")
+        data = usable_rows(config, read_prompts(config, pieces, config.data, "data"))
         make_chain(pieces, "sampler", config.sampler, data, "sampler")
         read = {"data": data, **read}
     return [f"{place}: {infer_form(prompts)[1]}" for place, prompts in read.items()]
+
+
+def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Leave out rows whose recorded answers the model cannot take, or raise, as `bad_rows` of the data says.
+
+    They are looked at where an engine reads them and the policy can tell, before a weight is loaded.
+    """
+    check_answers = getattr(find("policy", config.policy.name).target, "check_answers", None)
+    reads = any(getattr(find("engine", e.name).target, "reads_answers", False) for e in config.rollout.engine)
+    if check_answers is None or not reads:
+        return data
+    wrong: dict[int, str] = check_answers(config.policy.options, data)
+    lines = [f"prompt '{data[index].uid}': {reason}" for index, reason in wrong.items()]
+    if lines and config.data.options.get("bad_rows") != "drop":
+        advice = "give the data the `height` and `width` to crop and resize to, or set `bad_rows: drop`"
+        raise ConfigError(f"data: {bad_rows_error(str(config.data.options.get('path', '')), lines, advice)}")
+    for line in lines:
+        log.warning("dropped %s", line)
+    if len(lines) == len(data):
+        raise ConfigError("the model can take the recorded answers of no row")
+    return [data[i] for i in range(len(data)) if i not in wrong] if lines else data
 
 
 # ---- evaluation and inference

@@ -33,25 +33,25 @@ def noise(shape, rows=2):
 
 
 @torch.no_grad()
-def ours(name, pipe, latents, guidance, num_steps=4, told=lambda sigma: sigma):
+def ours(name, pipe, latents, guidance, num_steps=4, told=lambda sigma: sigma, negative=""):
     """Follow the flow with Euler's steps, as a policy does, and decode; `told` changes the times that the
     network is told."""
     family = family_for(pipe)
     texts = family.stack(family.encode(pipe, TEXTS, LENGTHS[name]))
-    empty = family.stack(family.encode(pipe, [""] * len(TEXTS), LENGTHS[name]))
+    empty = family.stack([family.encode_negative(pipe, negative, LENGTHS[name])] * len(TEXTS))
     times = family.sigmas(pipe, num_steps, latents.shape[1:])
     scale = torch.full((len(latents),), guidance)
     for i in range(num_steps):
         sigma = told(times[i]).expand(len(latents))
         velocity = family.velocity(pipe.transformer, latents, sigma, texts, scale)
-        if guidance > 1 and not family.embedded_guidance:
+        if family.passes(guidance) == 2:
             without = family.velocity(pipe.transformer, latents, sigma, empty, scale)
             velocity = family.guide(velocity, without, guidance)
         latents = latents + (times[i + 1] - times[i]) * velocity
     return family.decode(pipe, latents).clamp(0, 1)
 
 
-def theirs(name, pipe, latents, guidance, num_steps=4):
+def theirs(name, pipe, latents, guidance, num_steps=4, negative=""):
     """Call the pipeline."""
     height, width = SIZES.get(name, (32, 48))
     wanted = {
@@ -66,24 +66,58 @@ def theirs(name, pipe, latents, guidance, num_steps=4):
         case "flux" | "flux_schnell":
             return pipe(TEXTS, latents=pack(latents), guidance_scale=guidance, **wanted)[0]
         case "qwen_image":
-            away = {"negative_prompt": ["", ""]} if guidance > 1 else {}
+            away = {"negative_prompt": [negative, negative]}
             return pipe(TEXTS, latents=pack(latents), true_cfg_scale=guidance, **away, **wanted)[0]
         case "sana":
             wanted["use_resolution_binning"] = False
         case "wan":
             wanted["num_frames"] = 5
+    wanted["negative_prompt"] = [negative, negative]
     return pipe(TEXTS, latents=latents, guidance_scale=guidance, **wanted)[0]
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
+# Guidance of 0 is what cards of distilled models tell to set.
+ASKED = [(0.0, ""), (0.5, "ugly"), (1.0, ""), (4.0, ""), (4.0, "an ugly BLURRED one. "), (4.0, " ")]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_euler_steps_make_what_the_pipeline_makes(pipeline, name, guidance):
+def test_euler_steps_make_what_the_pipeline_makes(pipeline, name):
     pipe = pipeline(name)
-    latents = noise(shape_of(name, pipe))
-    made, wanted = ours(name, pipe, latents, guidance), theirs(name, pipe, latents, guidance)
-    assert made.shape == wanted.shape
-    assert wanted.std() > 0.05
-    torch.testing.assert_close(made, wanted, atol=2e-5, rtol=0)
+    latents, seen = noise(shape_of(name, pipe)), {}
+    for guidance, negative in ASKED:
+        made = ours(name, pipe, latents, guidance, negative=negative)
+        wanted = theirs(name, pipe, latents, guidance, negative=negative)
+        assert made.shape == wanted.shape
+        assert wanted.std() > 0.05
+        torch.testing.assert_close(made, wanted, atol=2e-5, rtol=0, msg=f"{guidance} '{negative}'")
+        seen[guidance, negative] = made
+    if not family_for(pipe).embedded_guidance:
+        assert torch.equal(seen[0.0, ""], seen[1.0, ""])
+        assert (seen[4.0, ""] - seen[4.0, "an ugly BLURRED one. "]).abs().max() > 1e-4
+
+
+SETTINGS = {
+    "sd3": [{"use_dynamic_shifting": True, "max_shift": 0.9}, {"shift": 1.5, "use_karras_sigmas": True}],
+    "flux": [
+        {"use_dynamic_shifting": True, "time_shift_type": "linear"},
+        {"shift_terminal": 0.1, "shift": 2.0},
+    ],
+    "qwen_image": [{"use_dynamic_shifting": True, "base_image_seq_len": 4, "max_image_seq_len": 64}],
+    "sana": [{"shift": 2.0, "use_exponential_sigmas": True}],
+    "wan": [{"shift": 7.0}],
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_schedules_are_those_of_the_configuration(pipeline, name):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipe = copy.copy(pipeline(name))
+    for settings in SETTINGS[name]:
+        pipe.scheduler = FlowMatchEulerDiscreteScheduler(**settings)
+        latents = noise(shape_of(name, pipe))
+        made, wanted = ours(name, pipe, latents, 4.0), theirs(name, pipe, latents, 4.0)
+        torch.testing.assert_close(made, wanted, atol=2e-5, rtol=0, msg=str(settings))
 
 
 def test_a_pipeline_without_an_autoencoder_loads_back_and_works_on_pixels(checkpoint):
