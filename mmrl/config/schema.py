@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from mmrl.config.loading import ConfigError, UnknownKey, read, without_stages
 from mmrl.config.plain import check_finite
-from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, bounds_of, marks
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Steps, bounds_of, marks
 
 FORMS = {
     int: "a whole number",
@@ -153,14 +153,15 @@ class Config:
     init_references: bool = False  # whether `frozen` begins at `init_from` too
     # What goes on from the checkpoint of `init_from` besides its weights.
     carry: tuple[Literal["optimizer", "references", "sampler", "advantage"], ...] = ()
-    save_steps: PositiveInt = 100  # steps between checkpoints
+    save_steps: Steps = 100  # steps between checkpoints; below 1: a share of the run; 0: only at its end
     save_total_limit: NonNegativeInt = 2  # latest checkpoints that are kept; 0: all
     metric_for_best_model: str = ""  # its best checkpoint is kept besides the latest
     greater_is_better: bool = True  # of that metric
     push_to_hub: bool = False  # the best model, or else the last, when the run ends
     hub_model_id: str = ""  # owner/name
     hub_private_repo: bool = True  # whether a repository that is made is private
-    eval_steps: NonNegativeInt = 0  # 0: only after the last step, where there is evaluation data
+    # Steps between evaluations; below 1: a share of the run; 0: only after the last step.
+    eval_steps: Steps = 0
     eval_on_start: bool = False  # evaluates before the first step too, where there is evaluation data
     ddp_timeout: Annotated[float, Range(1)] = 1800.0  # seconds a process waits for another before all fail
     seed: int = 0  # of every random stream
