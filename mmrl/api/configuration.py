@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,10 +21,22 @@ from mmrl.inference.sources import names_pipeline
 from mmrl.runtime.modules import DTYPES
 from mmrl.trl.given import CONVERSING, pairs_of
 from mmrl.trl.names import NAMES
-from mmrl.trl.translation import arguments_of, kind_of, tell, translated
+from mmrl.trl.run import quantized
+from mmrl.trl.translation import arguments_of, kind_of, lora_of, tell, translated
 
 Reward = Callable[..., Any] | str | Mapping[str, Any]
 Tool = Callable[..., Any] | str | Mapping[str, Any]
+OTHERS = {  # arguments of TRL's trainers, and what to do
+    "reward_processing_classes": "A reward model is a reward with options: `mmrl list reward reward_model`.",
+    "optimizers": "Set `optim` and `lr_scheduler_type`, or keys below `learn`, in `args`.",
+    "optimizer_cls_and_kwargs": "Set `optim`, or keys below `learn`, in `args`.",
+    "rollout_func": "Write an engine: docs/howto/engine.md.",
+    "data_collator": "Rows are padded by the policy.",
+    "compute_metrics": "Metrics are pieces: `evaluation.metrics`.",
+    "preprocess_logits_for_metrics": "Metrics are pieces: `evaluation.metrics`.",
+    "model_init": "Give the model.",
+    "formatting_func": "Map the rows before.",
+}
 Factories = Callable[[], Any] | str | Mapping[str, Any]
 
 
@@ -38,6 +51,8 @@ def configuration(
     *,
     tools: Sequence[Tool] | None = None,
     environment_factory: Factories | None = None,
+    ref_model: Any = None,
+    quantization_config: Any = None,
     method: str = "",
     config: str | Path | Mapping[str, Any] | Config | None = None,
 ) -> Config:
@@ -61,6 +76,9 @@ def configuration(
             keywords.setdefault("dtype", named.pop("dtype"))  # of its weights
         raw = merge(raw, {"policy": named})
     keywords |= {} if peft_config is None else lora_of(peft_config)
+    raw = merge(raw, nested(quantized(quantization_config)))
+    if ref_model is not None:
+        _check_reference(ref_model, model, raw)
     names: dict[str, Any] = {}  # objects of this call, so that two functions of one name stay two
     factories = environments_of(environment_factory)
     if tools or factories:
@@ -147,6 +165,38 @@ def is_pipeline(model: Any) -> bool:
     return False
 
 
+def check_others(others: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for an argument of TRL's trainers that is not here, unless it is None."""
+    for name, value in others.items():
+        if name not in OTHERS:
+            known = [*OTHERS, *inspect.signature(configuration).parameters]
+            raise ConfigError(
+                f"the trainer has no argument '{name}'; {nearest(name, known) or 'see its docstring'}"
+            )
+        if value is not None and value != (None, None):
+            raise ConfigError(f"'{name}' of TRL's trainers is not here. {OTHERS[name]}")
+
+
+def _check_reference(reference: Any, model: Any, raw: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a reference model whose weights are not those that training begins with."""
+    advice = (
+        "leave it out, or name its folder as `model` and that of the other weights as `init_from` in `args`"
+    )
+    if lookup(raw, "objective.name") != "comparison":
+        raise ConfigError(f"`ref_model` is for pairs, and this is no run of DPO; {advice}")
+    if isinstance(reference, str | Path) or isinstance(model, str | Path):
+        names = [str(getattr(one, "name_or_path", one)) for one in (reference, model)]
+        if names[0] != names[1]:
+            raise ConfigError(f"`ref_model` is '{names[0]}' and `model` '{names[1]}'; {advice}")
+    elif reference is not model:
+        pairs = [dict(one.state_dict()) for one in (reference, model)]
+        if pairs[0].keys() != pairs[1].keys() or not all(
+            weight.shape == pairs[1][name].shape and bool((weight == pairs[1][name].to(weight)).all())
+            for name, weight in pairs[0].items()
+        ):
+            raise ConfigError(f"`ref_model` has other weights than `model`; {advice}")
+
+
 def _policy(model: Any, processor: Any) -> dict[str, Any]:
     """Name a model in a configuration; an object is kept, with its precision and attention."""
     match model:
@@ -167,26 +217,6 @@ def _policy(model: Any, processor: Any) -> dict[str, Any]:
 
 def _dtype(module: Any) -> str:
     return next(name for name, dtype in DTYPES.items() if dtype == module.dtype)
-
-
-def lora_of(config: Any) -> dict[str, Any]:
-    """Read a `LoraConfig` as arguments of TRL's ModelConfig; what has no place there is an error."""
-    read = {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
-    read |= {name: f"lora_{name}" for name in ("r", "target_modules", "target_parameters", "modules_to_save")}
-    read["task_type"] = "lora_task_type"
-    plain = vars(type(config)())
-    harmless = {*read, "base_model_name_or_path", "inference_mode", "peft_type", "revision", "auto_mapping"}
-    other = sorted(n for n, value in vars(config).items() if value != plain.get(n) and n not in harmless)
-    if other:
-        raise ConfigError(
-            f"of `peft_config` {', '.join(other)} cannot be taken; leave that out, or make the adapter with "
-            "peft, save it, and name its folder: args={'policy.adapter': ...}"
-        )
-    found = {theirs: getattr(config, ours, None) for ours, theirs in read.items()}
-    targets = found["lora_target_modules"]
-    found["lora_target_modules"] = sorted(targets) if isinstance(targets, set) else targets
-    task = found["lora_task_type"]
-    return {"use_peft": True, **found, "lora_task_type": getattr(task, "value", task)}
 
 
 def _arguments(args: Any, *, ours: bool) -> tuple[dict[str, Any], dict[str, Any]]:

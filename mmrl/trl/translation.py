@@ -273,6 +273,26 @@ def arguments_of(config: Any) -> dict[str, Any]:
     return listed
 
 
+def lora_of(config: Any) -> dict[str, Any]:
+    """Read a `LoraConfig` as arguments of TRL's ModelConfig; what has no place there is an error."""
+    read = {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
+    read |= {name: f"lora_{name}" for name in ("r", "target_modules", "target_parameters", "modules_to_save")}
+    read["task_type"] = "lora_task_type"
+    plain = vars(type(config)())
+    harmless = {*read, "base_model_name_or_path", "inference_mode", "peft_type", "revision", "auto_mapping"}
+    other = sorted(n for n, value in vars(config).items() if value != plain.get(n) and n not in harmless)
+    if other:
+        raise ConfigError(
+            f"of `peft_config` {', '.join(other)} cannot be taken; leave that out, or make the adapter with "
+            "peft, save it, and name its folder: args={'policy.adapter': ...}"
+        )
+    found = {theirs: getattr(config, ours, None) for ours, theirs in read.items()}
+    targets = found["lora_target_modules"]
+    found["lora_target_modules"] = sorted(targets) if isinstance(targets, set) else targets
+    task = found["lora_task_type"]
+    return {"use_peft": True, **found, "lora_task_type": getattr(task, "value", task)}
+
+
 def kind_of(config: Any) -> str:
     """Name the method of a configuration object: "dpo" or "grpo"; raises `ConfigError` for another of TRL."""
     names = [kind.__name__ for kind in type(config).__mro__]
