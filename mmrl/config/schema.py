@@ -158,7 +158,7 @@ class Config:
     metric_for_best_model: str = ""  # its best checkpoint is kept besides the latest
     greater_is_better: bool = True  # of that metric
     push_to_hub: bool = False  # the best model, or else the last, when the run ends
-    hub_model_id: str = ""  # owner/name
+    hub_model_id: str = ""  # owner/name, or a name of your own
     hub_private_repo: bool = True  # whether a repository that is made is private
     # Steps between evaluations; below 1: a share of the run; 0: only after the last step.
     eval_steps: Steps = 0

@@ -50,7 +50,7 @@ CODEFORCES = {
 
 @pytest.mark.parametrize("more", [{}, CODE, CODEFORCES])
 def test_a_recipe_is_a_file_and_a_dictionary(more: dict[str, Any], tmp_path: Any) -> None:
-    recipe = {**DEMO, **more, "hub_model_id": "somebody/model"}
+    recipe = {**DEMO, **more}
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps({"trl": recipe}))
     loaded = mmrl.load(path)
@@ -141,8 +141,8 @@ def test_dpo_vlm_runs_with_the_import_changed() -> None:
     _, config, model = arguments(
         "--dataset_name HuggingFaceH4/rlaif-v_formatted --dataset_streaming "
         "--model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --per_device_train_batch_size 2 "
-        "--gradient_accumulation_steps 32 --dataset_num_proc 32 --output_dir out --bf16 true --dtype bfloat16 "
-        "--gradient_checkpointing --use_peft --lora_target_modules=all-linear --use_cpu",
+        "--gradient_accumulation_steps 32 --dataset_num_proc 32 --output_dir out --bf16 true "
+        "--dtype bfloat16 --gradient_checkpointing --use_peft --lora_target_modules=all-linear --use_cpu",
         trl.DPOConfig,
     )
     found = as_plain(
