@@ -220,10 +220,7 @@ def each(value: Any, place: str) -> list[tuple[Piece, str]]:
     return [(piece, f"{place}[{i}]") for i, piece in enumerate(value)]
 
 
-# ---- checking
-
-# Extends an error about an unknown key of a configuration by the place where it belongs. `misplaced.py` puts
-# its function here, since it reads the registry, which reads this file.
+# Says where an unknown key belongs. `misplaced.py`, which reads this file, puts its function here.
 LOCATE: list[Callable[[UnknownKey, Mapping[str, Any], type], ConfigError]] = []
 
 
@@ -246,41 +243,52 @@ def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
     """Convert plain mappings into a configuration dataclass; an error names the key.
 
     Of a `part` required keys may be absent, and are then None. A list or mapping that is None is empty; for
-    any other key None stands for its default.
+    any other key None stands for its default. All errors are told at once.
     """
     raw = without_stages(raw)
-    try:
-        return _parse(raw, kind, "", part)
-    except UnknownKey as error:
-        raise next((locate(error, raw, kind) for locate in LOCATE), error) from None
+    errors: list[ConfigError] = []
+    parsed = _parse(raw, kind, "", part, errors)
+    if errors:
+        told = [next((locate(e, raw, kind) for locate in LOCATE if type(e) is UnknownKey), e) for e in errors]
+        raise ConfigError(";\n  ".join(map(str, told))) if told[1:] else told[0]
+    return parsed
 
 
-def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool) -> Any:
-    hints, prefix = hints_of(kind), f"{place}." if place else ""
+def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool, errors: list | None) -> Any:
+    """Convert a mapping; with `errors`, those in it are collected, and the result is then None."""
+    hints, prefix, found = hints_of(kind), f"{place}." if place else "", []
     values = {}
     for key, value in raw.items():
         wanted = hints.get(key)
         if wanted is None:
             what, there = f"there is no key '{prefix}{key}'", f"there are {', '.join(hints)}"
-            raise UnknownKey(what, f"{prefix}{key}", hints, there)
+            found.append(UnknownKey(what, f"{prefix}{key}", hints, there))
+            continue
         match value, kind.__dataclass_fields__[key].default:
             case None, default:
                 value = _emptied(wanted, default)
             # Options of the piece by default.
             case Mapping(), Piece(name, options) | (Piece(name, options),) if "name" not in value:
                 value = {"name": name, **options, **value}
-        if part and dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
-            values[key] = _parse(value, hints[key], prefix + key, part)
-        else:
+        if dataclasses.is_dataclass(wanted) and wanted is not Piece and isinstance(value, Mapping):
+            values[key] = _parse(value, hints[key], prefix + key, part, found)
+            continue
+        try:
             values[key] = convert(value, wanted, prefix + key)
+        except ConfigError as error:
+            values[key] = found.append(error)
     none = dataclasses.MISSING
     required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is none]
     missing = [name for name in required if name not in values]
     if missing and not part:
         verb = "s are" if len(missing) > 1 else " is"
         keys = ", ".join(f"'{prefix}{name}'" for name in missing)
-        raise ConfigError(f"{keys}: the required key{verb} missing")
-    return kind(**dict.fromkeys(missing), **values)
+        found.append(ConfigError(f"{keys}: the required key{verb} missing"))
+    if errors is not None:
+        errors += found
+    elif found:
+        raise found[0]
+    return None if found else kind(**dict.fromkeys(missing), **values)
 
 
 def _emptied(wanted: Any, default: Any) -> Any:
@@ -337,7 +345,7 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
     one_piece = inner[:1] == (Piece,) and type(value) not in (list, tuple)
     match [value] if one_piece else value:  # `sampler: uniform`
         case Mapping() if dataclasses.is_dataclass(wanted):
-            return _parse(value, typing.cast(type, wanted), place, False)
+            return _parse(value, typing.cast(type, wanted), place, False, None)
         case Mapping() if origin in (dict, Mapping):
             return {str(key): convert(item, inner[1], f"{place}.{key}") for key, item in value.items()}
         case [*items] if origin in (list, tuple, Sequence) or wanted is tuple:

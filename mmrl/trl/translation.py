@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from mmrl.config.loading import ConfigError, merge, nearest, read
 from mmrl.config.plain import ABSENT, lookup, nested
+from mmrl.config.schema import Config, parse
 from mmrl.trl import objective, run
 from mmrl.trl.given import Change, Given, default_of, pairs_of
 from mmrl.trl.names import DIFFERS, DPO, DPO_ONLY, GRPO, NAMES, NEUTRAL, REFUSED
@@ -222,7 +223,14 @@ def applied(
     over = dict(overrides or {})
     if complete and "objective" not in merged:
         merged = merge(base_of(pairs_of(arguments, merged)), merged)
-    found = translated(arguments, merged, merge(dict(own), over), complete=complete)
+    try:
+        found = translated(arguments, merged, merge(dict(own), over), complete=complete)
+    except ConfigError as error:
+        try:
+            parse(merged, Config, part=True)  # what else is wrong in the file
+        except ConfigError as other:
+            raise ConfigError(f"{error};\n  {other}") from None
+        raise
     change, problems = {}, []
     for key, value in found.change.items():
         items, digit, _ = key.partition(".0")

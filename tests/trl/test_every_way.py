@@ -131,6 +131,22 @@ def test_all_errors_are_told_at_once() -> None:
     assert all(name in str(error.value) for name in wrong)
 
 
+def test_all_errors_of_a_file_are_told_at_once(tmp_path: Any) -> None:
+    wrong = {"rollouts": {}, "max_steps": "many", "rollout": {"num_prompt": 3}, "data": {"path": ROWS}}
+    with pytest.raises(ConfigError) as error:
+        of_file(tmp_path, {"betta": 1, "optim": "lion"}, **wrong)
+    for words in (
+        "betta",
+        "optim='lion'",
+        "'rollouts'",
+        "'max_steps' must be",
+        "no key 'rollout.num_prompt'",
+    ):
+        assert words in str(error.value), words
+    with pytest.raises(ConfigError, match=r"'rollouts'(.|\n)*'max_steps' must be"):
+        of_file(tmp_path, {}, **wrong)
+
+
 def test_one_list_says_what_differs(caplog: pytest.LogCaptureFixture) -> None:
     tell.cache_clear()
     of({"use_vllm": True, "log_level": "info", "lora_r": 8})
