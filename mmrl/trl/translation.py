@@ -168,7 +168,7 @@ def _defaults(onto: Mapping[str, Any], pairs: bool, whole: bool) -> dict[str, An
 
 def _differences(given: Given, asked: Mapping[str, Any], complete: bool) -> list[str]:
     """List what is not as in TRL: of every run, and of the arguments that were given."""
-    lines = list(DIFFERS) if complete else []
+    lines: list[str] = [*DIFFERS] if complete else []
     if complete and lookup(given.onto, "policy.freeze_vision_tower", True):
         lines.append("the vision tower is frozen; `policy.freeze_vision_tower: false` trains it too")
     if complete and given.pairs:
