@@ -134,14 +134,20 @@ def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:
 def with_steps(config: Config, num_rows: int) -> Config:
     """Replace `num_train_epochs` by the `max_steps` that pass over `num_rows` prompts as often, rounded up.
 
-    Further rounds of the sampler (`rollout.max_rounds`) are not counted.
+    Further rounds of the sampler (`rollout.max_rounds`) are not counted. Shares of the run become steps too.
     """
     if not config.num_train_epochs:
-        return config
+        return replace(config, **_shares(config, config.max_steps))
     prompts = min(config.rollout.num_prompts, num_rows)  # of a step; the sampler draws none twice
     # Rounded before, so that 3 epochs of 0.1 are not 1 step more than 0.3 (0.30000000000000004).
-    steps = math.ceil(round(config.num_train_epochs * num_rows / prompts, 9))
-    return replace(config, max_steps=max(1, steps), num_train_epochs=0.0)
+    steps = max(1, math.ceil(round(config.num_train_epochs * num_rows / prompts, 9)))
+    return replace(config, max_steps=steps, num_train_epochs=0.0, **_shares(config, steps))
+
+
+def _shares(config: Config, steps: int) -> dict[str, int]:
+    """List the keys that are shares of a run, as numbers of steps; the last of an epoch may be a part."""
+    shares = {"save_steps": config.save_steps, "eval_steps": config.eval_steps}
+    return {key: math.ceil(round(share * steps, 9)) for key, share in shares.items() if 0 < share < 1}
 
 
 def make_chain(pieces: Pieces, kind: str, listed: Sequence[Piece], first: Any, place: str) -> Any:

@@ -206,7 +206,9 @@ def _check_together(config: Config) -> None:
     learn, rollout, best = config.learn, config.rollout, config.metric_for_best_model
     ends = str(config.until.options.get("of", "")) if config.until else ""
     # Then some checkpoints would be written without a measurement.
-    unmeasured = not config.eval_steps or config.save_steps % config.eval_steps
+    saves, measures = config.save_steps, config.eval_steps
+    times = saves / measures if measures and (0 < saves < 1) <= (measures < 1) else 0.5
+    unmeasured = abs(times - round(times)) > 1e-9
     contradictions = {
         f"'learn.minibatches' is {learn.minibatches}, but there are only {rollout.num_prompts} groups "
         "(rollout.num_prompts) to part": learn.minibatches > rollout.num_prompts,

@@ -24,8 +24,8 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OmegaConfBaseExce
 
 
 # Keys at the top of a file that stand for others, with what writes them out: a function of the key's value,
-# of the merged configuration so far, and of what the file itself has besides.
-SHORTHANDS: dict[str, Callable[[Any, dict[str, Any], dict[str, Any]], dict[str, Any]]] = {}
+# of the merged configuration, of what the file itself has besides, and of the overrides.
+SHORTHANDS: dict[str, Callable[..., dict[str, Any]]] = {}
 
 
 class ConfigError(ValueError):
@@ -59,10 +59,15 @@ def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
     """Read a YAML file, or a mapping of the same form, with its includes and `key=value` overrides."""
     match source:
         case str() | Path():
-            raw = _read_file(Path(source), ())
+            own, place, above = _read_own(Path(source), ())
         case _:
-            raw = _with_includes(dict(source), "the configuration", ())
-    return change(raw, overrides)
+            own, place, above = dict(source), "the configuration", ()
+    raw = change(_with_includes(dict(own), place, above), overrides)
+    for key in [key for key in SHORTHANDS if key in raw]:
+        value, rest = raw.pop(key), {name: value for name, value in own.items() if name not in SHORTHANDS}
+        over = change({}, [text for text in overrides if not text.startswith(f"{key}.")])
+        raw = raw if value is None else SHORTHANDS[key](value, raw, rest, over)
+    return raw
 
 
 def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -84,6 +89,11 @@ def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 
 def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """Read a file and what it includes; `above` are the files that include it."""
+    return _with_includes(*_read_own(path, above))
+
+
+def _read_own(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], str, tuple[Path, ...]]:
+    """Read a file alone; its name in errors, and the files above those that it includes."""
     path = _locate(Path(expanded(str(path))), above)
     if path in above:
         raise ConfigError(f"'{path}' includes itself through {[str(p) for p in above]}")
@@ -94,7 +104,7 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"'{path}' must hold a mapping at its top, not a {type(raw).__name__}")
     _check_plain(raw, str(path))
-    return _with_includes(raw, f"'{path}'", (*above, path))
+    return raw, f"'{path}'", (*above, path)
 
 
 def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -107,20 +117,15 @@ def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> 
     match raw.get("stages"):
         case list() as stages:
             raw["stages"] = [_stage(stage, f"{place}: stages[{i}]", above) for i, stage in enumerate(stages)]
-    shorthands = {key: raw.pop(key) for key in SHORTHANDS if raw.get(key) is not None}
     # Later files win over earlier ones, and the file itself over those that it includes.
-    merged = reduce(merge, [*(_read_file(Path(name), above) for name in names), raw], {})
-    for key, value in shorthands.items():
-        merged = SHORTHANDS[key](value, merged, raw)
-    return merged
+    return reduce(merge, [*(_read_file(Path(name), above) for name in names), raw], {})
 
 
 def _stage(stage: Any, place: str, above: tuple[Path, ...]) -> Any:
     """Merge a stage over the files that it includes; its shorthands wait for the rest of the file."""
     match stage:
         case dict():
-            own = {key: value for key, value in stage.items() if key in SHORTHANDS}
-            return own | _with_includes({k: v for k, v in stage.items() if k not in own}, place, above)
+            return _with_includes(dict(stage), place, above)
     raise ConfigError(f"{place}: a stage must be a mapping of changes, not {stage!r}")
 
 

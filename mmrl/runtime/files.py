@@ -150,10 +150,10 @@ class HubError(RuntimeError):
 
 def check_hub(config: Config) -> None:
     """Raise `ConfigError` for an upload that cannot work."""
-    if config.push_to_hub and config.hub_model_id.count("/") != 1:
+    if config.push_to_hub and (not config.hub_model_id or config.hub_model_id.count("/") > 1):
         raise ConfigError(
-            f"'push_to_hub' wants 'hub_model_id' as owner/name, not '{config.hub_model_id}'; set it, or "
-            "push_to_hub=false"
+            f"'push_to_hub' wants 'hub_model_id' as owner/name, not '{config.hub_model_id}'; set it (the "
+            "owner may be left out: you), or push_to_hub=false"
         )
 
 
@@ -170,7 +170,8 @@ def upload(folder: Path, name: str, message: str, *, private: bool) -> str:
         raise ImportError("an upload needs huggingface_hub; pip install huggingface_hub") from error
     try:
         api = HfApi()
-        api.create_repo(name, private=private, exist_ok=True)
+        made = api.create_repo(name, private=private, exist_ok=True)
+        name = getattr(made, "repo_id", name)  # with its owner, where that was left out
         api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message)
     except Exception as error:  # the client raises errors of its own and of its transport
         raise HubError(

@@ -317,7 +317,8 @@ class Run:
 
     def saves_at(self, step: int) -> bool:
         """Return whether a checkpoint is due after so many steps."""
-        return step % self.config.save_steps == 0 or step == self.config.max_steps
+        every = self.config.save_steps
+        return step == self.config.max_steps or (every > 0 and step % every == 0)
 
     @contextmanager
     def whole_weights(self, *, changed: bool = False) -> Iterator[bool]:

@@ -118,20 +118,17 @@ def test_an_environment_is_trained_in_from_python_and_from_yaml(checkpoint, tmp_
         "rewards": [f"{__name__}:near", {"name": "precomputed", "key": "ClimbEnv", "label": "ClimbEnv"}],
         "rollout": {
             "num_prompts": 2,
-            "num_generations": 3,
             "engine": [
-                {"name": "vision.generate", "max_completion_length": 24, "temperature": 1.0},
+                "vision.generate",
                 {
                     "name": "vision.with_environments",
                     "environment": f"{__name__}:ClimbEnv",
-                    "max_completion_length": 24,
                     "max_turns": 100,
                     "max_images": 100,
                 },
             ],
         },
-        "learn": {"learning_rate": 1e-2},
-        "max_steps": 2,
+        "trl": {"num_generations": 3, "max_steps": 2, "learning_rate": 1e-2, "max_completion_length": 24},
         "output_dir": str(tmp_path / "yaml"),
     }
     yaml = tmp_path / "run.yaml"

@@ -166,25 +166,44 @@ def load_processor(name: str) -> Any:
 
 
 def add_adapter(
-    model: nn.Module, *, rank: int, alpha: float, tower: bool, names: Sequence[str] = ("default",)
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    tower: bool,
+    layers: Sequence[str] = (),
+    names: Sequence[str] = ("default",),
 ) -> nn.Module:
     """Add LoRA to the linear layers of the language model, and of the vision tower, but not to the head.
 
-    Of several `names` each is an adapter of its own.
+    Args:
+        model: The model.
+        rank: Of the adapters.
+        alpha: Their scale, times 1 / rank.
+        tower: Whether the vision tower gets them too.
+        layers: The ends of the names of the layers; empty: all of them.
+        names: Each is an adapter of its own.
     """
     from peft import LoraConfig, get_peft_model
 
     known = {id(module): name for name, module in model.named_modules()}
     decoder, head = known[id(model.get_decoder())], known[id(model.get_output_embeddings())]
-    layers = [
+    linear = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name != head and (tower or name.startswith(decoder + "."))
     ]
+    if missing := [end for end in layers if not any(f".{name}".endswith(f".{end}") for name in linear)]:
+        known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+        raise ConfigError(
+            f"'policy.lora_target_modules' names '{missing[0]}', but no linear layer that learns ends so; "
+            f"there are {known}"
+        )
+    chosen = [name for name in linear if not layers or f".{name}".endswith(tuple(f".{x}" for x in layers))]
     # One pattern with the numbers of blocks left open keeps the config of a saved adapter readable. A number
     # at the end of a name stays: other entries of the same list need not be linear layers.
     pattern = "|".join(
-        dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in layers)
+        dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen)
     )
     # Dropout would make the log-probabilities of training differ from those of the rollout.
     configs = [LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=pattern) for _ in names]

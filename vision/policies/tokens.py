@@ -59,6 +59,8 @@ class Tokens:
         attn_implementation: Attention of transformers, such as "sdpa", "eager" or "flash_attention_2".
         lora_rank: Rank of a LoRA adapter that is trained instead of the model; 0: no adapter.
         lora_alpha: Scale of the adapter; None: twice the rank.
+        lora_target_modules: Names of the linear layers that get an adapter, such as "q_proj"; empty: all of
+            them. Those of the vision tower count where it is not frozen.
         adapter: Folder or hub id of a saved adapter, to train it further.
         roles: Each gets an adapter of its own over one base; a row is read with that of its tag `role`, and
             the engine `vision.by_role` writes with it.
@@ -88,6 +90,7 @@ class Tokens:
         attn_implementation: str = "sdpa",
         lora_rank: NonNegativeInt = 0,
         lora_alpha: PositiveFloat | None = None,
+        lora_target_modules: tuple[str, ...] = (),
         adapter: str = "",
         roles: tuple[str, ...] = (),
         freeze_vision_tower: bool = True,
@@ -109,10 +112,10 @@ class Tokens:
         pixels = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         pixels = {name: value for name, value in pixels.items() if value is not None}
         self.prompt_encoder = PromptEncoder(self.processor, self.model.base_model, pixels=pixels)
-        tower = not freeze_vision_tower
+        shape = {"rank": lora_rank, "alpha": lora_alpha, "layers": lora_target_modules}
         if roles:
             check_roles(roles, new=bool(lora_rank) and not adapter and not transform)
-        self.adapter = self._adapted(adapter, lora_rank, lora_alpha, tower, roles)
+        self.adapter = self._adapted(adapter, roles, **shape, tower=not freeze_vision_tower)
         self.steering = None if self.adapter else steering_of(self.model)
         if not self.steering:
             self.says = self.says - {"reversed_logp"}
@@ -147,15 +150,13 @@ class Tokens:
         inputs = self.processor.image_processor(images=[black], return_tensors="pt")
         return {name: torch.as_tensor(value) for name, value in inputs.items()}
 
-    def _adapted(
-        self, adapter: str, rank: int, alpha: float | None, tower: bool, roles: tuple[str, ...]
-    ) -> Any:
+    def _adapted(self, adapter: str, roles: tuple[str, ...], **shape: Any) -> Any:
         """Load an adapter, or add new ones; None where the model itself learns."""
+        rank, alpha = shape["rank"], shape["alpha"]
         if adapter:
             return loading.load_adapter(self.model, adapter, rank=rank, alpha=alpha)
-        names = roles or ("default",)
-        added = {"rank": rank, "alpha": alpha or 2.0 * rank, "tower": tower, "names": names}
-        return loading.add_adapter(self.model, **added) if rank else None
+        shape |= {"alpha": alpha or 2.0 * rank, "names": roles or ("default",)}
+        return loading.add_adapter(self.model, **shape) if rank else None
 
     def _choose_weights(self, freeze_vision_tower: bool, frozen: bool) -> None:
         """Choose the weights that learn, those of an adapter apart; they become float32."""
