@@ -10,7 +10,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from enum import Enum, EnumType
 from functools import cache
 from pathlib import Path
@@ -245,8 +245,7 @@ def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
     """Convert plain mappings into a configuration dataclass; an error names the key.
 
     Of a `part` required keys may be absent, and are then None. A list or mapping that is None is empty; for
-    any other key None stands for its default. `~` and `$NAME` in paths are expanded (`loading.expanded`), and
-    all errors are told at once.
+    any other key None stands for its default. `~` and `$NAME` in paths are expanded; all errors are reported.
     """
     raw = expand_all(without_stages(raw))
     errors: list[ConfigError] = []
@@ -260,12 +259,11 @@ def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
 def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool, errors: list | None) -> Any:
     """Convert a mapping; with `errors`, those in it are collected, and the result is then None."""
     hints, prefix, found = hints_of(kind), f"{place}." if place else "", []
-    values = {}
+    values, there = {}, f"there are {', '.join(hints)}"
     for key, value in raw.items():
         wanted = hints.get(key)
         if wanted is None:
-            what, there = f"there is no key '{prefix}{key}'", f"there are {', '.join(hints)}"
-            found.append(UnknownKey(what, f"{prefix}{key}", hints, there))
+            found.append(UnknownKey(f"there is no key '{prefix}{key}'", f"{prefix}{key}", hints, there))
             continue
         match value, kind.__dataclass_fields__[key].default:
             case None, default:
@@ -280,8 +278,7 @@ def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool, errors: l
             values[key] = convert(value, wanted, prefix + key)
         except ConfigError as error:
             values[key] = found.append(error)
-    none = dataclasses.MISSING
-    required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is none]
+    required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is MISSING]
     missing = [name for name in required if name not in values]
     if missing and not part:
         verb = "s are" if len(missing) > 1 else " is"
