@@ -64,7 +64,7 @@ def _option(name: str, value: Any, wanted: Any, place: str, entries: Named) -> A
     match value:
         case list() | tuple() if name in HOMES:
             return [_piece(name, *one, entries) for one in each([as_piece(v, place) for v in value], place)]
-        case str() | {"name": _} | Piece() if name in HOMES:
+        case str() | {"name": _} | Piece() if value and name in HOMES:  # "" is none
             return _piece(name, as_piece(value, place), place, entries)
         case {"name": _} if is_number(wanted) or not name:
             return _piece("schedule", as_piece(value, place), place, entries)

@@ -36,6 +36,7 @@ from tests.support.configs import library_pieces
 
 # Numbers that may be anything finite: shifts, scales and bars of metrics and rewards, which have any sign.
 FREE = {
+    "constant.value",
     "vision.steering.scale", "share_among_turns.above",
     "with_reflection.threshold", "with_solved_examples.threshold",
     "alignment.beta", "delegated_reward.failed", "delegated_reward.below",

@@ -112,7 +112,8 @@ def test_chat_asks_with_the_replies_of_tools_before(plan, monkeypatch):
         assert [content_of(message) for message in prompt.messages] == wanted
         wanted += map(content_of, row.turns)
     encoder = session.policy.prompt_encoder
-    text = encoder.render(read[-1])
+    climb = {"name": "climb", "description": "Climb", "parameters": {"type": "object", "properties": {}}}
+    text = encoder.transcript(encoder.encode(read[-1], ({"type": "function", "function": climb},)).ids)
     replies = [message for row in held[:-1] for message in row.turns if message.role == "tool"]
     assert text.count("<tool_response>\n") == len(replies) > 0 and "<|im_start|>tool" not in text
     assert text.count("<image: ") == len(read[-1].media) > 0

@@ -97,8 +97,13 @@ BLACK = numpy.zeros((28, 28, 3), dtype=numpy.uint8)
     [
         ("x", ["no.png"], MediaError, "there is no file 'no.png', given as image 1"),
         ("x", ["https://x.org/a.png"], MediaError, "nothing is downloaded; name a local file"),
-        ("x", [BLACK[0]], RowError, "wanted a path, a PIL image or an array (height, width, 3)"),
-        ("x", [BLACK / 1.0], RowError, "must be (height, width, 3) uint8, not (28, 28, 3) float64"),
+        ("x", [BLACK[0]], RowError, "wanted a path, a PIL image, an array or a tensor"),
+        (
+            "x",
+            [BLACK + 7.5],
+            RowError,
+            "wanted (height, width, 3), or of a tensor (3, height, width), of uint8",
+        ),
         ("<image> x", None, RowError, "the messages have 1 image places, but 0 are given"),
         ("<image> x", [BLACK] * 2, RowError, "the messages have 1 image places, but 2 are given"),
         (3, None, RowError, "wanted a text, messages ({'role': ..., 'content': ...}), or a list of these"),

@@ -114,7 +114,7 @@ def test_the_page_is_self_contained_and_shows_what_there_is(finished):
     links = re.findall(r"<a href='#([\w-]+)'>", text)
     assert links == ["held-out", "rewards", "curves", "prompts", "visualizations", "samples", "configuration"]
     assert set(links) <= set(tags.ids) and len(set(tags.ids)) == len(tags.ids)
-    assert "<h1>a&lt;b</h1>" in text and "4 of 4 steps taken, 4 steps reported" in text
+    assert "<h1>a&lt;b</h1>" in text and "4 of 4 steps taken, 4 updates, 4 steps reported" in text
     for title in (
         "reward",
         "entropy",
