@@ -102,7 +102,7 @@ BLACK = numpy.zeros((28, 28, 3), dtype=numpy.uint8)
             "x",
             [BLACK + 7.5],
             RowError,
-            "wanted (height, width, 3), or of a tensor (3, height, width), of uint8",
+            "wanted (height, width, 3), or of a tensor (3, height, width)",
         ),
         ("<image> x", None, RowError, "the messages have 1 image places, but 0 are given"),
         ("<image> x", [BLACK] * 2, RowError, "the messages have 1 image places, but 2 are given"),
