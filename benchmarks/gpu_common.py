@@ -50,6 +50,19 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return median(seconds_of(call) for _ in range(repeats))
 
 
+def device_seconds(call: Callable[[], object]) -> float:
+    """Measure a call without the time to launch its kernels: as a graph on a GPU; NaN elsewhere."""
+    if DEVICE.type != "cuda":
+        return float("nan")
+    with torch.cuda.stream(torch.cuda.Stream()):  # a call before the capture, as torch asks for
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return seconds(graph.replay, 20)
+
+
 def bandwidth(toy: bool) -> float:
     """Measure bytes a second that the device reads."""
     x = torch.zeros(1 << (22 if toy else 30), dtype=torch.uint8, device=DEVICE).view(torch.int32)

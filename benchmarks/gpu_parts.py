@@ -26,6 +26,7 @@ from benchmarks.gpu_common import (
     PartOf,
     Skipped,
     bandwidth,
+    device_seconds,
     question,
     relative,
     seconds,
@@ -213,9 +214,11 @@ def decode(toy: bool) -> tuple[Figures, list[Claim]]:
             for _ in range(shape["layers"]):
                 torch.nn.functional.scaled_dot_product_attention(query, keys, keys, enable_gqa=True)
 
-    rate, times = bandwidth(toy), {}
-    times["one_bit"] = seconds(lambda: attend(model, fused, query, query[:, : shape["shared"]]), 20)
-    times["flash"] = seconds(by_flash, 20)
+    calls = {
+        "one_bit": lambda: attend(model, fused, query, query[:, : shape["shared"]]),
+        "flash": by_flash,
+    }
+    rate, times = bandwidth(toy), {name: seconds(call, 20) for name, call in calls.items()}
     figures = {
         "bandwidth_gb_s": rate / 1e9,
         "one_bit_ms": 1e3 * times["one_bit"],
@@ -225,6 +228,7 @@ def decode(toy: bool) -> tuple[Figures, list[Claim]]:
         "smaller": held / held_bytes(fused),
         "rows": rows,
         "visual_tokens": tokens,
+        **{f"{name}_device_ms": 1e3 * device_seconds(call) for name, call in calls.items() if not toy},
     }
     claims = [Claim("gap of fused attention", relative(*outputs), 1e-4 if toy else 2e-2)]
     if not toy:  # on a CPU the kernels are bound by arithmetic: see benchmarks/decode_step.py
@@ -256,7 +260,7 @@ def memory(toy: bool) -> tuple[Figures, list[Claim]]:
     """Compare what `mmrl estimate-memory` says with what training takes."""
     from benchmarks.memory import measure_apart
 
-    cases = ["full"] if toy else ["full", "adapter", "checkpointing"]
+    cases = ["full"] if toy else ["full", "bfloat16", "adapter", "checkpointing"]
     lines = {name: measure_apart(name, 512 if toy else 2048) for name in cases}
     claims = []
     for name, line in lines.items():
