@@ -12,85 +12,26 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-QUESTION = "What is shown here?"
-Figures = dict[str, Any]
-
-
-class Skipped(Exception):
-    """A part cannot run here; its words say what is missing."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A number that has to be at most, or at least, a threshold."""
-
-    name: str
-    value: float
-    threshold: float
-    at_least: bool = False
-
-    @property
-    def holds(self) -> bool:
-        """Whether it holds; not for NaN."""
-        return self.value >= self.threshold if self.at_least else self.value <= self.threshold
-
-    def __str__(self) -> str:
-        sign = ">=" if self.at_least else "<="
-        return f"{self.name} {self.value:.4g} {sign} {self.threshold:.4g}"
-
-
-PartOf = Callable[[bool], tuple[Figures, list[Claim]]]
-
-
-def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Measure the median time of a call, in seconds."""
-    from benchmarks.grpo_step import seconds_of
-
-    call()
-    return median(seconds_of(call) for _ in range(repeats))
-
-
-def bandwidth(toy: bool) -> float:
-    """Measure bytes a second that the device reads."""
-    x = torch.zeros(1 << (22 if toy else 30), dtype=torch.uint8, device=DEVICE).view(torch.int32)
-    return x.nbytes / seconds(x.sum, 5)
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    """Give the largest difference, relative to the largest number."""
-    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
-
-
-# ---- models
-
-
-def question(uid: str) -> Any:
-    """Make a prompt of words."""
-    from mmrl.core.types import Message, Part, Prompt
-
-    return Prompt(uid, (Message("user", (Part(QUESTION),)),))
-
-
-def small_model(folder: Path, **options: Any) -> Path:
-    """Write a small Qwen2.5-VL with random weights that are large enough for confident answers."""
-    from mmrl.core.rng import Stream
-    from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
-
-    path = folder / "small"
-    sizes = {"width": 128, "layers": 4, "heads": 4, "init": 0.06, "max_pixels": 1024 * 28 * 28, **options}
-    TinyQwen2_5Vl(stream=Stream(0), **sizes).build(path)
-    return path
+from benchmarks.gpu_common import (
+    DEVICE,
+    Claim,
+    Figures,
+    PartOf,
+    Skipped,
+    bandwidth,
+    device_seconds,
+    question,
+    relative,
+    seconds,
+    small_model,
+)  # fmt: skip
 
 
 def shaped_model(folder: Path, toy: bool) -> tuple[Path, int]:
@@ -149,8 +90,45 @@ def kernels(toy: bool) -> tuple[Figures, list[Claim]]:
     return {"worst": worst, "interpreted": toy}, [Claim(name, value, 1e-5) for name, value in worst.items()]
 
 
+def attention(toy: bool) -> tuple[Figures, list[Claim]]:
+    """Compare attention to a shared prefix in bfloat16, and its gradients, with float64."""
+    from mmrl.kv_cache.attention import attend_merged
+    from mmrl.kv_cache.row_groups import RowGroups
+
+    def computed(
+        tensors: list[Tensor], owner: list[int], device: torch.device, dtype: torch.dtype
+    ) -> Figures:
+        inputs = [x.to(device, dtype).requires_grad_() for x in tensors]
+        groups = RowGroups(torch.tensor(owner, device=device), owner[-1] + 1)
+        query, *pairs = inputs
+        out = attend_merged(query, tuple(pairs[:2]), tuple(pairs[2:]), groups, 128**-0.5)
+        with torch.no_grad():  # one token goes another way
+            alone = attend_merged(query, tuple(pairs[:2]), tuple(pairs[2:]), groups, 128**-0.5)
+        names = ("query", "keys", "values", "own keys", "own values")
+        gradients = torch.autograd.grad(out.sin().sum(), inputs)
+        return {"output": out, "without gradients": alone} | dict(zip(names, gradients, strict=True))
+
+    worst: Figures = {}
+    for num, own in ((1, 1), (1, 70), (70, 70), (3, 70)):
+        for owner in ([0, 0, 0, 0], [0, 1, 1], [0, 1]):
+            generator, prompts, length = torch.Generator().manual_seed(0), owner[-1] + 1, 40 if toy else 2000
+            sizes = [(len(owner), 8, num), *[(prompts, 2, length)] * 2, *[(len(owner), 2, own)] * 2]
+            tensors = [torch.randn(*size, 128, generator=generator).bfloat16() for size in sizes]
+            found = computed(tensors, owner, DEVICE, torch.bfloat16)
+            for name, exact in computed(tensors, owner, torch.device("cpu"), torch.float64).items():
+                gap = float((found[name].cpu().double() - exact).norm() / exact.norm())
+                worst[name] = max(worst.get(name, 0.0), gap)
+    return {"worst": worst}, [Claim(f"gap of {name}", gap, 2e-2) for name, gap in worst.items()]
+
+
 def bf16_parity(toy: bool) -> tuple[Figures, list[Claim]]:
-    """Compare log-probabilities of bfloat16 with float32, and those of rollouts with those of learning."""
+    """Compare log-probabilities of bfloat16 with float32, and those of rollouts with those of learning.
+
+    A random model amplifies what bfloat16 rounds, the more the wider it is. So ours may not be further from
+    float32 than those of transformers, with the same weights in bfloat16.
+    """
+    from transformers import AutoModelForImageTextToText
+
     from mmrl.core.rng import Stream
     from mmrl.runtime.modules import loading_onto
     from mmrl.vision.engines.generate import Generate
@@ -167,15 +145,35 @@ def bf16_parity(toy: bool) -> tuple[Figures, list[Claim]]:
             prompts = [question(f"{i}") for i in range(2)]
             batch = low.collate(engine.rollout([prompt for prompt in prompts for _ in range(4)]))
             mask = batch.mask.bool()
-            noted, learned, wide = (
+            peer = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16).eval().to(DEVICE)
+            noted, learned, wide, theirs = (
                 values.float().cpu()[mask]
-                for values in (batch.notes["logp"], low(batch).logp, exact(batch).logp)
-            )
-    gaps = {"rollout": (noted - learned).abs(), "precision": (learned - wide).abs()}
-    figures = {name: {"mean": float(gap.mean()), "max": float(gap.max())} for name, gap in gaps.items()}
+                for values in (
+                    batch.notes["logp"], low(batch).logp, exact(batch).logp,
+                    row_by_row(peer, batch, low.prompt_encoder.placeholders),
+                )
+            )  # fmt: skip
+    gaps = {"rollout": noted - learned, "precision": learned - wide, "transformers": theirs - wide}
+    figures: Figures = {
+        name: {"mean": float(gap.abs().mean()), "max": float(gap.abs().max())} for name, gap in gaps.items()
+    }
+    ratio = figures["precision"]["mean"] / figures["transformers"]["mean"]
     return figures | {"tokens": int(mask.sum()), "mean_logp": float(wide.mean())}, [
-        Claim(f"mean |dlogp| {name}", figures[name]["mean"], 5e-2) for name in gaps
+        Claim("mean |dlogp| rollout", figures["rollout"]["mean"], 5e-2),
+        Claim("mean |dlogp| precision / that of transformers", ratio, 1.1),
     ]
+
+
+def row_by_row(model: Any, batch: Any, forbidden: list[int]) -> Tensor:
+    """Compute the log-probabilities (N, T) of answers by a model of transformers, each after its prompt."""
+    steps, found = batch.steps, torch.zeros(batch.mask.shape)
+    for row, (number, length) in enumerate(zip(steps.which.tolist(), steps.length.tolist(), strict=True)):
+        prompt, answer = steps.prompts[number].ids, steps.ids[row, :length]
+        logits = model(input_ids=torch.cat([prompt, answer]).to(DEVICE)[None]).logits[0, len(prompt) - 1 : -1]
+        logits[:, forbidden] = -torch.inf
+        logp = logits.float().log_softmax(-1).cpu()
+        found[row, :length] = logp.gather(1, answer[:, None])[:, 0]
+    return found
 
 
 @torch.no_grad()
@@ -216,9 +214,11 @@ def decode(toy: bool) -> tuple[Figures, list[Claim]]:
             for _ in range(shape["layers"]):
                 torch.nn.functional.scaled_dot_product_attention(query, keys, keys, enable_gqa=True)
 
-    rate, times = bandwidth(toy), {}
-    times["one_bit"] = seconds(lambda: attend(model, fused, query, query[:, : shape["shared"]]), 20)
-    times["flash"] = seconds(by_flash, 20)
+    calls = {
+        "one_bit": lambda: attend(model, fused, query, query[:, : shape["shared"]]),
+        "flash": by_flash,
+    }
+    rate, times = bandwidth(toy), {name: seconds(call, 20) for name, call in calls.items()}
     figures = {
         "bandwidth_gb_s": rate / 1e9,
         "one_bit_ms": 1e3 * times["one_bit"],
@@ -228,6 +228,7 @@ def decode(toy: bool) -> tuple[Figures, list[Claim]]:
         "smaller": held / held_bytes(fused),
         "rows": rows,
         "visual_tokens": tokens,
+        **{f"{name}_device_ms": 1e3 * device_seconds(call) for name, call in calls.items() if not toy},
     }
     claims = [Claim("gap of fused attention", relative(*outputs), 1e-4 if toy else 2e-2)]
     if not toy:  # on a CPU the kernels are bound by arithmetic: see benchmarks/decode_step.py
@@ -259,7 +260,7 @@ def memory(toy: bool) -> tuple[Figures, list[Claim]]:
     """Compare what `mmrl estimate-memory` says with what training takes."""
     from benchmarks.memory import measure_apart
 
-    cases = ["full"] if toy else ["full", "adapter", "checkpointing"]
+    cases = ["full"] if toy else ["full", "bfloat16", "adapter", "checkpointing"]
     lines = {name: measure_apart(name, 512 if toy else 2048) for name in cases}
     claims = []
     for name, line in lines.items():
@@ -374,7 +375,7 @@ def vllm(toy: bool) -> tuple[Figures, list[Claim]]:
 
 
 PARTS: dict[str, PartOf] = {
-    part.__name__: part for part in (kernels, bf16_parity, decode, grpo_step, memory, resume, vllm)
+    part.__name__: part for part in (kernels, attention, bf16_parity, decode, grpo_step, memory, resume, vllm)
 }
 
 

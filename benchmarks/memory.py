@@ -35,6 +35,7 @@ VISUAL = 64
 # Options of the policy, and of the run: prompts, answers, their length, steps of a micro-batch, references.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {"num_prompts": 2, "length": 48}),
+    "bfloat16": ({"dtype": "bfloat16"}, {"num_prompts": 2, "length": 48}),
     "micro-batches": ({}, {"num_prompts": 4, "length": 48, "micro": 512}),
     "reference": ({}, {"num_prompts": 2, "length": 24, "micro": 256, "reference": True}),
     "adapter": ({"lora_rank": 8}, {"num_prompts": 4, "length": 48}),

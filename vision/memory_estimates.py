@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from mmrl.config.binding import Pieces
 from mmrl.config.registry import find, memory_estimate
@@ -88,6 +89,7 @@ def _generation(
     with torch.no_grad(), evaluating(policy.model), _autocast(policy):
         prefill, reader = _measured(lambda: CachedReader(policy, [encoded]))
         decode, _ = _measured(lambda: _decoded(CachedReader(policy, [encoded] * ROWS)))
+        packed = float(packed_bytes(policy.model))
     prompt_pass = max(0.0, prefill - cache_bytes(policy, length, 0)) * prompts
     # The pass of a token of ROWS rows, without the prompt's pass before it.
     row_pass = max(0.0, decode - prefill - cache_bytes(policy, 0, ROWS * room_of(1))) / ROWS * rows
@@ -96,7 +98,8 @@ def _generation(
         "rollouts/cache": cache_bytes(policy, before, rows * room_of(longest)),
         "rollouts/passes": max(prompt_pass, row_pass),
         # Weights without numbers are on no device; `room` says which one trains.
-        "rollouts/packed weights": 0.0 if torch.cuda.is_available() else float(packed_bytes(policy.model)),
+        "rollouts/packed weights": 0.0 if torch.cuda.is_available() else packed,
+        "rollouts/cast weights": _cast_bytes(policy),
     }
 
 
@@ -118,6 +121,7 @@ def _learning(
     measured = {ROWS * length: _states_bytes(policy, module, encoded, length) for length in LENGTHS}
     # A packed sequence has a mask of all its pairs of tokens.
     kept = prompts * extrapolated(measured, rows * longest // prompts, square=module.checkpointed)
+    kept += _cast_bytes(policy)
     logits = _logits_bytes(policy, extra, rows * longest)
     head = policy.model.get_output_embeddings().weight
     logits += head.nbytes if head.requires_grad else 0  # its new gradient, until it is added
@@ -189,9 +193,25 @@ def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
     return counted.peak / sample * most
 
 
-def _autocast(policy: TokenPolicy) -> AbstractContextManager:
+@contextmanager
+def _autocast(policy: TokenPolicy) -> Iterator[None]:
+    """Compute in the precision of a policy, whose weights are cast already, so that no pass counts that."""
     kind = policy.core.get_input_embeddings().weight.device.type
-    return torch.autocast(kind, policy.compute, enabled=policy.compute in LOW)
+    with torch.autocast(kind, policy.compute, enabled=policy.compute in LOW):
+        for layer in _cast_layers(policy):
+            nn.functional.linear(layer.weight.new_zeros(1, layer.in_features), layer.weight, layer.bias)
+        yield
+
+
+def _cast_layers(policy: TokenPolicy) -> list[nn.Linear]:
+    """List the linear layers that learn in float32 and are computed with in 16 bits."""
+    layers = (m for m in policy.model.modules() if isinstance(m, nn.Linear)) if policy.compute in LOW else ()
+    return [m for m in layers if m.weight.requires_grad and m.weight.dtype == torch.float32]
+
+
+def _cast_bytes(policy: TokenPolicy) -> float:
+    """Compute the bytes of the copies in 16 bits."""
+    return float(sum(layer.weight.numel() * policy.compute.itemsize for layer in _cast_layers(policy)))
 
 
 def _measured(call: Callable[[], T]) -> tuple[float, T]:

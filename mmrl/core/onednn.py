@@ -97,11 +97,13 @@ def is_replaced(module: nn.Module) -> bool:
     return isinstance(forward, partial) and (isinstance(forward.func, Packed) or forward.func is _unpacked)
 
 
-def side_by_side(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+def side_by_side(
+    layers: Sequence[nn.Linear], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None]:
     """Copy the weights (m, n) of layers that read the same input, and their biases (m,) where one has any."""
     biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in layers]
-    bias = torch.cat(biases) if any(x.bias is not None for x in layers) else None
-    return torch.cat([x.weight.detach() for x in layers]), bias
+    bias = torch.cat(biases).to(dtype) if any(x.bias is not None for x in layers) else None
+    return torch.cat([x.weight.detach().to(dtype) for x in layers]), bias
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

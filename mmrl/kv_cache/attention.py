@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -42,8 +42,7 @@ def attend_merged(
     """
     rows, heads, num, _ = query.shape
     kv_heads, length = prefix[0].shape[1], own[0].shape[2]
-    exact = query.dtype in (torch.float32, torch.float64)
-    if num == 1 and exact and not torch.is_grad_enabled():
+    if num == 1 and not torch.is_grad_enabled():
         return attend_one_token(query, prefix, own, groups, scaling, prefix_mask, own_mask)
     repeats = heads // kv_heads
     if prefix_mask is not None and prefix_mask.shape[2] > 1:
@@ -83,19 +82,20 @@ def attend_one_token(
     """Attend from one token of every row (N, H, 1, D) with few calls, which cost more than arithmetic."""
     rows, heads, _, size = query.shape
     query = query.reshape(rows, prefix[0].shape[1], -1, size)  # (N, h, H / h, D)
-    if _has_kernel(query, prefix[1]):
-        kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=scaling)
-        out, norm = kernel(groups.fold(query), *prefix, attn_mask=prefix_mask)
-        own_out, own_norm = kernel(query, *own, attn_mask=own_mask)
+    if _is_fused(query, prefix[1], prefix_mask, own_mask):
+        out, norm = _with_norm(groups.fold(query), *prefix, prefix_mask, scaling)
+        own_out, own_norm = _with_norm(query, *own, own_mask, scaling)
         # exp(n_1 - n) = 1 / (1 + exp(n_2 - n_1))
         share = (groups.unfold(norm) - own_norm).sigmoid_()[..., None]
-        return torch.lerp(own_out, groups.unfold(out), share).reshape(rows, heads, 1, size)
-    query, length = query * scaling, prefix[0].shape[2]
+        merged = torch.lerp(own_out.to(share.dtype), groups.unfold(out).to(share.dtype), share)
+        return merged.to(query.dtype).reshape(rows, heads, 1, size)
+    length, exact = prefix[0].shape[2], torch.promote_types(query.dtype, torch.float32)
     scores = groups.fold(query) @ prefix[0].mT
     scores = groups.unfold(scores if prefix_mask is None else scores.add_(prefix_mask))
     own_scores = query @ own[0].mT
     own_scores = own_scores if own_mask is None else own_scores.add_(own_mask)
-    weights = torch.cat([scores, own_scores], -1).softmax(-1)
+    scores = torch.cat([scores, own_scores], -1).to(exact) * scaling
+    weights = scores.softmax(-1).to(query.dtype)
     out = groups.unfold(groups.fold(weights[..., :length]) @ prefix[1])
     out += weights[..., length:] @ own[1]
     return out.flatten(1, 2)[:, :, None]
@@ -113,7 +113,7 @@ def attend_padded(
     """
     rows, heads, num, _ = query.shape
     kv_heads, older = prefix[0].shape[1], own[0].shape[2] - num
-    if num == 1 and query.dtype in (torch.float32, torch.float64):
+    if num == 1:
         return attend_one_token(query, prefix, own, groups, scaling, prefix_mask, own_mask)
     shared = _Part(
         fold=lambda x: groups.fold(x.unflatten(1, (kv_heads, -1)).flatten(2, 3)),
@@ -160,9 +160,8 @@ class _Part:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Attend from (N, H, t, D) to this part alone: output, and log-sum-exp of the scores (N, H, t)."""
         query = self.fold(query)
-        if _has_kernel(query, values):
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            out, norm = kernel(query, keys, values, 0.0, self.causal, attn_mask=self.mask, scale=self.scaling)
+        if _is_fused(query, values, self.mask):
+            out, norm = _with_norm(query, keys, values, self.mask, self.scaling, self.causal)
         else:
             pieces = []
             for _, scores in self._scores(query, keys):
@@ -177,12 +176,10 @@ class _Part:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of queries, keys and values; `out` and `norm` are those of both parts."""
         grad, query, out, norm = (self.fold(x) for x in (grad, query, out, norm))
-        if _has_kernel(query, values):
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-            d_query, d_keys, d_values = kernel(
-                grad, query, keys, values, out, norm, 0.0, self.causal, attn_mask=self.mask,
-                scale=self.scaling,
-            )  # fmt: skip
+        if _is_fused(query, values, self.mask):
+            d_query, d_keys, d_values = _gradients(
+                grad, query, keys, values, out, norm, self.mask, self.scaling, self.causal
+            )
             return self.unfold(d_query), d_keys, d_values
         delta = (grad.to(norm.dtype) * out.to(norm.dtype)).sum(-1, keepdim=True)  # g . o
         d_query, d_keys, d_values = [], keys.new_zeros(keys.shape), values.new_zeros(values.shape)
@@ -236,6 +233,49 @@ class _MergedAttention(torch.autograd.Function):
 
 def _has_kernel(query: Tensor, values: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
+
+
+def _has_flash(query: Tensor, values: Tensor) -> bool:
+    size = query.shape[-1]
+    fits = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and size == values.shape[-1]
+    return fits and size % 8 == 0 and size <= 256 and _runs_flash(query.device)
+
+
+@cache
+def _runs_flash(device: torch.device) -> bool:
+    flash = torch.backends.cuda.is_flash_attention_available()
+    return flash and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _is_fused(query: Tensor, values: Tensor, *masks: Tensor | None) -> bool:
+    """Whether torch has a kernel that returns log-sum-exps: on a GPU FlashAttention, which takes no mask."""
+    return _has_kernel(query, values) or all(x is None for x in masks) and _has_flash(query, values)
+
+
+def _with_norm(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attend by a kernel of torch: output, and log-sum-exp of the scores (N, H, t)."""
+    if query.is_cuda:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, keys, values, 0.0, causal, scale=scaling)[:2]
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, keys, values, 0.0, causal, attn_mask=mask, scale=scaling)
+
+
+def _gradients(
+    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, norm: Tensor,
+    mask: Tensor | None, scaling: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of queries, keys and values by a kernel of torch."""
+    tensors = grad, query, keys, values, out, norm.contiguous()
+    if query.is_cuda:
+        lengths, none = (query.shape[2], keys.shape[2]), norm.new_empty(0, dtype=torch.int64)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        # No sequences of different lengths, and no random state, because nothing is dropped.
+        return flash(*tensors, None, None, *lengths, 0.0, causal, none, none, scale=scaling)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(*tensors, 0.0, causal, attn_mask=mask, scale=scaling)
 
 
 def causal_mask(num: int, length: int, like: Tensor, window: int = 0) -> Tensor:

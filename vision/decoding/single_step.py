@@ -1,9 +1,10 @@
 """A decode step of one token per row with few operators, for text models built like Llama.
 
-Where rows are few, a step on a CPU takes its time from calls of operators and modules, and hardly from their
+Where rows are few, a step takes its time from calls of operators and modules, and hardly from their
 arithmetic. This runs the layers' weights without the modules: one product for queries, keys and values, and
 one for gate and up; residual sums inside the products; rotary angles once for many steps. The arithmetic is
-that of the model, rounded differently.
+that of the model, rounded differently. Under autocast, products have its precision and all else that of the
+weights, as in the modules.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmrl.core.onednn import MANY, Packed, is_plain, is_replaced, side_by_side
+from mmrl.core.onednn import MANY, PLAIN, Packed, is_plain, is_replaced, side_by_side
 
 # Layers x + attention(norm(x)), then x + down(act(gate) * up) of norm(x), whose rotary embedding turns the
 # two halves of a head.
@@ -55,11 +57,16 @@ def single_steps(core: nn.Module, packed: Mapping[int, Packed]) -> Iterator[None
 
 
 def step_of(core: nn.Module) -> SingleStep | None:
-    """Return the step of this model, None outside of its context and where a gradient or autocast is on."""
+    """Return the step of this model, None outside of its context, with gradients, and in another autocast."""
     step = _STEP.get()
     if step is None or step.core is not core or torch.is_grad_enabled():
         return None
-    return None if torch.is_autocast_enabled(step.embed.weight.device.type) else step
+    return step if step.compute == _autocast(step.embed.weight.device) else None
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """Return the precision of products under autocast, None without it."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def find_decoder(core: nn.Module) -> nn.Module | None:
@@ -84,7 +91,8 @@ def find_decoder(core: nn.Module) -> nn.Module | None:
         == {f"{name}RMSNorm"}
         for layer in layers
     )
-    single = all(p.dtype == torch.float32 for p in text.parameters())
+    known = torch.float32, _autocast(text.embed_tokens.weight.device)
+    single = all(p.dtype in known for p in text.parameters())
     return text if plain and single and text.rotary_emb.rope_type not in LENGTH_DEPENDENT else None
 
 
@@ -102,8 +110,15 @@ class SingleStep:
 
     def __init__(self, core: nn.Module, text: Any, packed: Mapping[int, Packed]) -> None:
         self.core, self.embed, self.rotary = core, text.embed_tokens, text.rotary_emb
-        self.layers = [_Layer(layer, packed) for layer in text.layers[: text.config.num_hidden_layers]]
+        self.compute, self._text, self._packed = _autocast(self.embed.weight.device), text, packed
         self.norm = _Norm([text.norm.weight], text.norm.variance_epsilon)
+
+    @cached_property
+    def layers(self) -> list[_Layer]:
+        """The weights of the layers, copied at the first step where products have another precision."""
+        torch.clear_autocast_cache()  # which has these weights as well, since it read the prompts
+        layers = self._text.layers[: self._text.config.num_hidden_layers]
+        return [_Layer(layer, self._packed, self.compute) for layer in layers]
 
     def __call__(self, ids: Tensor, angles: Angles, layers: Sequence[Any]) -> Tensor:
         """Run tokens (N,) that follow what the layers of a cache hold: the last states (N, width)."""
@@ -124,14 +139,15 @@ class SingleStep:
 class _Layer:
     """The weights of one layer."""
 
-    def __init__(self, layer: Any, packed: Mapping[int, Packed]) -> None:
+    def __init__(self, layer: Any, packed: Mapping[int, Packed], compute: torch.dtype | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.size, self.scaling, self.activation = attention.head_dim, attention.scaling, mlp.act_fn
         inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.queries, self.keys = (x.out_features // self.size for x in inputs[:2])  # heads
-        self.inputs, self.output = _Product(inputs, packed), _Product([attention.o_proj], packed)
-        self.widened = _Product([mlp.gate_proj, mlp.up_proj], packed)
-        self.narrowed = _Product([mlp.down_proj], packed)
+        self.inputs, self.output, self.widened, self.narrowed = (
+            _Product(product, packed, compute)
+            for product in (inputs, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj])
+        )
         self.before, self.between = (
             _Norm([norm.weight], norm.variance_epsilon)
             for norm in (layer.input_layernorm, layer.post_attention_layernorm)
@@ -147,7 +163,7 @@ class _Layer:
         turned = turned if self.of_heads is None else self.of_heads(turned)
         # Channel i of a half is turned with channel i of the other: rolling swaps the halves.
         turned = torch.addcmul(turned * angles[0], turned.roll(self.size // 2, -1), angles[1])
-        queries, keys = turned.split([self.queries, self.keys], 1)
+        queries, keys = turned.to(values.dtype).split([self.queries, self.keys], 1)
         cache.update(keys, values)
         attended = cache.attend(queries, None, self.scaling)
         states = self.output.plus(attended.reshape(rows, -1), states)
@@ -164,11 +180,16 @@ class _Norm:
     def __init__(self, weights: Sequence[Tensor], eps: float) -> None:
         weight = torch.stack([weight.detach() for weight in weights])
         width = weight.shape[-1]
+        self.whole, self.eps = (weight[:, None] if len(weights) > 1 else weight[0]), eps
         # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(width eps)) / sqrt(width)
-        self.weight = (weight[:, None] if len(weights) > 1 else weight[0]) * math.sqrt(width)
+        self.weight = self.whole * math.sqrt(width)
         self.least = weight.new_tensor(math.sqrt(width * eps))
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda or x.dtype != torch.float32:  # one kernel on a GPU, and in float32 inside
+            if x.dtype == self.whole.dtype and self.whole.dim() == 1:
+                return nn.functional.rms_norm(x, x.shape[-1:], self.whole, self.eps)
+            return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps) * self.whole
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return (x * self.weight).div_(torch.hypot(norm, self.least))
 
@@ -176,23 +197,31 @@ class _Norm:
 class _Product:
     """Linear layers that read the same input, whose outputs stand side by side.
 
-    Those that are not packed because they are small are copied side by side.
+    Those that are not packed because they are small are copied side by side, and so are float32 weights under
+    autocast, which would make copies as well.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], packed: Mapping[int, Packed]) -> None:
-        self.layers = layers
+    def __init__(
+        self, layers: Sequence[nn.Module], packed: Mapping[int, Packed], compute: torch.dtype | None
+    ) -> None:
+        self.layers, self.compute = layers, compute
         self.weight: Tensor | None = None  # (n, m)
         self.bias: Tensor | None = None
         found = packed.get(id(layers[0]))
         self.packed = found if found is not None and [*found.layers] == [*layers] else None
-        plain = [layer for layer in layers if self.packed is None and is_plain(layer)]
-        if len(plain) == len(layers) and sum(layer.weight.numel() for layer in plain) <= MANY:
-            weight, self.bias = side_by_side(plain)
+        if compute is not None:
+            copied = all(_is_float32(layer) for layer in layers)
+        else:
+            plain = [layer for layer in layers if self.packed is None and is_plain(layer)]
+            copied = len(plain) == len(layers) and sum(layer.weight.numel() for layer in plain) <= MANY
+        if copied:
+            weight, self.bias = side_by_side(layers, compute or torch.float32)
             self.weight = weight.t()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute all outputs (N, m) of (N, n)."""
         if self.weight is not None:
+            x = x if self.compute is None else x.to(self.compute)
             return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
         if self.packed is not None and self.packed.suits(x):
             return self.packed.multiply(x)
@@ -201,8 +230,13 @@ class _Product:
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """Compute the outputs and add (N, m)."""
-        if self.weight is not None and self.bias is None:
+        if self.weight is not None and self.bias is None and self.compute is None:
             return torch.addmm(other, x, self.weight)
         if self.packed is not None and self.packed.suits(x):
             return self.packed.multiply(x, other)
         return self(x) + other
+
+
+def _is_float32(layer: nn.Module) -> bool:
+    weight = layer.weight if type(layer) is nn.Linear and "forward" not in vars(layer) else None
+    return type(weight) in PLAIN and weight.dtype == torch.float32
