@@ -42,13 +42,14 @@ def prompts(
             return Prompt(line_uid(DataRow(row.place, ""), source), (message,))
         metadata = row.columns.get("metadata")
         # The row's own keys win over those of its metadata.
-        columns = {**({} if metadata is None else mapping(metadata, "metadata")), **row.columns}
+        columns = {**({} if metadata is None else mapping(metadata, "metadata")), **row.all}
         message = Message("user", (Part(text_of(row.columns, CAPTION)),))
         return Prompt(line_uid(row, source), (message,), columns.get("target"), columns=columns)
 
     read = json_lines if as_json else text_lines
     rows = Rows(source, source.parent) if in_memory else read(source)
-    return read_prompts(source, rows, make, limit=limit)
+    reads = (CAPTION, "metadata", "target") if as_json else ("line",)
+    return read_prompts(source, rows, make, reads=reads, limit=limit)
 
 
 @data
@@ -100,7 +101,8 @@ def images(
         return names, tuple(scores)
 
     load = lambda file: Outcome(image=load_image(file, height, width, max_pixels))
-    return recorded_prompts(Path(path), Path(root), limit, read, load)
+    reads = ("image", "images", "chosen", "rejected", "scores")
+    return recorded_prompts(Path(path), Path(root), limit, read, load, reads)
 
 
 @data
@@ -150,4 +152,4 @@ def videos(
         frames, times = load_video(file, num_frames, height, width)
         return Outcome(video=frames, times=times)
 
-    return recorded_prompts(Path(path), Path(root), limit, read, load)
+    return recorded_prompts(Path(path), Path(root), limit, read, load, ("videos", "scores"))

@@ -19,6 +19,8 @@ from mmrl.config.tags import named_in
 from mmrl.core.protocols import Connected, Policy, Preparing
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
+from mmrl.data.named_columns import named_columns
+from mmrl.data.row_fields import NAMED
 from mmrl.inference.session import Session
 from mmrl.inference.sources import ModelSource, resolve
 from mmrl.references import SecondModel
@@ -45,7 +47,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     pieces = Pieces(stream, config.policy)
     make = partial(pieces.make_field, config)
     trackers = make("report.trackers")
-    data = pieces.prompts(config.data, "data")
+    data = read_prompts(config, pieces, config.data, "data")
     pieces.answer_form = form = FormOfData(data)
     epochs, config = config.num_train_epochs, with_steps(config, len(data))
     eval_prompts = held_out(config) if config.evaluation.data else ()
@@ -162,7 +164,7 @@ def check_data(config: Config | EvaluateConfig) -> list[str]:
     read = {"evaluation.data": held_out(config)} if config.evaluation.data else {}
     if isinstance(config, Config):
         pieces = Pieces(Stream(config.seed, stage=config.stage))
-        data = pieces.prompts(config.data, "data")
+        data = read_prompts(config, pieces, config.data, "data")
         make_chain(pieces, "sampler", config.sampler, data, "sampler")
         read = {"data": data, **read}
     return [f"{place}: {infer_form(prompts)[1]}" for place, prompts in read.items()]
@@ -174,7 +176,18 @@ def check_data(config: Config | EvaluateConfig) -> list[str]:
 def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
     """Read the prompts of the evaluation."""
     pieces, wanted = Pieces(Stream(config.seed, purpose="evaluate")), config.evaluation
-    return pieces.prompts(wanted.data, "evaluation.data")[: wanted.num_prompts or None]
+    return read_prompts(config, pieces, wanted.data, "evaluation.data")[: wanted.num_prompts or None]
+
+
+def read_prompts(
+    config: Config | EvaluateConfig, pieces: Pieces, piece: Piece, place: str
+) -> Sequence[Prompt]:
+    """Read a data set, in sight of the columns that other pieces of the run read by name."""
+    token = NAMED.set(named_columns(config))
+    try:
+        return pieces.prompts(piece, place)
+    finally:
+        NAMED.reset(token)
 
 
 def make_evaluator(

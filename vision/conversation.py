@@ -60,7 +60,7 @@ class Conversation:
         self.notes.append(answer.notes)
         self.outcomes.append(answer.outcomes[-1])
         text = answer.outcomes[-1].text or ""
-        self.messages.append(Message("assistant", (Part(text),), tuple(calls)))
+        self.messages.append(Message("assistant", (Part(text),), calls=tuple(calls)))
         self.temperature = answer.steps.temperature
 
     def extended(self, encoder: PromptEncoder, observed: Sequence[Message], most: int) -> list[EncodedPrompt]:

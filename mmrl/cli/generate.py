@@ -180,6 +180,7 @@ def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = F
     """
     from mmrl.data.dataset_io import DataRow, Rows, read_each
     from mmrl.data.messages import prompt_of
+    from mmrl.data.row_fields import ASKING, MEDIA_COLUMNS, has_content
 
     root = root or (path if path.is_dir() else path.parent)
     read = session.media_reader(root)
@@ -197,6 +198,9 @@ def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = F
             [medium for name in names for medium in as_list(columns.get(name))]  # one or a list in each
             for names in (("image", "images"), ("video", "videos"))
         )
+        read_here = (name, "id", "split", *MEDIA_COLUMNS)
+        if unread := [key for key in ASKING if key not in read_here and has_content(columns.get(key))]:
+            raise RowError(f"nothing reads the column `{unread[0]}`: {ASKING[unread[0]]}, or leave it out")
         prompt = prompt_of(uid_of(columns, f"p{number}"), columns[name], images, videos, read=read)
         return Asked(prompt, columns)
 

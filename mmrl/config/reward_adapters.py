@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mmrl.core.answer_text import tagged  # noqa: F401 - pieces have it from here
-from mmrl.core.chat import completion_of
+from mmrl.core.chat import completion_of, shown_media
 from mmrl.core.types import Message, Outcome, Part, Prompt, TrainerState
 
 
@@ -179,7 +179,8 @@ def from_trl(function: Callable) -> Callable:
     A prompt whose data row has messages gives messages, as in TRL, and so does its completion: of a
     conversation with tools all turns, calls and replies (see `completion_of`). Any other prompt gives a text,
     and its completion that of the last turn. Completions of image and video models are their media. Columns
-    are passed by name: all of them to a function with `**kwargs`, else those that it names. So are TRL's
+    are passed by name: all of them to a function with `**kwargs`, else those that it names. So are the media
+    of the prompt, as `image`, `images`, `video` and `videos` (decoded when they are read), and TRL's
     `completion_ids`, `trainer_state` (which counts optimizer steps), `log_metric` and `log_extra`, and
     `environments` where answers have any.
     """
@@ -200,15 +201,19 @@ def from_trl(function: Callable) -> Callable:
         turns = scoring.turns or [()] * len(outcomes)
         rows = [prompt.columns.get("prompt") for prompt in prompts]
         messages = [row if isinstance(row, list) else None for row in rows]
-        offered = {name: [prompt.columns.get(name) for prompt in prompts] for name in columns} | {
-            "prompts": [p.text if m is None else m for p, m in zip(prompts, messages, strict=True)],
-            "completions": [completion(*each) for each in zip(outcomes, messages, turns, strict=True)],
-            "completion_ids": [ids if ids is None else list(ids) for ids in scoring.tokens],
-            "trainer_state": scoring.state,
-            "log_metric": scoring.log_metric,
-            "log_extra": scoring.log_extra,
-            "target": [p.target for p in prompts],
-        }
+        offered = (
+            shown_media(prompts)
+            | {name: [prompt.columns.get(name) for prompt in prompts] for name in columns}
+            | {
+                "prompts": [p.text if m is None else m for p, m in zip(prompts, messages, strict=True)],
+                "completions": [completion(*each) for each in zip(outcomes, messages, turns, strict=True)],
+                "completion_ids": [ids if ids is None else list(ids) for ids in scoring.tokens],
+                "trainer_state": scoring.state,
+                "log_metric": scoring.log_metric,
+                "log_extra": scoring.log_extra,
+                "target": [p.target for p in prompts],
+            }
+        )
         if any(outcome.environment is not None for outcome in outcomes):
             offered["environments"] = [outcome.environment for outcome in outcomes]
         return function(**{k: v for k, v in offered.items() if takes_all or k in parameters})

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmrl.core.episodes import TURN
 from mmrl.core.tool_calls import Call, CallError, parse_calls, without_calls
-from mmrl.core.types import Message, Trajectory
+from mmrl.core.types import Media, Message, Prompt, Trajectory
 
 
 def to_pil(image: Tensor) -> Any:
@@ -26,10 +26,50 @@ def blocks_of(message: Message) -> list[dict[str, Any]]:
         if part.media is None:
             blocks.append({"type": "text", "text": part.text})
             continue
-        images = list(map(to_pil, part.media.load().pixels))
         kind = part.media.kind
-        blocks.append({"type": kind, kind: images if kind == "video" else images[0]})
+        blocks.append({"type": kind, kind: _decoded(part.media)})
     return blocks
+
+
+class _Decoded(Sequence[Any]):
+    """What prompts show, one entry each, decoded when it is read: many rewards take columns and read none."""
+
+    def __init__(self, media: Sequence[tuple[Media, ...]], one: bool) -> None:
+        self.media, self.one = media, one
+        self._known: dict[tuple[Media, ...], Any] = {}  # answers of a group show the same
+
+    def __len__(self) -> int:
+        return len(self.media)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[i] for i in range(len(self))[at]]
+        shown = self.media[at]
+        if shown not in self._known:
+            made = [_decoded(medium) for medium in shown]
+            self._known[shown] = (made[0] if made else None) if self.one else made
+        return self._known[shown]
+
+
+def _decoded(medium: Media) -> Any:
+    images = list(map(to_pil, medium.load().pixels))
+    return images if medium.kind == "video" else images[0]
+
+
+def shown_media(prompts: Sequence[Prompt]) -> dict[str, Sequence[Any]]:
+    """Give the media of prompts as the columns that TRL passes to rewards, those of which there are any.
+
+    `images` has a list of images of PIL for every prompt, and `videos` a list of lists of frames; `image` and
+    `video` have one or None, where no prompt shows more.
+    """
+    columns: dict[str, Sequence[Any]] = {}
+    for kind in ("image", "video"):
+        media = [tuple(m for m in prompt.media if m.kind == kind) for prompt in prompts]
+        if any(media):
+            columns[f"{kind}s"] = _Decoded(media, one=False)
+            if max(map(len, media)) == 1:
+                columns[kind] = _Decoded(media, one=True)
+    return columns
 
 
 def turns_of_outcomes(row: Trajectory) -> list[Sequence[Message]]:

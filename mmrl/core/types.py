@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -67,12 +68,20 @@ class Part:
 class Message:
     """One turn of a conversation. `role` is "system", "user", "assistant" or "tool".
 
-    `calls` are the tool calls of a turn of the policy, as its engine read them; None where none did.
+    `calls` are the tool calls of a turn of the policy, as its engine read them; None where none did. `extra`
+    is what chat templates read of a recorded turn beside its content: a JSON object of keys such as
+    `tool_calls`, `reasoning_content` and `name`, as a text because messages are hashed.
     """
 
     role: str
     parts: tuple[Part, ...]
+    extra: str = ""
     calls: tuple[Call | CallError, ...] | None = field(default=None, compare=False)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of a recorded turn that `extra` holds, new in every call."""
+        return json.loads(self.extra) if self.extra else {}
 
     @property
     def text(self) -> str:

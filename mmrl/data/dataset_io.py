@@ -16,6 +16,7 @@ from mmrl.config import objects
 from mmrl.core.types import Prompt
 from mmrl.data.fields import RowError, short
 from mmrl.data.object_rows import loose_rows, tables
+from mmrl.data.row_fields import Column, RowFields
 from mmrl.data.row_files import BOM, DataRow, Found, GroupFile, LineFile, RowFile, SourceError, TableFile
 from mmrl.data.row_prompts import Places, RowPrompts
 
@@ -87,6 +88,7 @@ def read_prompts(
     rows: Iterable[DataRow],
     make: Callable[[DataRow, int], Prompt | None],
     *,
+    reads: Sequence[Column] | None = None,
     bad_rows: str = "",
     limit: int = 0,
 ) -> Sequence[Prompt]:
@@ -102,13 +104,15 @@ def read_prompts(
         rows: The rows.
         make: Maps a row and its number to a prompt, always the same one, or None to skip it; raises
             `RowError` without a place.
+        reads: The columns that `make` reads. It gets no others as the row's `columns`, and a column that has
+            a meaning, but that nobody reads, makes a bad row (see `RowFields`); None checks nothing.
         bad_rows: "error"; "drop" logs and skips bad rows; "" is for datasets without such an option.
         limit: The most prompts that are made; 0: no limit.
     """
-    ids = UniqueIds()
+    ids, fields = UniqueIds(), None if reads is None else RowFields(source, reads)
 
     def whole(row: DataRow, number: int) -> Prompt | None:
-        prompt = make(row, number)
+        prompt = make(fields.parted(row) if fields else row, number)
         return prompt and replace(prompt, split=row.split)
 
     places = Places(whole)
@@ -120,6 +124,8 @@ def read_prompts(
         return None
 
     indices = read_each(source, rows, add_unique, bad_rows, limit)
+    if fields:
+        fields.tell()
     return RowPrompts(places, range(len(indices))) if places.files else list(places.kept.values())
 
 
@@ -343,9 +349,14 @@ def object_rows(name: str) -> Iterator[DataRow]:
 
 
 def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
-    """Read splits of `datasets`; in the arrow format images stay encoded, as bytes or paths."""
+    """Read splits of `datasets`; in the arrow format images stay encoded, as bytes or paths.
+
+    Columns that `set_format` chose are read alone.
+    """
     for split, table in splits.items():
-        table = TableFile(table.with_format("arrow"), f"{source}: {split}", split, arrow_row)
+        shown = None if table.format["output_all_columns"] else table.format["columns"]
+        stored = table.with_format("arrow", columns=shown)
+        table = TableFile(stored, f"{source}: {split}", split, arrow_row)
         yield from arrow_rows(table.table.iter(batch_size=BATCH), table.source, split, table)
 
 

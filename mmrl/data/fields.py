@@ -5,9 +5,11 @@ A value of another type is a `RowError` that names the field and the value."""
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 import sys
 from collections.abc import Mapping
+from string import Formatter
 from typing import Any
 
 _SHORT = reprlib.Repr()
@@ -76,6 +78,15 @@ def uid_of(columns: Mapping[str, Any], default: str, name: str = "id") -> str:
     if value is None:
         return default
     return str(value) if is_number(value) else text(value, name)
+
+
+def template_fields(*templates: str) -> tuple[str, ...]:
+    """List the fields of a row that `str.format` templates name; none of a template that cannot be parsed."""
+    try:
+        named = [name for template in templates for _, name, _, _ in Formatter().parse(template) if name]
+    except ValueError:  # `fill_template` names the fault
+        return ()
+    return tuple(re.split(r"[.\[]", name)[0] for name in named)
 
 
 def fill_template(template: str, words: Mapping[str, Any]) -> str:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mmrl.core.tool_calls import ARGUMENTS, call_of
 from mmrl.core.types import Media, Message, Part, Prompt
-from mmrl.data.fields import RowError, listed, mapping, short
+from mmrl.data.fields import RowError, listed, mapping, plain, short, text
+from mmrl.data.row_fields import has_content
 
 MARKS = re.compile(r"<(image|video)>")  # placeholders for media in texts of datasets
+SOUND = "<audio>"  # a placeholder that nothing here fills
 ROLES = ("system", "user", "assistant", "tool")
+# The keys of a message: what is read here, what chat templates read, and what has to say nothing.
+READ = ("role", "content")
+KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
+NEUTRAL = {"weight": 1, "loss": True}  # of toolkits that leave turns out of the loss
+CALL = ("id", "type", "index", "function")  # keys of a call; those of the function itself are in `call_of`
+ASKED = ("prompt", "question")  # of which a row asks in the first with content, or else in `messages`
 NAMES = ("path", "url")  # keys of a part that transformers takes besides its kind
 Slot = tuple[str, Media | None]  # a place for an image or video, and what a part itself put there
 # Makes a medium of its kind ("image", "video"), of what names or is one, and of its place in errors.
@@ -62,31 +72,76 @@ def read_messages(
 
     Raises RowError for a prompt without a message of the user, and where places and media do not agree.
     """
-    turns = [{"role": "user", "content": value}] if type(value) is str else listed(value, name)
     read = []
-    for i, turn in enumerate(turns):
+    for i, turn in enumerate(as_turns(value, name)):
         place = f"{name}[{i}]"
         role = mapping(turn, place).get("role") or "user"
         if role not in ROLES:
             raise RowError(f"wanted {', '.join(ROLES)} as the role of `{place}`, got {short(role)}")
-        read.append((role, *_flat(turn.get("content"), f"{place}.content", medium)))
+        extra = kept_keys(turn, place)
+        content = "" if extra and turn.get("content") is None else turn.get("content")
+        read.append((role, *_flat(content, f"{place}.content", medium), extra))
     first = next((i for i, (role, *_) in enumerate(read) if role == "user"), None)
-    if first is None or not any(words.strip() for _, words, _ in read):
+    if first is None or not any(words.strip() for _, words, *_ in read):
         raise RowError(f"wanted a `{name}` with a turn of the user, got {short(value)}")
-    if not any(own is None for _, _, slots in read for _, own in slots):
-        role, words, slots = read[first]
+    if not any(own is None for _, _, slots, _ in read for _, own in slots):
+        role, words, slots, extra = read[first]
         marks = "".join(f"<{medium.kind}>" for medium in media)
-        read[first] = (role, marks + words, [*((m.kind, None) for m in media), *slots])
+        read[first] = (role, marks + words, [*((m.kind, None) for m in media), *slots], extra)
     return _filled(read, media)
+
+
+def kept_keys(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Read the keys of a message that chat templates read, beside its role and content.
+
+    Raises RowError for a key with content that nobody reads, and for calls that cannot be read.
+    """
+    keys = {name: value for name, value in turn.items() if has_content(value) and name not in READ}
+    for name, value in keys.items():
+        if name not in KEPT and (name not in NEUTRAL or value != NEUTRAL[name]):
+            raise RowError(f"nothing reads the key `{name}` of `{place}`, {short(value)}; leave it out")
+    keys = {name: plain(value, f"{place}.{name}") for name, value in keys.items() if name in KEPT}
+    if "tool_calls" in keys:
+        keys["tool_calls"] = _calls(keys["tool_calls"], f"{place}.tool_calls")
+    return keys
+
+
+def _calls(value: Any, name: str) -> list[dict[str, Any]]:
+    """Write tool calls in OpenAI's form, with arguments as an object: texts of JSON are parsed."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+        calls = [_without_null(mapping(call, f"{name}[{i}]")) for i, call in enumerate(listed(value, name))]
+        read = [call_of(call) for call in calls]
+    except ValueError as error:
+        raise RowError(f"cannot read `{name}`, {short(value)}: {error}") from error
+    written = []
+    for call, made in zip(calls, read, strict=True):
+        named = "function" not in call
+        if extra := set(call) - {*CALL, *(("name", *ARGUMENTS) if named else ())}:
+            raise RowError(f"nothing reads the key `{min(extra)}` of `{name}`; leave it out")
+        function = {"name": made.name, "arguments": dict(made.arguments)}
+        own = {"id": call["id"]} if "id" in call else {}
+        written.append({**own, "type": "function", "function": function})
+    return written
+
+
+def _without_null(value: Any) -> Any:
+    """Leave out keys whose value is null: rows of parquet have every key that any row has."""
+    match value:
+        case Mapping():
+            return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+        case list() | tuple():
+            return [_without_null(inner) for inner in value]
+    return value
 
 
 def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
     """Write the parts of a message as one text with marks, and list its places."""
     match content:
         case str():
-            return content, [(kind, None) for kind in MARKS.findall(content)]
-        case {"type": "text", "text": str(words)}:
-            return words, [(kind, None) for kind in MARKS.findall(words)]
+            return _heard(content), [(kind, None) for kind in MARKS.findall(content)]
+        case {"type": "text", "text": str(words), **rest} if not has_content(rest):
+            return _heard(words), [(kind, None) for kind in MARKS.findall(words)]
         case {"type": ("image" | "video") as kind, **rest}:
             # Rows of parquet have every key that a part of any row has, most of them null.
             payload = {key: item for key, item in rest.items() if item is not None and key != "text"}
@@ -104,18 +159,27 @@ def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
     )
 
 
-def _filled(read: Iterable[tuple[str, str, list[Slot]]], media: Sequence[Media]) -> tuple[Message, ...]:
+def _heard(words: str) -> str:
+    if SOUND in words:
+        raise RowError(f"the text marks {SOUND}, but no model here hears: {short(words)}")
+    return words
+
+
+def _filled(
+    read: Iterable[tuple[str, str, list[Slot], dict[str, Any]]], media: Sequence[Media]
+) -> tuple[Message, ...]:
     """Put media into places: the next one of the place's kind."""
     left = {kind: [medium for medium in media if medium.kind == kind] for kind in ("image", "video")}
     wanted = {kind: 0 for kind in left}
     messages = []
-    for role, words, slots in read:
+    for role, words, slots, extra in read:
         here = []
         for kind, own in slots:
             wanted[kind] += own is None
             here += [own] if own is not None else left[kind][wanted[kind] - 1 : wanted[kind]]
         if len(here) == len(slots):
-            messages.append(Message(role, interleaved(words, here)))
+            written = json.dumps(extra, ensure_ascii=False) if extra else ""
+            messages.append(Message(role, interleaved(words, here), written))
     for kind, held in left.items():
         if wanted[kind] != len(held):
             raise RowError(f"the messages have {wanted[kind]} {kind} places, but {len(held)} are given")
@@ -124,7 +188,7 @@ def _filled(read: Iterable[tuple[str, str, list[Slot]]], media: Sequence[Media])
 
 def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
     """Split a text at its <image> and <video> marks and insert the media; without marks, media come first."""
-    marks = MARKS.findall(words)
+    marks = MARKS.findall(_heard(words))
     if not marks:
         return (*(Part(media=medium) for medium in media), Part(words))
     kinds = [medium.kind for medium in media]
@@ -138,17 +202,109 @@ def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
     return tuple(part for part in parts if part.media or part.text.strip())
 
 
+def asked_of(fields: Mapping[str, Any]) -> Any:
+    """Return what a row asks, in `prompt`, `question` or `messages`, after its `system` prompt.
+
+    `messages` may go on with one answer. Raises RowError where the columns say different things.
+    """
+    asked = next((fields[name] for name in ASKED if has_content(fields.get(name))), fields.get("prompt"))
+    if any(has_content(fields.get(name)) and fields[name] != asked for name in ASKED):
+        raise RowError(f"the row asks in {' and '.join(ASKED)}, and not the same; keep one of them")
+    messages = fields.get("messages")
+    if has_content(messages):
+        if has_content(asked):
+            before = as_turns(asked, "prompt")
+            rest = listed(messages, "messages")[len(before) :]
+            same = same_words(before, messages[: len(before)]) and len(rest) <= 1 and not _asks(rest)
+            if not same or holds_media(before) and not holds_media(messages):
+                raise RowError(f"the prompt, {short(asked)}, is not the one of `messages`; keep one of them")
+        asked = messages
+    if not has_content(fields.get("system")):
+        return asked
+    system, turns = text(fields["system"], "system"), as_turns(asked, "prompt")
+    if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
+        return [{"role": "system", "content": system}, *turns]
+    if _words(turns[0].get("content")) != system:
+        raise RowError(f"the column `system`, {short(system)}, is not the system prompt of the messages")
+    return turns
+
+
+def as_turns(value: Any, name: str) -> list[Any]:
+    """Return messages; a text is one of the user."""
+    return [{"role": "user", "content": value}] if type(value) is str else listed(value, name)
+
+
+def same_words(turns: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether messages have the same roles and texts, wherever they place media."""
+    said = [
+        [(mapping(turn, "message").get("role"), _words(turn.get("content"))) for turn in side]
+        for side in (turns, others)
+    ]
+    return said[0] == said[1]
+
+
+def holds_media(turns: Sequence[Any]) -> bool:
+    """Whether messages hold an image or a video themselves, in parts that are more than places."""
+    contents = [turn.get("content") for turn in turns]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    places = ("type", "text")
+    return any(
+        has_content({key: value for key, value in part.items() if key not in places})
+        for part in parts
+        if isinstance(part, Mapping)
+    )
+
+
+def _words(content: Any) -> str:
+    """Write the texts of a content without marks of media; other parts say nothing."""
+    match content:
+        case str():
+            return MARKS.sub("", content).strip()
+        case {"text": str(words)}:
+            return _words(words)
+        case [*parts]:
+            return "".join(map(_words, parts)).strip()
+    return ""
+
+
+def _asks(turns: Sequence[Any]) -> bool:
+    return any(mapping(turn, "message").get("role") != "assistant" for turn in turns)
+
+
 def answer_text(value: Any, name: str) -> str:
-    """Read an answer: a text, a message, its parts, or the last of several messages."""
+    """Read an answer: a text, one message of the assistant, or its parts.
+
+    Raises RowError for several messages or answers, for words of another role, and for a call or a thought
+    beside the content, because an answer is a text.
+    """
     match value:
-        case (str() as words) | {"type": "text", "text": str(words)}:
+        case str() as words:
+            return words
+        case {"type": "text", "text": str(words), **rest} if not has_content(rest):
             return words
         case {"type": "image", **rest} if all(value is None for value in rest.values()):  # a placeholder
             return "<image>"
         case {"content": content}:
-            return answer_text(content, f"{name}.content")
+            if (role := value.get("role") or "assistant") != "assistant":
+                raise RowError(
+                    f"wanted words of the assistant as `{name}`, got those of the role {short(role)}"
+                )
+            if beside := kept_keys(value, name):
+                raise RowError(
+                    f"an answer is a text, but `{name}` has `{next(iter(beside))}` beside its content; write "
+                    "that into the content, in the words in which the model writes it"
+                )
+            return "" if content is None else answer_text(content, f"{name}.content")
         case [{"type": _}, *_] as parts:  # messages have a `role`, and no `type`
             return "".join(answer_text(part, name) for part in parts)
-        case [*_, last]:
-            return answer_text(last, name)
+        case [one]:
+            return answer_text(one, name)
+        case [_, _, *_]:
+            if isinstance(value[-1], Mapping) and value[-1].get("role", "assistant") != "assistant":
+                raise RowError(f"`{name}` ends with {short(value[-1])}, which are no words of the assistant")
+            kinds = "messages" if isinstance(value[0], Mapping) else "answers"
+            raise RowError(
+                f"wanted one answer as `{name}`, got {len(value)} {kinds}; move earlier turns into the "
+                "prompt, and write a row for each answer"
+            )
     raise RowError(f"wanted a text, a message, messages or parts as `{name}`, got {short(value)}")

@@ -43,27 +43,33 @@ def put_rows(name: str, data: Any, split: str) -> str:
 
 
 def tables(name: str) -> dict[str, Any] | None:
-    """Return the tables of a dataset of `datasets` by their splits; None for other rows."""
+    """Return the tables of a dataset of `datasets` by their splits; None where rows are read one by one."""
+    parts = _parts(name)
+    # A streamed dataset has no table, and what a transform makes of a table only the dataset itself knows.
+    as_stored = [hasattr(part, "num_rows") and part.format["type"] != "custom" for part in parts.values()]
+    return parts if parts and all(as_stored) else None
+
+
+def _parts(name: str) -> dict[str, Any]:
+    """Return a dataset of `datasets` by its splits; nothing for other rows."""
     data, split = objects.get(name)
     match data:
         case Mapping(with_format=_):  # a DatasetDict
-            parts = dict(data)
+            return dict(data)
         case object(with_format=_):
-            parts = {str(data.split or split): data}
-        case _:
-            return None
-    # A streamed dataset has no table; its rows are read one by one.
-    return parts if all(hasattr(part, "num_rows") for part in parts.values()) else None
+            return {str(data.split or split): data}
+    return {}
 
 
 def loose_rows(name: str) -> Iterator[tuple[str, Any, str]]:
     """Iterate over rows that are no tables: their split, their columns, or why there are none."""
     data, split = objects.get(name)
-    for columns in data:
-        try:
-            yield split, plain(columns), ""
-        except RowError as error:
-            yield split, {}, str(error)
+    for part, rows in (_parts(name) or {split: data}).items():
+        for columns in rows:
+            try:
+                yield part, plain(columns), ""
+            except RowError as error:
+                yield part, {}, str(error)
 
 
 def plain(value: Any) -> Any:

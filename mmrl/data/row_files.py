@@ -48,13 +48,22 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class DataRow:
-    """One row of a dataset: its file and line, its split, and its columns, or why it cannot be read."""
+    """One row of a dataset: its file and line, its split, and its columns, or why it cannot be read.
+
+    A data set that declares what it reads gets that as `columns`, and the rest as `others`.
+    """
 
     place: str
     split: str
     columns: Mapping[str, Any] = field(default_factory=dict)
     fault: str = ""
     found: Found | None = field(default=None, repr=False, compare=False)  # None: only now
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def all(self) -> dict[str, Any]:
+        """All columns, which rewards get by name."""
+        return {**self.columns, **self.others}
 
     @property
     def source(self) -> str:

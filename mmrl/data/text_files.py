@@ -11,6 +11,7 @@ from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, json_lines, read_each, read_prompts
 from mmrl.data.fields import RowError, short, text, uid_of
 from mmrl.data.media import locate
+from mmrl.data.row_fields import Column
 
 T = TypeVar("T")
 Scores = tuple[Mapping[str, float], ...]
@@ -56,17 +57,19 @@ def recorded_prompts(
     limit: int,
     read: Callable[[Mapping[str, Any]], tuple[list[str], Scores]],
     load: Callable[[Path], Outcome],
+    reads: Sequence[Column],
 ) -> Sequence[Prompt]:
     """Read one prompt a line (`prompt` or `caption`) with recorded files under `root`; `limit` 0 reads all.
 
-    `read` gives the names of a row's files and the scores of each, `load` decodes a file. An error names all
-    rows that cannot be used, missing files included.
+    `read`, which reads the columns `reads`, gives the names of a row's files and the scores of each, `load`
+    decodes a file. An error names all rows that cannot be used, missing files included.
     """
 
     def make(row: DataRow, number: int) -> Prompt:
         names, scores = read(row.columns)
         answers = RecordedAnswers(tuple(locate(name, root) for name in names), scores, load)
         message = Message("user", (Part(text_of(row.columns, CAPTION)),))
-        return Prompt(line_uid(row, path), (message,), row.columns.get("target"), answers, row.columns)
+        return Prompt(line_uid(row, path), (message,), row.columns.get("target"), answers, row.all)
 
-    return read_prompts(path, json_lines(path), make, limit=limit)
+    columns = (CAPTION, "target", *reads)
+    return read_prompts(path, json_lines(path), make, reads=columns, limit=limit)

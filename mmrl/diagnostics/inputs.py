@@ -17,6 +17,7 @@ from mmrl.config.reward_adapters import is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields
 from mmrl.data.dataset_io import FORMS, Rows
 from mmrl.data.fields import RowError
+from mmrl.data.row_fields import MEDIA_COLUMNS
 
 FIRST = 20  # rows whose columns are looked at
 OFFERED = (
@@ -103,6 +104,7 @@ def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> It
     if not columns:
         return
     known = columns | set(options.get("columns") or ())
+    known |= set(MEDIA_COLUMNS) if known & set(MEDIA_COLUMNS) else set()  # rewards get all of them by any
     lacks = f"that the first rows of {place} do not have; they have {', '.join(sorted(known))}"
     for i, piece in enumerate(rewards):
         for name in _required(piece):

@@ -129,9 +129,13 @@ class ChatCompletions(JsonClient):
 
 def _message(turn: Message) -> dict[str, Any]:
     """Write a message in OpenAI's form: a text, or parts of the types text and image_url."""
+    content = [item for part in turn.parts for item in _part(part)]
     if not any(part.media for part in turn.parts):
-        return {"role": turn.role, "content": "".join(part.text for part in turn.parts)}
-    return {"role": turn.role, "content": [item for part in turn.parts for item in _part(part)]}
+        content = "".join(part.text for part in turn.parts)
+    keys = turn.keys
+    for call in keys.get("tool_calls", ()):  # where arguments are JSON in a text
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {"role": turn.role, "content": content, **keys}
 
 
 def _part(part: Part) -> list[dict[str, Any]]:

@@ -37,6 +37,8 @@ class Http(JsonClient):
         wait: Seconds before the first retry; they double each time.
     """
 
+    takes_columns = True  # all of them are sent
+
     def __init__(
         self,
         *,

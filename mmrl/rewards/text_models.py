@@ -88,7 +88,11 @@ class RewardModel:
         if self.tokenizer.chat_template is None:
             return prompt.text + answer
         turns = [
-            {"role": turn.role, "content": "\n".join(part.text for part in turn.parts if part.text)}
+            {
+                **turn.keys,
+                "role": turn.role,
+                "content": "\n".join(part.text for part in turn.parts if part.text),
+            }
             for turn in prompt.messages
         ]
         turns.append({"role": "assistant", "content": answer})

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import sampler
 from mmrl.core.protocols import Sampler
-from mmrl.core.types import Message, Part, Prompt
+from mmrl.core.types import Part, Prompt
 
 TAG = "wording"  # of the outcomes of a prompt that is asked in other words: 1, 2, ...
 
@@ -83,5 +83,5 @@ def _reworded(prompt: Prompt, question: str, text: str, tag: str) -> Prompt:
     def part(old: Part) -> Part:
         return replace(old, text=old.text.replace(question, text))
 
-    messages = tuple(Message(turn.role, tuple(map(part, turn.parts))) for turn in prompt.messages)
+    messages = tuple(replace(turn, parts=tuple(map(part, turn.parts))) for turn in prompt.messages)
     return replace(prompt, messages=messages, tags={**prompt.tags, TAG: tag})

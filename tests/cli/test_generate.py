@@ -93,6 +93,12 @@ def test_images_without_an_output_take_free_names(mmrl, flow_model, tmp_path, mo
     assert Image.open("images/00001.png").size == (32, 32)
 
 
+def test_a_column_that_nothing_reads_is_named(mmrl, model, tmp_path):
+    rows = write(tmp_path / "rows.jsonl", {"question": "x", "system": "Be brief."})
+    code, _, err = mmrl("generate", model, *QUICK, "--input", rows)
+    assert code == 1 and "nothing reads the column `system`" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from datasets import Dataset, DatasetDict
 from PIL import Image
 
+from mmrl.config.reward_adapters import from_trl
+from mmrl.core.types import Outcome
 from mmrl.data.dataset_io import RowError, write_rows
 from mmrl.data.object_rows import put_rows
 from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.datasets.preference_pairs import preference_pairs
+from mmrl.vision.models.processor import template_message
 
 ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What colour?"}]
 SAID = {"role": "assistant", "content": "red"}
@@ -172,3 +176,151 @@ def test_an_explicit_prompt_with_an_image_inside(home):
     (pair,) = read(home, row, dataset=preference_pairs)
     assert shown(pair) == [("user", ["b.png", "What?"])]
     assert [answer.text for answer in pair.answers] == ["red", "blue"]
+
+
+FIRST, SECOND = ({"role": "user", "content": text} for text in ("a", "b"))
+BLUE = {"role": "assistant", "content": "blue"}
+
+
+def test_turns_that_both_sides_share_belong_to_the_prompt(home):
+    row = {"prompt": [FIRST], "chosen": [SAID, SECOND, SAID], "rejected": [SAID, SECOND, BLUE]}
+    (pair,) = read(home, row, dataset=preference_pairs)
+    assert shown(pair) == [("user", ["a"]), ("assistant", ["red"]), ("user", ["b"])]
+    assert [answer.text for answer in pair.answers] == ["red", "blue"]
+
+
+def test_a_conversation_may_repeat_the_prompt_and_the_chosen_answer(home):
+    """As rows of UltraFeedback do, some with a system prompt in the conversations alone."""
+    begins = [ASKED[0], FIRST]
+    row = {"prompt": "a", "chosen": [*begins, SAID], "rejected": [*begins, BLUE], "score_chosen": 8.0}
+    (pair,) = read(home, {**row, "score_rejected": 3.0}, dataset=preference_pairs)
+    assert shown(pair) == [("system", ["Be short."]), ("user", ["a"])]
+    row = {"prompt": "a", "chosen": [FIRST, SAID], "rejected": [FIRST, BLUE], "messages": [FIRST, SAID]}
+    (pair,) = read(home, row, dataset=preference_pairs)
+    assert shown(pair) == [("user", ["a"])]
+    assert [answer.text for answer in pair.answers] == ["red", "blue"]
+    with pytest.raises(RowError, match="that is not the chosen one"):
+        read(home, {**row, "messages": [FIRST, BLUE]}, dataset=preference_pairs)
+
+
+def test_images_of_a_repeated_prompt_are_kept(home):
+    shows = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}
+    row = {"prompt": "a", "chosen": [shows, SAID], "rejected": [shows, BLUE]}
+    (pair,) = read(home, row, dataset=preference_pairs)
+    assert shown(pair) == [("user", ["a.png", "a"])]
+    with pytest.raises(RowError, match="repeat the prompt"):
+        read(home, {**row, "rejected": [FIRST, BLUE]}, dataset=preference_pairs)
+    with pytest.raises(RowError, match="keep one of them"):
+        read(home, {"prompt": [shows], "messages": [FIRST, SAID]})
+
+
+def test_converted_pairs_have_a_question_and_a_system_prompt(home):
+    row = {"question": "a", "system": "Be short.", "chosen": "red", "rejected": "blue", "images": ["a.png"]}
+    (pair,) = read(home, row, dataset=preference_pairs)
+    assert shown(pair) == [("system", ["Be short."]), ("user", ["a.png", "a"])]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": [FIRST, SAID, SECOND, SAID], "rejected": [FIRST, BLUE, SECOND, BLUE]}, "got 3 messages"),
+        ({"prompt": [FIRST], "chosen": [SAID, SECOND, BLUE], "rejected": [BLUE]}, "`chosen`, got 3 messages"),
+        ({"prompt": "a", "chosen": [SAID, SECOND], "rejected": [BLUE]}, "no words of the assistant"),
+        ({"prompt": "a", "chosen": {"role": "user", "content": "x"}, "rejected": "y"}, "of the role 'user'"),
+        ({"prompt": "a", "chosen": [SECOND, SAID], "rejected": [FIRST, BLUE]}, "not the one that `chosen`"),
+        ({"prompt": "a", "chosen": "red", "rejected": ["blue", "green"]}, "`rejected`, got 2 answers"),
+        ({"prompt": "a", "chosen": "red", "rejected": [SAID]}, "that differ, got 'red' twice"),
+        (
+            {"prompt": "a", "messages": [SECOND], "chosen": "red", "rejected": "b"},
+            "is not the one of `messages`",
+        ),
+        ({"prompt": "a", "chosen": {**SAID, "thinking": "so"}, "rejected": "blue"}, "`thinking` beside"),
+        ({"prompt": "a", "chosen": "x", "rejected": "y", "rejected_images": ["b.png"]}, "`rejected_images`"),
+    ],
+)
+def test_pairs_that_would_lose_words_are_named(home, row, message):
+    with pytest.raises(RowError, match=message):
+        read(home, row, dataset=preference_pairs)
+
+
+# ---- calls, thoughts and names of recorded turns
+
+
+def test_keys_of_earlier_turns_reach_the_chat_template(home):
+    call = {"id": "call_1", "type": "function", "function": {"name": "crop", "arguments": '{"box": [0, 1]}'}}
+    turns = [
+        FIRST,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I look."},
+        {"role": "tool", "content": "done", "tool_call_id": "call_1", "name": "crop"},
+        SECOND,
+    ]
+    (prompt,) = read(home, {"prompt": turns})
+    second, third = map(template_message, prompt.messages[1:3])
+    made = {"name": "crop", "arguments": {"box": [0, 1]}}
+    assert second["tool_calls"] == [{"id": "call_1", "type": "function", "function": made}]
+    assert second["reasoning_content"] == "I look."
+    assert (third["tool_call_id"], third["name"]) == ("call_1", "crop")
+    assert prompt.columns["prompt"][1]["tool_calls"][0]["function"] == made
+    assert hash(prompt.messages) == hash(read(home, {"prompt": turns})[0].messages)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": [{**FIRST, "weight": 0}]}, "nothing reads the key `weight` of `prompt.0.`"),
+        (
+            {"prompt": [FIRST, {**SAID, "tool_calls": [{"name": 3}]}, SECOND]},
+            "cannot read `prompt.1..tool_calls`",
+        ),
+        (
+            {"messages": [FIRST, {**SAID, "tool_calls": [{"name": "x"}]}]},
+            "has `tool_calls` beside its content",
+        ),
+        ({"prompt": [FIRST], "completion": [SAID, SECOND, BLUE]}, "wanted one answer as `completion`, got 3"),
+        ({"prompt": [FIRST, SAID]}, "the prompt ends with words of the assistant"),
+        ({"prompt": "a", "messages": [SECOND, SAID]}, "is not the one of `messages`"),
+        ({"messages": [FIRST, SAID], "completion": "blue"}, "ends with words of the assistant"),
+        ({"prompt": ASKED, "system": "Be long."}, "is not the system prompt of the messages"),
+        ({"prompt": "What is <audio>?"}, "no model here hears"),
+        ({"prompt": "a", "question": "b", "history": [["c", "d"]]}, "nothing reads the column `history`"),
+    ],
+)
+def test_rows_that_would_lose_words_are_named(home, row, message):
+    with pytest.raises(RowError, match=message):
+        read(home, row)
+
+
+def test_a_prompt_beside_the_same_conversation_loses_nothing(home):
+    (prompt,) = read(home, {"prompt": "a", "messages": [FIRST, SAID], "solution": "red"})
+    assert [answer.text for answer in prompt.answers] == ["red"] and shown(prompt) == [("user", ["a"])]
+
+
+# ---- datasets of a program
+
+
+def test_a_transform_and_chosen_columns_of_a_dataset_hold():
+    table = Dataset.from_dict({"prompt": ["a", "b"], "label": [1, 0]})
+    made = table.with_transform(lambda batch: {"prompt": [text.upper() for text in batch["prompt"]]})
+    for held in (made, DatasetDict(train=made)):
+        assert [p.text for p in conversations(path=put_rows("made", held, "train"))] == ["A", "B"]
+    held = table.with_format("numpy", columns=["prompt"])
+    prompts = conversations(path=put_rows("held", held, "train"))
+    assert [dict(prompt.columns) for prompt in prompts] == [{"prompt": "a"}, {"prompt": "b"}]
+    with pytest.raises(RowError, match="`label`"):
+        conversations(path=put_rows("whole", table, "train"))
+
+
+def test_rewards_in_trls_form_see_the_images_of_the_prompt(home):
+    rows = [{"prompt": "a", "images": ["a.png", "b.png"]}, {"prompt": "b", "image": "b.png"}, {"prompt": "c"}]
+    prompts = list(read(home, *rows))
+    seen = []
+
+    def sizes(completions, images, **columns):
+        seen.append("image" in columns)
+        return [sum(image.size[0] for image in shown) for shown in images]
+
+    outcomes = [Outcome(text="x")] * 3
+    assert from_trl(sizes)(prompts, outcomes) == [6, 2, 0]
+    one = lambda completions, image: [-1 if shown is None else shown.getpixel((0, 0))[2] for shown in image]
+    assert from_trl(one)(prompts[1:], outcomes[1:]) == [200, -1]
+    assert seen == [False]  # of several images none is the one

@@ -143,8 +143,8 @@ def test_parts_of_messages_give_their_media_in_place():
         (
             read_row,
             "ms_swift",
-            {"messages": [{"role": "tool", "content": ""}]},
-            "a message of the role 'tool'",
+            {"messages": [{"role": "critic", "content": ""}]},
+            "a message of the role 'critic'",
         ),
         (read_row, "ms_swift", {"messages": [{"role": "user", "content": 3}]}, "wanted a text or parts"),
         (

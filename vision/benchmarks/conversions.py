@@ -2,7 +2,8 @@
 
 A row of mmrl has `question` (or `messages` for several turns), `system`, `answer`, or `chosen` and
 `rejected`, or an answer with a `label` (true or false), and `images` and `videos`. Media without a mark
-<image> or <video> in the text come first.
+<image> or <video> in the text come first. Where a row records an answer besides the `answer` that rules
+compare with, it is the `completion`. Other columns are kept, and what cannot be is a `RowError`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mmrl.data.fields import RowError, listed, mapping, short, text
-from mmrl.data.messages import MARKS
-from mmrl.vision.media.prompts import answer_of, answers_of
+from mmrl.data.messages import MARKS, as_turns, asked_of, kept_keys
+from mmrl.data.row_fields import has_content
+from mmrl.vision.media.prompts import answer_of, answers_of, lettered
 
 LEADING = re.compile(r"^(?:\s*<(?:image|video)>)+\n?")  # first marks, and the line break after them
 # The names of ShareGPT (human, gpt) and of OpenAI (user, assistant).
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = {"human": "user", "gpt": "assistant"} | {
+    name: name for name in ("user", "assistant", "system", "tool")
+}
+SOUND = ("audio", "audios")
 MEDIA = ("images", "videos")
+# Columns of mmrl that other toolkits name or place otherwise.
+OURS = ("question", "prompt", "messages", "system", "answer", "answers", "completion", "chosen", "rejected")
+OURS = (*OURS, "label", "choices", "images", "image", "videos", "video")
+Slots = list[tuple[str, Any]]  # places of media in a text: the kind, and what the place itself holds
 Row = Mapping[str, Any]
 Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
 SUFFIXES: dict[Toolkit, str] = {
@@ -43,30 +52,45 @@ CONVERTED = {
 
 def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     """Convert a row of a toolkit to mmrl; columns that the conversion does not know are kept."""
+    _refuse_sound(row)
     if toolkit == "mmrl":
         ours = dict(row) | _media(row)  # `image` and `video` move into the lists
         return {key: value for key, value in ours.items() if key not in ("image", "video")}
-    ours = _from_messages(row, _conversation(row, *CONVERSATIONS[toolkit]))
-    answer = None
+    conversation, used = _conversation(row, *CONVERSATIONS[toolkit])
+    ours = _from_messages(row, conversation)
+    answer = row.get("answer")
     match toolkit:
         case "verl":
-            rule = {} if row.get("reward_model") is None else mapping(row["reward_model"], "reward_model")
-            answer = rule.get("ground_truth")
+            rule = (
+                {} if row.get("reward_model") is None else dict(mapping(row["reward_model"], "reward_model"))
+            )
+            answer = rule.pop("ground_truth", answer)
+            if has_content(rule) and rule != {"style": "rule"}:
+                ours["reward_model"] = rule
+            used.add("reward_model")
         case "ms_swift":
-            answer, rejected = row.get("solution"), row.get("rejected_response")
+            used |= {"solution", "rejected_response", "rejected_messages"}
+            answer, rejected = row.get("solution", answer), row.get("rejected_response")
             if rejected is None and row.get("rejected_messages"):
-                rejected = _text_of(listed(row["rejected_messages"], "rejected_messages")[-1])[0]
+                rejected = _rejected(conversation, listed(row["rejected_messages"], "rejected_messages"))
             if rejected is not None:
                 # The chosen answer of a pair is the last message.
                 ours |= {"chosen": ours.pop("answer", ""), "rejected": text(rejected, "rejected_response")}
         case "llama_factory":
+            used |= {"chosen", "rejected", "kto_tag"}
             sides = [side for side in ("chosen", "rejected") if row.get(side) is not None]
-            ours |= {side: _text_of(row[side])[0] for side in sides}
+            ours |= {side: _answer(row[side], side) for side in sides}
             if row.get("kto_tag") is not None:  # of KTO: whether the one answer is desirable
                 ours["label"] = row["kto_tag"]
     if answer is not None:
-        ours["answer"] = answers_of({"answer": answer})  # what a rule checks wins over the last message
-    converted = {*CONVERTED[toolkit].split(), *MEDIA, "image", "video", "system"}
+        answer = answers_of({"answer": answer})
+        if ours.get("answer", answer) != answer:
+            ours["completion"] = ours["answer"]  # a rule compares with another text
+        ours["answer"] = answer
+    converted = set(CONVERTED[toolkit].split())
+    if beside := sorted(name for name in converted - used if has_content(row.get(name))):
+        raise RowError(f"the row has `{beside[0]}` beside {', '.join(sorted(used))}; keep what is meant")
+    converted |= {*MEDIA, "image", "video", "system", "answer"}
     return ours | {key: value for key, value in row.items() if key not in converted and value is not None}
 
 
@@ -74,48 +98,74 @@ def write_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     """Convert a row of mmrl to a toolkit; for LLaMA-Factory in OpenAI's form (see `describe_llama_factory`).
 
     The answer becomes the ground truth of a rule-based reward of verl, or the last message. For ms-swift it
-    is the `solution` of its rewards, too.
+    is the `solution` of its rewards, too. `choices` become lines of the question. Other columns are kept, for
+    verl in `extra_info`.
     """
     if toolkit == "mmrl":
         return dict(row)
-    messages, rejected = _messages(row), row.get("rejected")
-    answer = row.get("answer", _first(row.get("answers")))
-    target: dict[str, Any] = {}
-    match toolkit:
-        case "verl":
-            if answer is None:
-                raise RowError("verl checks answers, but the row has no `answer`")
-            extra = {} if row.get("extra_info") is None else mapping(row["extra_info"], "extra_info")
-            kept = {key: row[key] for key in ("id", "chosen", "rejected") if row.get(key) is not None}
-            return {
-                "data_source": row.get("data_source") or "mmrl",
-                "prompt": messages,
-                **_media(row),
-                "ability": row.get("ability") or "visual_qa",
-                "reward_model": {"style": "rule", "ground_truth": answers_of(row)},
-                "extra_info": {**extra, **kept},
-            }
-        case "ms_swift":
-            answer = row.get("chosen", answer)
-            if answer is not None:
-                messages.append(_reply(answer))
-                target = {"solution": messages[-1]["content"]}
-            if rejected is not None:
-                target = {"rejected_response": _reply(rejected)["content"]}
-            target |= {key: row[key] for key in ("id", "label") if row.get(key) is not None}
-        case "llama_factory" if rejected is not None:
-            target = {"chosen": _reply(row.get("chosen", "")), "rejected": _reply(rejected)}
-        case "llama_factory":
-            if answer is None:
-                raise RowError("LLaMA-Factory learns from answers, but the row has none")
-            messages.append(_reply(answer))
-            target = {"kto_tag": row["label"]} if type(row.get("label")) is bool else {}
-    return {"messages": messages, **_media(row), **target}
+    _refuse_sound(row)
+    messages, media, said = _messages(row)
+    if toolkit == "verl":
+        return _for_verl(row, messages, media, said)
+    given = row.get("answer", row.get("answers"))
+    answer = None if given is None else _answer(_first(given), "answer")
+    sides = {key: _answer(row[key], key) for key in ("chosen", "rejected") if row.get(key) is not None}
+    last = sides.get("chosen", answer if said is None else said)
+    target: dict[str, Any] = {"answers": given} if type(given) in (list, tuple) and len(given) > 1 else {}
+    label = row.get("label")
+    if toolkit == "ms_swift":
+        if last is not None:
+            messages.append(_reply(last))
+        if "rejected" in sides:
+            target["rejected_response"] = sides["rejected"]
+        if answer is not None or last is not None and not sides:
+            target["solution"] = last if answer is None else answer
+    elif "rejected" in sides:
+        target |= {"chosen": _reply(sides.get("chosen", "")), "rejected": _reply(sides["rejected"])}
+    elif last is None:
+        raise RowError("LLaMA-Factory learns from answers, but the row has none")
+    else:
+        messages.append(_reply(last))
+    if toolkit == "llama_factory" and answer not in (None, last, *sides.values()):
+        target["answer"] = answer
+    if label is not None:
+        target["kto_tag" if toolkit == "llama_factory" and type(label) is bool else "label"] = label
+    others = _others(row)
+    if taken := sorted(set(CONVERTED[toolkit].split()) & set(others)):
+        raise RowError(f"the column `{taken[0]}` of the row means something else in {toolkit}; rename it")
+    return {"messages": messages, **media, **target, **others}
+
+
+def _for_verl(row: Row, messages: list[Any], media: Row, said: str | None) -> dict[str, Any]:
+    if row.get("answer", _first(row.get("answers"))) is None:
+        raise RowError("verl checks answers, but the row has no `answer`")
+    others, kept = _others(row), {key: row.get(key) for key in ("chosen", "rejected", "label")}
+    kept["completion"] = said
+    rule, extra = (dict(mapping(others.pop(name, {}), name)) for name in ("reward_model", "extra_info"))
+    source, ability = others.pop("data_source", "mmrl"), others.pop("ability", "visual_qa")
+    return {
+        "data_source": source,
+        "prompt": messages,
+        **media,
+        "ability": ability,
+        "reward_model": {"style": "rule", **rule, "ground_truth": answers_of(row)},
+        "extra_info": {**extra, **others, **{key: value for key, value in kept.items() if value is not None}},
+    }
+
+
+def _others(row: Row) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in OURS and has_content(value)}
+
+
+def _refuse_sound(row: Row) -> None:
+    for name in SOUND:
+        if has_content(row.get(name)):
+            raise RowError(f"the row has sound, `{name}`, which nothing here reads")
 
 
 def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, Any]:
     """Return the entry of LLaMA-Factory's `dataset_info.json` for a file with these columns."""
-    known = ("messages", "images", "videos", "chosen", "rejected", "kto_tag")
+    known = ("messages", "images", "videos", "chosen", "rejected", "kto_tag", "tools")
     roles = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
     return {
         "file_name": file_name,
@@ -126,10 +176,17 @@ def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, 
     }
 
 
-def _conversation(row: Row, names: Sequence[str], question: Sequence[str], answer: str) -> list[Any]:
-    """Return the messages of a row, or make them from `history`, the question and its answer."""
-    conversation = next((row[name] for name in names if row.get(name) is not None), None)
+def _conversation(
+    row: Row, names: Sequence[str], question: Sequence[str], answer: str
+) -> tuple[list[Any], set[str]]:
+    """Return the messages of a row, or make them of `history`, the question and its answer.
+
+    The second value lists the columns that they are made of.
+    """
+    used = [name for name in names if has_content(row.get(name))][:1]
+    conversation = row[used[0]] if used else None
     if conversation is None and question and type(row.get(question[0])) is str:
+        used = [*question, answer, "history"]
         # `history` is [[question, answer], ...].
         pairs = [] if row.get("history") is None else listed(row["history"], "history")
         texts = [text(row[name], name) for name in question if row.get(name) not in (None, "")]
@@ -142,93 +199,154 @@ def _conversation(row: Row, names: Sequence[str], question: Sequence[str], answe
     if type(conversation) is not list or not conversation:
         wanted = " or ".join((*names, *question[:1]))
         raise RowError(f"wanted a list of messages, as {wanted}, got {short(conversation)}")
-    return conversation
+    return conversation, set(used)
 
 
 def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     """Split a conversation into question, answer, system prompt and media."""
-    turns: list[tuple[str, str]] = []
-    media = {"images": [], "videos": [], **_media(row)}
+    turns: list[dict[str, Any]] = []
+    slots: Slots = []
     for message in conversation:
-        message = mapping(message, "message")
-        role = message.get("role", message.get("from"))
-        if type(role) is not str or role not in ROLES:
-            known = ", ".join(ROLES)
-            raise RowError(f"cannot convert a message of the role {short(role)}; known are {known}")
-        words, parts = _text_of(message)
-        turns.append((ROLES[role], words))
-        for name in MEDIA:
-            media[name] += parts[name]
+        role, words, here, extra = _turn(message)
+        turns.append({"role": role, "content": words, **extra})
+        slots += here
+    media = _filled(_media(row), slots)
     ours: dict[str, Any] = {}
-    if system := row.get("system") or (turns.pop(0)[1] if turns[0][0] == "system" else ""):
+    system = row.get("system") or ""
+    if turns[0]["role"] == "system":
+        first = turns.pop(0)["content"]
+        if system not in ("", first):
+            raise RowError(f"the row has two system prompts, {short(system)} and {short(first)}; keep one")
+        system = first
+    if system:
         ours["system"] = text(system, "system")
     # Without an assistant at the end, the answer is in another column or unknown.
-    answer = turns.pop()[1] if turns and turns[-1][0] == "assistant" else None
+    answer = _answer(turns.pop(), "answer") if turns and turns[-1]["role"] == "assistant" else None
     match turns:
-        case []:
-            raise RowError("its messages ask nothing")
-        case [("user", asked)]:
+        case [{"role": "user", "content": asked, **extra}] if not extra:
             leading, marks = LEADING.match(asked), len(MARKS.findall(asked))
             # Marks that all precede the text carry no information: media without a mark come first anyway.
             if leading and marks == sum(map(len, media.values())) == len(MARKS.findall(leading[0])):
                 asked = asked[leading.end() :]
             ours["question"] = asked
+        case _ if any(turn["role"] == "user" for turn in turns):
+            ours["messages"] = turns
         case _:
-            ours["messages"] = [{"role": role, "content": content} for role, content in turns]
+            raise RowError("its messages ask nothing")
     if answer is not None:
         ours["answer"] = answer
-    return ours | {name: files for name, files in media.items() if files}
+    return ours | media
 
 
-def _text_of(message: Any) -> tuple[str, dict[str, list[Any]]]:
-    """Return the text of a message, with marks, and the media among its parts."""
-    media: dict[str, list[Any]] = {"images": [], "videos": []}
-    content, words = message, []
-    match message:
-        case {**fields}:
-            content = fields.get("content", fields.get("value"))
+def _turn(message: Any) -> tuple[str, str, Slots, dict[str, Any]]:
+    """Read a message: its role, its text with marks, its places of media, and what else templates read."""
+    message = mapping(message, "message")
+    role = message.get("role", message.get("from"))
+    if type(role) is not str or role not in ROLES:
+        known = ", ".join(ROLES)
+        raise RowError(f"cannot convert a message of the role {short(role)}; known are {known}")
+    extra = kept_keys(
+        {key: value for key, value in message.items() if key not in ("from", "value")}, "message"
+    )
+    content = message.get("content", message.get("value"))
+    return ROLES[role], *_text_of("" if extra and content is None else content), extra
+
+
+def _text_of(content: Any) -> tuple[str, Slots]:
+    """Return the text of a content, with marks, and the places of its media."""
+    words: list[str] = []
+    slots: Slots = []
     for part in [None] if content is None else _listed(content):  # null is no part, and an error below
         match part:
-            case {"type": "text", "text": str(piece)} | str(piece):
+            case str(piece):
                 words.append(piece)
-            case {"type": "image" | "video" as kind, **rest}:
+            case {"type": "text", "text": str(piece), **rest} if not has_content(rest):
+                words.append(piece)
+            case {"type": "image" | "video" as kind, **rest} if not has_content(
+                {key: value for key, value in rest.items() if key != kind}
+            ):
                 words.append(f"<{kind}>")
-                media[f"{kind}s"] += _listed(rest.get(kind))
+                slots.append((kind, rest.get(kind)))
+                continue
             case _:
                 raise RowError(f"wanted a text or parts as the content of a message, got {short(part)}")
-    return "".join(words), media
+        if "<audio>" in piece:
+            raise RowError(f"the text marks <audio>, but nothing here reads sound: {short(piece)}")
+        slots += [(kind, None) for kind in MARKS.findall(piece)]
+    return "".join(words), slots
 
 
-def _messages(row: Row) -> list[dict[str, str]]:
-    """Return the question as messages, with a mark for every medium."""
-    match row:
-        case {"messages": [*asked]} | {"prompt": [*asked]} if asked:
-            pass
-        case _:
-            asked = [{"role": "user", "content": row.get("question") or row.get("prompt") or ""}]
-    messages = [
-        {"role": text(mapping(turn, "message").get("role"), "role"), "content": _text_of(turn)[0]}
-        for turn in asked
-    ]
+def _filled(media: dict[str, list[Any]], slots: Slots) -> dict[str, list[Any]]:
+    """Bring the media of columns, and those that the places of messages hold, in the order of the places."""
+    merged: dict[str, list[Any]] = {}
+    for name in MEDIA:
+        own, left = [value for kind, value in slots if f"{kind}s" == name], iter(media.get(name, []))
+        if own.count(None) == len(media.get(name, [])):
+            files = [next(left) if value is None else value for value in own]
+        else:
+            files = [*left, *(value for value in own if value is not None)]
+        merged[name] = [file for value in files for file in _listed(value)]
+    return {name: files for name, files in merged.items() if files}
+
+
+def _rejected(conversation: list[Any], rejected: list[Any]) -> str:
+    """Return the rejected answer, which is the last message after the same conversation."""
+    if not rejected or rejected[:-1] != conversation[:-1]:
+        raise RowError("wanted `rejected_messages` that differ from `messages` in the last one alone")
+    return _answer(rejected[-1], "rejected_messages")
+
+
+def _messages(row: Row) -> tuple[list[dict[str, Any]], dict[str, list[Any]], str | None]:
+    """Return the question as messages, with a mark for every medium, its media, and a recorded answer."""
+    turns = asked_of(row)
+    messages: list[dict[str, Any]] = []
+    slots: Slots = []
+    for turn in as_turns("" if turns is None else turns, "prompt"):
+        role, words, here, extra = _turn(turn)
+        messages.append({"role": role, "content": words, **extra})
+        slots += here
+    said = row.get("completion")
+    if messages and messages[-1]["role"] == "assistant":
+        if said is not None:
+            raise RowError("the row has a `completion` beside the answer of its messages; keep one")
+        said = messages.pop()
     first = next((turn for turn in messages if turn["role"] == "user"), None)
     if first is None or not first["content"].strip():
         raise RowError("the row has no `question` and no message of a user")
-    if not any(MARKS.search(turn["content"]) for turn in messages):  # other toolkits need one for every file
-        media = _media(row)
+    media = _filled(_media(row), slots)
+    if not slots:  # other toolkits need a mark for every file
         marks = "<image>" * len(media.get("images", ())) + "<video>" * len(media.get("videos", ()))
         first["content"] = marks + first["content"]
-    system = [{"role": "system", "content": text(row["system"], "system")}] if row.get("system") else []
-    return system + messages
+    if row.get("choices") is not None:
+        last = [turn for turn in messages if turn["role"] == "user"][-1]
+        last["content"] = "\n".join([last["content"], *lettered(row["choices"])])
+    return messages, media, None if said is None else _answer(said, "completion")
 
 
-def _reply(answer: Any) -> dict[str, str]:
-    """Make the message of an answer: a message, a text, a number, or the first of several."""
-    match _first(answer):
+def _answer(value: Any, name: str) -> str:
+    """Return the text of an answer: a message, a text, a number, or a list with one of them."""
+    match value:
+        case {"from": _} | {"value": _}:
+            role, words, _, extra = _turn({"from": "gpt", **value})
+        case {"type": _} | [{"type": _}, *_]:
+            return _text_of(value)[0]
         case {**message}:
-            content = _text_of(message)[0]
-        case value:
-            content = answer_of(value, "answer")
-    return {"role": "assistant", "content": content}
+            role, words, _, extra = _turn({"role": "assistant", **message})
+        case [one]:
+            return _answer(one, name)
+        case [_, *_]:
+            raise RowError(f"wanted one answer as `{name}`, got {len(value)}; write a row for each of them")
+        case _:
+            return answer_of(value, name)
+    if role != "assistant":
+        raise RowError(f"wanted words of the assistant as `{name}`, got {short(value)}")
+    if extra:
+        raise RowError(f"an answer is a text, but `{name}` has `{min(extra)}` beside it; write that into it")
+    return words
+
+
+def _reply(answer: str) -> dict[str, str]:
+    return {"role": "assistant", "content": answer}
 
 
 def _first(value: Any) -> Any:

@@ -92,6 +92,11 @@ class Annotations:
     def __iter__(self) -> Iterator[DataRow]:
         return FORMS[self.form][0](self.path)
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that `parse` reads, and `grounding` with it."""
+        return READS[self.form]
+
     def parse(self, row: DataRow) -> Query:
         """Parse a raw row, or raise a `RowError`."""
         _, columns_of, spans = FORMS[self.form]
@@ -106,7 +111,7 @@ class Annotations:
             spans_of(columns, (spans,)),
             None if duration is None else _seconds(duration, "duration"),
             columns.get("saliency", ()),
-            row.columns if self.form in ("qvhighlights", "jsonl") else {},
+            row.all if self.form in ("qvhighlights", "jsonl") else {},
         )
 
 
@@ -140,7 +145,7 @@ def parse_charades(columns: Columns) -> Columns:
 def activitynet_rows(path: Path) -> Iterator[DataRow]:
     """Iterate over the sentences of ActivityNet Captions, or of Charades-STA as JSON.
 
-    The file is `{video: {duration, timestamps, sentences}}`; other keys are ignored.
+    The file is `{video: {duration, timestamps, sentences}}`; other keys are columns of every sentence.
     """
     source = read_text_file(path)
     try:
@@ -157,7 +162,8 @@ def activitynet_rows(path: Path) -> Iterator[DataRow]:
             yield DataRow(f"{path}: '{video}'", "", fault=str(error))  # one for all its sentences
             continue
         for i, (span, sentence) in enumerate(zip(spans, sentences, strict=True)):
-            row = {"id": f"{video}#{i}", "video": video, "query": sentence, "timestamps": [span]}
+            row = {key: value for key, value in columns.items() if key != "sentences"}
+            row |= {"id": f"{video}#{i}", "video": video, "query": sentence, "timestamps": [span]}
             row["duration"] = duration
             yield checked(DataRow(f"{path}: '{video}'[{i}]", "", row))
 
@@ -205,6 +211,22 @@ FORMS: dict[Form, tuple[Callable[[Path], Iterator[DataRow]], Callable[[Columns],
     "activitynet": (activitynet_rows, dict, "timestamps"),
     "qvhighlights": (json_lines, parse_qvhighlights, "relevant_windows"),
     "jsonl": (json_lines, parse_jsonl, "spans"),
+}
+
+
+READS: dict[Form, tuple[str, ...]] = {
+    "charades_sta": ("line",),
+    "activitynet": ("video", "query", "timestamps", "duration"),
+    "qvhighlights": (
+        "qid",
+        "query",
+        "vid",
+        "duration",
+        "relevant_windows",
+        "saliency_scores",
+        "relevant_clip_ids",
+    ),
+    "jsonl": ("video", "query", "spans", "start", "end", "duration", "saliency", "reasoning"),
 }
 
 

@@ -40,9 +40,10 @@ def pope(
             raise FileError(f"the label must be yes or no, not {short(label)}")
         uid = uid_of(row.columns, str(number + 1), "question_id")
         medium = media.image(image, must_exist=not answers)  # recorded answers can be scored without images
-        return ask(uid, [medium], prompt.format(text=question), label, row.columns)
+        return ask(uid, [medium], prompt.format(text=question), label, row.all)
 
-    prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
+    reads = ("image", "text", "label", "question_id")
+    prompts = read_prompts(path, Rows(Path(path), media.root), make, reads=reads, limit=limit)
     if not answers:
         return prompts
     rows = [*islice(valid_rows(Path(answers)), limit or None)]
@@ -112,10 +113,11 @@ def amber(
             raise FileError(f"wanted as `id` a number of 1 to {len(known)} annotations, got {short(uid)}")
         target = _target(mapping(known[uid - 1], f"annotation {uid}"), words)  # ids count from 1
         medium = media.image(image, must_exist=not answers)
-        columns = {**row.columns, "type": known[uid - 1]["type"]}
+        columns = {**row.all, "type": known[uid - 1]["type"]}
         return ask(str(uid), [medium], prompt.format(query=query), target, columns)
 
-    prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
+    rows = Rows(Path(path), media.root)
+    prompts = read_prompts(path, rows, make, reads=("image", "query"), limit=limit)
     return attach_answers(prompts, precomputed, answers, limit)
 
 

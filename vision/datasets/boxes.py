@@ -11,9 +11,20 @@ from mmrl.config.ranges import NonNegativeInt, PositiveInt
 from mmrl.config.registry import data
 from mmrl.core.types import Media, Message, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
-from mmrl.data.fields import RowError, fill_template, listed, mapping, number, short, text, uid_of
+from mmrl.data.fields import (
+    RowError,
+    fill_template,
+    listed,
+    mapping,
+    number,
+    short,
+    template_fields,
+    text,
+    uid_of,
+)
 from mmrl.data.media import opened_image
 from mmrl.data.messages import interleaved
+from mmrl.data.row_fields import declared
 from mmrl.vision.benchmarks.boxes import (
     NOWHERE,
     Box,
@@ -29,6 +40,7 @@ ASK = (
     'Where is "{query}" in the image? Give its box as [left, top, right, bottom] in {units}, in the form '
     "<answer> [1, 2, 3, 4] </answer>."
 )
+READS = ("image", ("conversations", "query"), ("objects", "bbox"))
 Coordinates = Literal["pixels", "thousandths", "shares", "resized"]
 UNITS = {
     "pixels": "pixels",
@@ -64,7 +76,7 @@ def boxes(
     Args:
         path: jsonl, JSON, parquet or a folder of `datasets`.
         root: Folder of the images; by default that of the rows.
-        columns: Maps these column names to those of the file.
+        columns: Maps these column names to those of the file; an empty name leaves a column out.
         prompt: Template of the prompt, with `{query}`, `{units}` or any other column.
         demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty for none.
         form: Whether four numbers of a row are left, top, right and bottom (`corners`), or left, top, width
@@ -94,24 +106,28 @@ def boxes(
             unit = _unit(_size_of(shown), coordinates, patch, min_pixels, max_pixels)
         pairs = [(_box(box, form, name), label) for box, label, name in found]
         target = Boxes(tuple(box for box, _ in pairs), tuple(label for _, label in pairs), unit)
-        words = {**fields, "query": query, "units": UNITS[coordinates]}
+        words = {**row.others, **fields, "query": query, "units": UNITS[coordinates]}
         # The question of a conversation is a whole prompt already.
-        asked = query if "conversations" in fields else fill_template(prompt, words)
+        asked = query if fields.get("conversations") is not None else fill_template(prompt, words)
         messages = (Message("user", interleaved(asked, [shown])),)
         answers = (Outcome(text=fill_template(demo, {**words, "answer": _answer(target)})),) if demo else ()
-        kept = {key: value for key, value in fields.items() if key != "image"}
+        kept = {key: value for key, value in {**row.others, **fields}.items() if key != "image"}
         return Prompt(uid_of(fields, f"{row.split}#{number}"), messages, target, answers, kept)
 
-    return read_prompts(source, Rows(source, media.root), make, bad_rows=bad_rows, limit=limit)
+    rows, reads = Rows(source, media.root), declared((*READS, *template_fields(prompt, demo)), columns)
+    return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
 
 
 def _asked(fields: Mapping[str, Any]) -> tuple[str, list[tuple[Any, str, str]]]:
     """Read the question of a row and its boxes, each with its label and its name for errors."""
     if fields.get("conversations") is not None:
-        asked, answered = (
-            mapping(turn, f"conversations[{i}]").get("value")
-            for i, turn in enumerate(listed(fields["conversations"], "conversations", 2))
-        )
+        turns = listed(fields["conversations"], "conversations", 2)
+        said = [mapping(turn, f"conversations[{i}]") for i, turn in enumerate(turns)]
+        if any(turn.get("from", who) != who for turn, who in zip(said, ("human", "gpt"), strict=True)):
+            raise RowError(f"wanted `conversations` of human and gpt, got {short(turns)}")
+        if unread := sorted(key for turn in said for key in turn if key not in ("from", "value")):
+            raise RowError(f"nothing reads the key `{unread[0]}` of `conversations`; leave it out")
+        asked, answered = (turn.get("value") for turn in said)
         return text(asked, "conversations[0].value"), _published(answered)
     query = text(fields.get("query"), "query")
     if fields.get("objects") is None:

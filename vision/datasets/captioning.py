@@ -115,10 +115,11 @@ def object_halbench(
         else:
             file = known[uid].file if image is None else text(image, "image")
             medium = media.image(file, must_exist=not answers)
-        columns = {key: value for key, value in row.columns.items() if key != "image"}
+        columns = {key: value for key, value in row.all.items() if key != "image"}
         return ask(uid, [medium], question, Scene(frozenset(known[uid].objects), words), columns)
 
-    prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
+    rows, reads = Rows(Path(path), media.root), ("image_id", "question", "image")
+    prompts = read_prompts(path, rows, make, reads=reads, limit=limit)
     return attach_answers(prompts, precomputed, answers, limit)
 
 
@@ -153,9 +154,10 @@ def closed_vocabulary(
         target, image = _scene(row.columns, words), text(row.columns.get("image"), "image")
         medium, question = media.image(image, must_exist=not answers), row.columns.get("prompt")
         question = prompt if question is None else text(question, "prompt")
-        return ask(uid_of(row.columns, image), [medium], question, target, row.columns)
+        return ask(uid_of(row.columns, image), [medium], question, target, row.all)
 
-    prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
+    rows, reads = Rows(Path(path), media.root), ("image", "objects", "absent", "captions", "prompt")
+    prompts = read_prompts(path, rows, make, reads=reads, limit=limit)
     return attach_answers(prompts, precomputed, answers, limit)
 
 

@@ -11,11 +11,13 @@ from mmrl.config.registry import data
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, is_number, listed, mapping, short, text, uid_of
-from mmrl.data.messages import answer_text, read_messages
+from mmrl.data.messages import ASKED, answer_text, as_turns, asked_of, read_messages
+from mmrl.data.row_fields import declared, has_content
 from mmrl.vision.media.media_root import COLUMNS, MediaRoot, media_refs
 from mmrl.vision.media.video import FrameSampling
 
 TARGETS = ("solution", "answer", "target")
+READS = (ASKED, "messages", TARGETS, "system", "completion", "environment", *COLUMNS)
 
 
 @data
@@ -34,16 +36,17 @@ def conversations(
     """Read prompts with media in TRL's form from jsonl, JSON, parquet or a folder of `datasets`.
 
     A row has a `prompt`, a text or messages, or else `messages`, whose last turn of the assistant is a
-    recorded answer, as is `completion`. A row with neither that names its `environment` has an empty prompt,
-    to which that appends what it shows first (`vision.with_environments`). Media are in `image`, `images`,
+    recorded answer, as is `completion`, or else a `question`; `system` comes before them. A row without any
+    that names its `environment` has an empty prompt, to which that appends what it shows first
+    (`vision.with_environments`). Media are in `image`, `images`,
     `video`, `videos`, or in the messages; they fill the places there, or come first in the user's first
     message. The target is the first of `solution`, `answer` and `target`, and may be absent. Rewards get all
-    other columns by name.
+    other columns by name; a known one that nothing of the run reads makes a bad row.
 
     Args:
         path: The file or folder of rows.
         root: Folder of the media; by default that of the rows.
-        columns: Maps these column names to those of the file.
+        columns: Maps these column names to those of the file; an empty name leaves a column out.
         system_prompt: A system message before prompts that have none.
         frames_per_second: Sampling rate of video frames.
         max_frames: Most frames of a video.
@@ -62,7 +65,7 @@ def conversations(
         }
         asked, answers = _asked(fields)
         if system_prompt:
-            turns = [{"role": "user", "content": asked}] if type(asked) is str else listed(asked, "prompt")
+            turns = as_turns(asked, "prompt")
             if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
                 turns = [{"role": "system", "content": system_prompt}, *turns]
             asked = turns
@@ -77,25 +80,28 @@ def conversations(
         else:
             messages = read_messages(asked, shown, media.reader(row.place, sampling))
         # Encoded media would be stored twice.
-        kept = {
-            key: value for key, value in fields.items() if key not in (*COLUMNS, "messages", "completion")
-        }
+        left_out = (*COLUMNS, "messages", "completion", "system")
+        kept = {key: value for key, value in {**row.others, **fields}.items() if key not in left_out}
         kept["prompt"] = asked if type(asked) is str and asked else _as_rewards_see(messages)
         return Prompt(uid_of(fields, f"{row.split}#{number}"), messages, _target(fields), answers, kept)
 
-    return read_prompts(source, Rows(source, media.root), make, bad_rows=bad_rows, limit=limit)
+    rows, reads = Rows(source, media.root), declared(READS, columns)
+    return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
 
 
 def _asked(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome, ...]]:
     """Return the prompt of a row, empty where an environment asks alone, and its recorded answer."""
-    asked, answer = fields.get("prompt"), fields.get("completion")
-    if asked is None and fields.get("messages") is None and fields.get("environment"):
+    asked, answer = asked_of(fields), fields.get("completion")
+    if asked is None and fields.get("environment"):
         return "", ()
-    if asked is None:
-        turns = listed(fields.get("messages"), "prompt` or `messages")
-        asked = turns
-        if turns and mapping(turns[-1], f"messages[{len(turns) - 1}]").get("role") == "assistant":
-            asked, answer = turns[:-1], turns[-1:]
+    turns = [] if type(asked) is str else listed(asked, "prompt` or `messages")
+    if turns[1:] and mapping(turns[-1], f"prompt[{len(turns) - 1}]").get("role") == "assistant":
+        if answer is not None or not has_content(fields.get("messages")):
+            raise RowError(
+                "the prompt ends with words of the assistant, from which no answer here goes on; give them "
+                "as the `completion`, or the conversation as `messages`"
+            )
+        asked, answer = turns[:-1], turns[-1:]
     if answer is None:
         return asked, ()
     return asked, (Outcome(text=text(answer_text(answer, "completion"), "completion")),)
@@ -121,6 +127,7 @@ def _as_rewards_see(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
     parts = any(part.media for message in messages for part in message.parts)
     return [
         {
+            **message.keys,
             "role": message.role,
             "content": [
                 {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}

@@ -104,4 +104,4 @@ def grounding(
         target = Moments(row.spans, row.duration, row.saliency)
         return Prompt(row.uid, (message,), target, tuple(demos), columns)
 
-    return read_prompts(path, source, make, bad_rows=bad_rows, limit=limit)
+    return read_prompts(path, source, make, reads=source.reads, bad_rows=bad_rows, limit=limit)

@@ -46,7 +46,8 @@ def image_pairs(
             if len(refs) != 1:
                 raise RowError(f"wanted one image as `{name}`, got {len(refs)}")
             shown.append(media.medium(refs[0], f"{row.place} ({name})", FrameSampling(1.0)))
-        kept = {key: value for key, value in row.columns.items() if key not in ("original", "changed")}
+        kept = {key: value for key, value in row.all.items() if key not in ("original", "changed")}
         return ask(uid_of(row.columns, f"{row.split}#{number}"), shown, question, None, kept)
 
-    return read_prompts(source, Rows(source, media.root), make, bad_rows=bad_rows, limit=limit)
+    rows, reads = Rows(source, media.root), ("original", "changed")
+    return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)

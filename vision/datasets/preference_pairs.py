@@ -13,14 +13,17 @@ from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts
-from mmrl.data.fields import RowError, number, text, uid_of
-from mmrl.data.messages import answer_text, read_messages
+from mmrl.data.fields import RowError, mapping, number, short, text, uid_of
+from mmrl.data.messages import ASKED, answer_text, as_turns, asked_of, holds_media, read_messages, same_words
+from mmrl.data.row_fields import has_content
 from mmrl.vision.media.media_root import MediaRoot, decode_image, media_refs
 from mmrl.vision.media.video import FrameSampling
 
 log = logging.getLogger("mmrl")
 SIDES = ("chosen", "rejected")
-READ = ("image", "images", "prompt", "conversations", *SIDES, "chosen_answer", "rejected_answer")
+EXPORTED = ("conversations", "chosen_answer", "rejected_answer")  # the same pair once more, for LLaMA-Factory
+LEFT_OUT = ("image", "images", "prompt", "question", "messages", "system", *SIDES, *EXPORTED)
+READS = (ASKED, "messages", "system", "image", "images", *SIDES, "score_chosen", "score_rejected", *EXPORTED)
 
 
 @data
@@ -34,8 +37,10 @@ def preference_pairs(
 ) -> Sequence[Prompt]:
     """Read preference pairs in TRL's columns: `prompt`, `chosen`, `rejected`, and `images` or `image`.
 
-    Texts may be messages; where `prompt` is absent, it is what both conversations begin with. Images are
-    paths or encoded; those inside parquet are decoded when they are used. The answers, the chosen one first,
+    Texts may be messages; `chosen` and `rejected` are one answer each, or conversations that part before
+    their last turn, whose prompt is what both begin with. The prompt may also stand in `question` or
+    `messages`, with a `system` prompt before it, as in converted rows. Images are paths or encoded; those
+    inside parquet are decoded when they are used. The answers, the chosen one first, differ, and
     record `preferred`, 1 and 0, and `score`: `score_chosen` and `score_rejected` of the row, or `preferred`
     without them.
 
@@ -53,9 +58,11 @@ def preference_pairs(
     def make(row: DataRow, position: int) -> Prompt | None:
         nonlocal close
         columns = row.columns
-        kept = {key: value for key, value in columns.items() if key not in READ}
+        kept = {key: value for key, value in row.all.items() if key not in LEFT_OUT}
         asked, *sides = _shared(columns)
         answers = tuple(_answer(columns, *both) for both in zip(SIDES, sides, strict=True))
+        if (answers[0].text or "").strip() == (answers[1].text or "").strip():
+            raise RowError(f"wanted `chosen` and `rejected` that differ, got {short(answers[0].text)} twice")
         read = media.reader(row.place, FrameSampling())
         messages = read_messages(asked, list(_images(row, media)), read)
         better, worse = (answer.recorded["score"] for answer in answers)
@@ -64,7 +71,8 @@ def preference_pairs(
             return None
         return Prompt(uid_of(columns, f"{row.split}#{position}"), messages, None, answers, kept)
 
-    prompts = read_prompts(source, Rows(source, media.root), make, bad_rows=bad_rows, limit=limit)
+    rows = Rows(source, media.root)
+    prompts = read_prompts(source, rows, make, reads=READS, bad_rows=bad_rows, limit=limit)
     if close:
         log.warning("left out %d pairs of '%s' that are less than %g apart", close, source, min_gap)
     return prompts
@@ -78,15 +86,48 @@ def _answer(columns: Mapping[str, Any], side: str, value: Any) -> Outcome:
 
 
 def _shared(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return prompt, chosen and rejected; a prompt that both conversations begin with is taken from them."""
-    prompt, chosen, rejected = (columns.get(name) for name in ("prompt", *SIDES))
-    if prompt is not None or not _is_conversation(chosen) or not _is_conversation(rejected):
-        return prompt, chosen, rejected
+    """Return prompt, chosen and rejected; turns that both conversations begin with belong to the prompt."""
+    if has_content(columns.get("conversations")) and not has_content(columns.get("chosen_answer")):
+        raise RowError("nothing reads the column `conversations` of a pair; convert it (`vision.converted`)")
+    asked, sides = asked_of(columns), [columns.get(side) for side in SIDES]
+    known = as_turns(asked, "prompt") if has_content(asked) else []
+    if known and mapping(known[-1], "prompt").get("role") == "assistant":
+        # `messages` may repeat the chosen conversation, as in UltraFeedback.
+        last = sides[0][-1] if _is_conversation(sides[0]) else sides[0]
+        if answer_text(known[-1], "messages") != answer_text(last, "chosen"):
+            raise RowError(f"the prompt ends with an answer, {short(known[-1])}, that is not the chosen one")
+        asked = known = known[:-1]
+    chosen, rejected = (_conversation(known, side, name) for side, name in zip(sides, SIDES, strict=True))
+    if chosen is None or rejected is None:
+        after = [None if talk is None else talk[len(known) :] for talk in (chosen, rejected)]
+        asked = next((talk[: len(known)] for talk in (chosen, rejected) if talk and known), asked)
+        return asked, after[0] or sides[0], after[1] or sides[1]
     pairs = zip(chosen, rejected, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if same in (len(chosen), len(rejected)):
         raise RowError("wanted `chosen` and `rejected` that differ in their last turn, got equal ones")
+    if same < len(known):
+        raise RowError(
+            f"`chosen` and `rejected` repeat the prompt, {short(known)}, in different ways; keep one"
+        )
     return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _conversation(known: list[Any], side: Any, name: str) -> list[Any] | None:
+    """Return messages with the prompt before them, which they may repeat; None for a side of another form."""
+    if not _is_conversation(side):
+        return None
+    if side[0].get("role") in ("assistant", "tool"):
+        return [*known, *side]
+    # The system prompt of a row may stand in the prompt alone, or in the conversation alone.
+    first, other = (bool(turns) and turns[0].get("role") == "system" for turns in (known, side))
+    begins, talk = known[first and not other :], side[other and not first and bool(known) :]
+    if not same_words(begins, talk[: len(begins)]):
+        raise RowError(f"the prompt, {short(known)}, is not the one that `{name}` begins with; keep one")
+    before = side[: len(side) - len(talk)]
+    # The images of a prompt may stand in the conversations alone.
+    asked = talk[: len(begins)] if holds_media(talk[: len(begins)]) else begins
+    return [*before, *known[: len(known) - len(begins)], *asked, *talk[len(begins) :]]
 
 
 def _is_conversation(value: Any) -> bool:

@@ -13,11 +13,13 @@ from mmrl.core.types import Message, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, listed, mapping, short, text, uid_of
 from mmrl.data.messages import interleaved
+from mmrl.data.row_fields import has_content
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, media_refs
 from mmrl.vision.media.prompts import answers_of
 from mmrl.vision.media.video import FrameSampling
 
 QUESTIONS = ("problem", "prompt", "question")
+READS = (QUESTIONS, "step_type", "system", "answer", "images", "uid", "row")
 FORMATS = {"ret": "think,sub-question,ret", "ans": "think,answer"}
 
 
@@ -58,18 +60,18 @@ def stepwise(
             return None
         question = text(next((step[name] for name in QUESTIONS if name in step), None), QUESTIONS[0])
         # Every step of the row marks those of the row's images that it shows; one without marks shows none.
-        refs: list[MediaRef] = list(media_refs(step["images"], "image", "images"))
+        refs: list[MediaRef] = list(media_refs(step.get("images"), "image", "images"))
         refs = refs[: question.count("<image>")]
         shown = [media.medium(ref, row.place, FrameSampling()) for ref in refs]
         parts = interleaved(question, shown) if shown or "<image>" in question else (Part(question),)
         system = step.get("system")
         head = (Message("system", (Part(text(system, "system")),)),) if system else ()
-        columns = {key: value for key, value in step.items() if key not in ("images", "answer")}
+        columns = {key: value for key, value in row.all.items() if key not in ("images", "answer")}
         columns |= {"step_type": kind, "format": FORMATS[kind]}
         target = _route(step.get("answer")) if kind == "ret" else answers_of(_as_answers(step.get("answer")))
         return Prompt(step["uid"], (*head, Message("user", parts)), target, columns=columns)
 
-    return read_prompts(source, step_rows, make, bad_rows=bad_rows, limit=limit)
+    return read_prompts(source, step_rows, make, reads=READS, bad_rows=bad_rows, limit=limit)
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,13 @@ class _StepRows:
             except RowError as error:
                 yield DataRow(row.place, row.split, fault=str(error))
                 continue
+            shared = {key: value for key, value in row.columns.items() if key not in ("steps", "id", "split")}
             for i, step in enumerate(fields):
-                shared = {"uid": f"{base}/{i}", "images": row.columns.get("images"), "row": base}
-                yield DataRow(f"{row.place} steps[{i}]", row.split, {**step, **shared})
+                own = {key: value for key, value in step.items() if has_content(value) or key not in shared}
+                twice = [key for key in own if key != "images" and own[key] != shared.get(key, own[key])]
+                fault = f"`{twice[0]}` of the step is not that of its row; keep one" if twice else ""
+                whole = {**shared, **own, "uid": f"{base}/{i}", "row": base}
+                yield DataRow(f"{row.place} steps[{i}]", row.split, whole, fault)
 
 
 def _as_answers(value: Any) -> Mapping[str, Any]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import ascii_uppercase
 from typing import Literal
 
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import data
-from mmrl.core.types import Message, Outcome, Prompt
+from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
-from mmrl.data.fields import RowError, fill_template, listed, text, uid_of
+from mmrl.data.fields import fill_template, template_fields, text, uid_of
 from mmrl.data.messages import interleaved
-from mmrl.vision.media.media_root import MediaRoot, media_of
-from mmrl.vision.media.prompts import answer_of, answers_of
+from mmrl.data.row_fields import declared, has_content
+from mmrl.vision.media.media_root import COLUMNS, EITHER, MediaRoot, media_of
+from mmrl.vision.media.prompts import answers_of, lettered
 from mmrl.vision.media.video import FrameSampling
+
+log = logging.getLogger("mmrl")
+DRAWN = tuple(name for name in EITHER if name not in ("chosen", "rejected"))  # answers are no media here
+READS = ("question", ("answer", "answers"), "choices", "system", *COLUMNS, *DRAWN)
 
 
 @data
@@ -34,14 +39,14 @@ def visual_qa(
 ) -> Sequence[Prompt]:
     """Read questions, media and answers from jsonl, JSON, parquet or a folder of `datasets`.
 
-    A row has `question`, `answer` (or a list `answers`, each of which is right), and `image`, `images`,
-    `video` or `videos`: paths, or encoded images. Marks <image> and <video> in the question place the media;
-    without marks they come first.
+    A row has `question`, `answer` (or a list `answers`, each of which is right), perhaps `choices` and
+    `system`, and `image`, `images`, `video` or `videos`: paths, or encoded images. Marks <image> and <video>
+    in the question place the media; without marks they come first.
 
     Args:
         path: The file or folder of rows.
         root: Folder of the media; by default that of the rows.
-        columns: Maps these column names to those of the file.
+        columns: Maps these column names to those of the file; an empty name leaves a column out.
         prompt: Template of the prompt, with `{question}`, `{choices}` as lettered lines, or any other column.
         demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty for none.
         frames_per_second: Sampling rate of video frames.
@@ -53,18 +58,18 @@ def visual_qa(
     source = Path(path)
     media = MediaRoot.of_rows(source, root)
     sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
+    unseen = set[str]()
 
     def make(row: DataRow, number: int) -> Prompt:
         renamed = {ours: row.columns.get(theirs) for ours, theirs in (columns or {}).items()}
         fields = {**row.columns, **renamed}
         words = {**fields, "question": text(fields.get("question"), "question")}
         if fields.get("choices") is not None:
-            choices = listed(fields["choices"], "choices")
-            choices = [answer_of(choice, f"choices[{i}]") for i, choice in enumerate(choices)]
-            if len(choices) > (most := len(ascii_uppercase)):
-                raise RowError(f"wanted at most {most} `choices`, one a letter, got {len(choices)}")
-            lines = (f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False))
+            lines = lettered(fields["choices"])
             words["choices"] = "\n".join(lines)
+            shown = all(line.partition(" ")[2] in words["question"] for line in lines)
+            if "choices" not in template_fields(prompt) and not shown:
+                unseen.add(row.place)
         target = answers_of(fields)
         question = fill_template(prompt, words)
         shown = [media.medium(ref, row.place, sampling) for ref in media_of(fields)]
@@ -72,7 +77,15 @@ def visual_qa(
         first = target if type(target) is str else target[0]
         answers = (Outcome(text=fill_template(demo, {**words, "answer": first})),) if demo else ()
         # Encoded media would be stored twice.
-        kept = {key: v for key, v in fields.items() if key not in ("image", "images", "video", "videos")}
-        return Prompt(uid, (Message("user", interleaved(question, shown)),), target, answers, kept)
+        kept = {key: v for key, v in {**row.others, **fields}.items() if key not in COLUMNS}
+        system = fields.get("system")
+        head = (Message("system", (Part(text(system, "system")),)),) if has_content(system) else ()
+        asked = Message("user", interleaved(question, shown))
+        return Prompt(uid, (*head, asked), target, answers, kept)
 
-    return read_prompts(source, Rows(source, media.root), make, bad_rows=bad_rows, limit=limit)
+    rows, reads = Rows(source, media.root), declared((*READS, *template_fields(prompt, demo)), columns)
+    prompts = read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
+    if unseen:
+        wanted = "the prompt does not show the `choices` of %d rows of '%s'; write {choices} into `prompt`"
+        log.warning(wanted, len(unseen), source)
+    return prompts

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
-from mmrl.data.fields import RowError, is_number, short, text
+from mmrl.data.fields import RowError, is_number, listed, short, text
 from mmrl.vision.media.media_root import MediaRoot
 
 NOISE_STEPS = 1000
@@ -71,6 +72,14 @@ def answer_of(value: Any, name: str) -> str:
     if value is True or value is False:
         return "yes" if value else "no"
     return str(value) if is_number(value) else text(value, name)
+
+
+def lettered(choices: Any) -> list[str]:
+    """Write the choices of a question as lines, `A. a cat`; raises RowError for more than 26."""
+    texts = [answer_of(choice, f"choices[{i}]") for i, choice in enumerate(listed(choices, "choices"))]
+    if len(texts) > len(ascii_uppercase):
+        raise RowError(f"wanted at most {len(ascii_uppercase)} `choices`, one a letter, got {len(texts)}")
+    return [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, texts, strict=False)]
 
 
 # ---- corrupted versions: without media, with a random crop, or with diffusion noise

@@ -20,6 +20,7 @@ from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Media, Message, Part, Prompt
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.model_families import family_of, token_types
+from mmrl.vision.models.recorded_keys import check_keys
 
 CACHE_BYTES = 2 << 30
 REPLY_BYTES = 1 << 28
@@ -73,6 +74,7 @@ class PromptEncoder:
         # No answer may contain these: the model would expect media for them.
         self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
         self.end = self._end_tokens()
+        self._keys: dict[str, bool] = {}  # whether a template reads a key of recorded turns
         self._known: dict[str, bool] = {}  # whether a template tells about tools, by both
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
         # Answers of a group often call a tool alike, and are shown the same.
@@ -195,6 +197,7 @@ class PromptEncoder:
         return self._inputs(prompt, self._render(messages, tools), {})
 
     def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
+        check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
         words = [self.tokenizer.decode(token) for token in self.placeholders]
         # Processors look for words of their own, which can differ from those of the model.
         words += [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
@@ -319,9 +322,11 @@ def template_message(message: Message) -> dict[str, Any]:
         {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
         for part in message.parts
     ]
-    # Mistral's templates want the id of the call that a tool answers.
-    answers = {"tool_call_id": CALL_ID} if message.role == "tool" else {}
-    return {"role": message.role, "content": content, **answers}
+    # Mistral's templates want the id of a call, and of the call that a tool answers.
+    keys = ({"tool_call_id": CALL_ID} if message.role == "tool" else {}) | message.keys
+    if "tool_calls" in keys:
+        keys["tool_calls"] = [{"id": CALL_ID} | call for call in keys["tool_calls"]]
+    return {"role": message.role, "content": content, **keys}
 
 
 def _size_limits(processor: Any) -> dict[str, int]:

@@ -1,0 +1,130 @@
+"""Which columns a data set reads of its rows, and what becomes of the others: an error, or named once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmrl.data.fields import RowError
+from mmrl.data.row_files import DataRow
+
+log = logging.getLogger("mmrl")
+
+# A column, or several of which the first with content is read.
+Column = str | tuple[str, ...]
+ALWAYS = ("id", "split")  # read of every row
+MEDIA_COLUMNS = ("image", "images", "video", "videos")
+SOUND = "no model here hears; leave out what asks about sound"
+ONCE = "the row asks in more than one column; keep the one that is meant"
+SHOWN = "this data set shows no media of that column"
+PAIRS = "`vision.preference_pairs` reads pairs, a rejected answer in each row"
+TOOLKIT = "`mmrl build` converts rows of other toolkits (`vision.converted`)"
+# Columns that say what a model is asked, shown or taught, by TRL, LLaMA-Factory, ms-swift, verl, LLaVA and
+# OpenAI: a row without them is another row.
+ASKING: dict[str, str] = {
+    **dict.fromkeys(("audio", "audios", "input_audio"), SOUND),
+    **dict.fromkeys(("prompt", "messages"), ONCE),
+    **dict.fromkeys(MEDIA_COLUMNS, SHOWN),
+    **dict.fromkeys(("tools", "functions"), "give tools to the run's engine, by `tools`"),
+    **dict.fromkeys(("rejected_images", "chosen_images"), "both answers of a pair are about the same images"),
+    **dict.fromkeys(("conversations", "conversation", "instruction", "input", "query", "history"), TOOLKIT),
+    "system": "put it before the question, as a message of the role `system`",
+    "chat_template_kwargs": "give the policy such a chat template",
+}
+# Columns of answers and what they are worth, which rewards can read by name.
+JUDGING: dict[str, str] = {
+    **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), PAIRS),
+    **dict.fromkeys(("rejected_response", "rejected_messages", "response", "output"), TOOLKIT),
+    **dict.fromkeys(("reward_model", "objects"), TOOLKIT),
+    **dict.fromkeys(("completion", "completions"), "`vision.conversations` reads one recorded answer"),
+    **dict.fromkeys(("label", "labels", "kto_tag"), "keep the rows of wanted answers, or make pairs of them"),
+    "choices": "write them into the question, or read rows with `vision.visual_qa`",
+}
+
+
+@dataclass(frozen=True)
+class NamedColumns:
+    """The columns that pieces of a run read by name: rewards, filters, metrics, templates.
+
+    `every` is set where a reward in TRL's form takes whatever columns there are.
+    """
+
+    names: frozenset[str] = frozenset()
+    every: bool = False
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names or self.every and name not in ASKING
+
+
+# The run whose data are being read; none where a program calls a data set itself.
+NAMED: ContextVar[NamedColumns | None] = ContextVar("NAMED", default=None)
+
+
+def declared(columns: Iterable[Column], renamed: Mapping[str, str] | None = None) -> tuple[Column, ...]:
+    """List the columns of a file that a data set reads, where a mapping of its option `columns` renames some.
+
+    A column that is mapped to an empty name is left out.
+    """
+    theirs = dict(renamed or {})
+    known = [
+        theirs.get(column, column) if isinstance(column, str) else tuple(theirs.get(c, c) for c in column)
+        for column in columns
+    ]
+    return (*known, *theirs.values(), *(ours for ours, name in theirs.items() if not name))
+
+
+def has_content(value: Any) -> bool:
+    """Whether a field says anything: null, NaN, and empty texts, lists and objects do not."""
+    match value:
+        case None | "" | b"":
+            return False
+        case float():
+            return not math.isnan(value)
+        case Mapping():
+            return any(map(has_content, value.values()))
+        case list() | tuple():
+            return any(map(has_content, value))
+    return True
+
+
+class RowFields:
+    """Gives a data set the columns that it declares, and finds what nobody reads.
+
+    Args:
+        source: The name of the data set in messages.
+        reads: The columns that it reads.
+    """
+
+    def __init__(self, source: Any, reads: Iterable[Column]) -> None:
+        self.source, self.reads, self.named = source, (*reads, *ALWAYS), NAMED.get() or NamedColumns()
+        self.unread: Counter[str] = Counter()
+
+    def parted(self, row: DataRow) -> DataRow:
+        """Part a row into the columns that are read and the `others`.
+
+        Raises `RowError` for a column with content that has a meaning and that nobody reads.
+        """
+        filled = {name for name, value in row.columns.items() if has_content(value)}
+        reads: set[str] = set()
+        for column in self.reads:
+            names = (column,) if isinstance(column, str) else column
+            reads.add(next((name for name in names if name in filled), names[0]))
+        unread = sorted(name for name in filled - reads if name not in self.named)
+        for name in unread:
+            if advice := ASKING.get(name) or JUDGING.get(name):
+                raise RowError(f"nothing reads the column `{name}`: {advice}, or leave the column out")
+        self.unread.update(unread)
+        columns = {name: value for name, value in row.columns.items() if name in reads}
+        others = {name: value for name, value in row.columns.items() if name not in reads}
+        return replace(row, columns=columns, others=others)
+
+    def tell(self) -> None:
+        """Name the other columns that nobody reads, once."""
+        if self.unread:
+            names = ", ".join(f"{name} ({count})" for name, count in sorted(self.unread.items()))
+            log.warning("nothing reads these columns of '%s', with so many rows: %s", self.source, names)
