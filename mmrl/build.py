@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.named_columns import named_columns
 from mmrl.data.row_fields import NAMED
+from mmrl.diagnostics.round_trip import SAMPLE, check_targets
 from mmrl.inference.session import Session
 from mmrl.inference.sources import ModelSource, resolve
 from mmrl.references import SecondModel
@@ -39,6 +41,8 @@ from mmrl.training.report import Reporter, ReportPieces
 from mmrl.training.second import SecondLearner
 from mmrl.training.trainer import Run
 
+log = logging.getLogger("mmrl")
+
 
 def build(config: Config, *, quiet: bool = False) -> Run:
     """Make a training run from a configuration, which is checked before any weight is loaded."""
@@ -51,6 +55,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     pieces.answer_form = form = FormOfData(data)
     epochs, config = config.num_train_epochs, with_steps(config, len(data))
     eval_prompts = held_out(config) if config.evaluation.data else ()
+    doubts = [*told_apart(config, data, SAMPLE), *told_apart(config, eval_prompts, SAMPLE, evaluates=True)]
     # Before a weight is loaded, because samplers read columns of the data, which may lack one.
     sampler = make_chain(pieces, "sampler", config.sampler, data, "sampler")
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
@@ -95,6 +100,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     reporter = Reporter(config, processes, stream, watching, quiet)
     if form.sentence:
         reporter.console.say(form.sentence)
+    for doubt in doubts:
+        reporter.console.warn(doubt)
     if epochs:
         reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")
     seconds = second_learners(config, references, processes, stream)
@@ -158,8 +165,9 @@ def check(config: Config) -> Pieces:
 def check_data(config: Config | EvaluateConfig) -> list[str]:
     """Read the data of a run or an evaluation and make its samplers, as `build` does before loading weights.
 
-    Returns what the user should know: the form of the targets. Raises `ConfigError` where a run would: no
-    prompts, a source or a column of hints that no row has.
+    Returns what the user should know: the form of the targets, and rows whose own target does not earn full
+    marks. Raises `ConfigError` where a run would: no prompts, a source or a column of hints that no row has,
+    too many such rows.
     """
     read = {"evaluation.data": held_out(config)} if config.evaluation.data else {}
     if isinstance(config, Config):
@@ -167,7 +175,19 @@ def check_data(config: Config | EvaluateConfig) -> list[str]:
         data = read_prompts(config, pieces, config.data, "data")
         make_chain(pieces, "sampler", config.sampler, data, "sampler")
         read = {"data": data, **read}
-    return [f"{place}: {infer_form(prompts)[1]}" for place, prompts in read.items()]
+    said = [f"{place}: {infer_form(prompts)[1]}" for place, prompts in read.items()]
+    for place, prompts in read.items():
+        said += told_apart(config, prompts, evaluates=place != "data")
+    return said
+
+
+def told_apart(
+    config: Config | EvaluateConfig, prompts: Sequence[Prompt], sample: int = 0, *, evaluates: bool = False
+) -> list[str]:
+    """Check that the rewards of the training or the evaluation read the targets of its prompts."""
+    own = "evaluation.rewards" if config.evaluation.rewards else "rewards"
+    rewards = evaluation_of(config).evaluation.rewards if evaluates else config.rewards
+    return check_targets(prompts, rewards, own if evaluates else "rewards", sample=sample)
 
 
 # ---- evaluation and inference
@@ -216,6 +236,8 @@ def load_evaluator(config: Config | EvaluateConfig, weights: Path | None = None)
     check_evaluation(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
     prompts = held_out(config)  # before a weight is loaded
+    for doubt in told_apart(config, prompts, SAMPLE, evaluates=True):
+        log.warning("%s", doubt)
     policy = _load_policy(config, pieces, processes, weights)
     return make_evaluator(config, prompts, policy, processes).agreed()
 

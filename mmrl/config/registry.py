@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar, cast, overload
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
-from mmrl.config.reward_adapters import from_trl, is_trl
+from mmrl.config.reward_adapters import OwnAnswer, from_trl, is_trl
 from mmrl.config.tool_functions import check_environment, check_tool
 from mmrl.core.types import Unit
 
@@ -121,6 +121,11 @@ class Entry:
         return frozenset(getattr(self.target, "sets_tags", NOTHING))
 
     @property
+    def own_answer(self) -> Callable[..., OwnAnswer | None] | None:
+        """From a prompt and options of the reward by name to the answer that its target asks for."""
+        return getattr(self.target, "own_answer", None)
+
+    @property
     def summary(self) -> str:
         """The first paragraph of the docstring in one line."""
         return " ".join((inspect.getdoc(self.target) or "").split("\n\n")[0].split())
@@ -180,6 +185,7 @@ def kind(
         packages: Mapping[str, str] = MappingProxyType({}),
         on: str = "",
         copies_policy: bool = False,
+        own_answer: Callable[..., OwnAnswer | None] | None = None,
     ) -> Callable:
         of = {name: frozenset(of_others) for name in others}
         sets = frozenset(extra), of, frozenset(notes), frozenset(tags)
@@ -197,6 +203,8 @@ def kind(
             if sets_tags:
                 # An attribute, so that classes that derive from this one have it.
                 target.sets_tags = frozenset(sets_tags)  # pyright: ignore[reportFunctionMemberAccess]
+            if own_answer:
+                target.own_answer = own_answer  # pyright: ignore[reportFunctionMemberAccess]
             entry = Entry(name, scope, snake_case, target, needs, read, None, packages, on, copies_policy)
             known = PIECES.setdefault((name, entry.full_name), entry)
             # A reward that is wrapped by `per_outcome` belongs to the file of the function inside.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.config.registry import reward as register
-from mmrl.config.reward_adapters import per_outcome, policy_messages, policy_turns, shown, tagged
+from mmrl.config.reward_adapters import OwnAnswer, per_outcome, policy_messages, policy_turns, shown, tagged
 from mmrl.core.answers import words_of
 from mmrl.core.episodes import turn_number
 from mmrl.core.tool_calls import Call, CallError, parse_calls
@@ -52,7 +52,19 @@ def tool_calls(
     ]
 
 
-@register
+def _own_calls(prompt: Prompt, *, column: str, tag: str, matching: str) -> OwnAnswer | None:
+    """Write the reference calls as an answer, with the keys that they have; `soft` gives less than 1."""
+    references = reference_calls(prompt, column)
+    if not references:
+        return None
+    texts = [f"<{tag}>{json.dumps(reference)}</{tag}>" for reference in references]
+    calls = [Call(reference["name"], reference.get("arguments", {})) for reference in references]
+    alike = [[likeness(call, reference) for reference in references] for call in calls]
+    full = matched(alike, matching) / len(references) if matching == "soft" else 1.0
+    return OwnAnswer(("\n".join(texts),), full)
+
+
+@register(own_answer=_own_calls)
 def call_match(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Outcome],
