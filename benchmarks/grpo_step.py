@@ -17,11 +17,13 @@ import argparse
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -155,12 +157,27 @@ def by_mkl(call: Callable, *args: object) -> None:
 def compare_steps(
     folder: Path, model: Path, data: Path, length: int, repeats: int, dtype: str = "float32"
 ) -> dict:
-    """Let both trainers take steps in turn."""
+    """Let both trainers take steps in turn; `_rollout` is the share of answers and rewards."""
     from transformers import TrainerCallback
 
     run = make_run(folder, model, data, length, dtype)
     trainer = make_trainer(folder, model, data, length, repeats + 1, dtype)
-    taken: dict[str, list[float]] = {"trl": [], "mmrl": [], "mmrl_mkl": []}
+    taken: dict[str, list[float]] = defaultdict(list)
+    last: dict[str, float] = {}
+
+    def note(owner: Any, name: str, label: str) -> None:
+        call = getattr(owner, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            start = clock()
+            result = call(*args, **options)
+            last[label] = clock() - start
+            return result
+
+        setattr(owner, name, noted)
+
+    note(trainer, "_generate_and_score_completions", "trl")
+    note(run.method.engine, "rollout", "mmrl")
 
     class Turns(TrainerCallback):
         def on_step_begin(self, args, state, control, **others):
@@ -170,7 +187,10 @@ def compare_steps(
             taken["trl"].append(clock() - self.began)
             at = 2 * state.global_step
             taken["mmrl"].append(seconds_of(lambda: step_once(run, at)))
-            taken["mmrl_mkl"].append(seconds_of(lambda: by_mkl(step_once, run, at + 1)))
+            for name, seconds in last.items():
+                taken[f"{name}_rollout"].append(seconds)
+            if not torch.cuda.is_available():
+                taken["mmrl_mkl"].append(seconds_of(lambda: by_mkl(step_once, run, at + 1)))
 
     trainer.add_callback(Turns())
     trainer.train()

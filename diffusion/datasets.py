@@ -14,7 +14,7 @@ from mmrl.data.dataset_io import DataRow, Rows, json_lines, read_prompts, text_l
 from mmrl.data.fields import RowError, listed, mapping, number, text
 from mmrl.data.media import MAX_IMAGE_PIXELS
 from mmrl.data.text_files import CAPTION, Scores, line_uid, recorded_prompts, text_of
-from mmrl.diffusion.image_io import load_image, load_video
+from mmrl.diffusion.image_io import image_size, load_image, load_video
 
 
 @data
@@ -60,6 +60,7 @@ def images(
     height: NonNegativeInt = 0,
     width: NonNegativeInt = 0,
     max_pixels: PositiveInt = MAX_IMAGE_PIXELS,
+    bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
     """Prompts with recorded images: to imitate, to compare, or to rank.
@@ -75,6 +76,8 @@ def images(
         height: With `width`, images are cropped around the centre to this aspect ratio and resized, pixels.
         width: See `height`; 0 for both keeps the images' own sizes.
         max_pixels: Most pixels of an image file.
+        bad_rows: Rows that cannot be used, or whose images have a size that the model cannot take, raise
+            (`error`) or are left out and logged (`drop`).
         limit: Most rows to read; 0 is all.
     """
     if bool(height) != bool(width):
@@ -101,8 +104,9 @@ def images(
         return names, tuple(scores)
 
     load = lambda file: Outcome(image=load_image(file, height, width, max_pixels))
+    size = lambda file: (1, height, width) if height else (1, *image_size(file))
     reads = ("image", "images", "chosen", "rejected", "scores")
-    return recorded_prompts(Path(path), Path(root), limit, read, load, reads)
+    return recorded_prompts(Path(path), Path(root), limit, read, load, size, bad_rows, reads)
 
 
 @data
@@ -113,6 +117,7 @@ def videos(
     num_frames: PositiveInt,
     height: PositiveInt,
     width: PositiveInt,
+    bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
     """Prompts with recorded videos, scored as a whole or by segment.
@@ -128,6 +133,7 @@ def videos(
         num_frames: Frames to take from each video, evenly spread.
         height: Height that frames are scaled to, pixels.
         width: Width that frames are scaled to, pixels.
+        bad_rows: Rows that cannot be used raise (`error`) or are left out and logged (`drop`).
         limit: Most rows to read; 0 is all.
     """
 
@@ -152,4 +158,5 @@ def videos(
         frames, times = load_video(file, num_frames, height, width)
         return Outcome(video=frames, times=times)
 
-    return recorded_prompts(Path(path), Path(root), limit, read, load, ("videos", "scores"))
+    size = lambda file: (num_frames, height, width)
+    return recorded_prompts(Path(path), Path(root), limit, read, load, size, bad_rows, ("videos", "scores"))

@@ -28,6 +28,19 @@ def load_image(path: Path, height: int = 0, width: int = 0, max_pixels: int = MA
     return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
 
 
+def image_size(path: Path) -> tuple[int, int]:
+    """Read height and width of an image file, upright, from its header; (0, 0) where there is none."""
+    from PIL import ExifTags, Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5  # by a quarter
+    except (OSError, UnidentifiedImageError):
+        return 0, 0  # `load_image` says why
+    return (width, height) if turned else (height, width)
+
+
 def load_video(path: Path, num_frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
     """Decode `num_frames` frames of a video file, evenly spread from its first to its last, upright.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from mmrl.config.registry import pieces
+from mmrl.core.plain_text import PlainText, unused_marker, whole
 from mmrl.diffusion.schedule import scheduled_times, size_shift
 
 # An encoded text without batch axis, by the names of the network's arguments.
@@ -39,6 +41,14 @@ class PipelineFamily(ABC):
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
         """Encode texts to one condition each, on the CPU; raise if a text is too long for the encoder."""
 
+    def encode_negative(self, pipe: Any, text: str, max_sequence_length: int) -> dict[str, Tensor]:
+        """Encode the text that guidance leads away from; like a prompt, unless the pipeline differs."""
+        return self.encode(pipe, [text], max_sequence_length)[0]
+
+    def passes(self, guidance: float) -> int:
+        """Count the network calls of one guided velocity: pipelines guide above 1 alone."""
+        return 2 if guidance > 1 and not self.embedded_guidance else 1
+
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
         """Batch conditions. The default wants one length; override it to pad."""
         return {name: torch.stack([row[name] for row in conditions]) for name in conditions[0]}
@@ -53,7 +63,7 @@ class PipelineFamily(ABC):
             raise ValueError(f"this model makes images, so `num_frames` must be 1, not {num_frames}")
         channels, patch = self.channels_and_patch(pipe)
         factor = 1 if pipe.vae is None else pipe.vae_scale_factor  # by which the autoencoder shrinks a side
-        check_size(height, width, factor * patch)
+        check_size(height, width, factor * patch, pipe.transformer.config.get("pos_embed_max_size"))
         return channels, height // factor, width // factor
 
     def frames_per_latent(self, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -109,8 +119,7 @@ class PipelineFamily(ABC):
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
         """Compute the (S + 1,) times of the pipeline's own schedule, the last one 0."""
-        mu = size_shift(pipe.scheduler, shape, self.channels_and_patch(pipe)[1])
-        return scheduled_times(pipe.scheduler, num_steps, mu=mu)
+        return scheduled_times(pipe.scheduler, num_steps)
 
 
 class PackedFamily(PipelineFamily):
@@ -142,6 +151,27 @@ def family_of(pipeline: str) -> PipelineFamily:
 # ---- texts
 
 
+@contextmanager
+def reading_words(pipe: Any, text: str) -> Iterator[str]:
+    """Let the tokenizers of a pipeline read a text as words, also where it holds their control words.
+
+    Gives the text as the pipeline has to be asked with it, inside the block.
+    """
+    mark, marked = unused_marker([text]), whole(text)
+    parts = {name: part for name, part in pipe.components.items() if hasattr(part, "added_tokens_decoder")}
+    plain = {name: PlainText(part, mark=mark, any_case=True) for name, part in parts.items()}
+    for one in plain.values():
+        marked = one.marked(marked)
+    if all(one.settled(marked) == whole(text) for one in plain.values()):
+        yield whole(text)
+        return
+    vars(pipe).update({name: one.tokenizer for name, one in plain.items()})  # not as parts to be saved
+    try:
+        yield marked
+    finally:
+        vars(pipe).update(parts)
+
+
 def check_fits(tokenizer: Any, text: str, limit: int) -> None:
     """Raise if an encoder of `limit` tokens would truncate a text."""
     length = len(tokenizer(text, truncation=False, verbose=False).input_ids)
@@ -166,12 +196,15 @@ def default_of(pipe: Any, option: str) -> Any:
 # ---- latents
 
 
-def check_size(height: int, width: int, multiple: int) -> None:
-    """Raise unless height and width are multiples of `multiple` pixels."""
-    if height % multiple or width % multiple:
-        raise ValueError(
-            f"an image of this model is a multiple of {multiple} pixels high and wide, not {height} x {width}"
-        )
+def check_size(height: int, width: int, multiple: int, most: int | None = None) -> None:
+    """Raise unless height and width are 1 to `most` (None: any number) times `multiple` pixels."""
+    limit = f" of at most {most * multiple}" if most else ""
+    for side in (height, width):
+        if side % multiple or side < multiple or (most and side > most * multiple):
+            raise ValueError(
+                f"an image of this model is a multiple of {multiple} pixels{limit} high and wide, "
+                f"not {height} x {width}"
+            )
 
 
 def pack(latents: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mmrl.config.registry import import_name
 from mmrl.core.types import Outcome, Prompt
 from mmrl.runtime.modules import model_source
+from mmrl.runtime.weights import load_whole
 
 # Weak, so that a model is freed with the last reward that uses it.
 _LOADED: WeakValueDictionary[tuple[str, ...], nn.Module] = WeakValueDictionary()
@@ -123,16 +124,7 @@ def read_weights(reward: str, name: str | Path) -> dict[str, Tensor]:
 def load_pretrained(reward: str, kind: type, name: str) -> nn.Module:
     """Load a model of transformers in float32; a checkpoint that lacks weights is an error."""
     with explained(f"{reward}: cannot load '{name}'", "Name a local folder, or a model of the hub"):
-        model, report = kind.from_pretrained(
-            model_source(name),
-            dtype=torch.float32,
-            output_loading_info=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{reward}: '{name}' does not hold the weights {missing[:3]}")
-    return model
+        return load_whole(kind, model_source(name), dtype=torch.float32, trust_remote_code=False)
 
 
 def shared_model(reward: str, device: str, make: Callable[[], nn.Module], *key: str) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +35,22 @@ def scheduled_times(
     return torch.as_tensor(own.sigmas, dtype=torch.float32).cpu()
 
 
+def check_scheduler(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise unless a scheduler, by class name and configuration, is one of flow matching."""
+    predicts = settings.get("use_flow_sigmas") and settings.get("prediction_type") == "flow_prediction"
+    if not name.startswith("FlowMatch") and not predicts:
+        raise ValueError(
+            f"its scheduler is '{name}' (prediction_type {settings.get('prediction_type')}, use_flow_sigmas "
+            f"{settings.get('use_flow_sigmas', False)}), which is no scheduler of flow matching; give the "
+            "pipeline a FlowMatchEulerDiscreteScheduler, or the scheduler that the model was published with"
+        )
+    if "Heun" in name:  # it lists every time twice
+        raise ValueError(
+            f"its scheduler is '{name}'; give the pipeline a FlowMatchEulerDiscreteScheduler, and set "
+            "`ode: heun` of the engine `diffusion.denoise`"
+        )
+
+
 def size_shift(scheduler: Any, shape: tuple[int, ...], patch: int) -> float | None:
     """Compute the shift `mu` of a schedule that depends on the image's size; None for other schedules.
 
@@ -53,10 +69,16 @@ def size_shift(scheduler: Any, shape: tuple[int, ...], patch: int) -> float | No
 
 
 def check_times(times: Tensor) -> Tensor:
-    """Raise unless a schedule falls strictly to 0."""
-    if times.ndim != 1 or len(times) < 2 or not (times.diff() < 0).all() or times[-1] != 0:
+    """Raise unless a schedule falls strictly to 0, from 1 at most."""
+    falls = times.ndim == 1 and len(times) > 1 and bool((times.diff() < 0).all())
+    if not falls or times[-1] != 0:
         rounded = [round(time, 6) for time in times.flatten().tolist()]
         raise ValueError(f"denoising times must fall strictly and end at 0, but are {rounded}")
+    if times[0] > 1:
+        raise ValueError(
+            f"denoising times are shares of noise, but the scheduler begins at {float(times[0]):.6g}; give "
+            "the pipeline a scheduler of flow matching without sigmas of another kind"
+        )
     return times
 
 

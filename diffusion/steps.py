@@ -96,6 +96,7 @@ class FlowPolicy(Protocol):
     pipe: Any
     family: PipelineFamily
     likelihood: Likelihood
+    negative_prompt: str
     device: torch.device
     precision: torch.dtype
 

@@ -17,7 +17,7 @@ from site_pieces import code, page_of, prose
 from mmrl.config import schema
 from mmrl.config.methods import PAPER, Method, all_methods
 from mmrl.config.registry import HOMES, SCOPES, pieces
-from mmrl.config.trl_table import PARTS as TRL_PARTS
+from mmrl.trl.names import BOTH, DPO, GRPO, MODEL, NEUTRAL, REFUSED
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -60,23 +60,26 @@ def readings_of(method: Method) -> str:
 
 
 def trl_table() -> str:
-    """Make the tables of TRL's arguments: the key of each here, and what differs."""
+    """Make the tables of TRL's arguments: the key of each here, what differs, and what is not here."""
     parts = []
-    for title, rows in TRL_PARTS.items():
-        listed = {name: row for name, row in rows.items() if title != "No effect"}
-        parts += [
-            f"### {title}\n",
-            *(["| TRL | default | here | |", "| --- | --- | --- | --- |"] if listed else []),
-        ]
-        for name, row in listed.items():
+    for title, rows in {
+        "GRPOConfig": GRPO,
+        "DPOConfig": DPO,
+        "Both": BOTH,
+        "Model, data, rewards": MODEL,
+    }.items():
+        parts += [f"### {title}\n", "| TRL | default | here | |", "| --- | --- | --- | --- |"]
+        for name, row in rows.items():
             default = code(repr(row.default)) + ("" if row.dpo is ... else f", of DPO {code(repr(row.dpo))}")
-            here = code(row.key) if row.key else {"ignored": "no effect", "absent": "absent"}.get(row.how, "")
-            differs = "differs: " if row.how == "differs" else ""
-            parts.append(f"| {code(name)} | {default} | {here} | {differs}{row.note} |")
-        for note in dict.fromkeys(row.note for name, row in rows.items() if name not in listed):
-            parts.append(f"- {note} {', '.join(code(n) for n, row in rows.items() if row.note == note)}")
+            here = code(row.key) if row.key else ""
+            parts.append(f"| {code(name)} | {default} | {here} | {row.note} |")
         parts.append("")
-    return "\n".join(parts)
+    parts += ["### Refused\n", "At its default each of them may stay.\n"]
+    parts += [f"- {code(name)}: {advice}" for name, (advice, _) in REFUSED.items()]
+    parts += ["", "### No effect\n"]
+    for words in dict.fromkeys(NEUTRAL.values()):
+        parts.append(f"- {words} {', '.join(code(name) for name, why in NEUTRAL.items() if why == words)}")
+    return "\n".join([*parts, ""])
 
 
 KEYS = (

@@ -19,6 +19,8 @@ def __getattr__(name: str):
 
     homes = {
         "Trainer": "mmrl.api.trainer",
+        "GRPOTrainer": "mmrl.api.trainer",
+        "DPOTrainer": "mmrl.api.trainer",
         "load": "mmrl.config.schema",
         "load_engine": "mmrl.build",
         "load_pruned": "mmrl.inference.saving",

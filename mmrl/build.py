@@ -14,12 +14,15 @@ import torch
 
 from mmrl.config.binding import Pieces
 from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece
 from mmrl.config.tags import named_in
 from mmrl.core.protocols import Connected, Policy, Preparing
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
+from mmrl.data.dataset_io import bad_rows_error
 from mmrl.data.named_columns import named_columns
 from mmrl.data.row_fields import NAMED
 from mmrl.diagnostics.round_trip import SAMPLE, check_targets
@@ -41,7 +44,7 @@ from mmrl.training.report import Reporter, ReportPieces
 from mmrl.training.second import SecondLearner
 from mmrl.training.trainer import Run
 
-log = logging.getLogger("mmrl")
+log = logging.getLogger(__name__)
 
 
 def build(config: Config, *, quiet: bool = False) -> Run:
@@ -51,7 +54,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     pieces = Pieces(stream, config.policy)
     make = partial(pieces.make_field, config)
     trackers = make("report.trackers")
-    data = read_prompts(config, pieces, config.data, "data")
+    data = pieces.made["data"] = usable_rows(config, read_prompts(config, pieces, config.data, "data"))
     pieces.answer_form = form = FormOfData(data)
     epochs, config = config.num_train_epochs, with_steps(config, len(data))
     eval_prompts = held_out(config) if config.evaluation.data else ()
@@ -98,10 +101,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data), labels_read)
     pieces.made["prompts"] = PromptCounts(stream)
     reporter = Reporter(config, processes, stream, watching, quiet)
-    if form.sentence:
-        reporter.console.say(form.sentence)
-    for doubt in doubts:
-        reporter.console.warn(doubt)
+    for line in filter(None, (form.sentence, *doubts)):
+        reporter.console.say(line)
     if epochs:
         reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")
     seconds = second_learners(config, references, processes, stream)
@@ -135,14 +136,20 @@ def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:
 def with_steps(config: Config, num_rows: int) -> Config:
     """Replace `num_train_epochs` by the `max_steps` that pass over `num_rows` prompts as often, rounded up.
 
-    Further rounds of the sampler (`rollout.max_rounds`) are not counted.
+    Further rounds of the sampler (`rollout.max_rounds`) are not counted. Shares of the run become steps too.
     """
     if not config.num_train_epochs:
-        return config
+        return replace(config, **_shares(config, config.max_steps))
     prompts = min(config.rollout.num_prompts, num_rows)  # of a step; the sampler draws none twice
     # Rounded before, so that 3 epochs of 0.1 are not 1 step more than 0.3 (0.30000000000000004).
-    steps = math.ceil(round(config.num_train_epochs * num_rows / prompts, 9))
-    return replace(config, max_steps=max(1, steps), num_train_epochs=0.0)
+    steps = max(1, math.ceil(round(config.num_train_epochs * num_rows / prompts, 9)))
+    return replace(config, max_steps=steps, num_train_epochs=0.0, **_shares(config, steps))
+
+
+def _shares(config: Config, steps: int) -> dict[str, int]:
+    """List the keys that are shares of a run, as numbers of steps; the last of an epoch may be a part."""
+    shares = {"save_steps": config.save_steps, "eval_steps": config.eval_steps}
+    return {key: math.ceil(round(share * steps, 9)) for key, share in shares.items() if 0 < share < 1}
 
 
 def make_chain(pieces: Pieces, kind: str, listed: Sequence[Piece], first: Any, place: str) -> Any:
@@ -172,7 +179,7 @@ def check_data(config: Config | EvaluateConfig) -> list[str]:
     read = {"evaluation.data": held_out(config)} if config.evaluation.data else {}
     if isinstance(config, Config):
         pieces = Pieces(Stream(config.seed, stage=config.stage))
-        data = read_prompts(config, pieces, config.data, "data")
+        data = usable_rows(config, read_prompts(config, pieces, config.data, "data"))
         make_chain(pieces, "sampler", config.sampler, data, "sampler")
         read = {"data": data, **read}
     said = [f"{place}: {infer_form(prompts)[1]}" for place, prompts in read.items()]
@@ -188,6 +195,27 @@ def told_apart(
     own = "evaluation.rewards" if config.evaluation.rewards else "rewards"
     rewards = evaluation_of(config).evaluation.rewards if evaluates else config.rewards
     return check_targets(prompts, rewards, own if evaluates else "rewards", sample=sample)
+
+
+def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Leave out rows whose recorded answers the model cannot take, or raise, as `bad_rows` of the data says.
+
+    They are looked at where an engine reads them and the policy can tell, before a weight is loaded.
+    """
+    check_answers = getattr(find("policy", config.policy.name).target, "check_answers", None)
+    reads = any(getattr(find("engine", e.name).target, "reads_answers", False) for e in config.rollout.engine)
+    if check_answers is None or not reads:
+        return data
+    wrong: dict[int, str] = check_answers(config.policy.options, data)
+    lines = [f"prompt '{data[index].uid}': {reason}" for index, reason in wrong.items()]
+    if lines and config.data.options.get("bad_rows") != "drop":
+        advice = "give the data the `height` and `width` to crop and resize to, or set `bad_rows: drop`"
+        raise ConfigError(f"data: {bad_rows_error(str(config.data.options.get('path', '')), lines, advice)}")
+    for line in lines:
+        log.warning("dropped %s", line)
+    if len(lines) == len(data):
+        raise ConfigError("the model can take the recorded answers of no row")
+    return [data[i] for i in range(len(data)) if i not in wrong] if lines else data
 
 
 # ---- evaluation and inference
@@ -228,6 +256,7 @@ def make_evaluator(
         metrics=pieces.make_field(config, "evaluation.metrics"),
         num_generations=wanted.num_generations,
         confidence=wanted.confidence,
+        correct=wanted.correct,
     )
 
 

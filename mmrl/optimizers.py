@@ -37,7 +37,12 @@ def adamw(
         beta2: Decay of the second moment, in [0, 1).
         eps: Added to the denominator.
     """
-    return torch.optim.AdamW([p for _, p in named], weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
+    return _adamw([p for _, p in named], weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
+
+
+def _adamw(weights: Sequence[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    # On a GPU torch's default makes a temporary copy of all second moments; its one kernel makes none.
+    return torch.optim.AdamW(weights, fused=all(p.is_cuda for p in weights) or None, **options)
 
 
 @optimizer(packages={"bitsandbytes": "lowbit"})
@@ -99,7 +104,7 @@ def muon(
     if matrices:
         parts.append(BatchedMuon(matrices, momentum=momentum, weight_decay=weight_decay))
     if rest:
-        parts.append(torch.optim.AdamW(rest, weight_decay=weight_decay, betas=(beta1, beta2)))
+        parts.append(_adamw(rest, weight_decay=weight_decay, betas=(beta1, beta2)))
     return Parted(parts)
 
 

@@ -147,10 +147,14 @@ def describe(
             f"{len(result.uids)}, or others; leave the engines' wrappers the same"
         )
     values, draws = result.values, result.draws
-    quality = {name: (values[name], *evaluator.interval(drawn)) for name, drawn in draws.items()}
+    prompts = len(set(result.uids))
+    quality = {name: (values[name], *evaluator.interval(drawn, prompts)) for name, drawn in draws.items()}
     difference = {
         # Of paired draws: prompts that are hard for both add no variance to the difference.
-        name: (values[name] - first.values[name], *evaluator.interval(drawn - first.draws[name]))
+        name: (
+            values[name] - first.values[name],
+            *evaluator.interval(drawn - first.draws[name], prompts, difference=True),
+        )
         for name, drawn in draws.items()
         if name in first.draws
     }

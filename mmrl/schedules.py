@@ -13,15 +13,16 @@ from mmrl.config.registry import schedule
 from mmrl.core.types import Clock
 
 
-def _warm(value: float, step: int, warmup_steps: int) -> float:
-    # step + 1: the first step, 0, already has a value above 0, and step `warmup_steps` - 1 the whole one.
-    return value * min(1.0, (step + 1) / warmup_steps) if warmup_steps else value
+def _warm(value: float, clock: Clock, warmup_steps: float) -> float:
+    steps = math.ceil(warmup_steps * clock.max_steps) if warmup_steps < 1 else warmup_steps
+    # step + 1: the first step, 0, already has a value above 0, and step `steps` - 1 the whole one.
+    return value * min(1.0, (clock.step + 1) / steps) if steps else value
 
 
 @schedule
-def constant(clock: Clock, *, value: TakenFloat, warmup_steps: NonNegativeInt = 0) -> float:
-    """Constant `value`, after a linear warmup from 0 over `warmup_steps`."""
-    return _warm(value, clock.step, warmup_steps)
+def constant(clock: Clock, *, value: TakenFloat, warmup_steps: NonNegativeFloat = 0) -> float:
+    """Constant `value`, after a linear warmup from 0 over `warmup_steps`; below 1: a share of the run."""
+    return _warm(value, clock, warmup_steps)
 
 
 @schedule
@@ -31,7 +32,7 @@ def linear(
     start: TakenFloat,
     end: TakenFloat,
     steps: PositiveInt | None = None,
-    warmup_steps: NonNegativeInt = 0,
+    warmup_steps: NonNegativeFloat = 0,
 ) -> float:
     """Linear from `start` to `end` over `steps`, then constant.
 
@@ -39,10 +40,10 @@ def linear(
         start: First value.
         end: Last value.
         steps: Length in steps of the clock; null: the whole run, of `max_steps`.
-        warmup_steps: Steps over which the value is scaled linearly up from 0.
+        warmup_steps: Steps over which the value is scaled linearly up from 0; below 1: a share of the run.
     """
     share = min(1.0, clock.step / max(steps or clock.max_steps, 1))
-    return _warm(start + (end - start) * share, clock.step, warmup_steps)
+    return _warm(start + (end - start) * share, clock, warmup_steps)
 
 
 @schedule
@@ -52,7 +53,7 @@ def cosine(
     start: TakenFloat,
     end: TakenFloat,
     steps: PositiveInt | None = None,
-    warmup_steps: NonNegativeInt = 0,
+    warmup_steps: NonNegativeFloat = 0,
 ) -> float:
     """Half a cosine from `start` to `end` over `steps`, then constant.
 
@@ -60,11 +61,11 @@ def cosine(
         start: First value.
         end: Last value.
         steps: Length in steps of the clock; null: the whole run, of `max_steps`.
-        warmup_steps: Steps over which the value is scaled linearly up from 0.
+        warmup_steps: Steps over which the value is scaled linearly up from 0; below 1: a share of the run.
     """
     share = min(1.0, clock.step / max(steps or clock.max_steps, 1))
     # (1 + cos(pi x)) / 2 falls from 1 at x = 0 to 0 at x = 1.
-    return _warm(end + (start - end) * 0.5 * (1 + math.cos(math.pi * share)), clock.step, warmup_steps)
+    return _warm(end + (start - end) * 0.5 * (1 + math.cos(math.pi * share)), clock, warmup_steps)
 
 
 @schedule

@@ -18,7 +18,7 @@ import mmrl
 from mmrl.cli import main
 from mmrl.config.reward_adapters import per_outcome
 from mmrl.reporting import html
-from mmrl.runtime.files import LOCK
+from mmrl.runtime.files import LOCK, hold
 from tests.support.toys import plan, prompts
 
 HERE = "tests.test_cli"
@@ -91,6 +91,7 @@ def test_train_leaves_everything_in_the_output_folder(file, tmp_path, capsys, no
     assert main(["train", file(evaluation=EVALUATION)]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         ".lock",
+        ".mmrl",
         "checkpoint-2",
         "completions",
         "config.yaml",
@@ -122,13 +123,14 @@ def test_overrides_change_the_run(file, tmp_path, no_curves):
 
 def test_evaluate_writes_numbers_and_a_page(file, tmp_path, capsys):
     assert main(["evaluate", file(evaluation=EVALUATION)]) == 0
-    written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    folder = tmp_path / "out" / "evaluation"
+    written = json.loads((folder / "evaluation.json").read_text())
     assert written["metrics"]["brevity"] < 0
     low, high = written["intervals"]["brevity"]
     assert low <= written["metrics"]["brevity"] <= high
-    page = (tmp_path / "out" / "evaluation.html").read_text()
+    page = (folder / "evaluation.html").read_text()
     assert "<h1>Evaluation</h1>" in page and '<a href="predictions.html">' in page
-    assert (tmp_path / "out" / "predictions.html").exists()
+    assert (folder / "predictions.html").exists()
     assert "brevity" in capsys.readouterr().out
 
 
@@ -148,6 +150,35 @@ def test_the_folder_of_a_run_is_evaluated_with_its_last_checkpoint(file, tmp_pat
     assert main(["evaluate", str(run), "evaluation.num_generations=1", f"output_dir={tmp_path / 'one'}"]) == 0
     assert (tmp_path / "one" / "predictions.parquet").exists()
     assert "is no folder of a run" in failure(capsys, 2, "evaluate", str(run / "completions"))
+
+
+def test_an_evaluation_leaves_the_numbers_of_a_run_alone(file, tmp_path, capsys, no_curves):
+    run, path = tmp_path / "out", file(evaluation=EVALUATION, learn={"learning_rate": 0.5})
+    assert main(["evaluate", path]) == 0  # before the run, which then begins beside it
+    assert main(["train", path]) == 0
+    trained, before = rewards_in(run), rewards_in(run / "evaluation")
+    written = {
+        name: (run / name).read_bytes() for name in ("evaluation.json", "report.html", "metrics.jsonl")
+    }
+    with hold(run):  # while it trains
+        assert main(["evaluate", path, "policy.length=2"]) == 0
+    assert {name: (run / name).read_bytes() for name in written} == written
+    assert rewards_in(run) == trained and rewards_in(run / "evaluation") != before != trained
+    refused = f"'{run}' was made by `mmrl train`, and `mmrl evaluate` does not write into it"
+    assert refused in failure(capsys, 2, "evaluate", path, f"output_dir={run}")
+    assert "was made by `mmrl evaluate`" in failure(capsys, 2, "train", path, f"output_dir={run}/evaluation")
+    with hold(run / "evaluation"):
+        assert "is in use by process" in failure(capsys, 2, "evaluate", path)
+    assert main(["train", path, "overwrite_output_dir=true", "max_steps=1"]) == 0
+    assert not (run / "evaluation").exists()
+
+
+def test_a_place_where_nothing_can_be_written_is_known_before_the_first_step(file, tmp_path, capsys):
+    (tmp_path / "taken").write_text("a file")
+    for command in ("train", "evaluate", "check"):
+        given = [file(evaluation=EVALUATION), f"output_dir={tmp_path / 'taken' / 'run'}"]
+        assert main([command, *given]) == 2
+        assert f"'{tmp_path / 'taken'}' is no folder" in "".join(capsys.readouterr())
 
 
 def test_two_evaluations_are_compared_answer_by_answer(file, tmp_path, capsys):

@@ -30,6 +30,7 @@ ORDER = (
 )  # fmt: skip
 TOP_LEVEL = {
     "": "commands",
+    "trl": "config",
     "references": "pieces",
     "optimizers": "pieces",
     "api": "commands",

@@ -28,7 +28,7 @@ WITHOUT_WEIGHTS = (
     "AutoTokenizer",
     "AutoConfig",
     "CLIPProcessor",
-    "CLIPImageProcessor",
+    "AutoImageProcessor",
 )
 
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from jinja2 import TemplateError
-
 from mmrl.config.schema import ConfigError
+from mmrl.core.plain_text import inside
 from mmrl.core.tool_calls import (
     Call,
     CallError,
@@ -48,10 +47,12 @@ def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> E
     """Encode a prompt with tools: in the words of the chat template, or in Qwen's where it has none."""
     if not tools or encoder.knows_tools(tools):
         return encoder.encode(prompt, tools)
-    instructions = Part(QWEN_TOOLS.format(schemas="\n".join(map(json.dumps, tools))))
+    schemas = inside("tools", list(map(json.dumps, tools)))
+    instructions = Part(QWEN_TOOLS.format(schemas="\n".join(schemas)))
     match prompt.messages:
         case [Message(role="system", parts=parts), *others]:
-            system = Message("system", (*parts, Part("\n\n"), instructions))
+            told = "".join(part.text for part in parts) + "\n\n" + instructions.text
+            system = Message("system", (Part(told),))
         case others:
             system = Message("system", (instructions,))
     return encoder.encode(replace(prompt, messages=(system, *others)))
@@ -70,12 +71,12 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
     try:
         written = encoder.written_call(call.name, call.arguments, tools)
         words = f"a call as {written[-200:]!r}"
-    except (TemplateError, TypeError) as error:
-        written, words = "", f"no call ({type(error).__name__}: {error})"
+    except ValueError as error:
+        written, words = "", f"no call ({error})"
     forms = (*FORMATS, *(partial(reads, tools=tools) for reads in TAGGED_FORMATS))
     for reads in forms if parse in FORMATS else (parse,):  # an engine's own form is used or refused
         if reads(written) == [call]:
-            _check_reply(encoder, tools, written)
+            _check_reply(encoder, tools)
             return reads
     raise ConfigError(
         f"the chat template of the model tells it about tools and writes {words}, but calls are read in the "
@@ -88,21 +89,24 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
     )
 
 
-def _check_reply(encoder: PromptEncoder, tools: Tools, written: str) -> None:
+def _check_reply(encoder: PromptEncoder, tools: Tools) -> None:
     """Raise ConfigError unless the chat template writes the reply of a tool after a call."""
-    asked = encoder.encode(Prompt("reply", (Message("user", (Part("x"),)),)), tools)
-    answer, words = encoder.answer(written), "nothing of it"
-    try:
-        empty, reply = (
-            encoder.extend(asked, answer, *encoder.replies([Message("tool", (Part(text),))], tools)).ids
-            for text in ("", "one two")
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        empty = reply = answer
-        words = f"no message of the role `tool` ({type(error).__name__}: {error})"
-    if len(reply) == len(empty):
-        raise ConfigError(
-            f"the chat template of the model tells it about tools, but of a tool's reply it writes {words}. "
-            "Save the checkpoint with a template that writes such replies, or with one that leaves tools "
-            "out: the model then reads Qwen's words"
-        )
+    read, words = encoder.template.reads("tool", tools), ""
+    if not read.forms:
+        words = f"no message of the role `tool` ({read.why})"
+    else:
+        try:
+            after_call, after_words = encoder.template.after_calls(tools)
+            # A conversation goes on after the words of a call, which the template need not know as a call.
+            words = (
+                "" if after_call.endswith(after_words) else "other words than after an answer without calls"
+            )
+        except ValueError:
+            words = "nothing after an answer without a list of calls"
+    if not words:
+        return
+    raise ConfigError(
+        f"the chat template of the model tells it about tools, but of a tool's reply it writes {words}. "
+        "Save the checkpoint with a template that writes such replies, or with one that leaves tools "
+        "out: the model then reads Qwen's words"
+    )

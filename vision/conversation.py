@@ -74,7 +74,8 @@ class Conversation:
         same = len(before) if same < 0 else same
         reads = self.reads[: same + 1]
         for (_, ids), reply in zip(self.turns[same:], now[same:], strict=True):
-            reads.append(encoder.extend(reads[-1], ids, *encoder.replies(reply, self.schemas)))
+            written = encoder.replies(reply, self.schemas)
+            reads.append(encoder.extend(reads[-1], ids, *written, tools=self.schemas))
         return reads
 
     def go_on(self, reads: Sequence[EncodedPrompt], observed: Sequence[Message]) -> None:

@@ -12,7 +12,7 @@ import torch
 from mmrl.config.binding import Pieces
 from mmrl.config.registry import find, memory_estimate
 from mmrl.config.schema import Config
-from mmrl.core import onednn
+from mmrl.core.onednn import packed_bytes
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.diagnostics.memory_estimates import sampled_elsewhere
@@ -95,7 +95,8 @@ def _generation(
     return {
         "rollouts/cache": cache_bytes(policy, before, rows * room_of(longest)),
         "rollouts/passes": max(prompt_pass, row_pass),
-        "rollouts/packed weights": float(onednn.packed_bytes(policy.model)),
+        # Weights without numbers are on no device; `room` says which one trains.
+        "rollouts/packed weights": 0.0 if torch.cuda.is_available() else float(packed_bytes(policy.model)),
     }
 
 

@@ -12,7 +12,9 @@ import torch
 
 from mmrl.core import chat
 from mmrl.core.types import Frames, Media, Part
+from mmrl.data.media import MediaError, as_rgb, is_image, to_image
 from mmrl.vision.media.media_reader import film
+from mmrl.vision.media.media_root import one_frame
 
 MAX_ERROR = 200  # characters of an error that a model reads
 MAX_PARTS = 64  # texts, images and videos of a reply
@@ -62,23 +64,23 @@ def as_answer(result: Any, name: str, limits: Limits) -> Answer:
 def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
     """Convert what a tool returned to parts of a message; raises ToolFault for others, and for too many.
 
-    That is a text, an image of PIL, a content block of either or of a video (a list of images of PIL of one
-    size, two a second), or a list of these; None, a number and a dictionary become a text. The texts are cut
-    where they are longer in all than the limit.
+    That is a text, an image (of PIL, an array or a tensor), a content block of either or of a video (a list
+    of images of one size, two a second), or a list of these; None, a number and a dictionary become a text.
+    The texts are cut where they are longer in all than the limit.
     """
-    from PIL import Image
-
     parts, left = [], limits.chars
     for item in _items(result):
         match item:
             case str(text) | {"type": "text", "text": str(text)}:
                 if left >= 0:  # else a text before was cut
-                    parts.append(Part(text if len(text) <= left else text[:left] + " [...]"))
+                    parts.append(Part(text if len(text) <= left else text[:left] + " [...]", said=True))
                 left -= len(text)
-            case (Image.Image() as image) | {"type": "image", "image": Image.Image() as image}:
+            case {"type": "image", "image": image} if is_image(image):
                 parts.append(Part(media=_as_media(image, name, limits.pixels)))
-            case {"type": "video", "video": [*images]} if images and all(map(_is_pil, images)):
+            case {"type": "video", "video": [*images]} if images and all(map(is_image, images)):
                 parts.append(Part(media=_as_video(images, name, limits.pixels)))
+            case image if is_image(image):
+                parts.append(Part(media=_as_media(image, name, limits.pixels)))
             case _:
                 raise ToolFault(
                     f"returned {type(item).__name__}; a tool returns a text, a PIL image, or a list of both"
@@ -100,17 +102,12 @@ def _items(result: Any) -> Sequence[Any]:
     return [result]
 
 
-def _is_pil(value: Any) -> bool:
-    from PIL.Image import Image
-
-    return isinstance(value, Image)
-
-
 def _is_shown(item: Any) -> bool:
-    return _is_pil(item) or (isinstance(item, Mapping) and item.get("type") in ("image", "video"))
+    return is_image(item) or (isinstance(item, Mapping) and item.get("type") in ("image", "video"))
 
 
 def _as_video(images: Sequence[Any], name: str, max_pixels: int) -> Media:
+    images = [_in_pillow(image, name) for image in images]
     sizes = {image.size for image in images}
     if len(sizes) > 1:
         raise ToolFault(f"returned a video whose images have {len(sizes)} sizes; make them equal")
@@ -125,15 +122,23 @@ def _as_video(images: Sequence[Any], name: str, max_pixels: int) -> Media:
 
 
 def _as_media(image: Any, name: str, max_pixels: int) -> Media:
-    import numpy
-
+    image = _in_pillow(image, name)
     if not 0 < image.width * image.height <= max_pixels:  # before any pixel is made
         raise ToolFault(
             f"returned an image of {image.width}x{image.height} pixels; the limit is {max_pixels}"
         )
-    pixels = torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1)[None].contiguous()
-    frames = Frames(pixels, torch.zeros(1, dtype=torch.float64))
+    try:
+        frames = one_frame(as_rgb(image, f"an image from {name}"))
+    except MediaError as error:
+        raise ToolFault(f"returned an image that cannot be shown: {error}") from error
     return Media("image", f"an image from {name}", lambda: frames)
+
+
+def _in_pillow(image: Any, name: str) -> Any:
+    try:
+        return to_image(image, f"an image from {name}")
+    except MediaError as error:
+        raise ToolFault(f"returned an image that cannot be shown: {error}") from error
 
 
 def to_pil(argument: Any) -> Any:

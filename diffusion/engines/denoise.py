@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -55,7 +56,8 @@ class Denoise:
 
     Args:
         num_inference_steps: Denoising steps.
-        guidance_scale: Strength of guidance; 1 runs the network once per step.
+        guidance_scale: Strength of guidance. At 1 and below the network runs once per step, with the prompt
+            alone, as in diffusers; models that take guidance as an input run once at any.
         height: Of the image, pixels.
         width: Of the image, pixels.
         num_frames: Frames of a video; 1 makes images.
@@ -121,6 +123,13 @@ class Denoise:
             raise ValueError(
                 f"`stochastic` {low, high} holds the last of {num_steps} steps, whose noise is (nearly) "
                 f"zero, so that its log-density explodes; end at {num_steps - 1}"
+            )
+        if (negative := self.policy.negative_prompt) and self.policy.passes(self.guidance_scale) == 1:
+            warnings.warn(
+                f"`guidance_scale` {self.guidance_scale:g} of `diffusion.denoise` switches guidance off, so "
+                f"the `negative_prompt` '{negative}' has no effect; set `guidance_scale` above 1, or leave "
+                "it out",
+                stacklevel=2,
             )
         self.ode_step = ODE_STEPS[self.ode]
         family, pipe = self.policy.family, self.policy.pipe

@@ -28,6 +28,7 @@ class PartialNoise:
     """
 
     notes = frozenset()
+    reads_answers = True
 
     def __init__(self, engine: Denoise, *, eta: PositiveShare = 0.75) -> None:
         self.engine, self.policy, self.eta = engine, engine.policy, eta

@@ -15,32 +15,37 @@ from mmrl.diffusion.model_family import Condition, PipelineFamily, check_fits, d
 class Sana(PipelineFamily):
     """Sana: Gemma reads an instruction and the text; the autoencoder shrinks sides by 32.
 
-    The instruction is the default of the pipeline. The empty text is read without it, as the pipeline does
-    with the negative prompt. Published schedulers are of second order and round times to whole numbers; only
-    their sigmas are used.
+    The instruction is the default of the pipeline. The negative prompt is read without it. Published
+    schedulers are of second order and round times to whole numbers; only their sigmas are used.
     """
 
     pipelines = frozenset({"SanaPipeline"})
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts: states (S, D), padded, and their mask (S,)."""
-        instruction = default_of(pipe, "complex_human_instruction")
+        """Encode texts behind the instruction: states (S, D), padded, and their mask (S,)."""
+        return [self._encode(pipe, text, max_sequence_length, instructed=True) for text in texts]
+
+    def encode_negative(self, pipe: Any, text: str, max_sequence_length: int) -> dict[str, Tensor]:
+        """Encode the text that guidance leads away from, without the instruction."""
+        return self._encode(pipe, text, max_sequence_length, instructed=False)
+
+    def _encode(
+        self, pipe: Any, text: str, max_sequence_length: int, *, instructed: bool
+    ) -> dict[str, Tensor]:
+        instruction = default_of(pipe, "complex_human_instruction") if instructed else []
         prefix = "\n".join(instruction)
         # Two of the instruction's tokens count for the text's length: the first, and the last.
-        room = len(pipe.tokenizer.encode(prefix)) - 2
-        conditions = []
-        for text in texts:
-            whole = (prefix if text else "") + text.lower().strip()  # as the pipeline cleans it
-            check_fits(pipe.tokenizer, whole, max_sequence_length + (room if text else 0))
-            states, mask, _, _ = pipe.encode_prompt(
-                [text],
-                do_classifier_free_guidance=False,
-                max_sequence_length=max_sequence_length,
-                complex_human_instruction=instruction if text else None,
-            )
-            conditions += per_text(encoder_hidden_states=states, encoder_attention_mask=mask)
-        return conditions
+        room = len(pipe.tokenizer.encode(prefix)) - 2 if instructed else 0
+        # As the pipeline cleans it.
+        check_fits(pipe.tokenizer, prefix + text.lower().strip(), max_sequence_length + room)
+        states, mask, _, _ = pipe.encode_prompt(
+            [text],
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+            complex_human_instruction=instruction,
+        )
+        return per_text(encoder_hidden_states=states, encoder_attention_mask=mask)[0]
 
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor

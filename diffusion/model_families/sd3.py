@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmrl.config.registry import family
 from mmrl.diffusion.model_family import JOINT_ATTENTION, PipelineFamily, check_fits, per_text
+from mmrl.diffusion.schedule import scheduled_times, size_shift
 
 
 @family
@@ -37,3 +38,8 @@ class Sd3(PipelineFamily):
             max_sequence_length=max_sequence_length,
         )
         return per_text(encoder_hidden_states=states, pooled_projections=pooled)
+
+    def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
+        """Compute the times of the pipeline's own schedule, which may depend on the image's size."""
+        mu = size_shift(pipe.scheduler, shape, pipe.transformer.config.patch_size)
+        return scheduled_times(pipe.scheduler, num_steps, mu=mu)

@@ -47,9 +47,14 @@ class Wan(PipelineFamily):
             )
         factor, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
         channels, patch = self.channels_and_patch(pipe)
-        check_size(height, width, factor * patch)
+        most = pipe.transformer.config.rope_max_seq_len  # positions along every axis
+        check_size(height, width, factor * patch, most)
         if num_frames < 1 or (num_frames - 1) % span:  # the first frame is a latent frame of its own
             raise ValueError(f"`num_frames` must be one more than a multiple of {span}, not {num_frames}")
+        if (num_frames - 1) // span >= most:
+            raise ValueError(
+                f"`num_frames` is at most {(most - 1) * span + 1} for this model, not {num_frames}"
+            )
         return channels, (num_frames - 1) // span + 1, height // factor, width // factor
 
     def frames_per_latent(self, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:

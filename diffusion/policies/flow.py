@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat
 from mmrl.config.registry import policy
 from mmrl.config.schema import Piece
@@ -16,10 +17,11 @@ from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.diffusion import loading
-from mmrl.diffusion.model_family import Condition, PipelineFamily, default_of, family_of
+from mmrl.data.text_files import RecordedAnswers
+from mmrl.diffusion import adapters, loading
+from mmrl.diffusion.model_family import Condition, PipelineFamily, default_of, family_of, reading_words
 from mmrl.diffusion.steps import Conditioning, FlowRow, FlowSteps, Likelihood
-from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision
+from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision, loading_onto
 
 CONDITION_BYTES = 2 << 30  # of encoded texts, cached on the CPU
 
@@ -51,6 +53,23 @@ class FlowNetwork(nn.Module):
         return self.family.guide(with_text, without, guidance)
 
 
+def check_negative(model: str, family: PipelineFamily, negative_prompt: str) -> None:
+    """Raise `ValueError` for a negative prompt that no pass of a family reads."""
+    if negative_prompt and family.embedded_guidance:
+        raise ConfigError(
+            f"`negative_prompt` is '{negative_prompt}', but '{model}' takes guidance as an input of its "
+            "network and reads no negative prompt; leave it out"
+        )
+
+
+def sizes_of(answers: Sequence[Outcome]) -> list[tuple[int, ...]]:
+    """Read frames, height and width of recorded answers that are images or videos."""
+    if isinstance(answers, RecordedAnswers):
+        return answers.sizes()
+    shown = [answer.image if answer.video is None else answer.video for answer in answers]
+    return [(1 if x.ndim == 3 else len(x), *x.shape[-2:]) for x in shown if x is not None]
+
+
 @policy(packages={"diffusers": "diffusion"})
 class Flow:
     """A flow-matching pipeline of diffusers; the likelihood decides what a training step is.
@@ -64,10 +83,10 @@ class Flow:
         likelihood: What a step is: `diffusion.matching` or `diffusion.transition`.
         dtype: Precision of the network's computation.
         lora_rank: Rank of a trained adapter over the frozen network; 0 trains the whole network.
-        lora_alpha: Scale of the adapter, times 1 / rank; by default twice the rank.
-        adapter: Folder of a saved adapter of that rank to continue from.
+        lora_alpha: Scale of the adapter, times 1 / rank; by default twice the rank, or that of `adapter`.
+        adapter: Folder of a saved adapter of that rank to continue from, with its own settings.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
-        negative_prompt: The text that guidance leads away from.
+        negative_prompt: The text that guidance above 1 leads away from.
         max_sequence_length: Tokens of a prompt; 0 is the pipeline's default.
     """
 
@@ -87,19 +106,20 @@ class Flow:
         negative_prompt: str = "",
         max_sequence_length: NonNegativeInt = 0,
     ) -> None:
+        self.family = family_of(loading.class_of(model))
+        check_negative(model, self.family, negative_prompt)
+        if adapter and not lora_rank:
+            raise ValueError(f"to go on with the adapter '{adapter}', `lora_rank` must name its rank")
         self.pipe = loading.load_pipeline(model, dtype=dtype)
-        self.family = family_of(type(self.pipe).__name__)
         self.likelihood, self.says = likelihood, likelihood.says
         self.network: nn.Module = self.pipe.transformer
         self.negative_prompt = negative_prompt
         self.max_sequence_length = max_sequence_length or default_of(self.pipe, "max_sequence_length")
         self.adapted = bool(lora_rank)
-        if adapter and not lora_rank:
-            raise ValueError(f"to go on with the adapter '{adapter}', `lora_rank` must name its rank")
-        if lora_rank:
-            loading.add_lora(self.network, lora_rank, lora_alpha or 2.0 * lora_rank, self.family.targets)
-            if adapter:
-                loading.load_lora(self.network, Path(adapter))
+        if adapter:
+            adapters.continue_lora(self.network, Path(adapter), lora_rank, lora_alpha)
+        elif lora_rank:
+            adapters.add_lora(self.network, lora_rank, lora_alpha or 2.0 * lora_rank, self.family.targets)
         else:
             self.network.requires_grad_(True)
         keep_training_precision(self.network)  # updates vanish in 16 bits
@@ -111,6 +131,41 @@ class Flow:
         nbytes = lambda condition: sum(value.nbytes for value in condition.values())
         self.conditions: ByteLRU[Condition] = ByteLRU(CONDITION_BYTES, nbytes)
         self.evaluations = 0  # rows through the network
+
+    # ---- before a weight is loaded
+
+    @staticmethod
+    def check_folders(options: Mapping[str, Any]) -> None:
+        """Raise `ValueError` where the pipeline, its files or those of the adapter do not fit the options."""
+        model, adapter = str(options.get("model", "")), str(options.get("adapter") or "")
+        if Path(model).expanduser().is_dir():
+            check_negative(
+                model, family_of(loading.class_of(model)), str(options.get("negative_prompt") or "")
+            )
+            loading.check_weights(model)
+        if adapter and Path(adapter).is_dir():
+            adapters.read_lora(Path(adapter))
+
+    @staticmethod
+    def check_answers(options: Mapping[str, Any], prompts: Sequence[Prompt]) -> dict[int, str]:
+        """Say of prompts, by their index, why a recorded image or video cannot be learned from.
+
+        Sizes are read from headers of files, without decoding.
+        """
+        with loading_onto(None, empty=True):
+            pipe = loading.load_pipeline(str(options["model"]), dtype="float32")
+        family, known, wrong = family_of(type(pipe).__name__), dict[tuple[int, ...], str](), {}
+        for index, prompt in enumerate(prompts):
+            for frames, height, width in sizes_of(prompt.answers):
+                if (size := (frames, height, width)) not in known:
+                    try:
+                        family.latent_shape(pipe, height, width, frames)
+                        known[size] = ""
+                    except ValueError as error:
+                        known[size] = str(error)
+                if known[size]:
+                    wrong[index] = known[size]
+        return wrong
 
     @property
     def device(self) -> torch.device:
@@ -124,28 +179,31 @@ class Flow:
 
     # ---- for engines
 
-    def condition(self, text: str) -> Condition:
-        """Encode a text; the result is cached."""
+    def condition(self, text: str, *, negative: bool = False) -> Condition:
+        """Encode a prompt, or a negative one; the result is cached."""
 
         @torch.no_grad()
         def encode() -> Condition:
             self._move_frozen_parts()
             try:
-                return self.family.encode(self.pipe, [text], self.max_sequence_length)[0]
+                with reading_words(self.pipe, text) as words:
+                    if negative:
+                        return self.family.encode_negative(self.pipe, words, self.max_sequence_length)
+                    return self.family.encode(self.pipe, [words], self.max_sequence_length)[0]
             except ValueError as error:
                 raise ValueError(f"cannot read the prompt '{text}': {error}") from error
 
-        return self.conditions.get(text, encode)
+        return self.conditions.get((text, negative), encode)
 
     def passes(self, guidance: float) -> int:
         """Count the network calls of one guided velocity."""
-        return 1 if guidance == 1 or self.family.embedded_guidance else 2
+        return self.family.passes(guidance)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Compute velocities (B, *L) of latents at times (B,), in the precision of steps."""
         device, rows = self.device, conditioning.which.to(self.device)
-        empty = [self.condition(self.negative_prompt)] if conditioning.passes > 1 else []
-        # The empty text is stacked last, so that all conditions are padded to one length.
+        empty = [self.condition(self.negative_prompt, negative=True)] if conditioning.passes > 1 else []
+        # The negative prompt is stacked last, so that all conditions are padded to one length.
         stacked = self.family.stack([*conditioning.conditions, *empty])
         stacked = {name: value.to(device) for name, value in stacked.items()}
         condition = {name: value[rows] for name, value in stacked.items()}  # (B, ...)
@@ -184,6 +242,14 @@ class Flow:
                 f"a recorded answer of prompt '{prompt.uid}' holds neither an image nor a video, which "
                 "`diffusion.flow` learns from"
             )
+        frames = 1 if outcome.video is None else len(outcome.video)
+        try:
+            self.family.latent_shape(self.pipe, *recorded.shape[-2:], frames)
+        except ValueError as error:
+            raise ValueError(
+                f"a recorded answer of prompt '{prompt.uid}' cannot be learned from: {error}; set `height` "
+                "and `width` of the data, which crop and resize, or resize its file"
+            ) from error
         self._move_frozen_parts()
         pixels = recorded[None].to(self.device) / 255  # (1, 3, height, width) or (1, F, 3, height, width)
         latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
@@ -218,10 +284,10 @@ class Flow:
     def save(self, folder: Path) -> None:
         """Write LoRA as `load_lora_weights` of the pipeline reads it, or the whole pipeline."""
         if self.adapted:
-            loading.save_lora(type(self.pipe), self.network, folder)
+            adapters.save_lora(self.network, folder)
         else:
             self.pipe.save_pretrained(str(folder), safe_serialization=True)
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
-        (loading.load_lora if self.adapted else loading.load_network)(self.network, folder)
+        (adapters.load_lora if self.adapted else loading.load_network)(self.network, folder)

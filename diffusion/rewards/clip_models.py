@@ -11,6 +11,7 @@ from torch.nn.functional import normalize
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
+from mmrl.core.plain_text import OPEN_CLIP, PlainText, parted
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion import reward_base as base
 from mmrl.diffusion.image_io import to_pil
@@ -71,12 +72,15 @@ class PickScore(TextImageSimilarity):
         load = lambda: base.load_pretrained(self.name, CLIPModel, model)
         self.model, self.batch_size = base.shared_model(self.name, device, load, model), batch_size
         with base.explained(f"pick_score: cannot load the processor '{processor}'"):
-            self.processor = CLIPProcessor.from_pretrained(model_source(processor), trust_remote_code=False)
+            # Pillow, as the authors resize; torchvision differs by up to one of 255 levels.
+            options = {"backend": "pil", "trust_remote_code": False}
+            self.processor = CLIPProcessor.from_pretrained(model_source(processor), **options)
+        self.plain = PlainText(self.processor.tokenizer, any_case=True)
         self.factor = (float(self.model.logit_scale.exp()) if scale == "logit" else 1.0) / divide_by
         self.max_tokens = self.model.config.text_config.max_position_embeddings
 
     def count_tokens(self, text: str) -> int:
-        return len(self.processor.tokenizer(text, verbose=False).input_ids)
+        return len(self.plain.batch([text], verbose=False)["input_ids"][0])
 
     def embed_images(self, images: Sequence[Tensor]) -> Tensor:
         inputs = self.processor(images=[to_pil(image) for image in images], return_tensors="pt")
@@ -85,7 +89,7 @@ class PickScore(TextImageSimilarity):
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
         padding = {"padding": "max_length", "truncation": True, "max_length": self.max_tokens}
-        inputs = self.processor(text=list(texts), return_tensors="pt", **padding).to(self.model.device)
+        inputs = self.plain.batch(texts, return_tensors="pt", **padding).to(self.model.device)
         encoded = self.model.text_model(inputs["input_ids"], attention_mask=inputs["attention_mask"])
         return self.model.text_projection(encoded.pooler_output)
 
@@ -94,8 +98,8 @@ class PickScore(TextImageSimilarity):
 class Hpsv2(TextImageSimilarity):
     """Predicted preference of an image for its prompt, by a tuned ViT-H-14 (HPS v2.1, arXiv 2306.09341).
 
-    The cosine of text and image in a model of open_clip that was tuned to rankings, about 0.2 to 0.35. Of a
-    video the first frame counts.
+    The cosine of text and image in a model of open_clip that was tuned to rankings, about 0.2 to 0.35. An
+    image that is not square gets black bars, as the authors prepare it. Of a video the first frame counts.
 
     Args:
         weights: `HPS_v2.1_compressed.pt`: a file, or `owner/name:file` of the hub.
@@ -128,20 +132,23 @@ class Hpsv2(TextImageSimilarity):
                 )
 
         self.model, self.batch_size = base.shared_model("hpsv2", device, load, weights, model), batch_size
-        settings = open_clip.transform.PreprocessCfg(**self.model.visual.preprocess_cfg)
+        # The authors scale the longest side and fill the rest with black, where open_clip would crop.
+        given = {**self.model.visual.preprocess_cfg, "resize_mode": "longest", "fill_color": 0}
+        settings = open_clip.transform.PreprocessCfg(**given)
         self.prepare = open_clip.transform.image_transform_v2(settings, is_train=False)
         self.tokenizer = open_clip.get_tokenizer(model)
         self.max_tokens = self.tokenizer.context_length
 
     def count_tokens(self, text: str) -> int:
-        return len(self.tokenizer.encode(text)) + 2  # and the start and end tokens
+        return len(self.tokenizer.encode(parted(text, OPEN_CLIP))) + 2  # and the start and end tokens
 
     def embed_images(self, images: Sequence[Tensor]) -> Tensor:
         pixels = torch.stack([self.prepare(to_pil(image)) for image in images])
         return self.model.encode_image(pixels.to(self.model.logit_scale.device))
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        return self.model.encode_text(self.tokenizer(list(texts)).to(self.model.logit_scale.device))
+        ids = self.tokenizer([parted(text, OPEN_CLIP) for text in texts])
+        return self.model.encode_text(ids.to(self.model.logit_scale.device))
 
 
 @reward
@@ -166,11 +173,13 @@ class Aesthetic:
         batch_size: PositiveInt = 32,
         device: str = "auto",
     ) -> None:
-        from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
+        from transformers import AutoImageProcessor, CLIPVisionModelWithProjection
 
         load = lambda: base.load_pretrained("aesthetic", CLIPVisionModelWithProjection, model)
         self.model, self.batch_size = base.shared_model("aesthetic", device, load, model), batch_size
-        self.processor = CLIPImageProcessor.from_pretrained(model_source(model))
+        self.processor = AutoImageProcessor.from_pretrained(
+            model_source(model), backend="pil", trust_remote_code=False
+        )
         self.head = base.LinearHead(self.model.config.projection_dim)
         state = base.read_weights("aesthetic", weights)
         with base.explained(f"aesthetic: '{weights}' holds other weights"):

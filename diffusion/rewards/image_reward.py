@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
+from mmrl.core.plain_text import PlainText
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion import reward_base as base
 from mmrl.diffusion.image_io import to_pil
@@ -50,6 +51,7 @@ class ImageReward:
         self.model, self.batch_size = base.shared_model("image_reward", device, load, weights), batch_size
         with base.explained(f"image_reward: cannot load the tokenizer '{tokenizer}'"):
             self.tokenizer = AutoTokenizer.from_pretrained(model_source(tokenizer), trust_remote_code=False)
+        self.plain = PlainText(self.tokenizer)
         if len(self.tokenizer) > self.model.vocabulary:
             raise ValueError(
                 f"image_reward: the tokenizer '{tokenizer}' has {len(self.tokenizer)} tokens, the weights "
@@ -60,14 +62,14 @@ class ImageReward:
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
         """Compute the reward of every outcome."""
         texts = [prompt.text for prompt in prompts]
-        count_tokens = lambda text: len(self.tokenizer(text, verbose=False).input_ids)
+        count_tokens = lambda text: len(self.plain.batch([text], verbose=False)["input_ids"][0])
         base.warn_of_truncation("image_reward", texts, count_tokens, MAX_TOKENS)
         features = base.encode_distinct(self.encode, base.images_of(prompts, outcomes), self.batch_size)
         padding = {"padding": "max_length", "truncation": True, "max_length": MAX_TOKENS}
         values: list[float] = []
         for at in range(0, len(texts), self.batch_size):
             batch = slice(at, at + self.batch_size)
-            tokens = self.tokenizer(texts[batch], return_tensors="pt", **padding).to(self.model.device)
+            tokens = self.plain.batch(texts[batch], return_tensors="pt", **padding).to(self.model.device)
             scores = self.model(tokens["input_ids"], tokens["attention_mask"], torch.stack(features[batch]))
             values += scores.double().tolist()
         return [(value - MEAN) / STD for value in values]

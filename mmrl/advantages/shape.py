@@ -26,6 +26,16 @@ def total(table: RewardTable) -> RewardTable:
 
 
 @advantage
+def constant(table: RewardTable, *, value: float = 1.0) -> RewardTable:
+    """Give every answer the same advantage, whatever it earned, as demonstrations have."""
+    return table.replace(
+        values=torch.full_like(table.values[:, :1], value),
+        valid=table.present[:, None],
+        weights={"constant": 1.0},
+    )
+
+
+@advantage
 def pick(table: RewardTable, *, of: str) -> RewardTable:
     """Use one reward as the advantage; the others are only reported as metrics."""
     place = column_of(table, of)
@@ -177,7 +187,7 @@ def length_band(
     several = GroupStatistics(table.values[:, [place]], right[:, None], index).count()[:, 0] > 1
     inside = (table.ends >= shortest) & (table.ends <= longest)
     values = table.values.clone()
-    values[:, place] += bonus * (right & several & inside)
+    values[:, place] = torch.where(right & several & inside, values[:, place] + bonus, values[:, place])
     return table.put(values)
 
 

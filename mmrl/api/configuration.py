@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,17 +13,30 @@ from typing import Any
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError, merge, nearest, read
-from mmrl.config.plain import as_list, as_mapping, lookup, nested
+from mmrl.config.plain import ABSENT, as_list, as_mapping, lookup, nested
 from mmrl.config.registry import find, import_name
 from mmrl.config.schema import Config, as_plain, parse
-from mmrl.config.trl_arguments import arguments_of, translate, with_defaults
-from mmrl.config.trl_given import CONVERSING
 from mmrl.data.object_rows import put_rows
 from mmrl.inference.sources import names_pipeline
 from mmrl.runtime.modules import DTYPES
+from mmrl.trl.given import CONVERSING, pairs_of
+from mmrl.trl.names import NAMES
+from mmrl.trl.run import quantized
+from mmrl.trl.translation import arguments_of, kind_of, lora_of, tell, translated
 
 Reward = Callable[..., Any] | str | Mapping[str, Any]
 Tool = Callable[..., Any] | str | Mapping[str, Any]
+OTHERS = {  # arguments of TRL's trainers, and what to do
+    "reward_processing_classes": "A reward model is a reward with options: `mmrl list reward reward_model`.",
+    "optimizers": "Set `optim` and `lr_scheduler_type`, or keys below `learn`, in `args`.",
+    "optimizer_cls_and_kwargs": "Set `optim`, or keys below `learn`, in `args`.",
+    "rollout_func": "Write an engine: docs/howto/engine.md.",
+    "data_collator": "Rows are padded by the policy.",
+    "compute_metrics": "Metrics are pieces: `evaluation.metrics`.",
+    "preprocess_logits_for_metrics": "Metrics are pieces: `evaluation.metrics`.",
+    "model_init": "Give the model.",
+    "formatting_func": "Map the rows before.",
+}
 Factories = Callable[[], Any] | str | Mapping[str, Any]
 
 
@@ -37,40 +51,81 @@ def configuration(
     *,
     tools: Sequence[Tool] | None = None,
     environment_factory: Factories | None = None,
+    ref_model: Any = None,
+    quantization_config: Any = None,
     method: str = "",
     config: str | Path | Mapping[str, Any] | Config | None = None,
 ) -> Config:
     """Make the configuration of a run from the arguments of `mmrl.Trainer`, which documents them."""
+    if model is None and isinstance(args, Mapping):
+        model = args.get("model_name_or_path")
+    flow = config is None and is_pipeline(model)
+    # TRL has no trainer of flow models: their methods' files and mmrl's own defaults stand. Beside a whole
+    # configuration a dictionary changes what it names, and an object says everything.
+    spoken = not flow and (config is None or args is not None and not isinstance(args, Mapping))
+    keywords, own = _arguments(args, ours=not spoken)
+    if keywords.pop("model_name_or_path", model) != model:
+        raise ConfigError("`model` and `model_name_or_path` of `args` name two models; give one")
     if model is None and config is None:
         raise ConfigError("there is no model; `model=` takes a hub id, a folder or an object")
-    raw = _base(config, method, model)
+    raw = _base(config, method or ("" if flow or config is not None else _kind(args, keywords, own)), model)
+    spoken = spoken and lookup(raw, "policy.name") == "vision.tokens"
     if model is not None:
-        raw = merge(raw, {"policy": _policy(model, processing_class)})
-    if peft_config is not None:
-        raw = merge(raw, {"policy": _lora(peft_config)})
+        named = _policy(model, processing_class)
+        if spoken and "dtype" in named:
+            keywords.setdefault("dtype", named.pop("dtype"))  # of its weights
+        raw = merge(raw, {"policy": named})
+    keywords |= {} if peft_config is None else lora_of(peft_config)
+    raw = merge(raw, nested(quantized(quantization_config)))
+    if ref_model is not None:
+        _check_reference(ref_model, model, raw)
     names: dict[str, Any] = {}  # objects of this call, so that two functions of one name stay two
     factories = environments_of(environment_factory)
     if tools or factories:
         raw = with_tools(raw, tools or (), factories, names)
-    weights, changes = _changes(args, raw, complete=not method and config is None)
-    raw = reduce(merge, changes, raw)
+    weights = keywords.pop("reward_weights", None)
+    raw = _changed(raw, keywords, own, complete=spoken)
     if reward_funcs is not None:
         raw["rewards"] = _rewards(reward_funcs, names)
         raw = merge(raw, _filtered(raw.get("group_filter"), raw["rewards"]))
     if weights is not None:
         raw["rewards"] = _weighted(raw.get("rewards") or (), weights)
-    if own := rewards_of(factories):
+    if scored := rewards_of(factories):
         kept = raw.get("rewards") if reward_funcs is not None or config is not None else None
-        raw["rewards"] = [*(kept or ()), *own]
+        raw["rewards"] = [*(kept or ()), *scored]
         raw = merge(raw, _filtered(raw.get("group_filter"), raw["rewards"]))
-    if factories and train_dataset is None and config is None:
+    return parse(_with_data(raw, train_dataset, eval_dataset, factories if config is None else ()), Config)
+
+
+def _with_data(raw: dict[str, Any], train: Any, test: Any, factories: Sequence[Factory]) -> dict[str, Any]:
+    """Name the rows of a run; without any, those of an environment."""
+    if train is not None:
+        raw["data"] = data_piece("train_dataset", train, "train", raw.get("data"))
+    elif factories:
         raw["data"] = without_rows(factories, raw)
-    if train_dataset is not None:
-        raw["data"] = data_piece("train_dataset", train_dataset, "train", raw.get("data"))
-    if eval_dataset is not None:
-        held_out = data_piece("eval_dataset", eval_dataset, "test", raw.get("data"))
+    if test is not None:
+        held_out = data_piece("eval_dataset", test, "test", raw.get("data"))
         raw = merge(raw, {"evaluation": {"data": held_out}})
-    return parse(raw, Config)
+    return raw
+
+
+def _kind(args: Any, keywords: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Name the method that arguments of TRL are for: by their class, or by their names."""
+    if args is None or isinstance(args, Mapping):
+        return "dpo" if pairs_of(keywords, own) else "grpo"
+    return kind_of(args)
+
+
+def _changed(
+    raw: dict[str, Any], keywords: Mapping[str, Any], own: dict[str, Any], *, complete: bool
+) -> dict[str, Any]:
+    """Change a configuration by arguments of TRL, and by keys of its own, which win."""
+    said = merge(raw, own)
+    found = translated(keywords, said, own, complete=complete)
+    kept = {k: v for k, v in found.change.items() if k in found.asked or lookup(own, k, ABSENT) is ABSENT}
+    if keywords:
+        tell(tuple(found.differs))
+    return merge(merge(said, nested(kept)), own)
 
 
 def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
@@ -110,6 +165,38 @@ def is_pipeline(model: Any) -> bool:
     return False
 
 
+def check_others(others: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for an argument of TRL's trainers that is not here, unless it is None."""
+    for name, value in others.items():
+        if name not in OTHERS:
+            known = [*OTHERS, *inspect.signature(configuration).parameters]
+            raise ConfigError(
+                f"the trainer has no argument '{name}'; {nearest(name, known) or 'see its docstring'}"
+            )
+        if value is not None and value != (None, None):
+            raise ConfigError(f"'{name}' of TRL's trainers is not here. {OTHERS[name]}")
+
+
+def _check_reference(reference: Any, model: Any, raw: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a reference model whose weights are not those that training begins with."""
+    advice = (
+        "leave it out, or name its folder as `model` and that of the other weights as `init_from` in `args`"
+    )
+    if lookup(raw, "objective.name") != "comparison":
+        raise ConfigError(f"`ref_model` is for pairs, and this is no run of DPO; {advice}")
+    if isinstance(reference, str | Path) or isinstance(model, str | Path):
+        names = [str(getattr(one, "name_or_path", one)) for one in (reference, model)]
+        if names[0] != names[1]:
+            raise ConfigError(f"`ref_model` is '{names[0]}' and `model` '{names[1]}'; {advice}")
+    elif reference is not model:
+        pairs = [dict(one.state_dict()) for one in (reference, model)]
+        if pairs[0].keys() != pairs[1].keys() or not all(
+            weight.shape == pairs[1][name].shape and bool((weight == pairs[1][name].to(weight)).all())
+            for name, weight in pairs[0].items()
+        ):
+            raise ConfigError(f"`ref_model` has other weights than `model`; {advice}")
+
+
 def _policy(model: Any, processor: Any) -> dict[str, Any]:
     """Name a model in a configuration; an object is kept, with its precision and attention."""
     match model:
@@ -132,44 +219,22 @@ def _dtype(module: Any) -> str:
     return next(name for name, dtype in DTYPES.items() if dtype == module.dtype)
 
 
-def _lora(config: Any) -> dict[str, Any]:
-    """Read rank and alpha of a `LoraConfig`; anything else that it sets is an error."""
-    plain = vars(type(config)(r=config.r, lora_alpha=config.lora_alpha))
-    harmless = {"task_type", "base_model_name_or_path", "inference_mode"}
-    if config.target_modules == "all-linear":  # as here: those of the language model
-        harmless |= {"target_modules"}
-    other = sorted(
-        name for name, value in vars(config).items() if value != plain[name] and name not in harmless
-    )
-    if other:
-        raise ConfigError(
-            f"of `peft_config` only r and lora_alpha are read, but it sets {', '.join(other)}; leave that "
-            "out, or make the adapter with peft, save it, and name its folder: args={'policy.adapter': ...}"
-        )
-    return {"lora_rank": config.r, "lora_alpha": float(config.lora_alpha)}
+def _arguments(args: Any, *, ours: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sort `args` into arguments of TRL, and keys of a configuration, nested.
 
-
-def _changes(
-    args: Any, raw: Mapping[str, Any], complete: bool
-) -> tuple[Sequence[float] | None, list[dict[str, Any]]]:
-    """Sort `args` into the weights of rewards and changes of the configuration `raw`.
-
-    In a dictionary a name that both know, such as `max_steps`, is the key of a configuration. A `GRPOConfig`
-    or `DPOConfig` is completed by TRL's defaults if `complete` says so, to train what TRL would.
+    Args:
+        args: A dictionary, or an object such as a GRPOConfig.
+        ours: Whether a name that both know, such as `max_steps`, is a key of the configuration.
     """
     match args:
         case None:
-            return None, []
+            return {}, {}
         case Mapping():
-            keywords = dict(args)
-            ours = [name for name in args if name in Config.__dataclass_fields__ or "." in name]
-        case _:
-            keywords, ours = arguments_of(args), []
-            if complete:
-                keywords = with_defaults(keywords)
-    weights = keywords.pop("reward_weights", None)
-    changes = [nested({name: keywords.pop(name)}) for name in ours]
-    return weights, [translate(keywords, raw), *changes]
+            known = {name for name in Config.__dataclass_fields__ if ours or name not in NAMES}
+            names = [name for name in args if "." in name or name in known]
+            changes = reduce(merge, (nested({name: args[name]}) for name in names), {})
+            return {name: value for name, value in args.items() if name not in names}, changes
+    return arguments_of(args), {}
 
 
 def _rewards(rewards: Reward | Sequence[Reward], names: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmrl.api.callbacks import add_callback
-from mmrl.api.configuration import Factories, Reward, Tool, configuration, data_piece
+from mmrl.api.configuration import Factories, Reward, Tool, check_others, configuration, data_piece
 from mmrl.build import build, held_out, make_evaluator
-from mmrl.config.loading import ConfigError
+from mmrl.config.loading import ConfigError, expanded
 from mmrl.config.schema import Config, as_piece, as_plain
 from mmrl.core.reward_table import Measured
 from mmrl.inference.session import as_answer
 from mmrl.reporting.metrics import describe_measured
+from mmrl.runtime.checkpoint import checkpoints
 from mmrl.training.checkpointing import look, write_model
 from mmrl.training.loop import train
 
@@ -51,23 +52,28 @@ class Trainer:
         reward_funcs: One reward or several: functions in TRL's form or mmrl's, names such as
             "vision.temporal_iou", or mappings `{"name": ..., "weight": ...}`. Left out, those of the method.
             A method that filters groups by a reward of its own, as DAPO does, filters by the first one.
-        args: TRL's keyword names (`{"beta": 0.04, "num_generations": 8}`, or a `GRPOConfig`), and keys of an
-            mmrl configuration, nested (`{"learn": {...}}`) or dotted (`{"learn.num_iterations": 2}`). Where
-            neither `method` nor `config` is given, a `GRPOConfig` is completed by TRL's defaults.
+        args: A `GRPOConfig`, a `DPOConfig`, or a dictionary of TRL's names (`{"beta": 0.04}`), which may have
+            keys of an mmrl configuration too, nested (`{"learn": {...}}`) or dotted
+            (`{"learn.num_iterations": 2}`). What neither they nor the file of another method say is TRL's
+            default; of a flow model, and of a dictionary beside `config`, it is mmrl's.
         train_dataset: A dataset of `datasets`, a list of dictionaries, the path of a file, or a piece
             (`{"name": "vision.grounding", "path": ...}`). Rows of VLMs are read as TRL's conversations.
         eval_dataset: The same for evaluations.
         processing_class: The processor of a model that is an object.
         callbacks: `TrainerCallback`s of transformers, objects or classes.
-        peft_config: A `LoraConfig`; its `r` and `lora_alpha` are read.
+        peft_config: A `LoraConfig`. What cannot be taken of it is an error; its dropout is 0 here.
         tools: Functions that the model may call, also by name ("vision.crop") or as mappings with options.
         environment_factory: A class or function that makes an environment for every rollout, or several by
             the names that the column `environment` chooses from. What its `get_reward` gives is a reward
             beside `reward_funcs`, of weight 1. Without `train_dataset` its `reset` says what is to be done.
+        ref_model: The model that pairs are compared with: it must have the weights that `model` begins with.
+        quantization_config: A `BitsAndBytesConfig`.
         method: Name of a file under configs/methods, such as "dapo", "flow_grpo" or "dpo" (whose rows are
-            preference pairs); by default "grpo", and "flow_grpo" for pipelines.
+            preference pairs); by default "grpo", "dpo" for a `DPOConfig` or names that it alone has, and
+            "flow_grpo" for pipelines.
         config: A whole configuration to begin with.
         quiet: Print no progress.
+        others: Further arguments of TRL's trainers, which may be left at their defaults.
 
     Raises:
         ConfigError: Where something is unknown, contradictory or missing, before a weight is loaded.
@@ -86,21 +92,38 @@ class Trainer:
         *,
         tools: Sequence[Tool] | None = None,
         environment_factory: Factories | None = None,
+        ref_model: Any = None,
+        quantization_config: Any = None,
         method: str = "",
         config: str | Path | Mapping[str, Any] | Config | None = None,
         quiet: bool = False,
+        **others: Any,
     ) -> None:
+        check_others(others)
         self.config = configuration(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, peft_config,
-            tools=tools, environment_factory=environment_factory, method=method, config=config,
+            tools=tools, environment_factory=environment_factory, ref_model=ref_model,
+            quantization_config=quantization_config, method=method, config=config,
         )  # fmt: skip
         look(self.config)
         self.run = build(self.config, quiet=quiet)
         for callback in callbacks or ():
             add_callback(self.run, callback)
 
-    def train(self) -> TrainOutput:
-        """Train until `max_steps`, from the last checkpoint of `output_dir` if there is one."""
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train until `max_steps`, from the last checkpoint of `output_dir` if there is one.
+
+        Args:
+            resume_from_checkpoint: As in transformers; of folders only the last checkpoint.
+        """
+        if isinstance(resume_from_checkpoint, str | Path):
+            last = next(iter(checkpoints(self.run.folder)), None)
+            if last is None or Path(resume_from_checkpoint).resolve() != last.resolve():
+                raise ConfigError(
+                    f"'resume_from_checkpoint' is '{resume_from_checkpoint}', but the run goes on from "
+                    f"its last checkpoint ({last or 'there is none'}); name "
+                    "that, or set `init_from` to the other one"
+                )
         train(self.run)
         metrics = dict(self.run.progress.reported)
         if self.run.final is not None:
@@ -139,9 +162,14 @@ class Trainer:
 
     def save_model(self, output_dir: str | Path = "") -> Path:
         """Write the model as a folder that its library loads, by default `output_dir`/model."""
-        folder = Path(output_dir) if output_dir else self.run.folder / "model"
+        folder = Path(expanded(str(output_dir))) if output_dir else self.run.folder / "model"
         write_model(self.run, folder)
         return folder
+
+    def push_to_hub(self, **names: Any) -> None:
+        """Check that the model is pushed: a run with `push_to_hub` does it when it ends."""
+        if not self.config.push_to_hub:
+            raise ConfigError("set `push_to_hub` and `hub_model_id` in `args`: the run pushes when it ends")
 
     def _measure(self, dataset: Any) -> Measured:
         if dataset is None:
@@ -157,3 +185,43 @@ class Trainer:
             # Those of the training itself: by now another trainer may have handed over others of these names.
             evaluator = replace(evaluator, rewards=run.method.rewards)
         return evaluator.measure(state=run.log.state)
+
+
+class GRPOTrainer(Trainer):
+    """`Trainer` with the arguments of TRL's GRPOTrainer in their order."""
+
+    def __init__(
+        self, model: Any = None, reward_funcs: Any = None, args: Any = None, train_dataset: Any = None,
+        eval_dataset: Any = None, processing_class: Any = None, reward_processing_classes: Any = None,
+        callbacks: Any = None, optimizers: Any = None, quantization_config: Any = None,
+        peft_config: Any = None, tools: Any = None, rollout_func: Any = None,
+        environment_factory: Any = None, **ours: Any,
+    ) -> None:  # fmt: skip
+        ours = {"reward_processing_classes": reward_processing_classes, "optimizers": optimizers, **ours}
+        super().__init__(
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config,
+            tools=tools, environment_factory=environment_factory, quantization_config=quantization_config,
+            rollout_func=rollout_func, **ours,
+        )  # fmt: skip
+
+
+class DPOTrainer(Trainer):
+    """`Trainer` with the arguments of TRL's DPOTrainer in their order."""
+
+    def __init__(
+        self, model: Any = None, ref_model: Any = None, args: Any = None, data_collator: Any = None,
+        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
+        compute_metrics: Any = None, callbacks: Any = None, optimizers: Any = None,
+        quantization_config: Any = None, peft_config: Any = None, **ours: Any,
+    ) -> None:  # fmt: skip
+        others = {
+            "data_collator": data_collator,
+            "compute_metrics": compute_metrics,
+            "optimizers": optimizers,
+        }
+        method = "" if args is not None and not isinstance(args, Mapping) else "dpo"
+        super().__init__(
+            model, None, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config,
+            ref_model=ref_model, quantization_config=quantization_config,
+            **{"method": method, **others, **ours},
+        )  # fmt: skip

@@ -15,12 +15,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mmrl import __version__
 from mmrl.cli import completion
 from mmrl.cli.command import COMMANDS, one_line
-from mmrl.config.loading import ConfigError, nearest
+from mmrl.config.loading import ConfigError, expanded, nearest
+
+PROSE = {"prompt", "message", "overrides"}  # arguments that are never a path; configurations expand their own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet_progress_bars()
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
+        _expand_paths(given)
         return given.command(given) or 0
     except ConfigError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
@@ -49,6 +52,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.traceback:
             raise
         return 1
+
+
+def _expand_paths(given: argparse.Namespace) -> None:
+    """Replace `~` and `$NAME` in the paths among arguments, which a shell leaves in quotes and after `=`."""
+
+    def expand(value: Any) -> Any:
+        match value:
+            case Path():
+                return Path(expanded(str(value)))
+            case str():
+                return expanded(value)
+            case list():
+                return [expand(one) for one in value]
+        return value
+
+    for name in vars(given).keys() - PROSE:
+        setattr(given, name, expand(getattr(given, name)))
 
 
 class Parser(argparse.ArgumentParser):

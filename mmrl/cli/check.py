@@ -64,6 +64,7 @@ def check_file(
     from mmrl.core.rng import Stream
     from mmrl.diagnostics.inputs import check_inputs
     from mmrl.pareto import check_settings
+    from mmrl.runtime.folders import check_writable
 
     raw = read(path, overrides)
     if not raw:
@@ -72,6 +73,7 @@ def check_file(
     def look_at(config: Config | EvaluateConfig) -> None:
         if inputs:
             check_inputs(config)
+            check_writable(Path(config.output_dir))
         if data:
             for line in check_data(config):
                 print(f"       {line}")

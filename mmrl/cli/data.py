@@ -8,30 +8,54 @@ from pathlib import Path
 
 from mmrl.cli.command import CONFIG, OVERRIDES, argument, command, print_table
 from mmrl.config.loading import ConfigError
-from mmrl.config.schema import BuildConfig, load
+from mmrl.config.schema import BuildConfig, as_plain, load
 
 
-@command(CONFIG, OVERRIDES, examples=("mmrl build my_data.yaml output=data/mine",))
+@command(
+    CONFIG,
+    OVERRIDES,
+    argument("--overwrite", action="store_true", help="replace what another build left in the folder"),
+    examples=("mmrl build my_data.yaml output=data/mine",),
+)
 def build(given: argparse.Namespace) -> None:
-    """Build a data set or a model folder into the `output` of a configuration."""
+    """Build a data set or a model folder into the `output` of a configuration.
+
+    The folder is filled at the end, as a whole. The same configuration may be built again; what another one
+    built is replaced with --overwrite, and what no build made never is.
+    """
     from mmrl.config.binding import Pieces
     from mmrl.config.misplaced import check_all
     from mmrl.core.rng import Stream
+    from mmrl.runtime.folders import check_replaceable, making, mark
 
     config = load(given.config, given.overrides, BuildConfig)
     pieces = Pieces(Stream(config.seed))
     check_all(pieces, config)
     pieces.require_packages()
-    built = pieces.make_field(config, "build").build(Path(config.output))
+    output, builder = Path(config.output), pieces.make_field(config, "build")
+    goes_on = getattr(builder, "goes_on", False)
+    facts = (
+        {"builder": config.build.name} if goes_on else {"build": as_plain(config.build), "seed": config.seed}
+    )
+    if goes_on:  # from what a build that was killed left there, which it compares itself; on all processes
+        check_replaceable(output, "build", overwrite=given.overwrite, **facts)
+        mark(output, "build", **facts)
+        built = builder.build(output)
+    else:
+        with making(output, "build", overwrite=given.overwrite, **facts) as folder:
+            built = builder.build(folder)
     print(f"{config.output}: " + ", ".join(f"{name} {value}" for name, value in built.items()))
 
 
 @command(
     argument("path", help="a file of rows (jsonl, json, parquet), or a folder of them"),
     argument("--root", help="folder that media paths are relative to (default: the folder of the rows)"),
+    argument(
+        "--model", help="model whose special tokens no text should hold (default: common forms of such)"
+    ),
     argument("--show", type=int, default=3, metavar="N", help="findings to print per check"),
     name="data check",
-    examples=("mmrl data check data/questions.jsonl",),
+    examples=("mmrl data check data/questions.jsonl", "mmrl data check data/chat --model models/mine"),
 )
 def check_data(given: argparse.Namespace) -> int:
     """Find rows and media that are missing, broken or shared by splits; exit code 1 if there are any."""
@@ -43,7 +67,7 @@ def check_data(given: argparse.Namespace) -> int:
     if given.root and not root.is_dir():
         raise ConfigError(f"there is no folder '{root}' that media paths could be relative to")
     row_files(path)
-    rows = Rows(path, root)
+    rows = Rows(path, root, special_tokens_of(given.model) if given.model else frozenset())
     splits = Counter(row.split for row in rows)
     if not splits:
         raise SourceError(f"'{path}' holds no rows")
@@ -59,3 +83,17 @@ def check_data(given: argparse.Namespace) -> int:
     counts = ", ".join(f"{split} {count}" for split, count in splits.items())
     print(f"{path}: {splits.total()} rows ({counts}), {wrong or 'nothing'} wrong")
     return int(wrong > 0)
+
+
+def special_tokens_of(model: str) -> frozenset[str]:
+    """List the special tokens of a model's folder, or of one of the hub; raises ConfigError without them."""
+    from transformers import AutoTokenizer
+
+    from mmrl.core.plain_text import control_words
+    from mmrl.runtime.modules import model_source
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_source(model), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the tokenizer of '{model}' (`--model`): {error}") from error
+    return frozenset(control_words(tokenizer))

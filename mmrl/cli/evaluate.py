@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmrl.cli import completion
 from mmrl.cli.command import OVERRIDES, argument, command, print_measured, print_table
 from mmrl.config.loading import ConfigError, read
 from mmrl.config.schema import Config, EvaluateConfig, load
+
+if TYPE_CHECKING:
+    from mmrl.runtime.distributed import Processes
+
+# What an evaluation writes into its folder.
+WRITES = (
+    "evaluation.json",
+    "evaluation.html",
+    "pareto.svg",
+    "predictions",
+    "predictions.parquet",
+    "predictions.html",
+)
 
 
 @command(
@@ -29,45 +44,70 @@ def evaluate(given: argparse.Namespace) -> None:
     """Measure one model or several `settings` of it; print a table and write it into `output_dir`.
 
     The folder of a run stands for its configuration with the model of its last checkpoint, and of a run in
-    stages for that of the last stage that is finished; its table goes into `evaluation` in that folder.
-    Every answer lies in `predictions.parquet` there, or in a file of `predictions/` for each setting.
+    stages for that of the last stage that is finished. What is measured of a run, also by its file, goes into
+    `evaluation` in its folder, beside the evaluations of the training. Every answer lies in
+    `predictions.parquet` there, or in a file of `predictions/` for each setting.
     """
     from mmrl.build import load_evaluator
-    from mmrl.pareto import compare
+    from mmrl.pareto import check_settings, compare
     from mmrl.reporting.answers import THUMBNAILS, evaluation_file, write_predictions
     from mmrl.reporting.html import document, macros, metric_table, write_predictions_page
     from mmrl.reporting.metrics import write_measured
     from mmrl.reporting.pareto import show as show_settings
+    from mmrl.runtime.distributed import Processes
+    from mmrl.runtime.files import check_free
+    from mmrl.runtime.folders import check_owner
 
     config, weights = _config_of(given.config, given.overrides)
     folder = Path(config.output_dir)
+    check_owner(folder, "evaluate", WRITES)
+    check_free(folder)
     if isinstance(config, EvaluateConfig) and config.settings:
-        show_settings(compare(config, folder))
+        check_settings(config)
+        with _writing(folder, Processes()):
+            show_settings(compare(config, folder))
         return
     evaluator = load_evaluator(config, weights)
-    measured, processes = evaluator.measure(), evaluator.processes
-    predictions = evaluation_file(folder)
-    with processes.agreeing("writing predictions"):
-        write_predictions(predictions, measured, world=processes.world, images=THUMBNAILS)
-    if not processes.main:
-        return
-    write_measured(folder, measured)
-    answers = write_predictions_page(predictions)
-    fragments = ["<h1>Evaluation</h1>", macros().answers(answers.name), metric_table({folder.name: measured})]
-    page = document(folder.name, fragments)
-    (folder / "evaluation.html").write_text(page)
+    processes, predictions = evaluator.processes, evaluation_file(folder)
+    with _writing(folder, processes):
+        measured = evaluator.measure()
+        with processes.agreeing("writing predictions"):
+            write_predictions(predictions, measured, world=processes.world, images=THUMBNAILS)
+        if not processes.main:
+            return
+        write_measured(folder, measured)
+        answers = write_predictions_page(predictions)
+        head = ["<h1>Evaluation</h1>", macros().answers(answers.name)]
+        page = document(folder.name, [*head, metric_table({folder.name: measured})])
+        (folder / "evaluation.html").write_text(page)
     print_measured(measured)
     for warning in measured.table.absent.values():
         print(f"warning: {warning}")
+
+
+@contextmanager
+def _writing(folder: Path, processes: Processes) -> Iterator[None]:
+    """Lock the folder of an evaluation, and mark it as one."""
+    from mmrl.runtime.files import locked
+    from mmrl.runtime.folders import mark
+
+    with locked(folder, processes):
+        if processes.main:
+            mark(folder, "evaluate")
+        yield
 
 
 def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateConfig, Path | None]:
     """Read a configuration; of a run's folder also the model folder whose weights its policy gets, if any."""
     from mmrl.inference.sources import resolve
 
+    given = any(text.startswith("output_dir=") for text in overrides)
     if not Path(name).is_dir():
-        trains = "rollout" in read(name, overrides)
-        return load(name, overrides, Config if trains else EvaluateConfig), None
+        if "rollout" not in read(name, overrides):
+            return load(name, overrides, EvaluateConfig), None
+        config = load(name, overrides, Config)
+        home = config.output_dir if given else str(Path(config.output_dir) / "evaluation")
+        return replace(config, output_dir=home), None
     source = resolve(name, overrides)
     if source.run is None:
         raise ConfigError(
@@ -75,7 +115,6 @@ def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateCo
             f"folder as policy.model={name}"
         )
     print(f"model: {source.run / f'checkpoint-{source.step}'}")
-    given = any(text.startswith("output_dir=") for text in overrides)
     folder = source.config.output_dir if given else str(source.run / "evaluation")
     return replace(source.config, output_dir=folder), source.weights
 

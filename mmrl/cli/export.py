@@ -14,7 +14,7 @@ from mmrl.config.loading import ConfigError
     argument("output", type=Path, help="the folder to write"),
     argument("overrides", nargs="*", metavar="key=value", help="changes, dotted: policy.dtype=float32"),
     argument("--setting", default="", help="name of one of the `settings` of an evaluation"),
-    argument("--overwrite", action="store_true", help="replace a folder that is not empty"),
+    argument("--overwrite", action="store_true", help="replace what another export left there"),
     examples=(
         "mmrl export runs/my_run my_model",
         "mmrl export runs/my_run/checkpoint-100 my_model policy.dtype=float32",
@@ -29,11 +29,11 @@ def export(given: argparse.Namespace) -> None:
     `mmrl.load_pruned` load it.
     """
     from mmrl.build import check_source, open_source
-    from mmrl.inference.saving import check_output
     from mmrl.inference.saving import export as write
     from mmrl.inference.sources import resolve
+    from mmrl.runtime.folders import check_replaceable
 
-    check_output(given.output, given.overwrite)
+    check_replaceable(given.output, "export", overwrite=given.overwrite)
     source = resolve(given.source, given.overrides, setting=given.setting)
     check_source(source)
     for path in (source.run, source.weights, source.config.policy.options.get("model")):

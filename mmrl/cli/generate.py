@@ -14,6 +14,7 @@ from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
 from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_list
 from mmrl.config.registry import find
+from mmrl.core.plain_text import whole
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.fields import RowError, plain, uid_of
 from mmrl.data.media import MediaError
@@ -237,7 +238,7 @@ def show(asked: Asked, answer: Outcome, *, as_row: bool) -> None:
         shown = json.dumps({"file_name": printed(answer, IMAGES), **asked.columns}, ensure_ascii=False)
     else:
         shown = for_terminal(spoken(asked.turns, IMAGES) if asked.turns else printed(answer, IMAGES))
-    print(shown, flush=True)
+    print(whole(shown), flush=True)
 
 
 def row_with(asked: Asked, answer: Outcome, images: Path, root: Path | None = None) -> dict[str, Any]:

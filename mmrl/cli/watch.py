@@ -105,7 +105,8 @@ class Page:
             else:
                 self.made = stages_page(runs) if stages else run_page(runs[0])
             last = runs[-1] if len(runs) == max(1, len(stages)) else None
-            self.finished = last is not None and last.done >= last.config.get("max_steps", float("inf"))
+            # A run of epochs has no `max_steps`.
+            self.finished = last is not None and last.done >= (last.config.get("max_steps") or float("inf"))
         except (ValueError, OSError) as error:  # such as a file that is being written
             self.shown, self.made = None, sentence(f"The page cannot be made: {error}")
         return self.made

@@ -1,6 +1,16 @@
 """Configuration files: schema, loading, the registry of pieces, and binding names to functions."""
 
-from mmrl.config.loading import SHORTHANDS
-from mmrl.config.trl_arguments import applied
+from __future__ import annotations
 
-SHORTHANDS["trl"] = applied
+from typing import Any
+
+from mmrl.config.loading import SHORTHANDS
+
+
+def _trl(*given: Any, **options: Any) -> dict[str, Any]:
+    from mmrl.trl.translation import applied  # reads this package
+
+    return applied(*given, **options)
+
+
+SHORTHANDS["trl"] = _trl

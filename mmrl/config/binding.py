@@ -264,7 +264,7 @@ class Pieces:
         options = {
             name: self._option(name, value, entry.hints.get(name, Any), f"{place}.{name}")
             for name, value in options.items()
-            if not _left_out(entry, name, value)
+            if not left_out(entry, name, value)
         }
         for name, parameter in entry.options.items():
             match parameter.default:
@@ -347,7 +347,7 @@ def _check_names(kind: str, made: Sequence[Any], place: str) -> None:
         raise ConfigError(f"{place}: two {kind}s are called '{twice[0]}'; give one of them a `label`")
 
 
-def _left_out(entry: Entry, name: str, value: Any) -> bool:
+def left_out(entry: Entry, name: str, value: Any) -> bool:
     """Return whether None stands for the default of an option, because its type does not take None."""
     wanted = entry.hints.get(name, Any)
     known = wanted is not Any and type(None) not in marks(wanted, type)

@@ -18,7 +18,7 @@ from mmrl.config.ranges import BelowGenerations, DividesGenerations, marks
 from mmrl.config.registry import HOMES, Entry, Needs, find
 from mmrl.config.registry import pieces as known
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
-from mmrl.config.tags import check_tags
+from mmrl.config.tags import check_replay, check_tags
 from mmrl.core.rng import Stream
 
 OWN_WEIGHTS = "trained weights"  # what a reference holds that says nothing else
@@ -32,9 +32,14 @@ def check_training(config: Config) -> Pieces:
     checked = check_all(pieces, config)
     _check_rewards(checked, "rewards")
     _check_rewards(checked, "evaluation.rewards", weighted=False)
-    _check_reward_names(checked)
+    _check_reward_names(checked, config.evaluation.correct)
     _check_every_turn(checked)
     check_tags(pieces, checked)
+    if config.report.visualizations and not config.evaluation.data:
+        raise ConfigError(
+            "'report.visualizations' draw what an evaluation answered, and this run has none; add "
+            "`evaluation: {data: ...}`"
+        )
     if config.until:
         names = [bound.name for bound in _listed(checked, "rewards")]
         _check_metric("until.of", config.until.options.get("of"), names)
@@ -63,6 +68,7 @@ def check_training(config: Config) -> Pieces:
     for place, bound in checked.items():
         if place.startswith("references."):
             needs |= _needs_of_second(config, bound, place, says)
+    check_replay(engines)
     if config.rollout.max_staleness:
         _check_ahead(config, needs, engines)
     notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
@@ -116,7 +122,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     config, pieces = evaluation_of(config), Pieces(Stream())
     checked = check_all(pieces, config)
     _check_rewards(checked, "evaluation.rewards", weighted=False)  # labels are enough
-    _check_reward_names(checked)
+    _check_reward_names(checked, config.evaluation.correct)
     _check_every_turn(checked)
     check_tags(pieces, checked)
     evaluation = config.evaluation
@@ -200,7 +206,9 @@ def _check_together(config: Config) -> None:
     learn, rollout, best = config.learn, config.rollout, config.metric_for_best_model
     ends = str(config.until.options.get("of", "")) if config.until else ""
     # Then some checkpoints would be written without a measurement.
-    unmeasured = not config.eval_steps or config.save_steps % config.eval_steps
+    saves, measures = config.save_steps, config.eval_steps
+    times = saves / measures if measures and (0 < saves < 1) <= (measures < 1) else 0.5
+    unmeasured = abs(times - round(times)) > 1e-9
     contradictions = {
         f"'learn.minibatches' is {learn.minibatches}, but there are only {rollout.num_prompts} groups "
         "(rollout.num_prompts) to part": learn.minibatches > rollout.num_prompts,
@@ -260,10 +268,11 @@ def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = T
         raise ConfigError(f"{place}: no reward has a weight, so there is nothing to learn from")
 
 
-def _check_reward_names(checked: Mapping[str, Any]) -> None:
+def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
     """Raise where a filter, sampler, metric or check reads a reward that no reward is called."""
     trained = [bound.name for bound in _listed(checked, "rewards")]
     evaluated = [bound.name for bound in _listed(checked, "evaluation.rewards")] or trained
+    _check_name("evaluation.correct", correct, evaluated)
     for place, bound in checked.items():
         options = bound.options if isinstance(bound, Bound) else {}
         names = evaluated if place.startswith("evaluation.") else trained

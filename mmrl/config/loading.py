@@ -7,6 +7,8 @@ one replaces the earlier. There is no interpolation and no code in YAML.
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -22,8 +24,8 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OmegaConfBaseExce
 
 
 # Keys at the top of a file that stand for others, with what writes them out: a function of the key's value,
-# of the merged configuration so far, and of what the file itself has besides.
-SHORTHANDS: dict[str, Callable[[Any, dict[str, Any], dict[str, Any]], dict[str, Any]]] = {}
+# of the merged configuration, of what the file itself has besides, and of the overrides.
+SHORTHANDS: dict[str, Callable[..., dict[str, Any]]] = {}
 
 
 class ConfigError(ValueError):
@@ -57,10 +59,15 @@ def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
     """Read a YAML file, or a mapping of the same form, with its includes and `key=value` overrides."""
     match source:
         case str() | Path():
-            raw = _read_file(Path(source), ())
+            own, place, above = _read_own(Path(source), ())
         case _:
-            raw = _with_includes(dict(source), "the configuration", ())
-    return change(raw, overrides)
+            own, place, above = dict(source), "the configuration", ()
+    raw = change(_with_includes(dict(own), place, above), overrides)
+    for key in [key for key in SHORTHANDS if key in raw]:
+        value, rest = raw.pop(key), {name: value for name, value in own.items() if name not in SHORTHANDS}
+        over = change({}, [text for text in overrides if not text.startswith(f"{key}.")])
+        raw = raw if value is None else SHORTHANDS[key](value, raw, rest, over)
+    return raw
 
 
 def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -82,7 +89,12 @@ def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 
 def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """Read a file and what it includes; `above` are the files that include it."""
-    path = _locate(path, above)
+    return _with_includes(*_read_own(path, above))
+
+
+def _read_own(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], str, tuple[Path, ...]]:
+    """Read a file alone; its name in errors, and the files above those that it includes."""
+    path = _locate(Path(expanded(str(path))), above)
     if path in above:
         raise ConfigError(f"'{path}' includes itself through {[str(p) for p in above]}")
     try:
@@ -92,7 +104,7 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"'{path}' must hold a mapping at its top, not a {type(raw).__name__}")
     _check_plain(raw, str(path))
-    return _with_includes(raw, f"'{path}'", (*above, path))
+    return raw, f"'{path}'", (*above, path)
 
 
 def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -105,20 +117,15 @@ def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> 
     match raw.get("stages"):
         case list() as stages:
             raw["stages"] = [_stage(stage, f"{place}: stages[{i}]", above) for i, stage in enumerate(stages)]
-    shorthands = {key: raw.pop(key) for key in SHORTHANDS if raw.get(key) is not None}
     # Later files win over earlier ones, and the file itself over those that it includes.
-    merged = reduce(merge, [*(_read_file(Path(name), above) for name in names), raw], {})
-    for key, value in shorthands.items():
-        merged = SHORTHANDS[key](value, merged, raw)
-    return merged
+    return reduce(merge, [*(_read_file(Path(name), above) for name in names), raw], {})
 
 
 def _stage(stage: Any, place: str, above: tuple[Path, ...]) -> Any:
     """Merge a stage over the files that it includes; its shorthands wait for the rest of the file."""
     match stage:
         case dict():
-            own = {key: value for key, value in stage.items() if key in SHORTHANDS}
-            return own | _with_includes({k: v for k, v in stage.items() if k not in own}, place, above)
+            return _with_includes(dict(stage), place, above)
     raise ConfigError(f"{place}: a stage must be a mapping of changes, not {stage!r}")
 
 
@@ -164,7 +171,9 @@ def _check_plain(value: Any, place: str) -> None:
             for inner in value:
                 _check_plain(inner, place)
         case str() if "${" in value:
-            raise ConfigError(f"{place}: '{value}' looks like an interpolation; write the value itself")
+            raise ConfigError(
+                f"{place}: '{value}' looks like an interpolation; write the value itself, or $HOME"
+            )
 
 
 def merge(below: Any, above: Any) -> Any:
@@ -182,3 +191,56 @@ def merge(below: Any, above: Any) -> Any:
         case dict(), dict():
             return below | {k: merge(below[k], value) if k in below else value for k, value in above.items()}
     return above
+
+
+# ---- home folders and environment variables in paths
+
+VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
+PART = re.compile(r"(?:^|/)\$[A-Za-z_]\w*(?=/|$)")  # a variable that is a whole part of a path
+USER = re.compile(r"~(?:[a-z_][\w.-]*(?=/))?(?=/|$)")
+PLACES = ("output_dir", "output", "init_from", "path", "root", "model", "adapter")  # never anything but paths
+
+
+def expanded(text: str, place: str = "") -> str:
+    """Replace `~`, `~user` at the beginning of a path and `$NAME` anywhere in it, as a shell does.
+
+    A text counts as a path with variables where every `$` begins a name, and where it has no spaces or each
+    variable is a whole part between slashes; any other text is returned as it is.
+
+    Args:
+        text: A value of a configuration, or an argument of a command.
+        place: The dotted key that it stands at, for errors.
+
+    Raises:
+        ConfigError: There is no such user, or the variable is not set or empty.
+    """
+    at = f"'{place}': " if place else ""
+    if home := USER.match(text):
+        found = os.path.expanduser(home[0])
+        if found.startswith("~"):
+            raise ConfigError(f"{at}there is no user '{found[1:]}' for '{text}'; write the whole path")
+        text = found + text[home.end() :]
+    names = VARIABLE.findall(text)
+    spaced = re.search(r"\s", text) and len(PART.findall(text)) != len(names)
+    if not names or text.count("$") != len(names) or "\\" in text or spaced:
+        return text
+    missing = [name for name in names if not os.environ.get(name)]
+    if not missing:
+        return VARIABLE.sub(lambda found: os.environ[found[1]], text)
+    if Path(text).exists() or not ("/" in text or place.rpartition(".")[2] in PLACES):
+        return text  # a file may have such a name
+    raise ConfigError(
+        f"{at}the environment variable {missing[0]} of '{text}' is not set; write the whole path"
+    )
+
+
+def expand_all(value: Any, place: str = "") -> Any:
+    """Expand every text in plain values, at any depth."""
+    match value:
+        case str():
+            return expanded(value, place)
+        case dict() | Mapping():
+            return {k: expand_all(inner, f"{place}.{k}" if place else str(k)) for k, inner in value.items()}
+        case list() | tuple():
+            return [expand_all(inner, f"{place}[{i}]") for i, inner in enumerate(value)]
+    return value

@@ -12,21 +12,13 @@ from mmrl.config.loading import ConfigError, UnknownKey
 from mmrl.config.plain import as_mapping, lookup
 from mmrl.config.registry import HOMES, find
 from mmrl.config.schema import LOCATE, Piece, as_plain
-from mmrl.config.trl_table import ARGUMENTS
+from mmrl.trl.names import advice
 
 CLOSE = 0.8  # how alike a name at another place must be to be suggested (difflib's ratio)
 # Words for keys that are neither keys here nor arguments of TRL's training classes: what to write instead.
 WORDS = {
-    "reward_funcs": "rewards",
-    "model_name_or_path": "policy.model",
-    "torch_dtype": "policy.dtype",
-    "lora_r": "policy.lora_rank",
-    "use_peft": "policy.lora_rank, such as 64",
     "peft_config": "policy.lora_rank, such as 64",
-    "load_in_4bit": "policy.transform, such as [{name: compression.bnb_quantize, nbits: 4}]",
-    "load_in_8bit": "policy.transform, such as [{name: compression.bnb_quantize, nbits: 8}]",
     "train_dataset": "data, such as {name: vision.visual_qa, path: data/questions.jsonl}",
-    "dataset_name": "data, such as {name: vision.visual_qa, path: data/questions.jsonl}",
     "eval_dataset": "evaluation.data",
     "lr": "learn.learning_rate",
     "epochs": "num_train_epochs",
@@ -75,13 +67,7 @@ def _of_trl(key: str) -> str:
     """Translate an argument of TRL, or another word for a key."""
     if key in WORDS:
         return f"here that is {WORDS[key]}"
-    argument = ARGUMENTS.get(key)
-    if argument is None:
-        return ""
-    if argument.how in ("maps", "differs"):
-        here = f"; here it is {argument.key}" if argument.key else ""
-        return f"that is an argument of TRL{here}; as it is, it goes into a mapping: `trl: {{{key}: ...}}`"
-    return f"that is an argument of TRL, which is not here. {argument.note}".strip()
+    return advice(key)
 
 
 def _places(raw: Mapping[str, Any], kind: type) -> Iterator[str]:

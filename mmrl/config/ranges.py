@@ -96,6 +96,7 @@ NonNegativeFloat = Annotated[float, Range(0)]
 Probability = Annotated[float, Range(0, 1)]
 PositiveShare = Annotated[float, Range(0, 1, above=True)]  # of which something must remain
 ShareBelowOne = Annotated[float, Range(0, 1, below=True)]  # such as a momentum or a decay
+Steps = NonNegativeInt | Annotated[float, Range(0, 1, above=True, below=True)]  # below 1: a share of a run
 TakenFloat = Annotated[float, Taken()]
 TakenInt = Annotated[int, Taken()]
 Tag = Annotated[str, TagName()]

@@ -199,13 +199,22 @@ def kind(
             package = next((s for s, home in SCOPES.items() if s and module.startswith(f"{home}.")), "")
             scope = package if module.partition(".")[0] == "mmrl" else module
             snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.__name__).lower()
-            read = frozenset(of_others)
-            if sets_tags:
-                # An attribute, so that classes that derive from this one have it.
-                target.sets_tags = frozenset(sets_tags)  # pyright: ignore[reportFunctionMemberAccess]
-            if own_answer:
-                target.own_answer = own_answer  # pyright: ignore[reportFunctionMemberAccess]
-            entry = Entry(name, scope, snake_case, target, needs, read, None, packages, on, copies_policy)
+            # As attributes, so that classes that derive from this one have them.
+            for attribute, value in (("sets_tags", frozenset(sets_tags)), ("own_answer", own_answer)):
+                if value:
+                    setattr(target, attribute, value)
+            entry = Entry(
+                name,
+                scope,
+                snake_case,
+                target,
+                needs,
+                frozenset(of_others),
+                None,
+                packages,
+                on,
+                copies_policy,
+            )
             known = PIECES.setdefault((name, entry.full_name), entry)
             # A reward that is wrapped by `per_outcome` belongs to the file of the function inside.
             files = [inspect.getsourcefile(inspect.unwrap(piece.target)) for piece in (known, entry)]

@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -170,11 +171,35 @@ def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[floa
 
 
 def by_prompt(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """List the places of the outcomes of every prompt, by its id: groups, for rewards that compare."""
+    """List the outcomes of every prompt, by its id."""
     groups: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         groups.setdefault(prompt.uid, []).append(i)
     return groups
+
+
+def by_rollout(outcomes: Sequence[Outcome]) -> list[list[int]]:
+    """List the outcomes of every rollout, such as the turns of a conversation, in their order."""
+    rows = (SCORING.get(None) or Scoring()).rows or range(len(outcomes))
+    groups: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(row, []).append(i)
+    return list(groups.values())
+
+
+def comparable_outcomes(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """List the outcomes that are compared with each other: of one prompt, at one place of their rollouts.
+
+    The k-th outcome of a rollout that a reward is asked about has the place k, so that a turn is compared
+    with the same turn of other conversations, and a segment of a video with the same segment of others.
+    """
+    rows = (SCORING.get(None) or Scoring()).rows or range(len(prompts))
+    groups: dict[tuple[str, int], list[int]] = {}
+    places: Counter[int] = Counter()
+    for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        groups.setdefault((prompt.uid, places[row]), []).append(i)
+        places[row] += 1
+    return list(groups.values())
 
 
 TRL_OWN = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass on

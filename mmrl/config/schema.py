@@ -10,7 +10,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from enum import Enum, EnumType
 from functools import cache
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 
-from mmrl.config.loading import ConfigError, UnknownKey, read, without_stages
+from mmrl.config.loading import ConfigError, UnknownKey, expand_all, read, without_stages
 from mmrl.config.plain import check_finite
-from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, bounds_of, marks
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Steps, bounds_of, marks
 
 FORMS = {
     int: "a whole number",
@@ -83,6 +83,7 @@ class Learn:
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no limit
     on_nonfinite: Literal["stop", "skip"] = "stop"  # after a loss or gradient that is NaN or infinite
     max_skipped: NonNegativeInt = 10  # updates that may be skipped in a run
+    on_no_learning: Literal["stop", "warn"] = "stop"  # after ten first steps that move no weight
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Evaluation:
     engine: Annotated[tuple[Piece, ...], Kind("engine")] = ()  # empty: the first of the training
     rewards: Annotated[tuple[Piece, ...], Kind("reward")] = ()  # empty: those of the training
     metrics: Annotated[tuple[Piece, ...], Kind("metric")] = (Piece("mean"),)  # numbers of the rewards
+    correct: str = ""  # the reward of 0 or 1 that says which answers are correct; "": that of most weight
     num_prompts: NonNegativeInt = 0  # 0: all of them
     num_generations: PositiveInt = 1  # answers per prompt
     confidence: Annotated[float, Range(0, 1, above=True, below=True)] = 0.95  # of the bootstrap intervals
@@ -153,14 +155,15 @@ class Config:
     init_references: bool = False  # whether `frozen` begins at `init_from` too
     # What goes on from the checkpoint of `init_from` besides its weights.
     carry: tuple[Literal["optimizer", "references", "sampler", "advantage"], ...] = ()
-    save_steps: PositiveInt = 100  # steps between checkpoints
+    save_steps: Steps = 100  # steps between checkpoints; below 1: a share of the run; 0: only at its end
     save_total_limit: NonNegativeInt = 2  # latest checkpoints that are kept; 0: all
     metric_for_best_model: str = ""  # its best checkpoint is kept besides the latest
     greater_is_better: bool = True  # of that metric
     push_to_hub: bool = False  # the best model, or else the last, when the run ends
-    hub_model_id: str = ""  # owner/name
+    hub_model_id: str = ""  # owner/name, or a name of your own
     hub_private_repo: bool = True  # whether a repository that is made is private
-    eval_steps: NonNegativeInt = 0  # 0: only after the last step, where there is evaluation data
+    # Steps between evaluations; below 1: a share of the run; 0: only after the last step.
+    eval_steps: Steps = 0
     eval_on_start: bool = False  # evaluates before the first step too, where there is evaluation data
     ddp_timeout: Annotated[float, Range(1)] = 1800.0  # seconds a process waits for another before all fail
     seed: int = 0  # of every random stream
@@ -219,10 +222,7 @@ def each(value: Any, place: str) -> list[tuple[Piece, str]]:
     return [(piece, f"{place}[{i}]") for i, piece in enumerate(value)]
 
 
-# ---- checking
-
-# Extends an error about an unknown key of a configuration by the place where it belongs. `misplaced.py` puts
-# its function here, since it reads the registry, which reads this file.
+# Says where an unknown key belongs. `misplaced.py`, which reads this file, puts its function here.
 LOCATE: list[Callable[[UnknownKey, Mapping[str, Any], type], ConfigError]] = []
 
 
@@ -245,41 +245,50 @@ def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
     """Convert plain mappings into a configuration dataclass; an error names the key.
 
     Of a `part` required keys may be absent, and are then None. A list or mapping that is None is empty; for
-    any other key None stands for its default.
+    any other key None stands for its default. `~` and `$NAME` in paths are expanded; all errors are reported.
     """
-    raw = without_stages(raw)
-    try:
-        return _parse(raw, kind, "", part)
-    except UnknownKey as error:
-        raise next((locate(error, raw, kind) for locate in LOCATE), error) from None
+    raw = expand_all(without_stages(raw))
+    errors: list[ConfigError] = []
+    parsed = _parse(raw, kind, "", part, errors)
+    if errors:
+        told = [next((locate(e, raw, kind) for locate in LOCATE if type(e) is UnknownKey), e) for e in errors]
+        raise ConfigError(";\n  ".join(map(str, told))) if told[1:] else told[0]
+    return parsed
 
 
-def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool) -> Any:
-    hints, prefix = hints_of(kind), f"{place}." if place else ""
-    values = {}
+def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool, errors: list | None) -> Any:
+    """Convert a mapping; with `errors`, those in it are collected, and the result is then None."""
+    hints, prefix, found = hints_of(kind), f"{place}." if place else "", []
+    values, there = {}, f"there are {', '.join(hints)}"
     for key, value in raw.items():
         wanted = hints.get(key)
         if wanted is None:
-            what, there = f"there is no key '{prefix}{key}'", f"there are {', '.join(hints)}"
-            raise UnknownKey(what, f"{prefix}{key}", hints, there)
+            found.append(UnknownKey(f"there is no key '{prefix}{key}'", f"{prefix}{key}", hints, there))
+            continue
         match value, kind.__dataclass_fields__[key].default:
             case None, default:
                 value = _emptied(wanted, default)
             # Options of the piece by default.
             case Mapping(), Piece(name, options) | (Piece(name, options),) if "name" not in value:
                 value = {"name": name, **options, **value}
-        if part and dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
-            values[key] = _parse(value, hints[key], prefix + key, part)
-        else:
+        if dataclasses.is_dataclass(wanted) and wanted is not Piece and isinstance(value, Mapping):
+            values[key] = _parse(value, hints[key], prefix + key, part, found)
+            continue
+        try:
             values[key] = convert(value, wanted, prefix + key)
-    none = dataclasses.MISSING
-    required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is none]
+        except ConfigError as error:
+            values[key] = found.append(error)
+    required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is MISSING]
     missing = [name for name in required if name not in values]
     if missing and not part:
         verb = "s are" if len(missing) > 1 else " is"
         keys = ", ".join(f"'{prefix}{name}'" for name in missing)
-        raise ConfigError(f"{keys}: the required key{verb} missing")
-    return kind(**dict.fromkeys(missing), **values)
+        found.append(ConfigError(f"{keys}: the required key{verb} missing"))
+    if errors is not None:
+        errors += found
+    elif found:
+        raise found[0]
+    return None if found else kind(**dict.fromkeys(missing), **values)
 
 
 def _emptied(wanted: Any, default: Any) -> Any:
@@ -336,7 +345,7 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
     one_piece = inner[:1] == (Piece,) and type(value) not in (list, tuple)
     match [value] if one_piece else value:  # `sampler: uniform`
         case Mapping() if dataclasses.is_dataclass(wanted):
-            return _parse(value, typing.cast(type, wanted), place, False)
+            return _parse(value, typing.cast(type, wanted), place, False, None)
         case Mapping() if origin in (dict, Mapping):
             return {str(key): convert(item, inner[1], f"{place}.{key}") for key, item in value.items()}
         case [*items] if origin in (list, tuple, Sequence) or wanted is tuple:

@@ -206,7 +206,7 @@ def _over(raw: dict[str, Any], stage: dict[str, Any], common: Sequence[str]) -> 
     shorthands = {key: stage.pop(key) for key in SHORTHANDS if stage.get(key) is not None}
     merged = merge(raw, stage)
     for key, value in shorthands.items():
-        merged = SHORTHANDS[key](value, merged, stage)
+        merged = SHORTHANDS[key](value, merged, stage, complete=False)  # a stage is a list of changes
     return change(merged, common)
 
 

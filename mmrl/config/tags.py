@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrl.config.binding import Bound, Pieces
@@ -25,6 +25,19 @@ def check_tags(pieces: Pieces, checked: Mapping[str, Any]) -> None:
                 f"{', '.join(sorted(known - RewardTable.IDS)) or 'none'}. One of your own declares the tags "
                 f"that it sets: `sets_tags = frozenset({{'{missing[0]}'}})`"
             )
+
+
+def check_replay(engines: Sequence[Bound]) -> None:
+    """Raise where replay wraps an engine of conversations, whose rows it cannot make again."""
+    tags = [engine.entry.sets_tags for engine in engines]
+    for place, own in enumerate(tags):
+        for inner, below in zip(engines[:place], tags, strict=False):
+            if "replay" in own and {"episode", "changed"} <= below:
+                raise ConfigError(
+                    f"'{engines[place].entry.full_name}' would store nothing: it makes rows again from a "
+                    f"prompt of the data and tokens, and '{inner.entry.full_name}' answers with "
+                    "conversations. Leave one of them out"
+                )
 
 
 def tags_read(bound: Bound) -> Iterator[str]:

@@ -70,7 +70,8 @@ class Portable(Policy, Protocol):
 class Engine(Protocol):
     """Makes rollouts: generates text, denoises images, or reads stored answers.
 
-    A class that sets tags of outcomes which the chain reads names them as `sets_tags`.
+    A class that sets tags of outcomes which the chain reads names them as `sets_tags`. One that encodes the
+    recorded answers of prompts says so as `reads_answers`.
     """
 
     policy: Policy

@@ -31,7 +31,7 @@ NAN = float("nan")
 
 def name_id(name: str) -> int:
     """Hash a name to 63 bits, equal in every process, round and run; 0 for the empty name."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 if name else 0
 
 
@@ -324,6 +324,7 @@ class Measured:
     intervals: Mapping[str, tuple[float, float]]
     rollouts: Rollouts
     table: RewardTable
+    correct: str = ""  # the reward that says which answers are correct, where one was chosen
 
 
 def _columns(change: Callable[..., Tensor], *tables: RewardTable) -> dict[str, Any]:

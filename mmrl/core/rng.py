@@ -28,7 +28,8 @@ class Stream:
         # The separator tells (1, 23) from (12, 3).
         run = (self.seed, self.stage) if self.stage else (self.seed,)
         words = "\x1f".join(map(str, (*run, self.purpose, self.step, self.round, *key)))
-        digest = hashlib.blake2b(words.encode(), digest_size=8).digest()  # Python salts its own `hash`
+        data = words.encode("utf-8", "surrogatepass")  # an id may be the name of a file, which is any bytes
+        digest = hashlib.blake2b(data, digest_size=8).digest()  # Python salts its own `hash`
         return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
     def fixed(self, *key: str | int) -> torch.Generator:

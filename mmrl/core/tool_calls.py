@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmrl.core.plain_text import each_text, whole
+
 ARGUMENTS = ("arguments", "parameters", "args")  # names of the arguments of a call
 # Before calls of Llama and Mistral. Both are special tokens, which decoded answers may leave out.
 PYTHON_TAG, TOOL_CALLS = "<|python_tag|>", "[TOOL_CALLS]"
@@ -204,7 +206,7 @@ def call_of(written: Any) -> Call:
         case {"name": str(name), **rest}:
             given = [rest[key] for key in ARGUMENTS if key in rest]
             match [_parsed(value) if isinstance(value, str) else value for value in given]:
-                case []:
+                case [] if not any(isinstance(value, Mapping) for value in rest.values()):
                     return Call(name, {})
                 case [Mapping() as arguments]:
                     return Call(name, arguments)
@@ -221,7 +223,7 @@ def _parsed(text: str) -> Any:
 
 def _loads(text: str) -> Any:
     """Parse JSON; raises ValueError also for NaN and infinities, which Python reads and JSON has not."""
-    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+    return each_text(json.loads(text, parse_constant=_finite, parse_float=_finite), whole)
 
 
 def _finite(written: str) -> float:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mmrl.core.plain_text import whole
 from mmrl.core.tool_calls import Call, CallError
 
 
@@ -58,10 +59,17 @@ class Media:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a message: a text, an image or a video."""
+    """A part of a message: a text, an image or a video.
+
+    `said` is a text of a model, a tool or an environment, in which a placeholder of media is no mistake.
+    """
 
     text: str = ""
     media: Media | None = None
+    said: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", whole(self.text))
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,10 @@ class Outcome:
     recorded: Mapping[str, float] = field(default_factory=dict)
     tokens: tuple[int, ...] | None = None
     environment: Any = None
+
+    def __post_init__(self) -> None:
+        if self.text is not None:
+            object.__setattr__(self, "text", whole(self.text))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmrl.config import objects
+from mmrl.core.plain_text import each_text, whole
 from mmrl.core.types import Prompt
 from mmrl.data.fields import RowError, short
 from mmrl.data.object_rows import loose_rows, tables
@@ -32,10 +33,14 @@ log = logging.getLogger("mmrl")
 
 @dataclass(frozen=True)
 class Rows:
-    """All rows of a file or folder, read anew in every iteration; media paths are relative to `root`."""
+    """All rows of a file or folder, read anew in every iteration; media paths are relative to `root`.
+
+    `special` are the special tokens of the model that the rows are for, where that is known.
+    """
 
     path: Path
     root: Path
+    special: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[DataRow]:
         if objects.is_object(str(self.path)):
@@ -111,14 +116,14 @@ def read_prompts(
     """
     ids, fields = UniqueIds(), None if reads is None else RowFields(source, reads)
 
-    def whole(row: DataRow, number: int) -> Prompt | None:
+    def prompt_of(row: DataRow, number: int) -> Prompt | None:
         prompt = make(fields.parted(row) if fields else row, number)
         return prompt and replace(prompt, split=row.split)
 
-    places = Places(whole)
+    places = Places(prompt_of)
 
     def add_unique(row: DataRow, number: int) -> int | None:
-        if prompt := whole(row, number):
+        if prompt := prompt_of(row, number):
             ids.add(prompt.uid, row.place)
             return places.add(prompt, row.found, number)
         return None
@@ -367,12 +372,12 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     if path.suffix == ".jsonl":  # as they come; the other forms need all of them at once
         with path.open("w", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(whole(json.dumps(row, ensure_ascii=False)) + "\n")
                 count += 1
         return count
-    listed = [dict(row) for row in rows]
+    listed = [each_text(row, whole) for row in rows]
     if path.suffix == ".json":
-        path.write_text(json.dumps(listed, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        path.write_text(whole(json.dumps(listed, ensure_ascii=False, indent=1)) + "\n", encoding="utf-8")
     elif path.suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet

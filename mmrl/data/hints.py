@@ -25,7 +25,7 @@ def with_hint(prompt: Prompt, hint: str, *, tag: str, template: str = TEMPLATE) 
     All outcomes get `tag` as their id `hint`, which is absent for a prompt without one.
     """
     *before, last = prompt.messages
-    last = replace(last, parts=(*last.parts, Part(template.replace("{hint}", hint))))
+    last = replace(last, parts=(*last.parts, Part(template.replace("{hint}", hint), said=True)))
     return replace(prompt, messages=(*before, last), tags={**prompt.tags, TAG: tag})
 
 

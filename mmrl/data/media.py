@@ -10,14 +10,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from mmrl.core.types import Readable
 from mmrl.data.fields import RowError
 
 MAX_FILE_BYTES = 4 << 30
 MAX_IMAGE_PIXELS = 100_000_000
 # Not EPS, for which Pillow starts ghostscript, nor formats whose readers hardly anybody uses.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+ORIENTATION = 0x0112  # tag of EXIF
+CHANNELS = (1, 3, 4)
 # ffmpeg's names of containers. None of them reads other files: no playlists, lists of files or descriptions
 # of streams (hls, concat, image2, dash, sdp), whatever a file is called.
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
@@ -84,23 +88,77 @@ def opened_image(source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PI
 def read_image(
     source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS, *, transparent: bool = False
 ) -> Any:
-    """Decode an image as an upright 8-bit RGB image of Pillow; transparent areas become white.
+    """Decode an image file as an upright 8-bit RGB image of Pillow, as `as_rgb` makes it."""
+    with opened_image(source, name, max_pixels) as image:
+        image.load()
+        return as_rgb(image, name, transparent=transparent)
+
+
+def as_rgb(image: Any, name: str, *, transparent: bool = False) -> Any:
+    """Convert an image of Pillow to upright 8-bit RGB; transparent areas become white.
 
     16-bit grey is scaled so that its white becomes 255. 32-bit integers and floating point are errors,
     because files do not say which value is white. Of animations (GIF, WebP, APNG, AVIF) and of several pages
-    the first is decoded. `transparent` keeps transparency: RGBA without a background. `name` is for errors.
+    the first counts. `transparent` keeps transparency: RGBA without a background. `name` is for errors.
     """
     from PIL import Image, ImageOps
 
-    with opened_image(source, name, max_pixels) as image:
-        image.load()
-        upright = _in_8_bits(ImageOps.exif_transpose(image), image, name)
-        if transparent:
-            return upright.convert("RGBA")
-        if upright.has_transparency_data:
-            upright = upright.convert("RGBA")
-            upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
-        return upright.convert("RGB")
+    if getattr(image, "n_frames", 1) > 1:
+        image.seek(0)
+    upright = _in_8_bits(ImageOps.exif_transpose(image), image, name)
+    if transparent:
+        return upright.convert("RGBA")
+    if upright.has_transparency_data:
+        upright = upright.convert("RGBA")
+        upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
+    return upright.convert("RGB")
+
+
+def upright_size(source: Path | bytes | Readable, name: str) -> tuple[int, int]:
+    """Read the width and height at which an image file is shown, without decoding its pixels."""
+    data = source if isinstance(source, Path | bytes) else source.read()
+    with opened_image(data, name) as image:
+        turned = image.getexif().get(ORIENTATION, 1) in range(5, 9)  # by 90 degrees
+        return image.size[::-1] if turned else image.size
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is an image of Pillow, or an array or a tensor of three dimensions."""
+    match value:
+        case object(getexif=_) | object(ndim=3):
+            return True
+    return False
+
+
+def to_image(value: Any, name: str) -> Any:
+    """Convert an image in memory to one of Pillow: an image of Pillow, an array or a tensor.
+
+    An array is (height, width, channels) or (height, width), a tensor of torch may also be (channels, height,
+    width), with 1, 3 or 4 channels. Values are uint8, uint16 of one channel, or floating point from 0 to 1.
+    Raises `MediaError` for anything else; `name` is for errors.
+    """
+    import numpy
+    from PIL import Image
+
+    if isinstance(value, Image.Image):
+        return value
+    array = value.detach().cpu() if isinstance(value, Tensor) else value
+    array = numpy.asarray(array.float() if array.dtype == torch.bfloat16 else array)
+    if isinstance(value, Tensor) and array.ndim == 3 and array.shape[0] in CHANNELS:
+        array = array.transpose(1, 2, 0)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.dtype.kind == "f" and array.size and array.min() >= 0 and array.max() <= 1:
+        array = (array * 255).round().astype(numpy.uint8)
+    if array.dtype == numpy.uint16 and array.ndim == 2:
+        array = ((array.astype(numpy.int64) * 255 + 32767) // 65535).astype(numpy.uint8)
+    shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in CHANNELS)
+    if array.dtype != numpy.uint8 or not shaped:
+        raise MediaError(
+            f"'{name}' is an array {tuple(value.shape)} of {value.dtype}; wanted (height, width, 3), or of a "
+            "tensor (3, height, width), of uint8 or from 0 to 1"
+        )
+    return Image.fromarray(numpy.ascontiguousarray(array))
 
 
 def _in_8_bits(image: Any, file: Any, name: str) -> Any:
@@ -118,7 +176,7 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
         return image
     values = numpy.array(image).astype(numpy.int64)
     bits, inverted = 16, False
-    if file.format == "TIFF":
+    if getattr(file, "format", None) == "TIFF":
         # Tags BitsPerSample and PhotometricInterpretation, which is 0 where 0 is white.
         bits, inverted = file.tag_v2.get(258, (16,))[0], file.tag_v2.get(262) == 0
     white = (1 << bits) - 1  # of 16 bits 65535

@@ -9,6 +9,7 @@ from typing import Any
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
 from mmrl.data.fields import RowError
+from mmrl.data.media import as_rgb, is_image, to_image
 
 
 def put_rows(name: str, data: Any, split: str) -> str:
@@ -17,7 +18,7 @@ def put_rows(name: str, data: Any, split: str) -> str:
     Args:
         name: Such as "train_dataset".
         data: A dataset of `datasets`, also a streamed one or one with a single split, or an iterable of rows.
-            Images of PIL and arrays (height, width, 3) uint8 are stored as PNG, without loss.
+            Images of PIL, arrays and tensors (see `mmrl.data.media.to_image`) are stored as PNG.
         split: The split of rows that name none; the id of a row without one is made of it and its number.
     """
     match data:
@@ -82,26 +83,9 @@ def plain(value: Any) -> Any:
     return as_png(value) if is_image(value) else value
 
 
-def is_image(value: Any) -> bool:
-    """Whether a value is an image of PIL, or an array of three dimensions."""
-    match value:
-        case object(getexif=_) | object(ndim=3):
-            return True
-    return False
-
-
-def as_png(image: Any) -> dict[str, Any]:
-    """Encode an image of PIL or an array (height, width, 3) uint8, as a row of `datasets` has it."""
-    import numpy
-    from PIL import Image
-
-    if not isinstance(image, Image.Image):
-        array = numpy.asarray(image)
-        if array.dtype != numpy.uint8 or array.shape[2] not in (3, 4):
-            raise RowError(
-                f"an image as an array must be (height, width, 3) uint8, not {array.shape} {array.dtype}"
-            )
-        image = Image.fromarray(array)
+def as_png(image: Any, name: str = "an image") -> dict[str, Any]:
+    """Encode an image in memory (see `to_image`) upright and in 8 bits, as a row of `datasets` has it."""
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
+    image = to_image(image, name)
+    as_rgb(image, name, transparent=image.has_transparency_data).save(buffer, format="PNG")
     return {"bytes": buffer.getvalue(), "path": None}

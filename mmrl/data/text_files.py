@@ -43,12 +43,17 @@ class RecordedAnswers(Sequence):
     files: tuple[Path, ...]
     scores: Scores  # of each file, by the name of the reward
     load: Callable[[Path], Outcome]
+    size: Callable[[Path], tuple[int, ...]]  # frames, height and width of what `load` gives, without decoding
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, at: int) -> Outcome:
         return replace(self.load(self.files[at]), recorded=self.scores[at])
+
+    def sizes(self) -> list[tuple[int, ...]]:
+        """Read frames, height and width of every answer."""
+        return [self.size(file) for file in self.files]
 
 
 def recorded_prompts(
@@ -57,19 +62,22 @@ def recorded_prompts(
     limit: int,
     read: Callable[[Mapping[str, Any]], tuple[list[str], Scores]],
     load: Callable[[Path], Outcome],
+    size: Callable[[Path], tuple[int, ...]],
+    bad_rows: str,
     reads: Sequence[Column],
 ) -> Sequence[Prompt]:
     """Read one prompt a line (`prompt` or `caption`) with recorded files under `root`; `limit` 0 reads all.
 
     `read`, which reads the columns `reads`, gives the names of a row's files and the scores of each, `load`
-    decodes a file. An error names all rows that cannot be used, missing files included.
+    decodes a file, and `size` reads its frames, height and width. An error names all rows that cannot be
+    used, missing files included; `bad_rows` "drop" leaves them out.
     """
 
     def make(row: DataRow, number: int) -> Prompt:
         names, scores = read(row.columns)
-        answers = RecordedAnswers(tuple(locate(name, root) for name in names), scores, load)
+        answers = RecordedAnswers(tuple(locate(name, root) for name in names), scores, load, size)
         message = Message("user", (Part(text_of(row.columns, CAPTION)),))
         return Prompt(line_uid(row, path), (message,), row.columns.get("target"), answers, row.all)
 
     columns = (CAPTION, "target", *reads)
-    return read_prompts(path, json_lines(path), make, reads=columns, limit=limit)
+    return read_prompts(path, json_lines(path), make, reads=columns, bad_rows=bad_rows, limit=limit)

@@ -33,6 +33,12 @@ def check_inputs(config: Config | EvaluateConfig) -> None:
     """Raise `ConfigError` with every file, folder and column that a run would miss; loads no weights."""
     if findings := list(_absent(config)):
         raise ConfigError("; ".join(findings))
+    check_folders = getattr(find("policy", config.policy.name).target, "check_folders", None)
+    if check_folders is not None:  # of a policy that knows what its files have to hold
+        try:
+            check_folders(config.policy.options)
+        except ValueError as error:
+            raise ConfigError(f"policy: {error}") from error
     evaluated = evaluation_of(config).evaluation.rewards
     rewards = {
         "data": ("rewards", _given(config).get("rewards", ())),
@@ -104,11 +110,11 @@ def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> It
     if not columns:
         return
     known = columns | set(options.get("columns") or ())
-    known |= set(MEDIA_COLUMNS) if known & set(MEDIA_COLUMNS) else set()  # rewards get all of them by any
     lacks = f"that the first rows of {place} do not have; they have {', '.join(sorted(known))}"
     for i, piece in enumerate(rewards):
         for name in _required(piece):
-            if name not in known:
+            # Rewards get the media of a prompt by every name, whichever column holds them.
+            if name not in known and not (name in MEDIA_COLUMNS and known & {*MEDIA_COLUMNS}):
                 yield f"{at}[{i}]: '{piece.name}' takes the column '{name}' {lacks}"
     match options.get("prompt", takes["prompt"].default if "prompt" in takes else ""):
         case str(template):

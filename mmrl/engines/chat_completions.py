@@ -14,6 +14,7 @@ import torch
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import engine
+from mmrl.core.plain_text import each_text, parted
 from mmrl.core.protocols import Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Rollouts, Trajectory
@@ -26,7 +27,8 @@ class ChatCompletions(JsonClient):
 
     For judges (the reward `judge`), and with the policy `vision.recorded_answers` to evaluate a model that is
     served elsewhere. Images are sent as PNG, videos as their frames with the time of each; nothing is noted
-    of steps, and rows are off-policy. Redirects are not followed, and proxies not used.
+    of steps, and rows are off-policy. A server reads special tokens in any text, so a space parts what looks
+    like one: < |im_end|>. Redirects are not followed, and proxies not used.
 
     Args:
         policy: Turns answers into rows; a judge needs none.
@@ -87,7 +89,7 @@ class ChatCompletions(JsonClient):
         sent: dict[tuple[Message, ...], list[dict[str, Any]]] = {}
         for prompt in prompts:
             if prompt.messages not in sent:  # the images of a group are encoded once
-                sent[prompt.messages] = [_message(turn) for turn in prompt.messages]
+                sent[prompt.messages] = [each_text(_message(turn), parted) for turn in prompt.messages]
             generator = self.stream.generator("chat_completions", prompt.uid, asked[prompt.uid])
             asked[prompt.uid] += 1
             requests.append(

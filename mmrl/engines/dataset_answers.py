@@ -25,6 +25,7 @@ class Offline:
     """
 
     notes: frozenset[str] = frozenset()
+    reads_answers = True
 
     def __init__(self, policy: Policy, *, stream: Stream, shuffle: bool = False) -> None:
         self.policy, self.stream, self.shuffle = policy, stream, shuffle
@@ -55,6 +56,7 @@ class WithDemos:
     """
 
     notes: frozenset[str] = frozenset()  # a demonstration was not sampled: it has no log-probabilities
+    reads_answers = True
 
     def __init__(self, engine: Engine, *, per_group: PositiveInt = 1) -> None:
         self.engine, self.policy, self.per_group = engine, engine.policy, per_group

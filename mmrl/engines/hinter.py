@@ -114,7 +114,7 @@ class WithHinter:
             "solution": columns.get(self.solution_column) or "",
             "columns": columns,
         }
-        parts = (*(Part(media=medium) for medium in prompt.media), Part(self.question(words)))
+        parts = (*(Part(media=medium) for medium in prompt.media), Part(self.question(words), said=True))
         tags = {name: word for name, word in prompt.tags.items() if name != WANTED}
         return replace(
             prompt,

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from mmrl.config.loading import ConfigError
+from mmrl.config.loading import ConfigError, expanded
 from mmrl.config.plain import as_mapping
 from mmrl.config.registry import find
 from mmrl.config.schema import as_plain, load
@@ -19,9 +19,9 @@ from mmrl.inference.session import Session
 from mmrl.inference.sources import CACHE, STORED, TRANSFORMS, WEIGHTS, ModelSource
 from mmrl.reporting.html import find_run
 from mmrl.reporting.model_card import render_card, write_card
-from mmrl.runtime.checkpoint import publish
-from mmrl.runtime.files import remove
+from mmrl.runtime.folders import making
 from mmrl.runtime.modules import DTYPES, RECORD, applied_transforms, twin
+from mmrl.runtime.weights import load_whole
 
 LOW_BIT = ("Linear4bit", "Linear8bitLt")
 # `model_type` of a folder with transforms, which transformers does not know: it must not load it as whole.
@@ -39,12 +39,6 @@ class Exportable(Protocol):
         """Write the model as a folder that its library loads."""
 
 
-def check_output(folder: Path, overwrite: bool) -> None:
-    """Raise `ConfigError` for an output folder with files in it, unless they may be replaced."""
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not overwrite):
-        raise ConfigError(f"'{folder}' exists and is not empty; name another folder, or give --overwrite")
-
-
 def export(session: Session, source: ModelSource, folder: Path, *, overwrite: bool = False) -> list[str]:
     """Write what answers in a session, so that `load_engine(folder)` answers the same; returns what it is.
 
@@ -54,28 +48,25 @@ def export(session: Session, source: ModelSource, folder: Path, *, overwrite: bo
     written as `kv_cache.json`.
 
     Raises:
-        ConfigError: The folder is not empty and `overwrite` is off.
+        ConfigError: The folder is not empty and `overwrite` is off, or no export made what is in it.
     """
-    check_output(folder, overwrite)
     policy, options, written = session.policy, source.config.policy.options, []
     if not isinstance(policy, Exportable):
         raise ConfigError(f"the policy '{source.config.policy.name}' cannot be exported: it has no `merge`")
     policy.merge()
     if options.get("lora_rank") or options.get("adapter"):
         written.append("adapter merged into the weights")
-    unfinished = folder.with_name(f"{folder.name}.tmp")
-    remove(unfinished)
-    if any(piece.get("transform") for piece in (options, *(piece.options for piece in source.engines))):
-        model = session.engine.rollout_policy.model
-        save_transformed(model, unfinished, policy.prompt_encoder.processor)
-        written += [f"transform {transform['name']}" for transform in applied_transforms(model)]
-    else:
-        policy.save(unfinished)
-    for piece in source.engines:
-        if cache := piece.options.get("cache"):
-            written.append(f"cache {save_cache(as_plain(cache), unfinished)}")
-    write_export_card(source, written, unfinished, folder.resolve().name)
-    publish(unfinished, folder)
+    with making(folder, "export", overwrite=overwrite) as unfinished:
+        if any(piece.get("transform") for piece in (options, *(piece.options for piece in source.engines))):
+            model = session.engine.rollout_policy.model
+            save_transformed(model, unfinished, policy.prompt_encoder.processor)
+            written += [f"transform {transform['name']}" for transform in applied_transforms(model)]
+        else:
+            policy.save(unfinished)
+        for piece in source.engines:
+            if cache := piece.options.get("cache"):
+                written.append(f"cache {save_cache(as_plain(cache), unfinished)}")
+        write_export_card(source, written, unfinished, folder.resolve().name)
     return written
 
 
@@ -156,17 +147,18 @@ def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.
     """Load a folder that `save_transformed` wrote with transforms; logits are the same bit for bit."""
     from transformers import AutoModelForImageTextToText
 
-    path = Path(folder) / TRANSFORMS
+    folder = Path(expanded(str(folder)))
+    path = folder / TRANSFORMS
     try:
         record = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot read '{path}', which `mmrl export` writes: {error}") from error
     # Loading in the widest dtype is exact for narrower weights, and `layer_cast` casts them again.
-    model = AutoModelForImageTextToText.from_pretrained(
-        str(Path(folder) / WEIGHTS),
+    model = load_whole(
+        AutoModelForImageTextToText,
+        folder / WEIGHTS,
         dtype=DTYPES[record["dtype"]],
         attn_implementation=attn_implementation,
-        use_safetensors=True,
         trust_remote_code=False,
     ).eval()
     for transform in record["transforms"]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmrl.config.loading import ConfigError, change, merge, read
+from mmrl.config.loading import ConfigError, change, expanded, merge, read
 from mmrl.config.plain import as_mapping
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_plain, load, parse, parse_some
 from mmrl.config.sweep import setting_of
-from mmrl.runtime.checkpoint import MODEL, checkpoints, step_of
+from mmrl.runtime.checkpoint import MODEL, finished, step_of
 from mmrl.runtime.stages import last_finished
 
 ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # of peft and of diffusers
@@ -105,7 +105,7 @@ def resolve(
 def _resolve(source: Any, overrides: Sequence[str]) -> ModelSource:
     if is_dataclass(source):
         return ModelSource(parse(change(as_plain(source), overrides), type(source)))
-    path = Path(source).expanduser()
+    path = Path(expanded(str(source)))
     if path.is_dir():
         run = _run_of(path)
         return _checkpoint(*run, overrides) if run else _model(str(path), overrides)
@@ -154,7 +154,7 @@ def _run_of(folder: Path) -> tuple[Path, Path] | None:
     if stage := last_finished(folder):
         return stage.parent, stage / MODEL
     if (folder / "config.yaml").is_file():
-        saved = [found / MODEL for found in checkpoints(folder)]
+        saved = [found / MODEL for found in finished(folder)]
         if not saved:
             raise ConfigError(f"the run '{folder}' has no checkpoint yet; train on, or name its config.yaml")
         return folder, saved[0]
@@ -204,8 +204,8 @@ def _model(name: str, overrides: Sequence[str]) -> ModelSource:
 
 def _folder(name: str) -> Path | None:
     """Return the folder of a model; of one of the hub only where there are files in it for mmrl to read."""
-    if Path(name).expanduser().is_dir():
-        return Path(name).expanduser()
+    if Path(name).is_dir():
+        return Path(name)
     if not any(_on_hub(name, file) for file in (ADAPTERS[0], TRANSFORMS, CACHE)):
         return None
     from huggingface_hub import snapshot_download
@@ -215,7 +215,7 @@ def _folder(name: str) -> Path | None:
 
 def names_pipeline(name: str) -> bool:
     """Return whether a folder or a model of the hub is a pipeline of diffusers."""
-    folder = Path(name).expanduser()
+    folder = Path(expanded(name))
     return (folder / PIPELINE).is_file() if folder.is_dir() else _on_hub(name, PIPELINE)
 
 

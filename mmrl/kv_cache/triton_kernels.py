@@ -16,7 +16,8 @@ triton = importlib.import_module("triton")
 tl = importlib.import_module("triton.language")
 
 TOKENS = 128  # of a program of `dots`, and of a step of `mix`
-MIN_ROWS = 16  # of a product of tensor cores
+MIN_ROWS = 16  # rows, and channels, of a product of tensor cores
+DOT = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16  # numpy has no bfloat16
 SPLIT = 2048  # tokens of a program of `mix`; the sums of all programs are added afterwards
 
 
@@ -29,7 +30,7 @@ def dots(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
     grid = (blocks, triton.cdiv(tokens, TOKENS), triton.cdiv(num, MIN_ROWS))
     dots_program[grid](
         query, packed, out, num, tokens, size, packed.shape[2],
-        NBITS=nbits, SIZE=triton.next_power_of_2(size), TOKENS=TOKENS, QUERIES=MIN_ROWS,
+        NBITS=nbits, SIZE=padded(size), TOKENS=TOKENS, QUERIES=MIN_ROWS, DOT=DOT,
     )  # fmt: skip
     return out
 
@@ -43,9 +44,14 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
     grid = (blocks, parts, triton.cdiv(num, MIN_ROWS))
     mix_program[grid](
         weights, packed, out, num, tokens, size, packed.shape[2],
-        NBITS=nbits, SIZE=triton.next_power_of_2(size), TOKENS=TOKENS, QUERIES=MIN_ROWS, SPLIT=SPLIT,
+        NBITS=nbits, SIZE=padded(size), TOKENS=TOKENS, QUERIES=MIN_ROWS, SPLIT=SPLIT, DOT=DOT,
     )  # fmt: skip
     return out.sum(0)
+
+
+def padded(size: int) -> int:
+    """Round a number of channels up to one that a product of tensor cores takes."""
+    return max(MIN_ROWS, triton.next_power_of_2(size))
 
 
 @triton.jit
@@ -60,9 +66,24 @@ def numbers(packed, block, token, channel, tokens, size, width, NBITS: tl.conste
 
 
 @triton.jit
+def exact_dot(x, codes, DOT: tl.constexpr):
+    """Multiply float32 (m, k) with codes (k, n) as exactly as in float32, on tensor cores of bfloat16.
+
+    Three bfloat16 numbers hold the 24 bits of a float32 number, 8 each, and one holds a code.
+    """
+    codes = codes.to(DOT)
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    small = tl.dot(low.to(DOT), codes) + tl.dot(middle.to(DOT), codes)
+    return small + tl.dot(high.to(DOT), codes)
+
+
+@triton.jit
 def dots_program(
     query, packed, out, num, tokens, size, width,
-    NBITS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr,
+    NBITS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Multiply some queries of one block with some tokens."""
     block = tl.program_id(0).to(tl.int64)
@@ -75,8 +96,7 @@ def dots_program(
         other=0.0,
     ).to(tl.float32)
     codes = numbers(packed, block, token, channel, tokens, size, width, NBITS)
-    # tf32 would round the queries, into which scales are folded, to 10 bits.
-    scores = tl.dot(asked, tl.trans(codes), input_precision="ieee")
+    scores = exact_dot(asked, tl.trans(codes), DOT)
     inside = (row < num)[:, None] & (token < tokens)[None, :]
     tl.store(out + (block * num + row)[:, None] * tokens + token[None, :], scores, mask=inside)
 
@@ -85,6 +105,7 @@ def dots_program(
 def mix_program(
     weights, packed, out, num, tokens, size, width,
     NBITS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Sum a range of the tokens of one block by the weights of some queries."""
     block = tl.program_id(0).to(tl.int64)
@@ -100,7 +121,7 @@ def mix_program(
             other=0.0,
         ).to(tl.float32)
         codes = numbers(packed, block, token, channel, tokens, size, width, NBITS)
-        total += tl.dot(weight, codes, input_precision="ieee")
+        total += exact_dot(weight, codes, DOT)
     place = (part * tl.num_programs(0) + block) * num
     at = (place + row)[:, None] * size + channel[None, :]
     tl.store(out + at, total, mask=(row < num)[:, None] & (channel < size)[None, :])

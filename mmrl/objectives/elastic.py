@@ -26,7 +26,7 @@ def elastic_clip(
 
     `variance_width` and `entropy_width` note factors of the ranges, and `entropy_width` one of advantages:
     for steps of high entropy it holds outside of half the ranges, for others inside. Steps without notes
-    have the ranges as given, as with `clip`.
+    have the ranges as given, as with `clip`. Log-ratios count within [-20, 20].
 
     Args:
         epsilon: Lower clip range of the ratio, and the upper one where `epsilon_high` is null.

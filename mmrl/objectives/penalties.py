@@ -148,7 +148,7 @@ def ratio_variance(
     """Squared distance of the ratio to 1, instead of a clip (R2VPO, arXiv 2601.03320).
 
     Its mean is the variance of the ratio under the policy that sampled. Our reading, since only the abstract
-    is known: this form, and the coefficient. Use it with `unclipped`.
+    is known: this form, and the coefficient. Log-ratios count within [-20, 20]. Use it with `unclipped`.
     """
     return coef * torch.expm1(step_ratio(new, batch, against=against).clamp(-20.0, 20.0)).square()
 
@@ -207,6 +207,7 @@ def kl_hinge(
 
     coef / 2 max(KL - delta, 0)^2. Our reading: the KL is the mean over an answer, the paper's over the
     batch, whose hinge is never larger than the mean of these; so the loss does not depend on micro-batches.
+    Log-ratios count within [-20, 20].
 
     Args:
         coef: Weight of the squared hinge, the paper's beta.

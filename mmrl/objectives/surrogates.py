@@ -19,7 +19,10 @@ from mmrl.core.types import Unit
 
 @ratio
 def step_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
-    """Log-ratio of every step (PPO, GRPO)."""
+    """Log-ratio of every step (PPO, GRPO).
+
+    Surrogates limit it to [-20, 20] before they take its exponent.
+    """
     return (new.logp - batch.by(against, new).logp) * batch.mask
 
 
@@ -93,7 +96,7 @@ def truncated_importance(
 
     Args:
         mode: `token` takes the ratio of steps, `sequence` that of whole answers; `truncate` limits it to
-            the bounds, `mask` sets it to 0 outside of them.
+            the bounds, `mask` sets it to 0 outside of them. Log-ratios count within [-20, 20].
         clip_max: Upper bound of the ratio, or null for none.
         clip_min: Lower bound of the ratio, at most `clip_max`, or null for none.
     """
@@ -269,7 +272,7 @@ def linear_bound(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
 
     The gain of a log-ratio d is (1 + d) A for A >= 0 and exp(d) A for A < 0. Where a step is one draw of a
     mask of a diffusion model and d its log-ratio, `sequence_mean` bounds the surrogate of the mean over
-    draws, which no draw could be differentiated through alone.
+    draws, which no draw could be differentiated through alone. d is limited to [-20, 20].
     """
     held = log_ratio.clamp(-20.0, 20.0)
     return -batch.advantage * torch.where(batch.advantage >= 0, 1 + held, held.exp())

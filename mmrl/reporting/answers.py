@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from torch import Tensor
 
+from mmrl.core.plain_text import each_text, whole
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.types import Rollouts
 from mmrl.reporting.thumbnails import of_outcome, of_prompt, of_tools
@@ -55,8 +56,8 @@ def write_predictions(path: Path, measured: Measured, *, world: int = 1, images:
 
     Of several processes each writes its own rows, as `predictions-00000-of-00002.parquet`.
 
-    The column `correct` is read from the first reward whose values are only 0 and 1; the metadata of the file
-    name it under the key `correct`. Without such a reward there is no such column.
+    The column `correct` is read from the reward that `judge_of` names; the metadata of the file name it under
+    the key `correct`. Without such a reward there is no such column.
 
     Args:
         path: The file of an evaluation on one process.
@@ -69,7 +70,7 @@ def write_predictions(path: Path, measured: Measured, *, world: int = 1, images:
     own, rank = path, table.rank
     if world > 1:
         own = path.with_name(f"{path.stem}-{rank:05d}-of-{world:05d}{path.suffix}")
-    columns, judge = columns_of(rollouts, table), judge_of(table)
+    columns, judge = columns_of(rollouts, table), judge_of(table, measured.correct)
     columns["split"] = [row.prompt.split for row in rollouts]
     columns["media"] = [[medium.name for medium in row.prompt.media] for row in rollouts]
     rank_by = columns["reward"]
@@ -116,9 +117,15 @@ def parts_of(path: Path) -> list[Path]:
     )
 
 
-def judge_of(table: RewardTable) -> str:
-    """Return the first reward whose values are only 0 and 1, so that 1 means correct; "" without one."""
-    for name in table.scored:
+def judge_of(table: RewardTable, chosen: str = "") -> str:
+    """Name the reward that says which answers are correct: 1 is correct, and all values are 0 or 1.
+
+    That is the `chosen` one, or the reward of the largest weight; of several, the first whose values are only
+    0 and 1. A smaller reward, such as of form or length, says nothing of that: "" where there is none.
+    """
+    weights = {name: abs(table.weights.get(name, 0.0)) for name in table.scored}
+    most = max(weights.values(), default=0.0)
+    for name in [chosen] if chosen else [name for name, weight in weights.items() if weight == most]:
         values = table.at_end(name)
         known = values[~values.isnan()]
         if len(known) and bool(((known == 0) | (known == 1)).all()):
@@ -190,6 +197,7 @@ def write_columns(
     # Columns that may have no value in a file keep their type.
     types = {"target": pyarrow.string(), "completion": pyarrow.string(), "correct": pyarrow.bool_()}
     types |= {"media": pyarrow.list_(pyarrow.string())}
+    columns = each_text(columns, whole)  # names of files may be no UTF-8
     arrays = {name: pyarrow.array(column, types.get(name)) for name, column in columns.items()}
     with replacing(path) as beside:
         parquet.write_table(pyarrow.table(arrays).replace_schema_metadata(metadata), beside)

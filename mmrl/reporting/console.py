@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 PAUSE = 5.0  # seconds between plain lines, where there is no terminal
-SHOWN = ["reward", "reward_std", "kl", "entropy", "completions/mean_length", "loss", "grad_norm", "step_time"]
+SHOWN = [
+    "reward", "reward_std", "rewards/margins", "rewards/accuracies", "kl", "entropy",
+    "completions/mean_length", "loss", "grad_norm", "updates", "step_time",
+]  # fmt: skip
 TABLE = [*SHOWN[:-1], "clip_ratio/region_mean", "time/rollouts_per_second", "step_time"]
 WARNINGS = 3  # the last ones, shown below the table
 

@@ -81,6 +81,7 @@ def write_card(
     training = {
         "config": config,
         "step": step,
+        "updates": measured.get("updates"),
         "data": [
             config.data.name,
             *(f"{key} {data[key]}" for key in ("path", "split", "format") if key in data),

@@ -9,7 +9,7 @@ from typing import Literal
 
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import by_prompt
+from mmrl.config.reward_adapters import comparable_outcomes
 from mmrl.core.answer_text import answer_part
 from mmrl.core.answers import exact_text, word_f1
 from mmrl.core.types import Outcome, Prompt
@@ -39,7 +39,7 @@ def agreement(
     measure = SIMILARITIES[similarity]
     texts = [exact_text(answer_part(outcome.text or "", tag)) for outcome in outcomes]
     rewards: list[float | None] = [None] * len(outcomes)
-    for members in by_prompt(prompts).values():
+    for members in comparable_outcomes(prompts):
         for i, others in _other_wordings(prompts, members).items():
             if others:
                 rewards[i] = sum(measure(texts[i], texts[j]) for j in others) / len(others)
@@ -69,7 +69,7 @@ def information_consistency(
     """
     entropy = [word_entropy(outcome.text or "") for outcome in outcomes]
     rewards: list[float | None] = [None] * len(outcomes)
-    for members in by_prompt(prompts).values():
+    for members in comparable_outcomes(prompts):
         found = [entropy[i] for i in members]
         low, spread = min(found), max(found) - min(found)
         others = _other_wordings(prompts, members)

@@ -185,7 +185,7 @@ def judge_words(stream: Stream, prompt: Prompt, shown: Sequence[Outcome], refere
 def judge_prompt(uid: str, prompt: Prompt, shown: Sequence[Outcome], text: str) -> Prompt:
     """Make a question for a judge: the media of the prompt, those of answers, then the text."""
     media = (*prompt.media, *(medium for outcome in shown for medium in media_of(outcome)))
-    return Prompt(uid, (Message("user", (*(Part(media=medium) for medium in media), Part(text))),))
+    return Prompt(uid, (Message("user", (*(Part(media=medium) for medium in media), Part(text, said=True))),))
 
 
 def _follow_up(prompt: Prompt, text: str, tag: str, turn: int) -> Prompt:

@@ -19,6 +19,7 @@ from mmrl.config.loading import nearest
 from mmrl.config.plain import as_list
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import reward
+from mmrl.core import plain_text
 from mmrl.core.types import Outcome, Prompt
 
 WEIGHT = 2.5  # of CLIPScore, arXiv 2104.08718
@@ -131,7 +132,7 @@ class ClipScore:
 
     def _parts(self, text: str, always: bool) -> list[str]:
         """Split a text into parts that the model can read, each with the prefix; empty for an empty text."""
-        text = text.encode("utf-8", "replace").decode()  # tokenizers refuse half a surrogate pair
+        text = plain_text.whole(text)
         if not text.strip():
             return []
         fits = lambda part: self.towers.fits(self.prefix + part)
@@ -306,12 +307,15 @@ class Towers:
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
         self.length = self.tokenizer.context_length
+        inner = getattr(self.tokenizer, "tokenizer", None)  # of transformers, else open_clip's own
+        self.words = plain_text.control_words(inner) if inner else plain_text.OPEN_CLIP
         self.factor = float(self.model.logit_scale.exp())  # logits are factor * cosine + bias (SigLIP)
         bias = self.model.logit_bias
         self.bias = None if bias is None else float(bias)
 
     def fits(self, text: str) -> bool:
         """Return whether the model reads a text without truncation."""
+        text = plain_text.parted(text, self.words)
         short, long = (self.tokenizer([text], context_length=self.length + more)[0] for more in (0, 1))
         # A text that is too long is made to end in the last place; with one more, a word stands there.
         return bool((short == long[: self.length]).all())
@@ -327,7 +331,8 @@ class Towers:
     @torch.no_grad()
     def read(self, texts: Sequence[str]) -> Tensor:
         """Encode texts: (B, D) unit vectors, float32."""
-        ids = self.tokenizer(list(texts), context_length=self.length).to(self.device)
+        texts = [plain_text.parted(text, self.words) for text in texts]
+        ids = self.tokenizer(texts, context_length=self.length).to(self.device)
         return normalize(self.model.encode_text(ids).float(), dim=-1).cpu()
 
 

@@ -78,6 +78,7 @@ def function_calls(
     text = outcome.text or ""
     if think and not tagged(text, think):
         return 0.0
+    text = re.split(f"</{think}>", text, flags=re.IGNORECASE)[-1] if think else text
     blocks = tagged(text, tag) if tag else [text]
     try:
         made = [call for block in blocks for call in calls_of(block)]

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import by_prompt, log_metric
+from mmrl.config.reward_adapters import by_prompt, comparable_outcomes, log_metric
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.asking import (
     TWO_ANSWERS,
@@ -75,7 +75,7 @@ class PairwiseJudge(Judging):
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread | None]:
         """Compute the win rate of every outcome; None without another answer."""
         made, pairs = list(outcomes), []
-        for members in by_prompt(prompts).values():
+        for members in comparable_outcomes(prompts):
             if self.against == "group":
                 pairs += combinations(members, 2)
                 continue

@@ -13,6 +13,7 @@ from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome, tagged
 from mmrl.core.answers import words_of
+from mmrl.core.plain_text import PlainText
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.answers import own_block
 from mmrl.rewards.text_models import load_text_model
@@ -53,6 +54,7 @@ class RouteReward:
     ) -> None:
         self.tokenizer, self.model = load_text_model("AutoModel", model, device)
         self.allowed = {NO_RETRIEVER, *(name.lower() for name in retrievers)}
+        self.plain = PlainText(self.tokenizer)
         self.pooling, self.max_length, self.batch_size = pooling, max_length, batch_size
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
@@ -87,8 +89,8 @@ class RouteReward:
         """Embed texts as unit vectors: (number of texts, width)."""
         vectors = []
         for at in range(0, len(texts), self.batch_size):
-            batch = self.tokenizer(
-                list(texts[at : at + self.batch_size]),
+            batch = self.plain.batch(
+                texts[at : at + self.batch_size],
                 padding=True,
                 truncation=True,
                 max_length=self.max_length,

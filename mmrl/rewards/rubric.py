@@ -256,7 +256,7 @@ class Rubric(Judging):
             similar="\n".join(f"- {item}" for item in ranked[: self.similar]) or "none",
             most=self.max_criteria,
         )
-        return Prompt(f"rubric/{self.rounds}", (Message("user", (Part(text),)),))
+        return Prompt(f"rubric/{self.rounds}", (Message("user", (Part(text, said=True),)),))
 
     def _read_change(self, written: str) -> dict[str, Any] | None:
         """Read a change that can be made; None for anything else."""

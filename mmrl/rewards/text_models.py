@@ -9,7 +9,9 @@ import torch
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
+from mmrl.core.plain_text import PlainText
 from mmrl.core.types import Outcome, Prompt
+from mmrl.runtime.weights import load_whole
 
 
 def load_text_model(kind: str, model: str, device: str = "auto", **options: Any) -> tuple[Any, Any]:
@@ -24,9 +26,7 @@ def load_text_model(kind: str, model: str, device: str = "auto", **options: Any)
         # With its number: rewards run in threads of their own, whose current device is another.
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    loaded = getattr(transformers, kind).from_pretrained(
-        model, use_safetensors=True, trust_remote_code=False, **options
-    )
+    loaded = load_whole(getattr(transformers, kind), model, trust_remote_code=False, **options)
     return tokenizer, loaded.to(device).eval().requires_grad_(False)
 
 
@@ -64,6 +64,7 @@ class RewardModel:
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
         self.tokenizer.truncation_side, self.tokenizer.padding_side = "left", "right"
         self.max_length, self.batch_size = max_length, batch_size
+        self.plain = PlainText(self.tokenizer)
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
@@ -71,7 +72,7 @@ class RewardModel:
         texts = [self._text(*both) for both in zip(prompts, outcomes, strict=True)]
         scores: list[float] = []
         for at in range(0, len(texts), self.batch_size):
-            batch = self.tokenizer(
+            batch = self.plain.tokenizer(
                 texts[at : at + self.batch_size],
                 padding=True,
                 truncation=True,
@@ -86,7 +87,7 @@ class RewardModel:
         """Write prompt and answer as the model reads them."""
         answer = outcome.text or ""
         if self.tokenizer.chat_template is None:
-            return prompt.text + answer
+            return self.plain.settled(self.plain.marked(prompt.text + answer))
         turns = [
             {
                 **turn.keys,
@@ -96,4 +97,5 @@ class RewardModel:
             for turn in prompt.messages
         ]
         turns.append({"role": "assistant", "content": answer})
-        return self.tokenizer.apply_chat_template(turns, tokenize=False)
+        written = self.tokenizer.apply_chat_template(self.plain.marked(turns), tokenize=False)
+        return self.plain.settled(written)

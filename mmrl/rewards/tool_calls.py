@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.config.registry import reward as register
-from mmrl.config.reward_adapters import OwnAnswer, per_outcome, policy_messages, policy_turns, shown, tagged
+from mmrl.config.reward_adapters import (
+    OwnAnswer,
+    by_rollout,
+    per_outcome,
+    policy_messages,
+    policy_turns,
+    shown,
+    tagged,
+)
 from mmrl.core.answers import words_of
 from mmrl.core.episodes import turn_number
-from mmrl.core.tool_calls import Call, CallError, parse_calls
+from mmrl.core.tool_calls import Call, CallError, call_of, parse_calls
 from mmrl.core.types import Message, Outcome, Prompt
 from mmrl.rewards.matching import greedy_pairs, optimal_pairs, transport_plan
 
@@ -57,10 +66,10 @@ def _own_calls(prompt: Prompt, *, column: str, tag: str, matching: str) -> OwnAn
     references = reference_calls(prompt, column)
     if not references:
         return None
-    texts = [f"<{tag}>{json.dumps(reference)}</{tag}>" for reference in references]
-    calls = [Call(reference["name"], reference.get("arguments", {})) for reference in references]
+    texts = [f"<{tag}>{json.dumps(reference)}</{tag}>" for reference in prompt.columns[column]]
+    calls = [Call(**reference) for reference in references]
     alike = [[likeness(call, reference) for reference in references] for call in calls]
-    full = matched(alike, matching) / len(references) if matching == "soft" else 1.0
+    full = sum(matched(alike, matching)) / len(references) if matching == "soft" else 1.0
     return OwnAnswer(("\n".join(texts),), full)
 
 
@@ -79,8 +88,7 @@ def call_match(
     their likeness: 0 for another tool, else (1 + J + m) / (2 + n), where J is the share of argument names
     that both have, m counts equal arguments and n those of the reference. A call without a partner has 0, so
     does one that cannot be read, and so has an answer without calls. None where the data have no reference
-    calls. Our reading: with `at: every` calls are matched within a turn, so that one that comes again in a
-    later turn is paid again.
+    calls. The calls of all turns of a conversation are matched together, so that a reference pays once.
 
     Args:
         column: Column with the reference calls: a list of `{"name": ..., "arguments": {...}}`.
@@ -90,39 +98,43 @@ def call_match(
             (`soft`, regularised by 0.1; as in the code all shares add up to 1, so that n right calls have 1/n
             each).
     """
-    values: list[float | None] = []
-    for prompt, (_, new) in zip(prompts, policy_messages(outcomes), strict=True):
-        references = reference_calls(prompt, column)
+    calls = [
+        [call for turn in new for call in written_calls(turn, tag)] for _, new in policy_messages(outcomes)
+    ]
+    values: list[float | None] = [None] * len(outcomes)
+    for members in by_rollout(outcomes):
+        references = reference_calls(prompts[members[0]], column)
         if references is None:
-            values.append(None)
             continue
-        calls = [call for turn in new for call in written_calls(turn, tag)]
-        alike = [[likeness(call, reference) for reference in references] for call in calls]
-        values.append(matched(alike, matching) / max(1, len(calls)))
+        whole = [call for i in members for call in calls[i]]
+        alike = [[likeness(call, reference) for reference in references] for call in whole]
+        earned = iter(matched(alike, matching))
+        for i in members:
+            values[i] = sum(islice(earned, len(calls[i]))) / max(1, len(calls[i]))
     return values
 
 
-def matched(alike: Sequence[Sequence[float]], matching: str) -> float:
-    """Sum the likeness of calls (rows) and references (columns) that are matched."""
+def matched(alike: Sequence[Sequence[float]], matching: str) -> list[float]:
+    """Sum what every call (row) has in common with the references (columns) that it is matched with."""
     if matching == "soft":
         shares = zip(transport_plan(alike), alike, strict=True)
-        return sum(share * value for both in shares for share, value in zip(*both, strict=True))
-    pairs = {"greedy": greedy_pairs, "optimal": optimal_pairs}[matching](alike)
-    return sum(alike[i][j] for i, j in pairs)
+        return [sum(share * value for share, value in zip(*both, strict=True)) for both in shares]
+    earned = [0.0] * len(alike)
+    for i, j in {"greedy": greedy_pairs, "optimal": optimal_pairs}[matching](alike):
+        earned[i] = alike[i][j]
+    return earned
 
 
-def reference_calls(prompt: Prompt, column: str) -> Sequence[Mapping[str, Any]] | None:
+def reference_calls(prompt: Prompt, column: str) -> list[dict[str, Any]] | None:
     """Read the reference calls of a prompt, None where it has none. Raises `ValueError` for another form."""
     references = prompt.columns.get(column)
-    for reference in references or ():
-        match reference:
-            case {"name": str()} if isinstance(reference.get("arguments", {}), Mapping):
-                continue
+    try:
+        return references and [vars(call_of(reference)) for reference in references]
+    except CallError as error:
         raise ValueError(
             f"`call_match` wants calls like {{'name': ..., 'arguments': {{...}}}} in the column '{column}', "
-            f"but prompt '{prompt.uid}' has {shown(reference)}"
-        )
-    return references
+            f"but prompt '{prompt.uid}' has {shown(references)}: {error}"
+        ) from error
 
 
 def likeness(call: Call | CallError, reference: Mapping[str, Any]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -13,7 +14,7 @@ import torch
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import by_prompt, log_metric
+from mmrl.config.reward_adapters import comparable_outcomes, log_metric
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.asking import (
     TWO_ANSWERS,
@@ -88,15 +89,20 @@ class Tournament(Judging):
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread | None]:
         """Compute the reward of every outcome; None without another answer."""
         rewards: list[float | Unread | None] = [None] * len(outcomes)
-        groups = [members for members in by_prompt(prompts).values() if len(members) > 1]
+        groups = [members for members in comparable_outcomes(prompts) if len(members) > 1]
         players = [distinct_answers(outcomes, members, self.tag) for members in groups]
         tournaments = [FORMS[self.form](len(listed)) for listed in players]
+        # Draws must not depend on which groups this process has; a prompt has a group for each place.
+        met, labels = Counter[str](), list[str]()
+        for members in groups:
+            uid = prompts[members[0]].uid
+            labels.append(f"{uid}/place-{met[uid]}" if met[uid] else uid)
+            met[uid] += 1
 
         def compare(asked: Sequence[tuple[int, Pair]]) -> list[Scores | Unread]:
             """Compare pairs of the players of tournaments, by their numbers."""
             rows = [(players[t][i][0], players[t][j][0]) for t, (i, j) in asked]
-            # Numbers within the group: draws must not depend on which groups this process has.
-            names = [f"{prompts[row].uid}/{i}/{j}" for (row, _), (_, (i, j)) in zip(rows, asked, strict=True)]
+            names = [f"{labels[t]}/{i}/{j}" for t, (i, j) in asked]
             return self._compare(prompts, outcomes, rows, names)
 
         standings, unread = run_tournaments(tournaments, compare)
@@ -239,7 +245,8 @@ def single_elimination(count: int) -> Matches:
     """Seed a bracket by comparisons with the first player; who loses is out.
 
     The losers of a round stand below those of later rounds, by the mean of all their scores. Of an odd number
-    the last one goes on without playing; a tie is won by the player that comes first in the bracket.
+    the last one goes on without playing and stands first in the next round, where it plays; a tie is won by
+    the player that comes first in the bracket.
     """
     scores = yield [(0, player) for player in range(1, count)]
     met = [[first for first, _ in scores], *([other] for _, other in scores)]  # scores of every player
@@ -248,7 +255,7 @@ def single_elimination(count: int) -> Matches:
     alive, order = [seeds[place] for place in bracket(count)], []
     while len(alive) > 1:
         won, free, lost = yield from _round(alive, met)
-        alive, order = won + free, _by_mean(lost, met) + order
+        alive, order = free + won, _by_mean(lost, met) + order
     order = alive + order
     return [float(count - order.index(player)) for player in range(count)]
 

@@ -10,7 +10,7 @@ import torch
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import by_prompt, shown, tagged
+from mmrl.config.reward_adapters import comparable_outcomes, shown, tagged
 from mmrl.core.tensor import rarity
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError
@@ -75,7 +75,7 @@ class TestPasses(Http):
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
         passed = self._passed(prompts, outcomes)
         rewards: list[float | None] = [None] * len(outcomes)
-        for rows in by_prompt(prompts).values():
+        for rows in comparable_outcomes(prompts):
             known = [i for i in rows if passed[i] is not None]
             if not known:
                 continue

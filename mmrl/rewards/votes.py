@@ -9,7 +9,7 @@ import torch
 
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import by_prompt, log_metric
+from mmrl.config.reward_adapters import comparable_outcomes, log_metric
 from mmrl.core.answers import choices_in
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
@@ -167,7 +167,7 @@ def _group_votes(
             f"votes are to be weighted by '{confidence}', but of no answer it is recorded ({known} is); set "
             "`confidence_top_k` of the engine vision.generate, or leave `confidence` out"
         )
-    for members in by_prompt(prompts).values():
+    for members in comparable_outcomes(prompts):
         votes: list[Vote | None] = []
         for prompt, outcome in ((prompts[i], outcomes[i]) for i in members):
             answer = _answer(prompt, outcome, tag, form)

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mmrl.runtime.content_hash import of_file
 from mmrl.runtime.files import flush, in_one_line, remove
+from mmrl.runtime.folders import mark_of
 from mmrl.runtime.state_tree import apart, flatten, unflatten
 
 STATE = "trainer_state.json"
@@ -68,9 +70,19 @@ def read_state(folder: Path) -> dict[str, Any]:
     raise CheckpointError(f"'{folder}' is not a whole checkpoint of mmrl: {fault}")
 
 
-def publish(unfinished: Path, folder: Path) -> None:
-    """Rename a finished folder, so that a checkpoint with its final name is always whole."""
-    discard(folder)  # of a step that is taken again, since this one was found broken
+def publish(unfinished: Path, folder: Path, warn: Callable[[str], None] = log.warning) -> None:
+    """Rename a finished folder, so that a checkpoint with its final name is always whole.
+
+    An earlier one of the same run is broken, or it would have been resumed from. Another folder of that name
+    is moved out of the way.
+    """
+    if folder.is_dir() and any(folder.iterdir()) and not of_run(folder):
+        aside = next(
+            path for i in count(1) if not (path := folder.with_name(f"{folder.name}.other{i}")).exists()
+        )
+        folder.rename(aside)
+        warn(f"'{folder}' was no checkpoint of this run; it was moved to '{aside}'")
+    discard(folder)
     unfinished.rename(folder)
     flush(folder.parent)  # without it a power cut may undo the rename
 
@@ -91,10 +103,27 @@ def tidy(output_dir: Path, warn: Callable[[str], None] = log.warning) -> None:
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """List checkpoints, the latest first; raises `OSError` where the folder cannot be read."""
+    """List folders that are called as checkpoints are, the latest first, without empty ones.
+
+    Raises `OSError` where a folder cannot be read.
+    """
     inside = list(output_dir.iterdir()) if output_dir.exists() else []
     numbered = [path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
-    return sorted(numbered, key=step_of, reverse=True)
+    return sorted((path for path in numbered if any(path.iterdir())), key=step_of, reverse=True)
+
+
+def finished(output_dir: Path) -> list[Path]:
+    """List the checkpoints of the run in a folder that were written to their end, the latest first."""
+    complete = (
+        path for path in checkpoints(output_dir) if (path / SUMS).is_file() and (path / STATE).is_file()
+    )
+    return [path for path in complete if of_run(path)]
+
+
+def of_run(folder: Path) -> bool:
+    """Return whether a checkpoint is of the run in whose folder it is, as far as both say."""
+    run = mark_of(folder.parent).get("run")
+    return run is None or mark_of(folder).get("run", "") == run
 
 
 def step_of(folder: Path) -> int:
@@ -110,7 +139,7 @@ def prune(
     Later ones are broken, since the run resumed from an earlier one; they must not push out whole ones. An
     old one that cannot be removed goes to `warn`: the latest is safe by then, so the run goes on.
     """
-    reached = [folder for folder in checkpoints(output_dir) if step_of(folder) <= step]
+    reached = [folder for folder in finished(output_dir) if step_of(folder) <= step]
     for old in reached[limit:] if limit else ():
         if step_of(old) != keep:
             _clear(old, discard, warn)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mmrl.config.schema import Config, ConfigError
+from mmrl.core.plain_text import whole
 
 if TYPE_CHECKING:
     from mmrl.runtime.distributed import Processes
@@ -41,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_whole(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(whole(text), encoding="utf-8")
 
 
 def flush(path: Path) -> None:
@@ -75,13 +76,33 @@ def locked(folder: Path, processes: Processes) -> Iterator[None]:
     with ExitStack() as stack:
         with processes.agreeing(f"locking '{folder}'"):
             if processes.main:
-                folder.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context((folder / LOCK).open("a+"))  # "w" would wipe the name of the owner
-                _flock(file, fcntl.LOCK_EX, folder)
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-                file.flush()
+                stack.enter_context(hold(folder))
         yield
+
+
+@contextmanager
+def hold(folder: Path, *, leave: bool = True) -> Iterator[None]:
+    """Lock a folder for this process; raises `ConfigError` where another one has the lock.
+
+    The kernel releases the lock when the process ends in any way. Its file is removed unless `leave` is on.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    with ExitStack() as stack:
+        while True:
+            file = stack.enter_context(path.open("a+"))  # "w" would wipe the name of the owner
+            _flock(file, fcntl.LOCK_EX, folder)
+            # An owner that ended meanwhile may have removed the file.
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            if not leave:
+                path.unlink(missing_ok=True)
 
 
 def check_free(folder: Path) -> None:
@@ -129,10 +150,10 @@ class HubError(RuntimeError):
 
 def check_hub(config: Config) -> None:
     """Raise `ConfigError` for an upload that cannot work."""
-    if config.push_to_hub and config.hub_model_id.count("/") != 1:
+    if config.push_to_hub and (not config.hub_model_id or config.hub_model_id.count("/") > 1):
         raise ConfigError(
-            f"'push_to_hub' wants 'hub_model_id' as owner/name, not '{config.hub_model_id}'; set it, or "
-            "push_to_hub=false"
+            f"'push_to_hub' wants 'hub_model_id' as owner/name, not '{config.hub_model_id}'; set it (the "
+            "owner may be left out: you), or push_to_hub=false"
         )
 
 
@@ -149,7 +170,8 @@ def upload(folder: Path, name: str, message: str, *, private: bool) -> str:
         raise ImportError("an upload needs huggingface_hub; pip install huggingface_hub") from error
     try:
         api = HfApi()
-        api.create_repo(name, private=private, exist_ok=True)
+        made = api.create_repo(name, private=private, exist_ok=True)
+        name = getattr(made, "repo_id", name)  # with its owner, where that was left out
         api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message)
     except Exception as error:  # the client raises errors of its own and of its transport
         raise HubError(

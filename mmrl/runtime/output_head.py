@@ -64,8 +64,9 @@ def check_head(model: Any) -> None:
     weight = head.weight
     if core is model:
         raise ConfigError(
-            f"a model of type '{model.config.model_type}' has no part without its head "
-            "(`base_model` of transformers); load the whole vision-language model that it belongs to"
+            f"a model of type '{model.config.model_type}' has no part without its head (`base_model` of "
+            "transformers), whose hidden states are read here; of the language part of a vision-language "
+            "model name the whole model, and in place of others a model of another type"
         )
     if weight.is_meta:
         return

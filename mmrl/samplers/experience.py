@@ -81,7 +81,7 @@ class WithExperience(ReadsAnswers):
         """Put the experiences before prompts."""
         if not self.experiences:
             return list(prompts)
-        text = Part(self.template.replace("{experiences}", numbered(self.experiences.values())))
+        text = Part(self.template.replace("{experiences}", numbered(self.experiences.values())), said=True)
         return [before_question(prompt, text) for prompt in prompts]
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
@@ -241,7 +241,7 @@ class ByPolicy:
         last = replace(
             groups[0].prompt,
             uid=f"{groups[0].prompt.uid}#changes",
-            messages=(Message("user", (Part(text),)),),
+            messages=(Message("user", (Part(text, said=True),)),),
         )
         found = changes_in(self._answers([last])[0], experiences)
         self.counts["experiences/changes"] += len(found or ())
@@ -265,7 +265,7 @@ class ByPolicy:
         shown = (f"Score {reward:.3g}: {text[: self.max_letters]}" for text, reward in (*best, *worst))
         text = EXTRACT.format(count=self.max_rules, answers=numbered(shown))
         *before, last = group.prompt.messages
-        asked = replace(last, parts=(*last.parts, Part(text)))
+        asked = replace(last, parts=(*last.parts, Part(text, said=True)))
         return replace(group.prompt, uid=f"{group.prompt.uid}#rules", messages=(*before, asked))
 
 

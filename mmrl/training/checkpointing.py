@@ -6,11 +6,11 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mmrl.config.changes import BEST, MAY_CHANGE, UNTOLD, describe, differences, inside
 from mmrl.config.loading import read
@@ -19,17 +19,23 @@ from mmrl.reporting.metrics import Journal, describe_measured
 from mmrl.reporting.model_card import write_card
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
-from mmrl.runtime.content_hash import of_prompts
-from mmrl.runtime.distributed import Processes
-from mmrl.runtime.files import LOCK, check_free, in_one_line, push, remove, write_whole
-from mmrl.runtime.fsdp import gathered, taken_up, whole
+from mmrl.runtime.content_hash import of_prompts, of_tensors
+from mmrl.runtime.files import check_free, in_one_line, push, remove, write_whole
+from mmrl.runtime.folders import MARK, check_owner, content, mark, mark_of
+from mmrl.runtime.fsdp import gathered, whole
 from mmrl.runtime.stages import check_alone
 from mmrl.runtime.watchdog import ProcessFailed
+from mmrl.training.beginning import begin_from, model_folder, together
+from mmrl.training.record import Changes, changed_code, changed_defaults, changed_versions, name_of, record_of
 from mmrl.training.trainer import Best, Run
 
 CONFIG = "config.yaml"
 CHANGES = "changes.jsonl"  # keys that changed between a stop and a resumption; never rewound
-T = TypeVar("T")
+# What a run writes into its folder, besides checkpoints.
+WRITES = (
+    CONFIG, CHANGES, "metrics.jsonl", "warnings.jsonl", "completions", "predictions", "evaluation.json",
+    "report.html", "stages.json",
+)  # fmt: skip
 
 # ---- saving
 
@@ -38,6 +44,7 @@ def save(run: Run) -> None:
     """Write `checkpoint-{step}`: the model folder of its library, and the state that resuming needs."""
     folder = run.folder / f"checkpoint-{run.progress.step}"
     run.rank_checkpoint()  # before the state, which names the best checkpoint
+    run.signal.compare(of_tensors(run.method.trained), run.progress.step)
     state = whole(run.state_dict())  # on process 0; every process takes part
     limit, best = run.config.save_total_limit, run.progress.best.step
     with run.processes.agreeing(f"saving '{folder}'"), run.whole_weights():
@@ -58,14 +65,15 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         for second in run.seconds.values():
             second.save(unfinished)
         write_card(run.config, progress.step, progress.reported, model)
+        mark(unfinished, "train", **run.made_with)
         checkpoint.write_state(unfinished, state)
         for journal in (run.journal, run.report.warnings):
             journal.flush()  # before the checkpoint, since resuming cannot refill a journal
         run.write_prompts()
-        checkpoint.publish(unfinished, folder)
+        checkpoint.publish(unfinished, folder, run.report.warn)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        before = [old.name for old in checkpoint.checkpoints(run.folder)]
+        before = [old.name for old in checkpoint.finished(run.folder)]
         raise CheckpointError(
             f"cannot save '{folder}': {in_one_line(error)}; mend that (room on the disk, permissions), and "
             f"the same command goes on from {before[0] if before else 'the beginning'}"
@@ -99,7 +107,6 @@ def hand_over(run: Run) -> None:
 
 # ---- resuming
 
-Changes = Mapping[str, Sequence[Any]]  # dotted key to its value before and now
 OF_EVALUATION = " of the evaluation"
 
 
@@ -109,8 +116,8 @@ def resume(run: Run) -> int:
     changed: Changes = {}
     with processes.agreeing("opening the output folder"):
         if processes.main:
-            changed = _open_folder(run)
-    changed = processes.tell(changed)[0]
+            changed, run.made_with = _open_folder(run)
+    changed, run.made_with = processes.tell([changed, run.made_with])[0]
     run.progress.inputs = inputs = of_prompts(run.pieces.made["data"])
     if run.evaluator:
         hashes = of_prompts(run.evaluator.data)
@@ -146,9 +153,9 @@ def _load_latest(run: Run, changed: Changes) -> int:
     seen = [folder.name for folder in checkpoint.checkpoints(run.folder)] if processes.main else []
     for folder in (run.folder / name for name in processes.tell(seen)[0]):
         try:
-            state, digest = _together(processes, partial(_read_state, run, folder, changed))
+            state, digest = together(processes, partial(_read_state, run, folder, changed))
             processes.same({f"state in '{folder}'": digest})
-            processes.same(_together(processes, partial(_load, run, state, folder)))
+            processes.same(together(processes, partial(_load, run, state, folder)))
         except CheckpointError as error:
             refused.append(error.args[0])
             say(f"{error.args[0]}; looking at the one before")
@@ -174,101 +181,15 @@ def _load_latest(run: Run, changed: Changes) -> int:
             "overwrite_output_dir=true to throw what is there away"
         )
     if run.config.init_from:
-        _begin_from(run, model_folder(run.config.init_from))
+        begin_from(run, model_folder(run.config.init_from))
     return 0
-
-
-def _begin_from(run: Run, folder: Path) -> None:
-    """Load the weights to begin with; `frozen` references keep those of before, the policy's own."""
-    with gathered(run.policy.module, changed=True) as loads, run.processes.agreeing(f"loading '{folder}'"):
-        try:
-            if loads:
-                run.policy.load(folder)
-        except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
-            raise CheckpointError(
-                f"the weights in '{folder}' (init_from) do not fit the policy: {in_one_line(error, 300)}; "
-                "set up the policy as it was for them (policy.model, lora_rank), or name another folder"
-            ) from error
-    for reference in run.method.references.values():
-        # Moving averages begin where the policy begins.
-        if reference.decay < 1 or run.config.init_references:
-            reference.take()
-    if run.config.carry:
-        _carry(run, folder.parent)
-    run.report.console.say(f"beginning from the weights in {folder}")
-
-
-def _carry(run: Run, folder: Path) -> None:
-    """Take over what `carry` names from the state of another run's checkpoint."""
-    carried, trained = run.config.carry, run.method.trained
-    state = _together(run.processes, partial(checkpoint.read_state, folder))
-    pieces = run.stateful["pieces"]
-    places = {place for place in {*pieces, *state["pieces"]} if inside(place, *carried)}
-    try:
-        if "optimizer" in carried:
-            groups = run.method.optimizer.param_groups
-            configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            run.processes.take_up(run.method.optimizer, state["optimizer"], trained)
-            for group, options in zip(run.method.optimizer.param_groups, configured, strict=True):
-                group |= options  # the moments go on, with the weight decay and betas of this run
-        if "references" in carried:
-            with run.whole_weights(changed=True) as loads, run.processes.agreeing(f"loading '{folder}'"):
-                for second in run.seconds.values() if loads else ():
-                    second.load(folder)
-            for name, reference in run.stateful["references"].items():
-                like = () if name in run.seconds else trained
-                reference.load_state_dict(taken_up(state["references"][name], like))
-        for place in sorted(places):
-            pieces[place].load_state_dict(state["pieces"][place])
-    except ProcessFailed:  # a RuntimeError, but no fault of the checkpoint
-        raise
-    except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
-        raise CheckpointError(
-            f"cannot carry {', '.join(carried)} over from '{folder}': {in_one_line(error, 300)}; both runs "
-            "need the same pieces there; leave out of `carry` what does not fit"
-        ) from error
-    run.report.console.say(f"carried over from {folder}: {', '.join(carried)}")
-
-
-def model_folder(path: str) -> Path:
-    """Find the model in the folder of a run (its latest checkpoint), of a checkpoint or of a model."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigError(f"'init_from' is '{path}', which is no folder; name that of a run or of a model")
-    if latest := checkpoint.checkpoints(folder):
-        return latest[0] / checkpoint.MODEL
-    if (folder / CONFIG).exists() and not (folder / checkpoint.MODEL).is_dir():
-        raise ConfigError(f"'init_from' is '{path}', a run without a checkpoint; name one that has saved")
-    inner = folder / checkpoint.MODEL
-    return inner if inner.is_dir() else folder
-
-
-def _together(processes: Processes, work: Callable[[], T]) -> T:
-    """Do a part of loading a checkpoint on every process.
-
-    Where process 0 cannot use the checkpoint, `CheckpointError` on all; where only another one cannot, all
-    fail.
-    """
-    error: CheckpointError | None = None
-    results: list[T] = []
-    try:
-        results.append(work())
-    except CheckpointError as raised:
-        error = raised
-    except ProcessFailed:  # another process has the reason
-        processes.known = False  # an older checkpoint may do
-    reasons = processes.tell(None if error is None else error.args[0])
-    if reasons[0] is not None:
-        raise CheckpointError(reasons[0]) from error
-    failed = [rank for rank, reason in enumerate(reasons) if reason is not None]
-    if failed:
-        processes.disagree(failed, f"cannot take up what process 0 can: {reasons[failed[0]]}")
-    return results[0]
 
 
 def _read_state(run: Run, folder: Path, changed: Changes) -> tuple[dict[str, Any], str]:
     """Read the state of a checkpoint of this run, and its hash; what changed since then starts afresh."""
     state = checkpoint.read_state(folder)
+    if not checkpoint.of_run(folder):
+        raise CheckpointError(f"'{folder}' is a checkpoint of another run")
     _start_afresh(run, state, changed)
     for what, wanted in run.stateful.items():
         names = set(state.get(what, {}))
@@ -320,10 +241,11 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def look(config: Config) -> None:
     """Raise `ConfigError` where the output folder is in use or contains another run; nothing is loaded."""
     folder = Path(config.output_dir)
+    _check_folder(config, folder)
     check_free(folder)
     check_alone(folder)
     if not config.overwrite_output_dir:
-        _changes(config, folder)
+        _changes(config, folder, record_of(config), lambda text: None)
     if config.init_from and (config.overwrite_output_dir or not _begun(folder)):
         start = model_folder(config.init_from)
         if config.carry and not (start.parent / checkpoint.STATE).is_file():
@@ -338,27 +260,47 @@ def look(config: Config) -> None:
             )
 
 
-def _open_folder(run: Run) -> Changes:
-    """Make the output folder that of this run, empty where asked for; return what changed in its keys."""
-    written = run.folder / CONFIG
-    if run.config.overwrite_output_dir and run.folder.exists():
-        inside_it = [path for path in run.folder.iterdir() if path.name not in (LOCK, CONFIG)]
-        if inside_it and not written.exists():
-            raise ConfigError(
-                f"'{run.folder}' holds files but no run (it has no {CONFIG}), so it is not overwritten; name "
-                "another output_dir"
-            )
-        # The configuration goes last: if the process is killed, the rest is still known to be a run.
-        for path in (*inside_it, written):
+def _check_folder(config: Config, folder: Path) -> None:
+    """Raise `ConfigError` where a run must not write into a folder, or must not throw away what is there."""
+    numbered = [path.name for path in checkpoint.checkpoints(folder)]
+    found = check_owner(folder, "train", [*WRITES, *numbered])
+    others = [path for path in content(folder) if mark_of(path).get("by") != "evaluate"]
+    if config.overwrite_output_dir and others and not found:
+        raise ConfigError(
+            f"'{folder}' holds files but no run (it has no {CONFIG}), so it is not overwritten; name another "
+            "output_dir"
+        )
+
+
+def _open_folder(run: Run) -> tuple[Changes, dict[str, Any]]:
+    """Make the output folder that of this run, empty where asked for.
+
+    Returns what changed in its keys, and what the run is made with.
+    """
+    folder, written = run.folder, run.folder / CONFIG
+    _check_folder(run.config, folder)
+    if run.config.overwrite_output_dir:
+        # The configuration and the mark go last: after a kill, the rest is still known to be a run.
+        for path in (*(path for path in content(folder) if path != written), written, folder / MARK):
             remove(path)
-    changed = _changes(run.config, run.folder)
-    begun = _begun(run.folder)
+    record, begun = record_of(run.config), _begun(folder)
+    known = _known(folder) if begun else {"run": name_of(record)}
+    changed = _changes(run.config, folder, record, run.report.warn)
     for name in () if begun else ("completions", "warnings.jsonl", CHANGES):  # of a run that failed at once
-        remove(run.folder / name)
-    checkpoint.tidy(run.folder, run.report.warn)
+        remove(folder / name)
+    checkpoint.tidy(folder, run.report.warn)
     if not (begun and written.exists()):
         write_whole(written, as_yaml(run.config))
-    return changed
+    record["run"] = known.get("run", "")  # an earlier version wrote none
+    mark(folder, "train", **record)
+    return changed, record
+
+
+def _known(folder: Path) -> dict[str, Any]:
+    """Read what the run in a folder was made with, from the folder or else from its last checkpoint."""
+    found = mark_of(folder)
+    latest = checkpoint.finished(folder)
+    return mark_of(latest[0]) if "run" not in found and latest else found
 
 
 def _begun(folder: Path) -> bool:
@@ -367,14 +309,52 @@ def _begun(folder: Path) -> bool:
     return bool(checkpoint.checkpoints(folder)) or (journal.exists() and journal.stat().st_size > 0)
 
 
-def _changes(config: Config, folder: Path) -> Changes:
+def _changes(config: Config, folder: Path, record: Mapping[str, Any], warn: Callable[[str], None]) -> Changes:
     """List the keys that changed since a run was begun in a folder, each with its value before and now.
 
-    Raises `ConfigError` where one of them must not change, or where the written configuration is broken. A
-    run that failed before its first step counts as none.
+    Raises `ConfigError` where one of them must not change, or the code of a reward or another piece, or where
+    the written configuration is broken. Other versions go to `warn`. A run that failed before its first step
+    counts as none.
     """
-    written = folder / CONFIG
-    if not written.exists() or not _begun(folder):
+    if not _begun(folder):
+        return {}
+    known, found = _known(folder), _changed_keys(config, folder / CONFIG)
+    if "config" not in known:  # of an earlier version
+        return _check_fixed(folder, found)
+    found = changed_defaults(known, record, found)
+    free, fixed, explained = changed_code(known, record)
+    _check_fixed(folder, found)
+    if fixed:
+        raise ConfigError(
+            f"'{folder}' holds a run that was begun with other code of {', '.join(fixed)}; put that back, "
+            f"name another output_dir, with init_from={folder} to go on from its weights with the code as it "
+            "is now, or set overwrite_output_dir=true to throw that run away"
+        )
+    then, now = changed_versions(known, record)
+    if then or now:
+        code = f"; the code of {', '.join(explained)} is another one" if explained else ""
+        warn(
+            f"'{folder}' was trained so far with {then or 'less'}, and goes on with {now or 'less'}: numbers "
+            f"may differ from those of one version{code}"
+        )
+    return {**found, **free}
+
+
+def _check_fixed(folder: Path, found: Changes) -> Changes:
+    """Raise `ConfigError` at changes of keys that must not change; return all of them."""
+    fixed = {key: both for key, both in found.items() if not inside(key, *MAY_CHANGE)}
+    if fixed:
+        raise ConfigError(
+            f"'{folder}' holds a run with another configuration: {describe(fixed, 'there', 'here')}; name "
+            f"another output_dir, with init_from={folder} to begin from its weights, or set "
+            "overwrite_output_dir=true to throw that run away"
+        )
+    return found
+
+
+def _changed_keys(config: Config, written: Path) -> Changes:
+    """List what differs from the configuration that was written when the run was begun."""
+    if not written.exists():
         return {}
     last = dataclasses.fields(Config)[-1].name
     try:
@@ -389,12 +369,4 @@ def _changes(config: Config, folder: Path) -> Changes:
         ) from error
     with suppress(ConfigError):  # keys that did not exist when it was written get their defaults
         raw = as_plain(parse(raw, Config))
-    found = differences(raw, as_plain(config))
-    fixed = {key: both for key, both in found.items() if not inside(key, *MAY_CHANGE)}
-    if fixed:
-        raise ConfigError(
-            f"'{folder}' holds a run with another configuration: {describe(fixed, 'there', 'here')}; name "
-            f"another output_dir, with init_from={folder} to begin from its weights, or set "
-            "overwrite_output_dir=true to throw that run away"
-        )
-    return found
+    return differences(raw, as_plain(config))

@@ -24,6 +24,7 @@ from mmrl.core.step_table import Batch
 from mmrl.core.types import Rollouts, Trajectory, Unit
 from mmrl.reporting.metrics import Meter
 from mmrl.runtime.distributed import Processes
+from mmrl.runtime.files import write_whole
 
 T = TypeVar("T")
 FOLDER = "faults"
@@ -90,6 +91,7 @@ class Guard:
     of: str = ""  # name of a second model
     halved: bool = False
     skipped: int = 0  # optimizer steps not taken, of which `learn.max_skipped` are allowed
+    updates: int = 0  # optimizer steps of this step whose gradient was not 0
     written: int = 0  # files of rows to blame in this step
     rollouts: Rollouts = ()  # the rows of the batch
     current: Update | None = None  # the update that is under way
@@ -130,12 +132,13 @@ class Guard:
         method.optimizer.step()
         method.optimizer.zero_grad(set_to_none=True)
         self.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
+        self.updates += norm > 0
         self.meter.updates += 1  # a skipped update left no sums: `forget` undid them
         return True
 
     def end_step(self) -> None:
         """Free the batch of the step."""
-        self.current, self.written = None, 0
+        self.current, self.written, self.updates = None, 0, 0
 
     def passes(self, norm: float) -> bool:
         """Return whether an optimizer step may be taken; else write its rows down, and stop or count.
@@ -214,7 +217,7 @@ class Guard:
                 for place, advantage, mask in zip(rows.rows.tolist(), rows.advantage, rows.mask, strict=True)
             ],
         }
-        path.write_text(json.dumps(written, indent=1, ensure_ascii=False))
+        write_whole(path, json.dumps(written, indent=1, ensure_ascii=False))
         tensors = {"mask": rows.mask, "advantage": rows.advantage, "weight": rows.weight}
         tensors |= {f"notes/{name}": note for name, note in rows.notes.items()}
         tensors |= {f"{name}/logp": output.logp for name, output in rows.others.items()}

@@ -40,6 +40,7 @@ from mmrl.reporting.metrics import (
 )
 from mmrl.reporting.rollout_mismatch import conclude, describe_mismatch
 from mmrl.runtime.distributed import Processes
+from mmrl.runtime.files import write_whole
 
 IMAGES = 64  # prompts of an evaluation that keep thumbnails
 
@@ -174,7 +175,8 @@ class Reporter:
 
     def _beside_first(self, name: str, measured: Measured) -> str:
         low, high = measured.intervals[name]
-        words = f"{name} {measured.metrics[name]:.4g} ({low:.4g} to {high:.4g})"
+        spread = f"{low:.4g} to {high:.4g}" if low < high else "the same for every prompt"
+        words = f"{name} {measured.metrics[name]:.4g} ({spread})"
         match self.first_value(name):
             case (step, value):
                 words += f", {value:.4g} at {f'step {step}' if step else 'the start'}"
@@ -214,6 +216,6 @@ class Reporter:
         if last:
             write_measured(self.folder, last)
             if fragments := "".join(piece({"answer": last}) for piece in self.pieces.visualizations):
-                (self.folder / VISUALIZATIONS).write_text(fragments)
+                write_whole(self.folder / VISUALIZATIONS, fragments)
         self.console.say(f"report: {write_page(self.folder)}")
         self.pieces.trackers.close()

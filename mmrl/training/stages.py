@@ -24,6 +24,7 @@ from mmrl.reporting.metrics import describe_measured
 from mmrl.runtime.checkpoint import checkpoints
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import check_free, locked, remove
+from mmrl.runtime.folders import check_owner
 from mmrl.runtime.stages import RECORD, StageRecord, begun, read_stages, write_stages
 from mmrl.training.checkpointing import CONFIG, look
 from mmrl.training.loop import train
@@ -106,6 +107,7 @@ def write_report(home: Path, output: Path | None = None) -> Path:
 def look_at(stages: Sequence[Stage]) -> None:
     """Raise `ConfigError` where a stage cannot begin, or cannot go on, in its folder; nothing is loaded."""
     home = stages[0].folder.parent
+    check_owner(home, "train", [RECORD])
     check_free(home)
     if (home / CONFIG).exists():
         raise ConfigError(f"'{home}' holds a run that is no stage; name another output_dir")

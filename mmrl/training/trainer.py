@@ -38,6 +38,7 @@ from mmrl.reporting.prompts import write_prompts
 from mmrl.runtime.content_hash import of_tensors, of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.fsdp import gathered, taken_up
+from mmrl.training.learning_signal import LearningSignal
 from mmrl.training.method import Method, through_chain
 from mmrl.training.nonfinite import Guard
 from mmrl.training.report import Reporter
@@ -106,13 +107,18 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     log: RewardLog = field(default_factory=RewardLog)  # what rewards log of their own
     guard: Guard = field(init=False)
+    signal: LearningSignal = field(init=False)
     untouched: list[str] | None = None  # trained parameters without a gradient in the first update
     final: Measured | None = None  # the evaluation after the last step
     ahead: Ahead | None = None  # rollouts of the next step that were asked for
+    made_with: Mapping[str, Any] = field(default_factory=dict)  # `record_of` it, and `run`, how it was begun
 
     def __post_init__(self) -> None:
         say, steps = self.report.console.say, self.config.learn.micro_batch_steps
         self.guard = Guard(self.config, self.method, self.processes, self.stream, say, steps)
+        learns = self.config.learn.num_iterations > 0
+        stops = learns and self.config.learn.on_no_learning == "stop"
+        self.signal = LearningSignal(stops, self.report.warn if learns else lambda text: None)
         for second in self.seconds.values():
             second.guard.say = say
 
@@ -243,6 +249,7 @@ class Run:
     def finish(self, step: int, collection: Collection, credit: RewardTable) -> None:
         """Report a step, with an evaluation where one is due."""
         config, report = self.config, self.report
+        updates = sum(learning.guard.updates for learning in (self, *self.seconds.values()))
         for learning in (self, *self.seconds.values()):
             learning.guard.end_step()
         if step == 0 and self.processes.main:
@@ -261,11 +268,13 @@ class Run:
             with report.timing("evaluate"):
                 metrics |= describe_measured(self._measure(self.evaluator, step + 1))
         metrics |= report.durations(collection)
+        metrics["updates"] = float(self.signal.updates + updates)
         self.progress.step, self.progress.reported = step + 1, metrics
         if (step + 1) % config.report.logging_steps == 0 or step + 1 == config.max_steps:
             report.log(step, metrics)
         if config.report.log_completions:
             report.write_completions(step, collection, credit)
+        self.signal.see(updates, metrics)
         self.tell("step_end")
 
     def _examine(self, collection: Collection) -> None:
@@ -308,7 +317,8 @@ class Run:
 
     def saves_at(self, step: int) -> bool:
         """Return whether a checkpoint is due after so many steps."""
-        return step % self.config.save_steps == 0 or step == self.config.max_steps
+        every = self.config.save_steps
+        return step == self.config.max_steps or (every > 0 and step % every == 0)
 
     @contextmanager
     def whole_weights(self, *, changed: bool = False) -> Iterator[bool]:
@@ -360,6 +370,7 @@ class Run:
             },
             "best": asdict(self.progress.best),
             "guard": self.guard.state_dict(),
+            "signal": self.signal.state_dict(),
             "ahead": self.ahead.state_dict() if self.ahead else {},
         }
 
@@ -375,4 +386,6 @@ class Run:
         self.progress.step, self.progress.reported = state["step"], state["reported"]
         self.progress.best = Best(**state["best"])
         self.guard.load_state_dict(state["guard"])
+        if "signal" in state:  # checkpoints of version 0.1 have none
+            self.signal.load_state_dict(state["signal"])
         self.ahead = Ahead.of_state(state.get("ahead", {}))

@@ -163,6 +163,10 @@ def test_the_band_leaves_other_rewards_alone():
     assert_rows(length_band(table, of="accuracy").values[:, 1], [1.2, 0.7])
 
 
+def test_a_bonus_is_exact_in_double_precision():
+    assert banded([1, 1], [400, 400], bonus=0.3).tolist() == [[1.3], [1.3]]  # 0.3 of float32 is 0.3000000119
+
+
 def test_one_correct_answer_alone_gains_nothing():
     assert_rows(banded([1, 0.1, 0], [400, 400, 400]), [1, 0.1, 0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ import mmrl
 from mmrl.api.configuration import configuration
 from mmrl.config.loading import ConfigError
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.models.processor import PromptEncoder
+from mmrl.vision.models.chat_template import ChatTemplate
 from tests.api.test_trainer import journal
 from tests.vision.playing import of_letters
 
@@ -81,9 +82,10 @@ def double(number: int) -> int:
 @pytest.fixture
 def talkative(monkeypatch):
     """Let a tiny model make calls, which it cannot write: by the letters of turns that end early."""
-    ends = PromptEncoder._end_tokens
+    ends = ChatTemplate.ends
     monkeypatch.setattr(WithTools, "parse", staticmethod(of_letters))
-    monkeypatch.setattr(PromptEncoder, "_end_tokens", lambda self: [*ends(self), *range(0, 256, 3)])
+    more = lambda found: replace(found, tokens=[*found.tokens, *range(0, 256, 3)])
+    monkeypatch.setattr(ChatTemplate, "ends", lambda self: more(ends(self)))
 
 
 def arguments(folder, **more):
@@ -116,20 +118,17 @@ def test_an_environment_is_trained_in_from_python_and_from_yaml(checkpoint, tmp_
         "rewards": [f"{__name__}:near", {"name": "precomputed", "key": "ClimbEnv", "label": "ClimbEnv"}],
         "rollout": {
             "num_prompts": 2,
-            "num_generations": 3,
             "engine": [
-                {"name": "vision.generate", "max_completion_length": 24, "temperature": 1.0},
+                "vision.generate",
                 {
                     "name": "vision.with_environments",
                     "environment": f"{__name__}:ClimbEnv",
-                    "max_completion_length": 24,
                     "max_turns": 100,
                     "max_images": 100,
                 },
             ],
         },
-        "learn": {"learning_rate": 1e-2},
-        "max_steps": 2,
+        "trl": {"num_generations": 3, "max_steps": 2, "learning_rate": 1e-2, "max_completion_length": 24},
         "output_dir": str(tmp_path / "yaml"),
     }
     yaml = tmp_path / "run.yaml"

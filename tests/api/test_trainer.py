@@ -23,7 +23,7 @@ TINY = {
     "policy": {"dtype": "float32"},
     "rollout": {"num_prompts": 2, "engine": {"0": {"max_completion_length": 6}}},
     "max_steps": 2,
-    "report": {"trackers": [], "startup_checks": []},
+    "report": {"trackers": [], "startup_checks": [], "logging_steps": 1},
 }
 
 
@@ -69,17 +69,16 @@ def test_the_same_run_from_yaml_and_from_python_has_the_same_journal(qwen, tmp_p
     yaml.write_text(
         json.dumps(
             {
-                **TINY,
+                **{key: value for key, value in TINY.items() if key != "max_steps"},
                 "include": ["methods/grpo/grpo.yaml"],
                 "policy": {"name": "vision.tokens", "model": qwen, "dtype": "float32"},
                 "data": {"name": "vision.visual_qa", "path": str(data)},
                 "rewards": [f"{__name__}:length"],
                 "rollout": {
                     "num_prompts": 2,
-                    "num_generations": 3,
-                    "engine": [{"name": "vision.generate", "max_completion_length": 6, "temperature": 1.0}],
+                    "engine": [{"name": "vision.generate", "max_completion_length": 6}],
                 },
-                "learn": {"learning_rate": 1e-3},
+                "trl": {"num_generations": 3, "learning_rate": 1e-3, "max_steps": 2},
                 "output_dir": str(tmp_path / "yaml"),
             }
         )
@@ -171,6 +170,7 @@ def test_early_stopping_ends_a_run_and_holds_after_a_resume(qwen, tmp_path):
             tmp_path,
             **VISUAL_QA,
             max_steps=6,
+            eval_strategy="steps",
             eval_steps=1,
             save_steps=1,
             metric_for_best_model="eval_constant",
@@ -195,7 +195,10 @@ def test_early_stopping_ends_a_run_and_holds_after_a_resume(qwen, tmp_path):
         ({"reward_funcs": [], "method": "dapo"}, "rewards: no reward has a weight"),
         ({"args": {"reward_weights": [1.0, 2.0]}}, "2 numbers for 1 rewards"),
         ({"model": torch.nn.Linear(1, 1)}, "processing_class"),
-        ({"peft_config": LoraConfig(r=2, lora_dropout=0.1)}, "it sets lora_dropout"),
+        ({"peft_config": LoraConfig(r=2, use_dora=True)}, "'use_dora=True' of TRL is not here"),
+        ({"ref_model": torch.nn.Linear(1, 1)}, "`ref_model` is for pairs"),
+        ({"rollout_func": len}, "'rollout_func' of TRL's trainers is not here. Write an engine"),
+        ({"rollout_fun": len}, "no argument 'rollout_fun'; did you mean 'rollout_func'"),
     ],
 )
 def test_wrong_arguments_are_named(qwen, tmp_path, changed, message):
@@ -209,10 +212,16 @@ def test_wrong_arguments_are_named(qwen, tmp_path, changed, message):
 def test_an_adapter_is_read_from_a_lora_config(qwen, tmp_path):
     trainer = mmrl.Trainer(
         qwen, length, args(tmp_path, **VISUAL_QA), rows(), quiet=True,
-        peft_config=LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], lora_dropout=0.1),
     )  # fmt: skip
     options = trainer.config.policy.options
-    assert (options["lora_rank"], options["lora_alpha"]) == (2, 6.0)
+    assert (options["lora_rank"], options["lora_alpha"], options["lora_target_modules"]) == (
+        2,
+        6.0,
+        ["q_proj"],
+    )
+    adapted = {name for name, module in trainer.model.named_modules() if hasattr(module, "lora_A")}
+    assert adapted and all(name.endswith("q_proj") for name in adapted)
 
 
 def test_a_configuration_that_names_an_object_elsewhere_says_what_to_do():
@@ -278,11 +287,11 @@ def test_an_object_of_arguments_is_completed_by_the_defaults_of_trl(qwen, tmp_pa
         asked = [{"prompt": row["question"], "image": row["image"]} for row in rows()]
         return as_plain(mmrl.Trainer(qwen, length, given, asked, quiet=True, **more).config)
 
-    alone, with_method = made(), made(method="grpo")
-    assert alone["objective"]["penalty"][0]["coef"] == with_method["objective"]["penalty"][0]["coef"] == 0.1
-    # TRL's default loss is DAPO's, the mean over all tokens; that of the file is GRPO's.
+    alone = made()
+    assert made(method="grpo") == alone
+    # TRL's default loss is DAPO's, the mean over all tokens.
+    assert alone["objective"]["penalty"][0]["coef"] == 0.1
     assert alone["objective"]["aggregation"] == {"name": "step_mean"}
-    assert with_method["objective"]["aggregation"] == "sequence_mean"
     assert alone["learn"]["learning_rate"] == {"name": "linear", "start": 1e-6, "end": 0.0, "steps": 2}
 
 

@@ -169,17 +169,22 @@ def test_a_cache_goes_along_as_a_recipe(mmrl, configuration, tmp_path):
 # ---- the folder
 
 
-def test_a_folder_with_files_is_kept(mmrl, configuration, tmp_path, monkeypatch):
-    source, output = configuration(), tmp_path / "model"
-    output.mkdir()
-    (output / "mine.txt").write_text("mine")
+def test_only_what_an_export_left_is_replaced(mmrl, configuration, tmp_path, monkeypatch):
+    source, output, mine = configuration(), tmp_path / "model", tmp_path / "mine"
+    mine.mkdir()
+    (mine / "mine.txt").write_text("mine")
     with monkeypatch.context() as patched:
         patched.setattr("mmrl.build._load_policy", lambda *given: pytest.fail("weights were loaded"))
-        code, _, err = mmrl("export", source, output)
+        for options in ((), ("--overwrite",)):
+            code, _, err = mmrl("export", source, mine, *options)
+            assert code == 2 and f"'{mine}' holds mine.txt, which no `mmrl export` made" in err
+    assert [path.name for path in mine.iterdir()] == ["mine.txt"]
+    assert mmrl("export", source, output)[0] == 0
+    (output / "older.bin").write_bytes(b"older")
+    code, _, err = mmrl("export", source, output)
     assert code == 2 and "exists and is not empty; name another folder, or give --overwrite" in err
-    assert (output / "mine.txt").exists()
     code, lines, _ = mmrl("export", source, output, "--overwrite")
-    assert (code, lines) == (0, [f"{output}: weights as they are"]) and not (output / "mine.txt").exists()
+    assert (code, lines) == (0, [f"{output}: weights as they are"]) and not (output / "older.bin").exists()
     code, _, err = mmrl("export", output, output, "--overwrite")
     assert code == 2 and "holds the model that is exported" in err
 

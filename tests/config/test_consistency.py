@@ -85,6 +85,22 @@ def test_an_engine_that_calls_the_parts_of_another_wraps_that_one_alone(inner, o
         check(parse(merge(raw, {"rollout": {"engine": engine}}), Config))
 
 
+@pytest.mark.parametrize("replay", ["with_replay", "with_contrast", "with_successes"])
+def test_replay_around_conversations_would_store_nothing(replay):
+    raw = merge(read(CONFIGS / "train" / "tools.yaml"), read(method_file("grpo")))
+    check(parse(merge(raw, {"rollout": {"engine": ["vision.generate", replay]}}), Config))
+    engine = ["vision.generate", {"name": "vision.with_tools", "tool": ["vision.crop"]}, replay]
+    with pytest.raises(ConfigError, match=f"'{replay}' would store nothing: .*'vision.with_tools' answers"):
+        check(parse(merge(raw, {"rollout": {"engine": engine}}), Config))
+
+
+def test_visualizations_want_an_evaluation():
+    raw = merge(read(CONFIGS / "train" / "image_flow_grpo.yaml"), {"evaluation": None})
+    raw |= {"report": {"visualizations": ["diffusion.image_grid"]}, "eval_steps": 0}
+    with pytest.raises(ConfigError, match="draw what an evaluation answered, and this run has none"):
+        check(parse({name: value for name, value in raw.items() if name != "evaluation"}, Config))
+
+
 def named(piece):
     return piece if isinstance(piece, str) else piece["name"]
 

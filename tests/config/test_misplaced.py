@@ -10,7 +10,7 @@ from mmrl.build import check
 from mmrl.config import misplaced
 from mmrl.config.loading import ConfigError, read
 from mmrl.config.schema import Config, load, parse
-from mmrl.config.trl_table import ARGUMENTS
+from mmrl.trl.names import NAMES, NEUTRAL, REFUSED
 
 FILE = "train/charades_sta_tempsamp.yaml"
 
@@ -50,13 +50,13 @@ def test_a_suggested_key_can_be_set():
     [
         (
             "per_device_train_batch_size",
-            "that is an argument of TRL; here it is rollout.num_prompts, learn",
+            "that is an argument of TRL; here it is rollout.num_prompts; as it is",
         ),
         ("beta", "here it is objective.penalty; as it is, it goes into a mapping: `trl: {beta: ...}`"),
         ("report_to", "here it is report.trackers"),
-        ("resume_from_checkpoint", "not here. The same command resumes from the last checkpoint"),
+        ("resume_from_checkpoint", "not here. The same command goes on"),
         ("lr", "here that is learn.learning_rate"),
-        ("lora_r", "here that is policy.lora_rank"),
+        ("lora_r", "here it is policy.lora_rank"),
     ],
 )
 def test_arguments_of_trl_and_other_words_are_translated(argument, words):
@@ -67,7 +67,7 @@ def test_every_word_names_a_key_that_exists():
     places = {*misplaced._places(read(FILE), Config)}
     for word, words in misplaced.WORDS.items():
         assert re.match(r"[\w.]+", words)[0] in places, word
-        assert word not in ARGUMENTS, f"{word} is an argument of TRL already"
+        assert word not in {*NAMES, *REFUSED, *NEUTRAL}, f"{word} is an argument of TRL already"
 
 
 def test_an_option_that_fits_nowhere_names_what_there_is():

@@ -124,6 +124,7 @@ class Known:
     device = torch.device("cpu")
     precision = torch.float64
     says: Set[str] = frozenset()
+    negative_prompt = ""
 
     def __init__(self, *, likelihood: str = "diffusion.transition", std: float = 0.3) -> None:
         self.likelihood = make("likelihood", likelihood)

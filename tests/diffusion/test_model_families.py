@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from itertools import groupby
 
 import numpy as np
 import pytest
 import torch
 
 from mmrl.diffusion.loading import load_pipeline
-from mmrl.diffusion.model_family import family_of, pack, unpack
+from mmrl.diffusion.model_family import family_of, pack, reading_words, unpack
 
 TEXTS = ["a cat", "two dogs on a red boat"]
 SIZES = {"sana": (64, 96), "wan": (32, 48)}
@@ -32,25 +33,25 @@ def noise(shape, rows=2):
 
 
 @torch.no_grad()
-def ours(name, pipe, latents, guidance, num_steps=4, told=lambda sigma: sigma):
+def ours(name, pipe, latents, guidance, num_steps=4, told=lambda sigma: sigma, negative=""):
     """Follow the flow with Euler's steps, as a policy does, and decode; `told` changes the times that the
     network is told."""
     family = family_for(pipe)
     texts = family.stack(family.encode(pipe, TEXTS, LENGTHS[name]))
-    empty = family.stack(family.encode(pipe, [""] * len(TEXTS), LENGTHS[name]))
+    empty = family.stack([family.encode_negative(pipe, negative, LENGTHS[name])] * len(TEXTS))
     times = family.sigmas(pipe, num_steps, latents.shape[1:])
     scale = torch.full((len(latents),), guidance)
     for i in range(num_steps):
         sigma = told(times[i]).expand(len(latents))
         velocity = family.velocity(pipe.transformer, latents, sigma, texts, scale)
-        if guidance > 1 and not family.embedded_guidance:
+        if family.passes(guidance) == 2:
             without = family.velocity(pipe.transformer, latents, sigma, empty, scale)
             velocity = family.guide(velocity, without, guidance)
         latents = latents + (times[i + 1] - times[i]) * velocity
     return family.decode(pipe, latents).clamp(0, 1)
 
 
-def theirs(name, pipe, latents, guidance, num_steps=4):
+def theirs(name, pipe, latents, guidance, num_steps=4, negative=""):
     """Call the pipeline."""
     height, width = SIZES.get(name, (32, 48))
     wanted = {
@@ -65,24 +66,58 @@ def theirs(name, pipe, latents, guidance, num_steps=4):
         case "flux" | "flux_schnell":
             return pipe(TEXTS, latents=pack(latents), guidance_scale=guidance, **wanted)[0]
         case "qwen_image":
-            away = {"negative_prompt": ["", ""]} if guidance > 1 else {}
+            away = {"negative_prompt": [negative, negative]}
             return pipe(TEXTS, latents=pack(latents), true_cfg_scale=guidance, **away, **wanted)[0]
         case "sana":
             wanted["use_resolution_binning"] = False
         case "wan":
             wanted["num_frames"] = 5
+    wanted["negative_prompt"] = [negative, negative]
     return pipe(TEXTS, latents=latents, guidance_scale=guidance, **wanted)[0]
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
+# Guidance of 0 is what cards of distilled models tell to set.
+ASKED = [(0.0, ""), (0.5, "ugly"), (1.0, ""), (4.0, ""), (4.0, "an ugly BLURRED one. "), (4.0, " ")]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_euler_steps_make_what_the_pipeline_makes(pipeline, name, guidance):
+def test_euler_steps_make_what_the_pipeline_makes(pipeline, name):
     pipe = pipeline(name)
-    latents = noise(shape_of(name, pipe))
-    made, wanted = ours(name, pipe, latents, guidance), theirs(name, pipe, latents, guidance)
-    assert made.shape == wanted.shape
-    assert wanted.std() > 0.05
-    torch.testing.assert_close(made, wanted, atol=2e-5, rtol=0)
+    latents, seen = noise(shape_of(name, pipe)), {}
+    for guidance, negative in ASKED:
+        made = ours(name, pipe, latents, guidance, negative=negative)
+        wanted = theirs(name, pipe, latents, guidance, negative=negative)
+        assert made.shape == wanted.shape
+        assert wanted.std() > 0.05
+        torch.testing.assert_close(made, wanted, atol=2e-5, rtol=0, msg=f"{guidance} '{negative}'")
+        seen[guidance, negative] = made
+    if not family_for(pipe).embedded_guidance:
+        assert torch.equal(seen[0.0, ""], seen[1.0, ""])
+        assert (seen[4.0, ""] - seen[4.0, "an ugly BLURRED one. "]).abs().max() > 1e-4
+
+
+SETTINGS = {
+    "sd3": [{"use_dynamic_shifting": True, "max_shift": 0.9}, {"shift": 1.5, "use_karras_sigmas": True}],
+    "flux": [
+        {"use_dynamic_shifting": True, "time_shift_type": "linear"},
+        {"shift_terminal": 0.1, "shift": 2.0},
+    ],
+    "qwen_image": [{"use_dynamic_shifting": True, "base_image_seq_len": 4, "max_image_seq_len": 64}],
+    "sana": [{"shift": 2.0, "use_exponential_sigmas": True}],
+    "wan": [{"shift": 7.0}],
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_schedules_are_those_of_the_configuration(pipeline, name):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipe = copy.copy(pipeline(name))
+    for settings in SETTINGS[name]:
+        pipe.scheduler = FlowMatchEulerDiscreteScheduler(**settings)
+        latents = noise(shape_of(name, pipe))
+        made, wanted = ours(name, pipe, latents, 4.0), theirs(name, pipe, latents, 4.0)
+        torch.testing.assert_close(made, wanted, atol=2e-5, rtol=0, msg=str(settings))
 
 
 def test_a_pipeline_without_an_autoencoder_loads_back_and_works_on_pixels(checkpoint):
@@ -256,6 +291,35 @@ def test_a_text_of_exactly_the_limit_is_read_and_one_token_more_is_not(pipeline,
     assert not torch.equal(states_a, states_b)
     with pytest.raises(ValueError, match=r"tokens long, and the encoder .* takes"):
         family.encode(pipe, ["a" * (most + 1)], limit)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_makes_no_control_token(pipeline, name, monkeypatch):
+    pipe = pipeline(name)
+    tokenizers = {key: part for key, part in pipe.components.items() if hasattr(part, "added_tokens_decoder")}
+    towers = [part for key, part in pipe.components.items() if key.startswith("text_encoder") and part]
+    read = []  # the tokens that text encoders were given
+    for tower in towers:
+        forward = tower.forward
+
+        def noted(*ids, forward=forward, **options):
+            read.append((ids[0] if ids else options["input_ids"])[0].tolist())
+            return forward(*ids, **options)
+
+        monkeypatch.setattr(tower, "forward", noted)
+
+    def control(text):
+        read.clear()
+        with reading_words(pipe, text) as words:
+            family_for(pipe).encode(pipe, [words], LENGTHS[name])
+        assert {key: pipe.components[key] for key in tokenizers} == tokenizers  # as they were
+        special = {number for part in tokenizers.values() for number in part.all_special_ids}
+        # Padding is one token many times.
+        return [sum(token in special for token, _ in groupby(ids)) for ids in read]
+
+    for word in sorted({word for part in tokenizers.values() for word in part.all_special_tokens}):
+        for text in (f"a{word}b", f"a {word.upper()} b"):
+            assert control(text) == control("a fox b"), text
 
 
 def test_flux_reads_on_with_t5_where_clip_stops(pipeline):

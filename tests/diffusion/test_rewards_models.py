@@ -6,9 +6,11 @@ from __future__ import annotations
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
@@ -33,10 +35,26 @@ def quiet():
     transformers.utils.logging.disable_progress_bar()
 
 
+SIZES = ((20, 24), (20, 24), (24, 20), (12, 40), (64, 33))
+
+
 @pytest.fixture(scope="module")
 def pictures() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(256, (3, 20, 24), generator=generator, dtype=torch.uint8) for _ in range(5)]
+    return [torch.randint(256, (3, *size), generator=generator, dtype=torch.uint8) for size in SIZES]
+
+
+def prepared(picture: torch.Tensor, side: int, *, bars: bool = False) -> torch.Tensor:
+    """Prepare a picture as CLIP's authors do, or HPSv2's with black bars: (3, side, side)."""
+    image = to_pil(picture)
+    scale = side / (max if bars else min)(image.size)
+    fit = round if bars else int  # HPSv2's code rounds the shorter side, transformers cuts the longer one
+    image = image.resize([fit(length * scale) for length in image.size], Image.Resampling.BICUBIC)
+    whole = Image.new("RGB", (side, side))
+    whole.paste(image, tuple((side - n) // 2 if n < side else -((n - side) // 2) for n in image.size))
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    pixels = (np.asarray(whole) / 255 - np.array(mean)) / np.array(std)
+    return torch.from_numpy(pixels).permute(2, 0, 1).float()
 
 
 TEXTS = ["a red ball", "two dogs", "a red ball", "a cat", "one"]
@@ -84,11 +102,10 @@ SHORT = [asking(text, f"p{i}") for i, text in enumerate(["a red", "two", "a red"
 def test_pick_score_is_the_logit_of_its_clip(pick_score, clip_folder, pictures):
     model = transformers.CLIPModel.from_pretrained(clip_folder).eval()
     processor = transformers.CLIPProcessor.from_pretrained(clip_folder)
-    given = processor(
-        text=[p.text for p in SHORT], images=[to_pil(p) for p in pictures], padding=True, return_tensors="pt"
-    )
+    given = processor(text=[p.text for p in SHORT], padding=True, return_tensors="pt")
+    pixels = torch.stack([prepared(picture, 16) for picture in pictures])
     with torch.no_grad():
-        wanted = model(**given).logits_per_image.diagonal()
+        wanted = model(pixel_values=pixels, **given).logits_per_image.diagonal()
     outcomes = [Outcome(image=picture) for picture in pictures]
     logits = pick_score()(SHORT, outcomes)
     torch.testing.assert_close(torch.tensor(logits), wanted, rtol=1e-5, atol=1e-5)
@@ -144,10 +161,10 @@ def test_hpsv2_is_the_cosine_of_its_clip(hpsv2, pictures):
     import open_clip
 
     reward = hpsv2()
-    model, _, prepare = open_clip.create_model_and_transforms("tiny-hps")
+    model = open_clip.create_model("tiny-hps").eval()
     model.load_state_dict(reward.model.state_dict())
-    model.eval()
-    pixels = torch.stack([prepare(to_pil(picture)) for picture in pictures])
+    side = model.visual.image_size[0]
+    pixels = torch.stack([prepared(picture, side, bars=True) for picture in pictures])
     with torch.no_grad():
         look, read, _ = model(pixels, open_clip.get_tokenizer("tiny-hps")(TEXTS))
     wanted = (look @ read.T).diagonal()
@@ -202,10 +219,9 @@ def linear(state: dict[str, torch.Tensor], features: torch.Tensor, prefix: str =
 
 def test_aesthetic_is_linear_layers_on_the_embedding(clip_folder, head_file, pictures):
     model = transformers.CLIPModel.from_pretrained(clip_folder).eval()
-    processor = transformers.CLIPImageProcessor.from_pretrained(clip_folder)
-    given = processor(images=[to_pil(picture) for picture in pictures], return_tensors="pt")
+    pixels = torch.stack([prepared(picture, 16) for picture in pictures])
     with torch.no_grad():
-        seen = model.visual_projection(model.vision_model(**given).pooler_output)
+        seen = model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output)
     wanted = linear(torch.load(head_file), seen / seen.norm(dim=-1, keepdim=True))
     reward = Aesthetic(model=str(clip_folder), weights=str(head_file))
     rated = reward(PROMPTS, [Outcome(image=picture) for picture in pictures])

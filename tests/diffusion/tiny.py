@@ -121,7 +121,7 @@ def tiny_sd3(folder: Path, *, pixel: bool = False):
             joint_attention_dim=32,
             caption_projection_dim=32,
             pooled_projection_dim=64,
-            pos_embed_max_size=16,
+            pos_embed_max_size=32 if pixel else 16,
         )
     )
     pipe = StableDiffusion3Pipeline(

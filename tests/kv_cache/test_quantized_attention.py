@@ -342,6 +342,31 @@ print(json.dumps(worst))
 """
 
 
+COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from mmrl.kv_cache import triton_kernels as kernels
+for size in (8, 128):
+    for program, first in ((kernels.dots_program, "query"), (kernels.mix_program, "weights")):
+        names = program.arg_names
+        fixed = {"NBITS": 1, "SIZE": kernels.padded(size), "QUERIES": kernels.MIN_ROWS}
+        fixed |= {name: getattr(kernels, name) for name in ("TOKENS", "SPLIT", "DOT") if name in names}
+        types = {first: "*fp32", "packed": "*u8", "out": "*fp32"} | dict.fromkeys(fixed, "constexpr")
+        signature = {name: types.get(name, "i32") for name in names}
+        made = compile(ASTSource(program, signature, fixed), target=GPUTarget("cuda", 90, 32))
+        assert "mma.sync" in made.asm["ptx"] and "fma.rn" not in made.asm["ptx"]  # on tensor cores
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_kernels_compile_for_tensor_cores():
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernels_give_the_same_in_the_interpreter():

@@ -12,12 +12,12 @@ import torch
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import merge, read
 from mmrl.config.schema import Config, parse
-from mmrl.config.trl_arguments import translate
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import spread
 from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
 from mmrl.training.method import through_chain
 from mmrl.training.score import score
+from mmrl.trl.translation import translate
 from tests.support.tables import padded, step_table
 from tests.support.toys import plan
 

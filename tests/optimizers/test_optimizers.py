@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mmrl.optimizers import BatchedMuon, adamw, adamw_8bit, muon, orthogonalize, sgd
@@ -50,6 +51,13 @@ def test_weight_decay_of_adamw_is_decoupled():
 def test_adamw_takes_its_betas_and_eps():
     (group,) = adamw(named(weight=[0.0]), beta1=0.8, beta2=0.9, eps=1e-5).param_groups
     assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-5)
+
+
+@pytest.mark.parametrize("device, fused", [("cuda", True), ("cpu", None)])
+def test_adamw_is_one_kernel_on_a_gpu(device, fused):
+    with FakeTensorMode():  # needs no GPU
+        weight = nn.Parameter(torch.zeros(2, device=device))
+    assert adamw([("weight", weight)]).defaults["fused"] is fused
 
 
 def test_sgd_steps_along_the_slope_with_momentum():

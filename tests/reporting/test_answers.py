@@ -74,6 +74,14 @@ def test_predictions_hold_prompt_target_answer_and_every_reward(tmp_path):
     assert seen[0][:2] == b"\xff\xd8" and seen[1] is None
 
 
+def test_the_reward_of_most_weight_says_what_is_correct():
+    table = reward_table({"short": [1.0, 0.0], "right": [0.8, 0.2], "form": [1.0, 0.0]})
+    table = table.replace(weights={"short": 0.2, "right": 1.0, "form": 0.1})
+    assert judge_of(table) == ""  # shares say nothing of correct, and the length says nothing of it either
+    assert judge_of(table, "form") == "form" and judge_of(table, "right") == ""
+    assert judge_of(table.replace(weights={"short": 0.2, "right": 0.1, "form": 1.0})) == "form"
+
+
 def test_the_first_reward_of_only_0_and_1_says_what_is_correct(tmp_path):
     assert judge_of(reward_table({"iou": [0.5, 1.0], "right": [0.0, 1.0], "form": [1.0, 1.0]})) == "right"
     assert judge_of(reward_table({"right": [None, 1.0]})) == "right"

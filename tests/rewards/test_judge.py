@@ -191,6 +191,15 @@ def test_the_win_rate_is_over_the_others_in_both_orders():
     assert metrics == {"pairwise_judge/first": [1], "judge/unread": [0] * 6}
 
 
+def test_answers_are_compared_with_those_at_the_same_place():
+    # Two rollouts of two segments each: a against b, then c against d; never a rollout with itself.
+    reward, server = judging(prefers("a", "b", "d", "c"), PairwiseJudge)
+    token = SCORING.set(Scoring([None] * 4, rows=[0, 0, 1, 1]))
+    found = reward(*group("a", "c", "b", "d"))
+    SCORING.reset(token)
+    assert found == [1, 0, 0, 1] and len(server.asked) == 4
+
+
 def test_eight_answers_cost_56_questions_and_28_in_random_orders():
     texts = "abcdefgh"
     reward, server = judging(prefers(*texts), PairwiseJudge)

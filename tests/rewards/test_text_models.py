@@ -40,6 +40,16 @@ def test_without_a_template_the_answer_follows_the_prompt(tmp_path):
     assert found == pytest.approx([logit(folder, "who painted it? he")], abs=1e-5)
 
 
+@pytest.mark.parametrize("template", [TEMPLATE + "[PAD]", None])
+def test_words_of_an_answer_are_no_special_tokens(tmp_path, template):
+    reward, seen = RewardModel(model=write_bert(tmp_path, labels=1, template=template), device="cpu"), []
+    note = lambda _, __, options: seen.append(options["input_ids"][0].tolist())
+    reward.model.register_forward_pre_hook(note, with_kwargs=True)
+    for words in ("no yes no", "no [PAD] no", "no [P", "\ud800 no"):
+        reward([PROMPT], [Outcome(text=words)])
+    assert {ids.count(reward.tokenizer.pad_token_id) for ids in seen} == {int(template is not None)}
+
+
 def test_batches_and_padding_do_not_matter(folder):
     answers = [Outcome(text=text) for text in ("he", "no no no no", "yes he was", "")]
     found = [RewardModel(model=folder, device="cpu", batch_size=n)([PROMPT] * 4, answers) for n in (1, 4)]

@@ -68,8 +68,8 @@ def test_likeness_of_calls_is_the_worked_one():
 
 def test_soft_matching_shares_references_out():
     # One call, two references: half of each, so (0.5 + 0.75) / 2. Two calls, one reference: half of it each.
-    assert matched([[0.5, 0.75]], "soft") == pytest.approx(0.625)
-    assert matched([[1.0], [0.0]], "soft") == pytest.approx(0.5)
+    assert matched([[0.5, 0.75]], "soft") == pytest.approx([0.625])
+    assert sum(matched([[1.0], [0.0]], "soft")) == pytest.approx(0.5)
     # By symmetry the plan of [[1, 0], [0, 1]] is exp(S / 0.1) over its sum, 2 (e^10 + 1).
     plan = transport_plan([[1.0, 0.0], [0.0, 1.0]])
     right = math.exp(10) / (2 * (math.exp(10) + 1))
@@ -233,6 +233,10 @@ def test_calls_are_matched_over_a_conversation_or_turn_by_turn():
     ]  # two of three calls are the wanted ones
     row = conversation(*turns, every=True, columns={"calls": REFERENCE})
     assert measured(row, "call_match", at="every")[0] == [[1, 0.5, 0]]
+    # A call that comes again in a later turn finds its reference taken.
+    turns = (written(call("search", q="b")), written(call("search", q="b")), "done")
+    row = conversation(*turns, every=True, columns={"calls": REFERENCE[:1]})
+    assert measured(row, "call_match", at="every")[0] == [[1, 0, 0]]
 
 
 def test_a_call_that_cannot_be_read_matches_nothing():

@@ -50,6 +50,13 @@ def test_single_elimination_by_hand():
     )
 
 
+def test_who_is_free_plays_first_in_the_next_round():
+    # The bracket is [8, 5, 3, 7, 6]: 8 beats 5, 7 beats 3, 6 is free; then 8 beats 6, and 7 in the end.
+    strengths = [5, 7, 6, 8, 3]
+    standings, _ = played("single_elimination", strengths)
+    assert sorted(strengths, key=lambda s: -standings[strengths.index(s)]) == [8, 7, 6, 5, 3]
+
+
 def test_double_elimination_by_hand():
     # Above: 1 beats 0 and 2 beats 3, then 1 beats 2. Below: 0 beats 3, which is out; 2 comes and beats 0. The
     # final is 1 against 2, which have met.

@@ -10,6 +10,7 @@ import torch
 
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError, read_state, write_state
+from mmrl.runtime.folders import mark
 from mmrl.runtime.state_tree import apart
 
 STATE = {
@@ -137,10 +138,40 @@ def test_half_a_removed_checkpoint_does_not_have_its_name(tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
+def finished(folder, run=""):
+    """Make a folder that counts as a checkpoint, of a run by name."""
+    folder.mkdir()
+    for name in (checkpoint.SUMS, checkpoint.STATE):
+        (folder / name).write_text("")
+    if run:
+        mark(folder, "train", run=run)
+
+
+def test_checkpoints_of_others_count_for_nothing_and_stay(tmp_path):
+    mark(tmp_path, "train", run="mine")
+    for number, run in ((2, "mine"), (4, "mine"), (5, "other"), (7, "")):
+        finished(tmp_path / f"checkpoint-{number}", run)
+    (tmp_path / "checkpoint-6").mkdir()
+    (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "checkpoint-8" / "pytorch_model.bin").write_text("of another program")
+    assert [path.name for path in checkpoint.finished(tmp_path)] == ["checkpoint-4", "checkpoint-2"]
+    checkpoint.prune(tmp_path, 1, 9)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {
+        f"checkpoint-{i}" for i in (4, 5, 6, 7, 8)
+    }
+    for number in (4, 6, 8):  # written anew: only what is nobody else's goes
+        finished(tmp_path / "made.tmp", "mine")
+        checkpoint.publish(tmp_path / "made.tmp", tmp_path / f"checkpoint-{number}")
+    assert (tmp_path / "checkpoint-8.other1" / "pytorch_model.bin").is_file()
+    assert [path.name for path in tmp_path.glob("*.other*")] == ["checkpoint-8.other1"]
+    assert [checkpoint.step_of(path) for path in checkpoint.finished(tmp_path)] == [8, 6, 4]
+
+
 def test_checkpoints_are_ordered_by_number(tmp_path):
     (tmp_path / "checkpoint-12").write_text("a file")
     for name in ("checkpoint-2", "checkpoint-10", "checkpoint-9", "checkpoint-11.tmp", "checkpoint-best"):
-        (tmp_path / name).mkdir()
+        finished(tmp_path / name)
+    (tmp_path / "checkpoint-13").mkdir()  # an empty folder is none
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [
         "checkpoint-10",
         "checkpoint-9",
@@ -154,7 +185,7 @@ def test_checkpoints_are_ordered_by_number(tmp_path):
 def test_the_latest_checkpoints_up_to_here_are_kept(tmp_path, limit, left):
     # 9 is a broken one that the run went back from: it must not push out those that it makes.
     for number in (2, 4, 6, 9):
-        (tmp_path / f"checkpoint-{number}").mkdir()
+        finished(tmp_path / f"checkpoint-{number}")
     checkpoint.prune(tmp_path, limit, 6)
     assert sorted(map(checkpoint.step_of, checkpoint.checkpoints(tmp_path))) == left
 
@@ -173,7 +204,7 @@ def test_only_tensors_that_share_memory_are_copied():
 
 def test_an_old_folder_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
     for number in (2, 4, 6):
-        (tmp_path / f"checkpoint-{number}").mkdir()
+        finished(tmp_path / f"checkpoint-{number}")
     (tmp_path / "checkpoint-1.tmp").mkdir()
 
     def busy(path):

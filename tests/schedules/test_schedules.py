@@ -61,6 +61,12 @@ def test_warm_up_rises_to_the_value_and_never_begins_at_0():
     assert along(constant, [0, 1, 3, 4, 9], value=8.0, warmup_steps=4) == [2, 4, 8, 8, 8]
 
 
+def test_a_warm_up_below_1_is_a_share_of_the_run():
+    # 0.25 of 16 steps are 4
+    values = [constant(Clock(step, max_steps=16), value=8.0, warmup_steps=0.25) for step in (0, 1, 3, 9)]
+    assert values == [2, 4, 8, 8]
+
+
 def test_warm_up_multiplies_what_the_schedule_says():
     # step 1 of 4: three quarters of the way down from 8 to 0 are left, times 2 of 4 steps warm
     assert along(linear, [1], start=8.0, end=0.0, steps=4, warmup_steps=4) == [3.0]

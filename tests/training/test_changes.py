@@ -149,6 +149,21 @@ def test_steps_of_epochs_are_rounded_up(epochs, rows, prompts, steps):
     assert with_steps(config, rows).max_steps == steps
 
 
+def test_shares_of_a_run_become_steps():
+    # 1.5 passes over 8 prompts, 2 a step: 6 steps
+    shares = {"save_steps": 0.5, "eval_steps": 0.3}
+    config = parse(plan("x", num_train_epochs=1.5, rollout={"num_prompts": 2}, **shares), Config)
+    whole = with_steps(config, 8)
+    assert (whole.max_steps, whole.save_steps, whole.eval_steps) == (6, 3, 2)
+    whole = with_steps(parse(plan("x", max_steps=10, save_steps=0.25), Config), 8)
+    assert (whole.max_steps, whole.save_steps, whole.eval_steps) == (10, 3, 0)
+
+
+def test_a_run_that_saves_at_its_end_alone(tmp_path):
+    train(toy_run(tmp_path, max_steps=3, save_steps=0))
+    assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
 def test_steps_and_epochs_together_are_an_error_that_names_both():
     with pytest.raises(ConfigError, match="'max_steps' is 3 and 'num_train_epochs' is 2; leave one out"):
         load(plan("x"), ["num_train_epochs=2"])

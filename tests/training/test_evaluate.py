@@ -85,10 +85,27 @@ def test_intervals_contain_the_metric_and_narrow_with_the_confidence(tmp_path):
     wide = measuring(tmp_path, rewards=rewards).measure()
     low, high = wide.intervals["by_prompt"]
     assert 0 <= low < wide.metrics["by_prompt"] < high <= 5
-    # The mean of 6 draws from 0 to 5 has the deviation sqrt(35 / 12 / 6) = 0.697, and 1.96 of them each way.
-    assert high - low == pytest.approx(2 * 1.96 * 0.697, rel=0.1)
+    # The mean of 6 draws from 0 to 5 has the deviation sqrt(35 / 12 / 6) = 0.697. Of six prompts, t with 5
+    # degrees of freedom is 2.571 and 0.727 where the normal has 1.960 and 0.674, times sqrt(6 / 5).
+    assert high - low == pytest.approx(2 * 2.571 * 1.095 * 0.697, rel=0.1)
     narrow = measuring(tmp_path, rewards=rewards, confidence=0.5).measure().intervals["by_prompt"]
-    assert narrow[1] - narrow[0] == pytest.approx(2 * 0.674 * 0.697, rel=0.2)
+    assert narrow[1] - narrow[0] == pytest.approx(2 * 0.727 * 1.095 * 0.697, abs=1 / 3)  # ends are sixths
+
+
+def test_quantiles_of_students_t_are_those_of_tables():
+    tables = {3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 29: 2.045, 99: 1.984}
+    for freedom, wanted in tables.items():
+        assert evaluate.student_t(1.959964, freedom) == pytest.approx(wanted, rel=0.01)
+
+
+def test_all_right_or_all_wrong_is_not_certain():
+    evaluator = object.__new__(evaluate.Evaluator)
+    evaluator.confidence = 0.95
+    right, wrong = torch.ones(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
+    # Wilson: 1 / (1 + z^2 / n) with z^2 = 3.8415; for none of 200, z^2 / n over 1 + z^2 / n.
+    assert evaluator.interval(right, 5) == (pytest.approx(1 / 1.7683, abs=1e-4), 1)
+    assert evaluator.interval(wrong, 200) == (0, pytest.approx(0.0192075 / 1.0192075, abs=1e-6))
+    assert evaluator.interval(wrong, 200, difference=True) == (0, 0)
 
 
 def test_prompts_are_drawn_for_an_interval_not_answers(tmp_path):
@@ -104,7 +121,7 @@ def test_without_variation_an_interval_is_a_point():
     evaluator.metrics = [Pieces(Stream()).make("metric", Piece("mean"))]
     table = reward_table([3.0, 3.0, 3.0], group=["a", "b", "c"])
     samples = evaluator.resample(table)
-    assert {name: evaluator.interval(drawn) for name, drawn in samples.items()} == {"reward": (3.0, 3.0)}
+    assert {name: evaluator.interval(drawn, 3) for name, drawn in samples.items()} == {"reward": (3.0, 3.0)}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +231,8 @@ def test_draws_without_a_metric_do_not_count(tmp_path):
     drawn = evaluator.resample(evaluator.measure(intervals=False).table)["seldom"]
     # 6 draws of 6 prompts miss one with the chance (5 / 6)^6 = 0.335.
     assert float(drawn.isnan().double().mean()) == pytest.approx(0.335, abs=0.05)
-    assert evaluator.interval(drawn) == (1.0, 1.0)
+    # Wilson of 6 of 6: 1 / (1 + 3.8415 / 6).
+    assert evaluator.interval(drawn, 6) == (pytest.approx(0.60967, abs=1e-4), 1.0)
 
 
 @pytest.mark.parametrize("name", ["engine", "rewards"])

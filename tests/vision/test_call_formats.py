@@ -298,7 +298,7 @@ def test_a_form_of_an_engine_of_its_own_is_used_or_refused(model):
 def test_a_template_without_the_replies_of_tools_is_refused(model):
     schemas = (Tool.of(double).schema,)
     silent = TOLD + turns(OF_LLAMA, "(m.content if m.role != 'tool' else '')")
-    with pytest.raises(ConfigError, match="of a tool's reply it writes nothing of it"):
+    with pytest.raises(ConfigError, match=r"no message of the role `tool` \(it leaves out what they say\)"):
         parser_of(policy_with(model, silent).prompt_encoder, schemas, parse_calls)
     raising = TOLD + turns(OF_LLAMA + "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}")
     with pytest.raises(ConfigError, match=r"no message of the role `tool` \(TemplateError: no\)"):
@@ -306,11 +306,11 @@ def test_a_template_without_the_replies_of_tools_is_refused(model):
 
 
 def test_rewards_and_conversations_see_the_calls_that_the_engine_read():
-    turn = Message("assistant", (Part(CLOCK),), tuple(parse_llama_calls(CLOCK)))
+    turn = Message("assistant", (Part(CLOCK),), calls=tuple(parse_llama_calls(CLOCK)))
     (told,) = completion_of([turn])
     function = {"name": "get_time", "arguments": {"zone": "CET"}}
     assert told["content"] == "" and told["tool_calls"] == [{"type": "function", "function": function}]
-    assert completion_of([Message("assistant", (Part(CLOCK),), ())]) == [
+    assert completion_of([Message("assistant", (Part(CLOCK),), calls=())]) == [
         {"role": "assistant", "content": CLOCK}
     ]
     assert tool_calls([Prompt("a", ())], [Outcome(text=CLOCK)]) == [0.0]  # no engine read it

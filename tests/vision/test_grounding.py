@@ -80,12 +80,11 @@ def test_a_direct_prompt_is_demonstrated_by_a_direct_answer(tmp_path):
 @pytest.mark.parametrize(
     ("mode", "text", "form"),
     [
-        ("none", "<answer> 2.00 to 4.50 </answer>", "answer"),
         ("empty", "<think></think> <answer> 2.00 to 4.50 </answer>", "think,answer"),
         ("provided", "<think>he bends</think> <answer> 2.00 to 4.50 </answer>", "think,answer"),
     ],
 )
-def test_a_reasoning_prompt_is_demonstrated_in_three_ways(tmp_path, mode, text, form):
+def test_a_reasoning_prompt_is_demonstrated_with_a_thought(tmp_path, mode, text, form):
     (prompt,) = made(tmp_path, {**SPAN, "reasoning": "he bends"}, reasoning=1.0, demo_think=mode)
     assert "<think>" in prompt.text
     assert prompt.columns["format"] == "think,answer"
@@ -93,8 +92,14 @@ def test_a_reasoning_prompt_is_demonstrated_in_three_ways(tmp_path, mode, text, 
     assert prompt.answers[0].tags["format"] == form
 
 
+def test_a_reasoning_prompt_without_a_thought_is_not_demonstrated(tmp_path):
+    # Answers alone, in groups asked to think, would teach the model not to think.
+    (prompt,) = made(tmp_path, {**SPAN, "reasoning": "he bends"}, reasoning=1.0)
+    assert not prompt.answers
+
+
 def test_a_demonstration_earns_everything(tmp_path):
-    for mode in ("none", "empty", "provided"):
+    for mode in ("empty", "provided"):
         (prompt,) = made(tmp_path, {**SPAN, "reasoning": "from 1 to 9"}, reasoning=1.0, demo_think=mode)
         assert temporal_iou([prompt], prompt.answers) == [1]
 

@@ -192,6 +192,23 @@ def test_what_is_wrong_is_a_table_and_ends_with_1(home, capsys):
     assert "5 rows (train 5), 10 wrong" in said
 
 
+def test_rows_with_special_tokens_are_named(home, checkpoint, capsys):
+    turns = [{"role": "user", "content": [{"type": "text", "text": "so <|im_end|> <s>"}]}]
+    write_rows(
+        home / "train.jsonl",
+        [{"messages": turns}, {"question": "<image> a < b | c > d [IN] <b>", "answer": "</global-img>"}],
+    )
+    assert main(["data", "check", str(home)]) == 1
+    said = capsys.readouterr().out
+    assert f"special_tokens: {home / 'train.jsonl'}:1: `messages` holds '<|im_end|>', '<s>'\n" in said
+    assert "2 rows (train 2), 1 wrong" in said
+    write_rows(home / "train.jsonl", [{"question": "so <s>"}, {"answer": "<global-img>"}])
+    assert main(["data", "check", str(home), "--model", str(checkpoint("llava"))]) == 1
+    assert "train.jsonl:2: `answer` holds '<global-img>'\n" in capsys.readouterr().out
+    assert main(["data", "check", str(home), "--model", str(home)]) == 2
+    assert "cannot read the tokenizer of" in capsys.readouterr().err
+
+
 def test_media_are_looked_for_in_the_root_that_is_given(home, capsys):
     (home / "rows").mkdir()
     write_rows(home / "rows" / "train.jsonl", [{"image": "a.png"}])

@@ -212,7 +212,7 @@ def test_models_that_would_be_read_otherwise_are_refused_before_their_weights_ar
         with pytest.raises(ConfigError, match=f"layers of a model of type '{name}' keep a state, from which"):
             check_family(SimpleNamespace(model_type=name), state, text_only=True)
     for name in ("gemma3", "llava_next"):  # listed, and one that reads nothing else
-        check_family(SimpleNamespace(model_type=name), core[name])
+        check_family(SimpleNamespace(model_type=name, image_token_id=7), core[name])
     transformers.PaliGemmaConfig().save_pretrained(tmp_path)  # and no weights
     with pytest.raises(ValueError, match="cannot load the model .*'paligemma' reads `token_type_ids`"):
         load_model(str(tmp_path), dtype="float32", attn_implementation="sdpa")

@@ -39,7 +39,8 @@ def processed(policy, prompt):
             "videos": [one.pixels for one in shown["video"]],
             "videos_kwargs": {"video_metadata": metadata, "do_sample_frames": False},
         }
-    return policy.processor(text=[text], return_tensors="pt", **inputs)
+    options = {"text_kwargs": {"add_special_tokens": not text.startswith("<s>")}}  # BOS once
+    return policy.processor(text=[text], return_tensors="pt", **inputs, **options)
 
 
 @EVERY

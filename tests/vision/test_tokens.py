@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from mmrl.config.loading import ConfigError
 from mmrl.core import onednn
 from mmrl.core.protocols import RendersPrompts
 from mmrl.core.rng import seeded
@@ -189,6 +190,17 @@ def test_an_adapter_trains_the_linear_layers_of_the_language_model_alone(checkpo
     assert all(".lora_" in name for name in names)
     inside = {id(p) for p in policy.model.get_decoder().parameters()}
     assert all(id(p) in inside for name, p in policy.module.named_parameters() if name in names)
+
+
+def test_an_adapter_is_on_the_layers_that_are_named(checkpoint):
+    policy = loaded(checkpoint, lora_rank=2, lora_target_modules=("q_proj", "mlp.up_proj"))
+    adapted = {name for name, module in policy.model.named_modules() if hasattr(module, "lora_A")}
+    layers = policy.model.config.get_text_config().num_hidden_layers
+    assert len(adapted) == 2 * layers and all(name.endswith(("q_proj", "mlp.up_proj")) for name in adapted)
+    with pytest.raises(ConfigError, match=r"names 'qkv', but no linear layer that learns ends so; .*q_proj"):
+        loaded(
+            checkpoint, lora_rank=2, lora_target_modules=("q_proj", "qkv")
+        )  # of the tower, which is frozen
 
 
 @EVERY

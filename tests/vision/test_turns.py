@@ -192,14 +192,6 @@ def test_a_reply_that_came_before_is_not_processed_again(exact, monkeypatch):
         assert all(torch.equal(found.media[name], expected.media[name]) for name in expected.media)
 
 
-def test_a_reply_that_holds_a_special_token_is_refused(exact):
-    encoder = exact("qwen2_5_vl").prompt_encoder
-    read = encoder.encode(tiny.ask("p", "what"))
-    for word in ("<|image_pad|>", "<|im_end|>"):
-        with pytest.raises(ValueError, match=r"the reply to prompt 'p' holds the special token"):
-            encoder.extend(read, encoder.answer("9"), says(f"so {word} it goes"))
-
-
 def test_the_suffix_of_an_answer_goes_on_after_the_largest_position(exact):
     encoded = exact("qwen2_5_vl").prompt_encoder.encode(tiny.ask("p", tiny.picture(), "what"))
     suffix = Suffix.answer(encoded, torch.tensor([5, 6]))

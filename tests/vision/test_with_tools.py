@@ -342,7 +342,7 @@ def test_calls_are_json_between_their_marks():
 @pytest.mark.parametrize(
     ("tool", "message"),
     [
-        (fail, "Error: RuntimeError: the index is < |im_end|> broken"),
+        (fail, "Error: RuntimeError: the index is <|im_end|> broken"),
         (huge, "Error: returned an image of 40000x40000 pixels; the limit is 16777216"),
         (thin, "Error: the reply of the tool cannot be shown"),
         (wide, "Error: the reply of the tool cannot be shown"),
@@ -386,9 +386,9 @@ def strict(name):
 @pytest.mark.parametrize(
     ("written", "shown"),
     [
-        (call("<|im_end|>"), "Error: there is no tool '< |im_end|>'; there are word, echo"),
-        (call("word", number=1, **{"<|image_pad|>": 1}), "unexpected keyword argument '< |image_pad|>'"),
-        (call("echo", text="a<|im_start|>b"), "you said a< |im_start|>b"),
+        (call("<|im_end|>"), "Error: there is no tool '<|im_end|>'; there are word, echo"),
+        (call("word", number=1, **{"<|image_pad|>": 1}), "unexpected keyword argument '<|image_pad|>'"),
+        (call("echo", text="a<|im_start|>b"), "you said a<|im_start|>b"),
     ],
 )
 def test_words_of_the_model_stop_no_run(scripted, written, shown):

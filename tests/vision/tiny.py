@@ -56,6 +56,16 @@ def _tokenizer():
     return tokenizer
 
 
+def _begin(tokenizer):
+    """Let a tokenizer begin every sequence with BOS, as those of Gemma and Llama do."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    special = [("<s>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
+    return tokenizer
+
+
 def _ids(tokenizer):
     return {
         word: tokenizer.convert_tokens_to_ids(word)
@@ -215,14 +225,14 @@ def _gemma(folder: Path) -> None:
         pad_token="<|endoftext|>",
         extra_special_tokens={"image_token": "<image>", "boi_token": "<img>", "eoi_token": "</img>"},
     )
-    ids = _ids(tokenizer)
+    ids = _ids(_begin(tokenizer))
     text = {
         **TEXT,
         "vocab_size": len(tokenizer),
         "head_dim": 8,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 12,
-        "bos_token_id": None,
+        "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<|endoftext|>"],
     }
@@ -251,9 +261,9 @@ def _gemma(folder: Path) -> None:
 def _llava(kind: str, folder: Path) -> None:
     import transformers as t
 
-    tokenizer = _tokenizer()
-    ids = _ids(tokenizer)
-    text = t.LlamaConfig(**TEXT, vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=ids["<|im_end|>"])
+    tokenizer = _begin(_tokenizer()) if kind == "llava" else _tokenizer()
+    ids, bos = _ids(tokenizer), tokenizer.bos_token_id
+    text = t.LlamaConfig(**TEXT, vocab_size=len(tokenizer), bos_token_id=bos, eos_token_id=ids["<|im_end|>"])
     media = "{% if c['type'] == 'image' %}<image>{% else %}<video>{% endif %}"
     template = TEMPLATE.replace("PLACEHOLDER", media)
     size = {"height": 28, "width": 28}

@@ -37,5 +37,6 @@ def temporal_contrast(
     # A group without shuffled rows has the mean 0 there, which every group would reach.
     earned = (other.count() > 0) & (ordered.mean() >= min_ratio * other.mean())  # (N, 1, K)
     values = table.values.clone()
-    values[:, place] += bonus * (earned[:, 0] & known & (reward > above) & ~shuffled)
+    right = earned[:, 0] & known & (reward > above) & ~shuffled
+    values[:, place] = torch.where(right, reward + bonus, reward)
     return table.replace(values=values, valid=table.valid & ~shuffled[:, None], learn=table.learn & ~shuffled)

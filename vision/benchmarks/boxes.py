@@ -55,8 +55,8 @@ class Boxes:
 
 
 def decimal(value: float) -> str:
-    """Write a number without an exponent."""
-    return f"{Decimal(repr(float(value))):f}"
+    """Write a number without an exponent, a whole one without decimals."""
+    return f"{Decimal(repr(float(value))):f}".removesuffix(".0")
 
 
 def is_box(box: Sequence[float]) -> bool:

@@ -89,6 +89,8 @@ class ClipPairs:
         limit: Most images; 0 for all.
     """
 
+    goes_on = True  # `mmrl build` gives it the output itself, and not a folder that takes its place
+
     stream: Stream
     source: str
     model: Mapping[str, Any]

@@ -14,6 +14,7 @@ from mmrl.core.types import Trajectory
 from mmrl.diagnostics.context import Examined, Finding
 from mmrl.runtime.fsdp import in_shards
 from mmrl.runtime.modules import LOW
+from mmrl.vision.checks.prompt_agreement import as_transformers
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.model_families import TYPES_OF_TOKENS
 from mmrl.vision.models.processor import PromptEncoder
@@ -63,8 +64,9 @@ def _comparable(policy: TokenPolicy, row: Trajectory) -> bool:
 
 @torch.no_grad()
 def _plain(policy: TokenPolicy, row: Trajectory) -> Tensor:
-    """Compute log-probabilities (T,) of an answer from what the processor gives the model."""
-    inputs, answer = policy.prompt_encoder.processor_inputs(row.prompt), row.steps.ids
+    """Compute log-probabilities (T,) of an answer from what transformers gives the model."""
+    encoder, answer = policy.prompt_encoder, row.steps.ids
+    inputs = as_transformers(encoder, row.prompt) or encoder.processor_inputs(row.prompt)
     before, device = inputs["input_ids"].shape[1], policy.model.device
     for name, value in (("input_ids", None), ("attention_mask", 1), *((name, 0) for name in TYPES_OF_TOKENS)):
         if name in inputs:

@@ -22,7 +22,7 @@ from mmrl.data.fields import (
     text,
     uid_of,
 )
-from mmrl.data.media import opened_image
+from mmrl.data.media import upright_size
 from mmrl.data.messages import interleaved
 from mmrl.data.row_fields import declared
 from mmrl.vision.benchmarks.boxes import (
@@ -166,10 +166,9 @@ def _box(value: Any, form: str, name: str) -> Box:
 
 
 def _size_of(medium: Media) -> tuple[int, int]:
-    """Read the width and height of an image from its head, without decoding the pixels."""
+    """Read the width and height of an image as the model sees it, without decoding the pixels."""
     assert medium.source is not None  # of a row's image it is a file or bytes
-    with opened_image(medium.source, medium.name) as image:
-        return image.size
+    return upright_size(medium.source, medium.name)
 
 
 def _unit(

@@ -56,7 +56,8 @@ def grounding(
 ) -> Sequence[Prompt]:
     """Read queries about videos from an annotation file in its published form.
 
-    Every prompt carries its true span as a demonstration.
+    A prompt carries its true span as a demonstration. One that asks to think does so only with a thought
+    (`demo_think`): answers alone, in groups asked to think, teach the model not to think.
 
     Args:
         path: The annotation file.
@@ -72,8 +73,8 @@ def grounding(
         prompt: Template of the prompt, with `{query}`.
         reasoning: Share of prompts that ask to think first, the same ones in every run of a seed.
         reasoning_prompt: Template of these prompts.
-        demo_think: Think block of their demonstrations: none (judged by the format of a direct answer), an
-            empty one, or the row's column `reasoning`.
+        demo_think: Demonstrations of these prompts: none, or with an empty think block, or with the row's
+            column `reasoning` as the thought.
         decimals: Decimals of the seconds in demonstrations.
         normalize_text: Whether queries are lower-cased and lose a final full stop, as in Time-R1.
         trim_spans: Whether spans that reach beyond their video are cut to it; evaluators do not cut.
@@ -94,9 +95,10 @@ def grounding(
         words = (reasoning_prompt if thinks else prompt).format(query=query)
         message = Message("user", (Part(media=media.video(row.video, sampling)), Part(words)))
         demos = []
-        for start, end in row.spans[:1]:  # none of an unlabelled row
+        shown = row.spans[:1] if not thinks or demo_think != "none" else ()
+        for start, end in shown:
             answer, form = f"<answer> {start:.{decimals}f} to {end:.{decimals}f} </answer>", "answer"
-            if thinks and demo_think != "none":
+            if thinks:
                 thought = text(row.columns.get("reasoning"), "reasoning") if demo_think == "provided" else ""
                 answer, form = f"<think>{thought}</think> {answer}", "think,answer"
             demos.append(Outcome(text=answer, tags={"format": form}))

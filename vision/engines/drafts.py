@@ -53,7 +53,7 @@ class Attempt:
         if not text:
             return replace(self.prompt, uid=uid)
         *before, last = self.prompt.messages
-        asked = replace(last, parts=(*last.parts, Part(text)))
+        asked = replace(last, parts=(*last.parts, Part(text, said=True)))
         return replace(self.prompt, uid=uid, messages=(*before, asked))
 
 
@@ -205,15 +205,15 @@ class WithDrafts:
 
     def _within(self, texts: Sequence[str]) -> str:
         """Join texts within the limit of tokens: as many whole ones as fit, or a part of the first."""
-        tokenizer = self.policy.prompt_encoder.tokenizer
+        encoder = self.policy.prompt_encoder
         lines = [f"{i}. {text}" for i, text in enumerate(texts, 1)] if len(texts) > 1 else list(texts)
         for count in range(len(lines), 0, -1):
             joined = "\n".join(lines[:count])
-            ids = tokenizer(joined, add_special_tokens=False)["input_ids"]
+            ids = encoder.plain.ids(joined)
             if len(ids) <= self.max_workspace_tokens:
                 return joined
             if count == 1:
-                return tokenizer.decode(ids[: self.max_workspace_tokens], skip_special_tokens=True)
+                return encoder.text(torch.tensor(ids[: self.max_workspace_tokens]))
         return ""
 
     def _row(self, attempt: Attempt, role: Role, number: int, row: Trajectory) -> Trajectory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from mmrl.vision.tool_calls import MAX_CALLS, Tool
 from mmrl.vision.tool_pool import begin_calls
 from mmrl.vision.tool_replies import Answer, Limits, ToolFault, one_line, shrunk
 
-UNREADABLE = Message("tool", (Part("Error: the reply of the tool cannot be shown"),))
+UNREADABLE = (Part("Error: the reply of the tool cannot be shown"),)
 
 
 @engine(sets_tags={EPISODE, TURN, "state", "finish", CHANGED})
@@ -239,7 +240,7 @@ class WithTools:
             talk.finish = "images"
             return
         errors = [answer.fault for _, answer in replies]
-        observed = [self._message(answer) for _, answer in replies]
+        observed = [self._message(*reply) for reply in replies]
         try:
             reads = self._extend(talk, observed)
         except ValueError:  # an image that the model cannot read: each reply is judged by itself
@@ -248,7 +249,7 @@ class WithTools:
                 if fault and tool and not self._told(talk, tool, fault):
                     return
                 if fault:
-                    errors[place], observed[place] = fault.fault, UNREADABLE
+                    errors[place], observed[place] = fault.fault, replace(observed[place], parts=UNREADABLE)
             reads = self._extend(talk, observed)
         self.counts["errors"] += sum(map(bool, errors))
         if len(reads[-1].ids) >= self.context:
@@ -256,11 +257,10 @@ class WithTools:
         else:
             talk.go_on(reads, observed)
 
-    def _message(self, answer: Answer) -> Message:
-        """Write a reply as a message; words of a tool or of the model in it make no special token."""
-        words = self.policy.prompt_encoder.as_words
-        parts = (Part(one_line(answer.fault)),) if answer.fault else answer.parts
-        return Message("tool", tuple(part if part.media else Part(words(part.text)) for part in parts))
+    def _message(self, tool: Tool | None, answer: Answer) -> Message:
+        """Write a reply as a message, with the name of its tool, which some chat templates show."""
+        extra = json.dumps({"name": tool.name}) if tool else ""
+        return Message("tool", (Part(one_line(answer.fault)),) if answer.fault else answer.parts, extra)
 
     def _extend(self, talk: Conversation, observed: Sequence[Message]) -> list[EncodedPrompt]:
         """Append replies to what a conversation has read; raises ValueError for an unfit image."""

@@ -156,7 +156,7 @@ class Spy(Game):
         words: dict[str, Any] = {**tags, "players": self.players, "clues": state.clues}
         words["thoughts"] = [thought for thought in map(reasoning, thoughts) if thought]
         image = state.images[tags["role"] == "spy"]
-        return [Message("user", (Part(media=image), Part(self.template(words).strip())))]
+        return [Message("user", (Part(media=image), Part(self.template(words).strip(), said=True)))]
 
     def act(self, state: SpyState, player: str, answer: str) -> SpyState:
         """Add a clue or a vote."""

@@ -11,8 +11,8 @@ import torch
 
 from mmrl.core.types import Frames, Media
 from mmrl.data.fields import RowError, short
-from mmrl.data.media import MediaError
-from mmrl.data.object_rows import as_png, is_image
+from mmrl.data.media import MediaError, as_rgb, is_image, to_image
+from mmrl.data.object_rows import as_png
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image
 from mmrl.vision.media.video import FrameSampling
 
@@ -39,7 +39,7 @@ class MediaReader:
         return cls(FrameSampling(**sampling), None if root is None else MediaRoot(root))
 
     def __call__(self, kind: str, value: Any, place: str) -> Media:
-        """Make a medium of a path, bytes, an image of PIL or an array (height, width, 3) uint8.
+        """Make a medium of a path, bytes, or an image in memory: of PIL, an array or a tensor.
 
         A video may also be a list of images of one size, `LISTED` of which are a second. Raises `RowError`
         for anything else, and for a file that is missing.
@@ -55,11 +55,9 @@ class MediaReader:
                 frames = film(images)
                 return Media("video", place, lambda: frames)
         if kind != "image" or not is_image(value):
-            forms = (
-                "a path" if kind == "video" else "a path, a PIL image or an array (height, width, 3) uint8"
-            )
+            forms = "a path" if kind == "video" else "a path, a PIL image, an array or a tensor"
             raise RowError(f"wanted {forms} as {place}, got {short(value)}")
-        data = as_png(value)["bytes"]
+        data = as_png(value, place)["bytes"]
         return Media("image", place, lambda: decode_image(data, place), data)
 
     def _file(self, kind: str, path: str, place: str) -> Media:
@@ -75,10 +73,10 @@ class MediaReader:
 
 
 def film(images: Sequence[Any]) -> Frames:
-    """Make a video of images of one size, of PIL or arrays, `LISTED` of which are a second."""
+    """Make a video of images in memory of one size, `LISTED` of which are a second."""
     import numpy
 
-    arrays = [numpy.array(x.convert("RGB") if hasattr(x, "convert") else x) for x in images]
+    arrays = [numpy.array(as_rgb(to_image(x, f"frame {i}"), f"frame {i}")) for i, x in enumerate(images)]
     if len({array.shape for array in arrays}) > 1:
         raise RowError(f"wanted images of one size as a video, got {len(images)} that differ")
     pixels = torch.stack([torch.from_numpy(array) for array in arrays])

@@ -115,9 +115,14 @@ class StoredImage:
 
 def decode_image(source: Path | bytes, name: str) -> Frames:
     """Decode a file or bytes as one RGB frame (see `mmrl.data.media.read_image`); `name` is for errors."""
+    return one_frame(read_image(source, name))
+
+
+def one_frame(image: Any) -> Frames:
+    """Make the frame of an RGB image of Pillow: (1, 3, height, width) uint8 at 0 s."""
     import numpy
 
-    pixels = torch.from_numpy(numpy.array(read_image(source, name)))
+    pixels = torch.from_numpy(numpy.array(image))
     return Frames(pixels.permute(2, 0, 1)[None].contiguous(), torch.zeros(1, dtype=torch.float64))
 
 

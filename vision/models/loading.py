@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.config import objects
+from mmrl.config.loading import ConfigError
 from mmrl.runtime.low_bit import quantize_as_checkpoint
 from mmrl.runtime.modules import DTYPES, Derived, making_weights, model_source, placement
 from mmrl.runtime.output_head import check_head
+from mmrl.runtime.weights import (
+    BASE,
+    base_hash,
+    check_adapter,
+    check_base,
+    check_settings,
+    load_whole,
+)
 from mmrl.vision.models.model_families import check_family
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.text_processor import TextProcessor
@@ -36,6 +45,11 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     """Load a model that writes text, by hub id or folder, from safetensors only; or take an object."""
     if objects.is_object(name):
         model = objects.get(name).eval()
+        if getattr(model, "peft_config", None):
+            raise ConfigError(
+                f"the model is a {type(model).__name__} with adapters; give the model without them, and name "
+                "the folder of a saved adapter as `policy.adapter`, or call `merge_and_unload()` first"
+            )
         _check_known(model.config)
         check_head(model)
         return model
@@ -46,23 +60,47 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _check_known(config)
         maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
-        options = {"dtype": DTYPES[dtype], "attn_implementation": attn_implementation}
+        options: dict[str, Any] = {"dtype": DTYPES[dtype], "attn_implementation": attn_implementation}
         if placement().empty and quantized_by(config) in ("", "bitsandbytes"):
             model = _empty_model(maker, config, options)
         else:
-            model = maker.from_pretrained(
-                source,
-                device_map=device and {"": device},
-                use_safetensors=True,  # a pickle could run any code
-                trust_remote_code=False,
-                **options,
-            )
+            options |= {"device_map": device and {"": device}, "trust_remote_code": False}
+            model = load_whole(maker, source, **options)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers of bitsandbytes in the checkpoint
             module.support_avx512bf16_for_cpu = False  # weights repacked for this have no gradient
     if not placement().empty:
         check_head(model)
     return model.eval()  # without dropout, in training too
+
+
+def check_folders(model: str, adapter: str = "") -> None:
+    """Raise `ValueError` where the folder of a model lacks weights, or an adapter fits another model.
+
+    Only headers of the model's files are read, and only what is on this machine.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if objects.is_object(model) or not Path(model).expanduser().is_dir():
+        return  # the files of a model of the hub may not be here yet
+    with _source("model", model) as source:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        _check_known(config)
+        if quantized_by(config):
+            return  # quantisers need a device
+        maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
+        whole = load_whole(maker, source, device_map={"": "meta"}, trust_remote_code=False)
+    if not adapter or not (Path(adapter).expanduser() / ADAPTER).is_file():
+        return
+    modules = dict(whole.named_modules())
+    with _source("adapter", adapter) as source:
+        weights, _ = _read_adapter(Path(source) / ADAPTER)
+        owners = {name.removeprefix("base_model.model.").partition(".lora_")[0]: name for name in weights}
+        if foreign := sorted(name for owner, name in owners.items() if owner not in modules):
+            raise ValueError(
+                f"it is of another model: {len(foreign)} of its {len(owners)} modules are not in "
+                f"{type(whole).__name__}, the first is of '{foreign[0]}'"
+            )
 
 
 def _check_known(config: Any) -> None:
@@ -128,70 +166,127 @@ def load_processor(name: str) -> Any:
 
 
 def add_adapter(
-    model: nn.Module, *, rank: int, alpha: float, tower: bool, names: Sequence[str] = ("default",)
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    tower: bool,
+    layers: Sequence[str] = (),
+    names: Sequence[str] = ("default",),
 ) -> nn.Module:
     """Add LoRA to the linear layers of the language model, and of the vision tower, but not to the head.
 
-    Of several `names` each is an adapter of its own.
+    Args:
+        model: The model.
+        rank: Of the adapters.
+        alpha: Their scale, times 1 / rank.
+        tower: Whether the vision tower gets them too.
+        layers: The ends of the names of the layers; empty: all of them.
+        names: Each is an adapter of its own.
     """
     from peft import LoraConfig, get_peft_model
 
     known = {id(module): name for name, module in model.named_modules()}
     decoder, head = known[id(model.get_decoder())], known[id(model.get_output_embeddings())]
-    layers = [
+    linear = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name != head and (tower or name.startswith(decoder + "."))
     ]
+    if missing := [end for end in layers if not any(f".{name}".endswith(f".{end}") for name in linear)]:
+        known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+        raise ConfigError(
+            f"'policy.lora_target_modules' names '{missing[0]}', but no linear layer that learns ends so; "
+            f"there are {known}"
+        )
+    chosen = [name for name in linear if not layers or f".{name}".endswith(tuple(f".{x}" for x in layers))]
     # One pattern with the numbers of blocks left open keeps the config of a saved adapter readable. A number
     # at the end of a name stays: other entries of the same list need not be linear layers.
     pattern = "|".join(
-        dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in layers)
+        dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen)
     )
     # Dropout would make the log-probabilities of training differ from those of the rollout.
     configs = [LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=pattern) for _ in names]
+    base = base_hash(model.parameters())
     adapted = get_peft_model(model, configs[0], names[0])
+    vars(adapted)[BASE] = base
     for name, config in zip(names[1:], configs[1:], strict=True):
         adapted.add_adapter(name, config)
     return adapted
 
 
-def load_adapter(model: nn.Module, name: str) -> nn.Module:
-    """Load a saved adapter (hub id or folder, safetensors only) onto a model, as trainable."""
-    from peft import PeftModel
+def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | None = None) -> nn.Module:
+    """Load a saved LoRA adapter (hub id or folder, safetensors only) onto a model, as trainable.
+
+    Raises `ValueError` for an adapter of another model or base, with weights missing or not finite, and for
+    another `rank` or `alpha` than asked for (0 and None: any).
+    """
+    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
     from transformers.utils import cached_file
 
     with _source("adapter", name) as source:
-        if cached_file(source, ADAPTER, _raise_exceptions_for_missing_entries=False) is None:
+        file = cached_file(source, ADAPTER, _raise_exceptions_for_missing_entries=False)
+        if file is None:
             raise ValueError(f"it holds no '{ADAPTER}' (an adapter_model.bin is not read); save it anew")
-        return PeftModel.from_pretrained(model, source, is_trainable=True)
+        config = PeftConfig.from_pretrained(source)
+        if not isinstance(config, LoraConfig):
+            raise ValueError(
+                f"it is an adapter of the kind {config.peft_type}, and only LoRA is trained here"
+            )
+        asked = {"lora_rank": (rank or config.r, config.r), "lora_alpha": (alpha, config.lora_alpha)}
+        for option, (wanted, saved) in asked.items():
+            if wanted not in (None, saved):
+                raise ValueError(f"it has {option} {saved}, not {wanted}; set `{option}: {saved}`")
+        weights, base = _read_adapter(Path(file))
+        own = base_hash(model.parameters()) if base else ""
+        check_base(base, own, name)
+        named, given = config.base_model_name_or_path or "", model.config.name_or_path
+        if not base and Path(named).name != Path(given).name:
+            warnings.warn(f"the adapter '{name}' names the base model '{named}', not '{given}'", stacklevel=2)
+        try:
+            adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
+        except RuntimeError as error:  # of other shapes
+            raise ValueError(f"it does not fit the model: {error}") from error
+        vars(adapted)[BASE] = own or base_hash(model.parameters())
+        check_adapter(weights, get_peft_model_state_dict(adapted), name)
+        return adapted
 
 
 def load_adapter_weights(adapter: nn.Module, folder: Path, name: str = "default") -> None:
     """Load the weights of a saved adapter into one that is there, bit for bit.
 
-    Raises `ValueError` where the folder lacks weights of the adapter, has others, or scales them otherwise.
+    Raises `ValueError` where the folder lacks weights of the adapter, has others, scales them otherwise, or
+    was trained over another base.
     """
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-    from safetensors.torch import load_file
+    from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
-    saved, own = load_file(folder / ADAPTER), get_peft_model_state_dict(adapter, adapter_name=name)
-    shapes = [{(name, *value.shape) for name, value in weights.items()} for weights in (own, saved)]
-    if odd := sorted(shapes[0] ^ shapes[1]):
-        raise ValueError(
-            f"the adapter in '{folder}' does not fit the policy's: {len(odd)} weights are on one side only "
-            f"or differ in shape, the first is {odd[0]}; set `lora_rank` and `freeze_vision_tower` alike"
-        )
-    alphas = [
-        json.loads((folder / "adapter_config.json").read_text())["lora_alpha"],
-        adapter.peft_config[name].lora_alpha,
-    ]
-    if alphas[0] != alphas[1]:
-        raise ValueError(
-            f"the adapter in '{folder}' has `lora_alpha` {alphas[0]}, the policy's has {alphas[1]}, which "
-            "scales it otherwise; set `lora_alpha` as it was"
-        )
-    set_peft_model_state_dict(adapter, saved, adapter_name=name)
+    weights, base = _read_adapter(folder / ADAPTER)
+    check_adapter(weights, get_peft_model_state_dict(adapter, adapter_name=name), folder)
+    check_settings(PeftConfig.from_pretrained(str(folder)), adapter.peft_config[name], folder)
+    check_base(base, vars(adapter).get(BASE, ""), folder)
+    set_peft_model_state_dict(adapter, weights, adapter_name=name)
+
+
+def save_adapter(adapter: nn.Module, folder: Path) -> None:
+    """Write an adapter as peft does, with a hash of the weights below it in the header of its file."""
+    from safetensors.torch import load_file, save_file
+
+    adapter.save_pretrained(str(folder))
+    if base := vars(adapter).get(BASE, ""):
+        for file in folder.rglob(ADAPTER):  # adapters of several roles have a folder each
+            save_file(load_file(file), file, {"format": "pt", BASE: base})
+
+
+def _read_adapter(file: Path) -> tuple[dict[str, Tensor], str]:
+    """Read the weights of an adapter, and the hash of the weights below it ("" where it has none)."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as opened:
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            return weights, (opened.metadata() or {}).get(BASE, "")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"cannot read the adapter '{file}': {error}") from error
 
 
 def checkpoint_layers(model: nn.Module) -> None:

@@ -203,8 +203,10 @@ def check_family(config: Any, core: type[nn.Module], *, text_only: bool = False)
     """Raise ConfigError for a model, without its head, that would be read otherwise than it was trained.
 
     That is one which is not listed and numbers positions itself, as those with M-RoPE, or attends by the
-    types of tokens, as Gemma does in both directions among those of an image; and one whose layers keep a
-    state, as Mamba, unless they go on from a state with several tokens, as Qwen3.5 and Qwen3-Next.
+    types of tokens, as Gemma does in both directions among those of an image; one that does not read images
+    in the place of tokens, as Florence-2 (an encoder), Llama 3.2 Vision (cross-attention) and GIT; and one
+    whose layers keep a state, as Mamba, unless they go on from a state with several tokens, as Qwen3.5 and
+    Qwen3-Next.
     """
     if getattr(core, "_is_stateful", False) and not config.model_type.startswith(CONTINUED):
         raise ConfigError(
@@ -214,6 +216,13 @@ def check_family(config: Any, core: type[nn.Module], *, text_only: bool = False)
     if text_only or config.model_type in FAMILIES:
         return
     takes = signature(core.forward).parameters
+    apart = any(name.startswith(("decoder_", "cross_attention")) for name in takes)
+    if apart or getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"a model of type '{config.model_type}' reads images by an encoder or by cross-attention, and "
+            "prompts are read here as one sequence with images in the place of tokens; name a model of the "
+            f"types {', '.join(sorted(FAMILIES))}"
+        )
     reads = [f"`{name}`" for name in TYPES_OF_TOKENS if name in takes]
     if hasattr(core, "get_rope_index"):
         reads = ["positions of its own (`get_rope_index`)"]
@@ -222,6 +231,11 @@ def check_family(config: Any, core: type[nn.Module], *, text_only: bool = False)
             f"a model of type '{config.model_type}' reads {' and '.join(reads)}, which is known of "
             f"{', '.join(sorted(FAMILIES))} only; it would be read otherwise than it was trained. Add the "
             "type to `mmrl.vision.models.model_families.FAMILIES`, as docs/howto/model.md shows"
+        )
+    if not placeholders(config):
+        raise ConfigError(
+            f"the configuration of a model of type '{config.model_type}' names no token that stands for an "
+            f"image (`image_token_id`); name a model of the types {', '.join(sorted(FAMILIES))}"
         )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from os.path import commonprefix
@@ -16,20 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.byte_lru import ByteLRU
+from mmrl.core.plain_text import PlainText, each_text, inside
 from mmrl.core.tensor import cat_padded
-from mmrl.core.types import Media, Message, Part, Prompt
+from mmrl.core.types import Message, Part, Prompt
 from mmrl.kv_cache.layout import placeholder_ids
+from mmrl.vision.models.chat_template import ChatTemplate, Tools
+from mmrl.vision.models.media_arguments import EDGES, digest_of, media_arguments, size_limits
 from mmrl.vision.models.model_families import family_of, token_types
+from mmrl.vision.models.plain_inputs import check_ids, plain_inputs
 from mmrl.vision.models.recorded_keys import check_keys
 
 CACHE_BYTES = 2 << 30
 REPLY_BYTES = 1 << 28
-CALL_ID = "call00001"  # of every call: nine letters and figures, which Mistral's templates ask for
-TICKS = 1000  # frame times are given to processors as frame numbers of a video with 1000 frames per second
-EDGES = {"shortest_edge", "longest_edge"}
+FORMS = 32  # of prompts, each of which is compared with transformers once
 OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 UNUSED = ("video_metadata", "timestamps")  # outputs of processors that models do not take
+WITHOUT_BOS = {"text_kwargs": {"add_special_tokens": False}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class PromptEncoder:
         self.processor, self.tokenizer, self.core = processor, processor.tokenizer, core
         self.pixels = {}
         if pixels:
-            size = _size_limits(processor.image_processor)
+            size = size_limits(processor.image_processor)
             if size.keys() != EDGES:
                 raise ValueError(
                     f"`min_pixels` and `max_pixels` do not fit this model: it makes images of the size {size}"
@@ -73,9 +73,13 @@ class PromptEncoder:
             self.pixels = {**size, **pixels}
         # No answer may contain these: the model would expect media for them.
         self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
-        self.end = self._end_tokens()
+        self.plain = PlainText(self.tokenizer, self._media_words())
+        self.template = ChatTemplate(processor)
+        self.ends = self.template.ends()
+        self.end = self.ends.tokens
         self._keys: dict[str, bool] = {}  # whether a template reads a key of recorded turns
         self._known: dict[str, bool] = {}  # whether a template tells about tools, by both
+        self._compared = set[Any]()  # forms of prompts
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
         # Answers of a group often call a tool alike, and are shown the same.
         self._replies: ByteLRU[dict[str, Tensor]] = ByteLRU(
@@ -90,25 +94,19 @@ class PromptEncoder:
         key = (prompt.uid, prompt.messages, json.dumps(tools))
         return self._encoded.get(key, lambda: self._encode(prompt, tools))
 
-    def extend(self, encoded: EncodedPrompt, ids: Tensor, *replies: Message) -> EncodedPrompt:
+    def extend(
+        self, encoded: EncodedPrompt, ids: Tensor, *replies: Message, tools: Tools = ()
+    ) -> EncodedPrompt:
         """Append an answer (T,) and replies to it, and begin the next answer in the template's own words.
 
-        Raises ValueError where the reply's text holds a special token, or media do not fit their tokens.
+        Raises ValueError where media do not fit their tokens.
         """
-        prompt, marker = Prompt(encoded.uid, replies), "\x02"
-        for word in self.special_words:
-            if word in prompt.text:
-                raise ValueError(f"the reply to prompt '{encoded.uid}' holds the special token {word!r}")
-        messages = [
-            {"role": "user", "content": [{"type": "text", "text": "x"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": marker}]},
-            *map(template_message, replies),
-        ]
-        after = self._render(messages).rpartition(marker)[2]
-        inputs = self._replies.get((after, *map(_digest, prompt.media)), lambda: self._reply(prompt, after))
+        prompt = Prompt(encoded.uid, replies)
+        messages = self.plain.marked(list(map(template_message, replies)))
+        after = self.plain.settled(self.template.after_answer(messages, self._marked(tools)))
+        inputs = self._replies.get((after, *map(digest_of, prompt.media)), lambda: self._reply(prompt, after))
         new = inputs["input_ids"][0]
-        if len(ids) and ids[-1] in self.end and new[0] in self.end:
-            new = new[1:]  # the answer has written the end token itself
+        new = new[self._ended(ids, new) :]
         media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
         names = dict.fromkeys((*encoded.media, *media))
         pairs = {name: [both[name] for both in (encoded.media, media) if name in both] for name in names}
@@ -119,33 +117,54 @@ class PromptEncoder:
         positions = family_of(self.core.config).positions(self.core, inputs)
         return EncodedPrompt(encoded.uid, whole, positions, media)
 
+    def _ended(self, ids: Tensor, new: Tensor) -> int:
+        """Count the tokens of the template after an answer (T,) that the answer has written itself."""
+        if not len(ids) or not len(new) or ids[-1] not in self.end:
+            return 0
+        before = self.ends.before
+        if not self.ends.closes:
+            return int(new[0] == ids[-1])
+        return len(before) if new[: len(before)].tolist() == before else int(new[0] in self.end)
+
     def replies(self, messages: Sequence[Message], tools: Tools = ()) -> list[Message]:
         """Write replies of tools, messages of the role `tool`, so that the chat template has words for them.
 
         Those that follow each other become one message of the user, in Qwen's words, where the template knows
         no tools; other messages stay.
         """
-        known, written = self.knows_tools(tools), list[Message]()
+        known = self.knows_tools(tools) if tools else bool(self.template.reads("tool").forms)
+        written = list[Message]()
         for role, group in groupby(messages, lambda message: message.role):
-            if role != "tool" or known:
+            if role != "tool":
                 written += group
+                continue
+            if known:
+                written += (
+                    replace(reply, parts=within(self.template.reply_block, reply.parts)) for reply in group
+                )
                 continue
             parts: list[Part] = []
             for reply in group:
                 before = "\n" * bool(parts) + "<tool_response>\n"
-                parts += [Part(before), *reply.parts, Part("\n</tool_response>")]
-            written.append(Message("user", tuple(parts)))
+                parts += [Part(before), *within("tool_response", reply.parts), Part("\n</tool_response>")]
+            written.append(Message("user", _joined(parts)))
         return written
 
     def answer(self, text: str) -> Tensor:
-        """Tokenize an answer, with its end token: (T,)."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # it continues a sequence
-        for token in set(self.placeholders) & set(ids):
-            raise ValueError(
-                f"the recorded answer {text[:80]!r} holds the media placeholder "
-                f"{self.tokenizer.decode(token)!r}, which no answer may hold"
-            )
-        return torch.tensor([*ids, self.end[0]])
+        """Tokenize an answer, with its end token once, whether the text brings it or not: (T,)."""
+        for word in map(self.tokenizer.decode, self.placeholders):
+            if word in text:
+                raise ValueError(
+                    f"the recorded answer {text[:80]!r} holds the media placeholder {word!r}, which no "
+                    "answer may hold"
+                )
+        return torch.tensor([*self.plain.ids(self.without_end(text)), self.end[0]])
+
+    def without_end(self, text: str) -> str:
+        """Drop the end token, and white space after it, that a recorded answer brings along."""
+        words = tuple(word for word in map(self.tokenizer.decode, self.end) if word.strip())
+        bare = text.rstrip()
+        return bare.removesuffix(next(w for w in words if bare.endswith(w))) if bare.endswith(words) else text
 
     def text(self, ids: Tensor) -> str:
         """Decode the tokens of an answer."""
@@ -157,25 +176,18 @@ class PromptEncoder:
         key = json.dumps([tools, templates])
         if key not in self._known:
             messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
-            self._known[key] = self._render(messages, tools) != self._render(messages)
+            self._known[key] = self.template.render(messages, tools) != self.template.render(messages)
         return self._known[key]
 
     def written_call(self, name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
         """Write a call of a tool in the words of the chat template, as the text of an answer has it."""
         asked = {"role": "user", "content": [{"type": "text", "text": "x"}]}
         made = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-        made["id"] = CALL_ID
-        turn = {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": [made]}
+        turn = {"role": "assistant", "content": [], "tool_calls": [made]}
         # Without what begins an answer, such as the name of its role, which no answer has.
         before, whole = self._render([asked], tools), self._render([asked, turn], tools, answers=False)
         after = whole[len(commonprefix([before, whole])) :]
-        return self.text(torch.tensor(self.tokenizer(after, add_special_tokens=False)["input_ids"]))
-
-    def as_words(self, text: str) -> str:
-        """Break every special token in a text by a space, so that a model reads it as words."""
-        special = sorted(self.special_words, key=len, reverse=True)
-        found = "|".join(re.escape(word) for word in special if len(word) > 1)
-        return re.sub(found, lambda match: f"{match[0][0]} {match[0][1:]}", text) if found else text
+        return self.text(torch.tensor(self.plain.tokenizer(after, add_special_tokens=False)["input_ids"]))
 
     def render(self, prompt: Prompt) -> str:
         """Decode a prompt as the model reads it; placeholders of media become `<image: 64 tokens>`."""
@@ -194,15 +206,33 @@ class PromptEncoder:
     def processor_inputs(self, prompt: Prompt, tools: Tools = ()) -> dict[str, Tensor]:
         """Give the outputs of the processor for a prompt: what the forward pass of transformers takes."""
         messages = list(map(template_message, self.replies(prompt.messages, tools)))
-        return self._inputs(prompt, self._render(messages, tools), {})
+        try:
+            check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
+            text = self._render(messages, tools)
+        except ValueError as error:
+            raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
+        # As in transformers: a template that begins a sequence itself needs no tokenizer for it.
+        begun = text.startswith(self.tokenizer.bos_token or "\0")
+        media = media_arguments(self.processor, prompt, self.pixels)
+        inputs = self._inputs(prompt, text, WITHOUT_BOS if begun else {}, media)
+        form = (tools, *((m["role"], *m, *(block["type"] for block in m["content"])) for m in messages))
+        form = json.dumps(form)
+        # Words of data that look like control tokens are words here, and tokens there.
+        if self.plain.mark not in text and form not in self._compared and len(self._compared) < FORMS:
+            formed = self.template.formed(messages, tools)
+            check_ids(
+                prompt,
+                inputs["input_ids"],
+                plain_inputs(self.processor, formed, tools, media),
+                self.tokenizer,
+            )
+            self._compared.add(form)
+        return inputs
 
     def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
-        check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
-        words = [self.tokenizer.decode(token) for token in self.placeholders]
-        # Processors look for words of their own, which can differ from those of the model.
-        words += [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
-        for word in words:
-            if word and word in prompt.text:
+        asked = "\n".join(part.text for turn in prompt.messages for part in turn.parts if not part.said)
+        for word in self._media_words():
+            if word in asked:
                 raise ValueError(
                     f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
                     "add the image or video as a part of the message instead"
@@ -213,21 +243,29 @@ class PromptEncoder:
         return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
 
     def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = True) -> str:
-        """Write messages in the words of the chat template, and what begins an answer if one `answers`."""
-        options = {"tools": list(tools)} if tools else {}
-        return self.processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=answers, **options
-        )
+        """Write messages in the words of the chat template, and what begins an answer if one `answers`.
+
+        The texts are marked where they hold a control word, for `self.plain`.
+        """
+        marked = self.plain.marked(messages)
+        return self.plain.settled(self.template.render(marked, self._marked(tools), answers=answers))
+
+    def _marked(self, tools: Tools) -> Tools:
+        """Mark control words in schemas, and the end of the block in which the template lists them."""
+        block = self.template.schema_block if tools else ""
+        return tuple(self.plain.marked(each_text(tools, lambda text: inside(block, [text])[0])))
 
     def _reply(self, prompt: Prompt, text: str) -> dict[str, Tensor]:
         """Run the processor on what follows an answer; the tokenizer must not begin a sequence."""
-        return self._inputs(prompt, text, {"text_kwargs": {"add_special_tokens": False}})
+        return self._inputs(prompt, text, WITHOUT_BOS, media_arguments(self.processor, prompt, self.pixels))
 
-    def _inputs(self, prompt: Prompt, text: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    def _inputs(
+        self, prompt: Prompt, text: str, options: Mapping[str, Any], media: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
         """Run the processor on a rendered text and the media of a prompt; `options` are for the tokenizer."""
-        arguments = self._media_arguments(prompt)
+        processor = self._reads_marks if self.plain.mark in text else self.processor
         try:
-            inputs = dict(self.processor(text=[text], return_tensors="pt", **arguments, **options))
+            inputs = dict(processor(text=[text], return_tensors="pt", **media, **options))
         except (ValueError, IndexError, StopIteration) as error:
             raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
@@ -241,79 +279,21 @@ class PromptEncoder:
                 )
         return inputs
 
-    def _media_arguments(self, prompt: Prompt) -> dict[str, Any]:
-        """Load the media of a prompt as arguments of the processor."""
-        from transformers.video_utils import VideoMetadata
-
-        loaded = [(medium.kind, medium.load()) for medium in prompt.media]
-        images = [frames.pixels[0] for kind, frames in loaded if kind == "image"]
-        videos = [frames for kind, frames in loaded if kind == "video"]
-        arguments: dict[str, Any] = {}
-        if images:
-            # Processors take a list of images for each text.
-            arguments |= {"images": [images], "images_kwargs": {"size": self.pixels} if self.pixels else {}}
-        if videos:
-            processor = getattr(self.processor, "video_processor", None)
-            if processor is None:
-                raise ValueError(f"prompt '{prompt.uid}' shows a video, but this model takes images only")
-            # Frames were sampled when the video was decoded; the processor only needs their times.
-            metadata = []
-            for video in videos:
-                times = video.times.tolist()
-                # Processors divide the covered time by the number of frames, for the seconds per frame.
-                covered = len(times) * (times[1] - times[0]) if len(times) > 1 else video.duration
-                frames, ticks = [round(t * TICKS) for t in times], max(1, round(covered * TICKS))
-                metadata.append(
-                    VideoMetadata(
-                        total_num_frames=ticks, fps=TICKS, frames_indices=frames, duration=video.duration
-                    )
-                )
-            options = {"video_metadata": metadata, "do_sample_frames": False, "return_metadata": True}
-            size = _size_limits(processor)
-            if size.keys() == EDGES:
-                # Processors must not enlarge frames, which would undo the data's pixel budget (Qwen does).
-                smallest = (processor.patch_size * processor.merge_size) ** 2
-                options["size"] = {**size, "shortest_edge": min(size["shortest_edge"], smallest)}
-            arguments |= {"videos": [video.pixels for video in videos], "videos_kwargs": options}
-        return arguments
-
-    def _end_tokens(self) -> list[int]:
-        """List the tokens that end an answer, first that of the chat template, then the tokenizer's.
-
-        The checkpoint's generation_config is not read.
-        """
-        marker = "\x02"  # what the template writes after the answer comes after this
-        messages = [
-            {"role": "user", "content": [{"type": "text", "text": "x"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": marker}]},
-        ]
-        rendered = self.processor.apply_chat_template(messages, tokenize=False)
-        after = self.tokenizer(rendered.rpartition(marker)[2], add_special_tokens=False)["input_ids"]
-        special = self.special_tokens()
-        ends = [token for token in after[:2] if token in special][:1] + [self.tokenizer.eos_token_id]
-        ends = list(dict.fromkeys(token for token in ends if token is not None))
-        if not ends:
-            raise ValueError("the tokenizer names no token that ends an answer; set its eos_token")
-        return ends
-
     def special_tokens(self) -> set[int]:
         """List the special tokens; `all_special_ids` has only those that the tokenizer names."""
         added = self.tokenizer.added_tokens_decoder
         return {*self.tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
 
     @cached_property
-    def special_words(self) -> tuple[str, ...]:
-        """The special tokens as text, by number."""
-        return tuple(map(self.tokenizer.decode, sorted(self.special_tokens())))
+    def _reads_marks(self) -> Any:
+        """The processor of marked texts."""
+        return self.plain.processor(self.processor)
 
-
-def _digest(medium: Media) -> bytes:
-    """Hash what an image or a video shows, and when."""
-    frames = medium.load()
-    digest = hashlib.blake2b(repr((medium.kind, frames.pixels.shape, frames.duration)).encode())
-    for tensor in (frames.pixels, frames.times):
-        digest.update(tensor.contiguous().numpy())
-    return digest.digest()
+    def _media_words(self) -> list[str]:
+        """List the words that stand for media, of the model and, where these differ, of the processor."""
+        words = [self.tokenizer.decode(token) for token in self.placeholders]
+        words += [getattr(self.processor, f"{kind}_token", None) or "" for kind in ("image", "video")]
+        return [word for word in dict.fromkeys(words) if word]
 
 
 def template_message(message: Message) -> dict[str, Any]:
@@ -322,13 +302,22 @@ def template_message(message: Message) -> dict[str, Any]:
         {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
         for part in message.parts
     ]
-    # Mistral's templates want the id of a call, and of the call that a tool answers.
-    keys = ({"tool_call_id": CALL_ID} if message.role == "tool" else {}) | message.keys
-    if "tool_calls" in keys:
-        keys["tool_calls"] = [{"id": CALL_ID} | call for call in keys["tool_calls"]]
-    return {"role": message.role, "content": content, **keys}
+    return {"role": message.role, "content": content, **message.keys}
 
 
-def _size_limits(processor: Any) -> dict[str, int]:
-    """Read the limits on size that an image or video processor has set."""
-    return {name: value for name, value in dict(processor.size).items() if value}
+def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Make one text of texts side by side: some templates strip each of them."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and joined[-1].media is None and part.media is None:
+            part = Part(joined.pop().text + part.text)
+        joined.append(part)
+    return tuple(joined)
+
+
+def within(block: str, parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Part the marks of a block in the texts of a message that stand inside of it; media stay."""
+    return tuple(
+        part if part.media else Part(text)
+        for part, text in zip(parts, inside(block, [part.text for part in parts]), strict=True)
+    )

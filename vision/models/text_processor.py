@@ -7,7 +7,7 @@ from typing import Any
 
 
 class TextProcessor:
-    """The processor of a model that reads text only: a tokenizer that joins the parts of a message.
+    """The processor of a model that reads text only: a tokenizer.
 
     Args:
         tokenizer: A tokenizer of transformers with a chat template.
@@ -18,16 +18,16 @@ class TextProcessor:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render messages of parts; raises ValueError where one of the parts is not text."""
-        seen = next((part["type"] for m in messages for part in m["content"] if part["type"] != "text"), "")
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        """Render messages, or tokenize them as well; raises ValueError where one of the parts is not text."""
+        blocks = [block for m in messages if not isinstance(m["content"], str) for block in m["content"]]
+        seen = next((block["type"] for block in blocks if block["type"] != "text"), "")
         if seen:
             raise ValueError(
                 f"the prompt shows an {seen}, but this model reads text only; name a vision-language model, "
                 "or rows without media"
             )
-        joined = [{**m, "content": "".join(part["text"] for part in m["content"])} for m in messages]
-        return self.tokenizer.apply_chat_template(joined, **options)
+        return self.tokenizer.apply_chat_template(messages, **options)
 
     def __call__(
         self, *, text: list[str], return_tensors: str, text_kwargs: Mapping[str, Any] | None = None

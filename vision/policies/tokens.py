@@ -24,6 +24,7 @@ from mmrl.runtime.modules import (
     widest_dtype,
 )
 from mmrl.runtime.output_head import OutputHead
+from mmrl.runtime.weights import load_whole
 from mmrl.vision.decoding.inner_outputs import (
     OF_LOGITS,
     OF_STATES,
@@ -40,6 +41,7 @@ from mmrl.vision.decoding.token_steps import (
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.media.media_reader import MediaReader
 from mmrl.vision.models import loading
+from mmrl.vision.models.chat_template import ChatTemplate
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.steering import load_steering, save_steering, steering_of
 
@@ -57,6 +59,8 @@ class Tokens:
         attn_implementation: Attention of transformers, such as "sdpa", "eager" or "flash_attention_2".
         lora_rank: Rank of a LoRA adapter that is trained instead of the model; 0: no adapter.
         lora_alpha: Scale of the adapter; None: twice the rank.
+        lora_target_modules: Names of the linear layers that get an adapter, such as "q_proj"; empty: all of
+            them. Those of the vision tower count where it is not frozen.
         adapter: Folder or hub id of a saved adapter, to train it further.
         roles: Each gets an adapter of its own over one base; a row is read with that of its tag `role`, and
             the engine `vision.by_role` writes with it.
@@ -86,6 +90,7 @@ class Tokens:
         attn_implementation: str = "sdpa",
         lora_rank: NonNegativeInt = 0,
         lora_alpha: PositiveFloat | None = None,
+        lora_target_modules: tuple[str, ...] = (),
         adapter: str = "",
         roles: tuple[str, ...] = (),
         freeze_vision_tower: bool = True,
@@ -101,15 +106,16 @@ class Tokens:
         transform: tuple[Callable, ...] = (),
     ) -> None:
         self.processor = loading.load_processor(model)
+        ChatTemplate(self.processor).ends()  # refused by name before a weight is loaded
         self.model = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         pixels = {name: value for name, value in pixels.items() if value is not None}
         self.prompt_encoder = PromptEncoder(self.processor, self.model.base_model, pixels=pixels)
-        alpha, tower = lora_alpha or 2.0 * lora_rank, not freeze_vision_tower
+        shape = {"rank": lora_rank, "alpha": lora_alpha, "layers": lora_target_modules}
         if roles:
             check_roles(roles, new=bool(lora_rank) and not adapter and not transform)
-        self.adapter = self._adapted(adapter, lora_rank, alpha, tower, roles)
+        self.adapter = self._adapted(adapter, roles, **shape, tower=not freeze_vision_tower)
         self.steering = None if self.adapter else steering_of(self.model)
         if not self.steering:
             self.says = self.says - {"reversed_logp"}
@@ -131,6 +137,11 @@ class Tokens:
             roles=self.roles,
         )
 
+    @staticmethod
+    def check_folders(options: Mapping[str, Any]) -> None:
+        """Raise `ValueError` where weights that options name are missing or of another model."""
+        loading.check_folders(str(options.get("model", "")), str(options.get("adapter") or ""))
+
     def _blank_image(self) -> dict[str, Tensor]:
         """Make the inputs of a black image; none for a language model."""
         if self.processor.image_processor is None:
@@ -139,13 +150,13 @@ class Tokens:
         inputs = self.processor.image_processor(images=[black], return_tensors="pt")
         return {name: torch.as_tensor(value) for name, value in inputs.items()}
 
-    def _adapted(self, adapter: str, rank: int, alpha: float, tower: bool, roles: tuple[str, ...]) -> Any:
+    def _adapted(self, adapter: str, roles: tuple[str, ...], **shape: Any) -> Any:
         """Load an adapter, or add new ones; None where the model itself learns."""
+        rank, alpha = shape["rank"], shape["alpha"]
         if adapter:
-            return loading.load_adapter(self.model, adapter)
-        names = roles or ("default",)
-        added = {"rank": rank, "alpha": alpha, "tower": tower, "names": names}
-        return loading.add_adapter(self.model, **added) if rank else None
+            return loading.load_adapter(self.model, adapter, rank=rank, alpha=alpha)
+        shape |= {"alpha": alpha or 2.0 * rank, "names": roles or ("default",)}
+        return loading.add_adapter(self.model, **shape) if rank else None
 
     def _choose_weights(self, freeze_vision_tower: bool, frozen: bool) -> None:
         """Choose the weights that learn, those of an adapter apart; they become float32."""
@@ -194,9 +205,10 @@ class Tokens:
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Turn a recorded answer into a row, its end token included."""
-        ids = self.prompt_encoder.answer(outcome.text or "")
+        text = outcome.text and self.prompt_encoder.without_end(outcome.text)
+        ids = self.prompt_encoder.answer(text or "")
         tags = {"finish": "stop", **outcome.tags}
-        answer = Outcome(text=outcome.text, end=len(ids), tags=tags, recorded=outcome.recorded)
+        answer = Outcome(text=text, end=len(ids), tags=tags, recorded=outcome.recorded)
         row = TokenRow(self.prompt_encoder.encode(prompt), ids)
         return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
 
@@ -281,8 +293,10 @@ class Tokens:
         """
         if self.steering is not None:
             save_steering(self.steering, folder)
+        elif self.adapter is not None:
+            loading.save_adapter(self.adapter, folder)
         else:
-            (self.adapter or self.model).save_pretrained(str(folder))
+            self.model.save_pretrained(str(folder))
         self.processor.save_pretrained(str(folder))
 
     def load(self, folder: Path) -> None:
@@ -299,5 +313,4 @@ class Tokens:
             return
         # The folder names one dtype, that of the frozen weights; the widest loses nothing of trained weights.
         widest = widest_dtype(self.model, folder)
-        saved = type(self.model).from_pretrained(str(folder), dtype=widest, use_safetensors=True)
-        copy_weights(self.model, saved)
+        copy_weights(self.model, load_whole(type(self.model), folder, dtype=widest))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmrl.config.registry import check
+from mmrl.core.plain_text import COMMON
 from mmrl.data.dataset_io import RowError, Rows, UniqueIds
 from mmrl.diagnostics.context import Finding
 
@@ -48,6 +50,31 @@ def empty_answers(rows: Rows) -> Iterator[Finding]:
         answers = row.columns.get("answers")
         if type(answers) is list and not any(text_of(answer).strip() for answer in answers):
             yield Finding("`answers` holds no answer", place=row.place)
+
+
+@check(on="data")
+def special_tokens(rows: Rows) -> Iterator[Finding]:
+    """Find texts with special tokens of a model, such as <|im_end|>, which it reads as words."""
+    own = "|".join(map(re.escape, sorted(rows.special, key=len, reverse=True)))
+    pattern = re.compile(own) if own else COMMON
+    for row in rows.valid():
+        for name, value in row.columns.items():
+            found = {word: None for text in texts_in(value) for word in pattern.findall(text)}
+            if found:
+                yield Finding(f"`{name}` holds {', '.join(map(repr, found))}", place=row.place)
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """List the texts of a value of a row, at any depth."""
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for item in value.values():
+                yield from texts_in(item)
+        case list() | tuple():
+            for item in value:
+                yield from texts_in(item)
 
 
 def text_of(value: Any) -> str:

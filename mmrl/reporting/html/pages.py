@@ -12,6 +12,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from mmrl.config.schema import ConfigError
+from mmrl.core.plain_text import whole
 from mmrl.reporting.answers import PREDICTIONS
 from mmrl.reporting.html.charts import style_of
 from mmrl.reporting.html.curves import HEADLINES, curves, frontier, mean_seconds, time_split
@@ -67,7 +68,7 @@ def write_stages(folders: Sequence[Path], output: Path) -> Path:
 def write(page: str, path: Path) -> Path:
     """Write a page, and the folder that it lies in."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page)
+    path.write_text(whole(page), encoding="utf-8")
     return path
 
 

@@ -43,6 +43,12 @@ class RunFolder:
         return trained[-1]["step"] + 1 if trained else 0
 
     @property
+    def updates(self) -> int | None:
+        """Count the updates that moved weights; None in journals of earlier versions."""
+        counts = [int(record["updates"]) for record in self.records if "updates" in record]
+        return counts[-1] if counts else None
+
+    @property
     def reported(self) -> int:
         """Count the steps that the journal has a line of."""
         return len(of_training(self.records))

@@ -10,8 +10,8 @@ import pytest
 
 from mmrl.config.loading import ConfigError, merge, read
 from mmrl.config.schema import Config, parse, parse_some
-from mmrl.config.trl_arguments import RULES, arguments_of, translate, with_defaults
-from mmrl.config.trl_table import ARGUMENTS, DPO_ONLY, SHARED
+from mmrl.trl.names import DPO_ONLY, GRPO, NAMES, NEUTRAL, REFUSED
+from mmrl.trl.translation import RULES, arguments_of, translate
 
 BASE = {
     "policy": {"name": "vision.tokens", "model": "x"},
@@ -19,43 +19,45 @@ BASE = {
     "rewards": ["exact_match"],
     "rollout": {"engine": ["vision.generate"]},
 }
-GRPO = read("methods/grpo/grpo.yaml")
+METHOD = read("methods/grpo/grpo.yaml")
 
 
-def test_every_field_of_trl_is_in_the_table_with_its_default() -> None:
+def test_every_field_of_trl_is_mapped_refused_or_neutral_with_its_default() -> None:
     trl = pytest.importorskip("trl")
-    for config, pairs in ((trl.GRPOConfig, False), (trl.DPOConfig, True)):
+    kinds = (trl.GRPOConfig, trl.DPOConfig, trl.ModelConfig, trl.ScriptArguments)
+    assert {*NAMES} & {*REFUSED} == {*NAMES} & {*NEUTRAL} == {*REFUSED} & {*NEUTRAL} == set()
+    for config in kinds:
         for field in dataclasses.fields(config):
-            row = ARGUMENTS[field.name]
             made = field.default_factory
             default = field.default if made is dataclasses.MISSING else made()
-            if row.how != "ignored" and field.name != "loss_type":
-                ours = row.dpo if pairs and row.dpo is not ... else row.default
-                assert ours in (default, tuple(default) if isinstance(default, list) else default), field.name
-        names = {field.name for field in dataclasses.fields(config)}
-        assert names >= SHARED
-        assert (names >= DPO_ONLY) is pairs
+            if row := NAMES.get(field.name):
+                ours = row.dpo if config is trl.DPOConfig and row.dpo is not ... else row.default
+                # `dtype` has another default in a script's ModelConfig than where no script names it.
+                assert default in (ours, [ours]) or field.name == "dtype", field.name
+                assert row.rule in {*RULES, ""}, field.name
+            elif field.name in REFUSED:
+                assert default is None or default in REFUSED[field.name][1], field.name
+            else:
+                assert field.name in NEUTRAL, field.name
+    of = [{field.name for field in dataclasses.fields(kind)} for kind in kinds]
+    assert {*GRPO} <= of[0] and not {*GRPO} & of[1]
+    assert {*DPO_ONLY} <= of[1] and not {*DPO_ONLY} & of[0]
+    assert set(RULES) == {row.rule for row in NAMES.values()} - {""}
 
 
-def test_every_row_says_what_to_do_and_every_rule_is_used() -> None:
-    for name, row in ARGUMENTS.items():
-        assert row.note or row.how == "maps", name
-        assert row.key or row.how in ("ignored", "absent") or row.rule == "device", name
-        assert not row.rule or row.rule in RULES, name
-    assert set(RULES) == {row.rule for row in ARGUMENTS.values()} - {""}
-
-
-@pytest.mark.parametrize("name", [name for name, row in ARGUMENTS.items() if row.how == "absent"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_here_is_refused_and_its_default_is_taken(name: str) -> None:
-    row = ARGUMENTS[name]
-    assert translate({name: row.default}) == {}
+    advice, taken = REFUSED[name]
+    onto = {"objective": {"name": "comparison"}} if name in DPO_ONLY else {}
+    for value in (None, *taken):
+        assert translate({name: value}, onto) == {}
     with pytest.raises(ConfigError, match=f"'{name}=.*of TRL is not here. .+"):
-        translate({name: "something else"})
+        translate({name: "something else"}, onto)
 
 
 def test_arguments_become_a_configuration_that_is_valid_with_its_method() -> None:
     change = translate({"beta": 0.04, "num_generations": 4, "temperature": 0.7, "max_completion_length": 64})
-    config = parse(merge(merge(GRPO, BASE), change), Config)
+    config = parse(merge(merge(METHOD, BASE), change), Config)
     assert config.rollout.num_generations == 4
     assert config.rollout.engine[0].options == {"temperature": 0.7, "max_completion_length": 64}
     assert change["objective"] == {"penalty": [{"name": "k3", "coef": 0.04, "use_bias_correction_kl": True}]}
@@ -125,7 +127,7 @@ def test_the_learning_rate_and_its_schedule() -> None:
     made = translate(
         {"learning_rate": 1.0, "lr_scheduler_type": "linear", "max_steps": 50, "warmup_steps": 0.1}
     )
-    schedule = {"name": "linear", "start": 1.0, "end": 0.0, "steps": 50, "warmup_steps": 5}
+    schedule = {"name": "linear", "start": 1.0, "end": 0.0, "steps": 50, "warmup_steps": 0.1}
     assert made["learn"]["learning_rate"] == schedule
     made = translate({"lr_scheduler_type": "cosine"}, {"learn": {"learning_rate": 3.0}})
     assert made["learn"]["learning_rate"] == {
@@ -193,7 +195,7 @@ def test_vespo_has_the_ratio_of_the_answer() -> None:
 
 def test_an_off_policy_mask_needs_the_loss_that_it_wraps() -> None:
     with pytest.raises(ConfigError, match="'off_policy_mask_threshold=0.5' of TRL wraps the surrogate"):
-        translate({"off_policy_mask_threshold": 0.5}, GRPO)
+        translate({"off_policy_mask_threshold": 0.5}, METHOD)
     there = {"objective": {"surrogate": MASKED}}
     made = translate({"epsilon": 0.3}, there)
     assert made == {"objective": {"surrogate": {"surrogate": {"epsilon": 0.3}}}}
@@ -249,7 +251,7 @@ def test_penalties_that_are_not_trls_stay() -> None:
     there = {"objective": {"penalty": [{"name": "k1", "coef": 1.0}, {"name": "entropy_bonus", "coef": 0.1}]}}
     made = translate({"beta": 0.0}, there)
     assert made["objective"]["penalty"] == [{"name": "entropy_bonus", "coef": 0.1}]
-    made = translate({"use_bias_correction_kl": False}, GRPO)
+    made = translate({"use_bias_correction_kl": False}, METHOD)
     k3 = {"name": "k3", "coef": 0.04, "use_bias_correction_kl": False}
     assert made["objective"]["penalty"] == [k3]
 
@@ -271,15 +273,6 @@ def test_losses_of_pairs_and_their_weights() -> None:
     assert translate({"beta": 0.3}, read("methods/preference/dpo.yaml")) == {
         "objective": {"compare": {"0": {"beta": 0.3}}}
     }
-
-
-@pytest.mark.parametrize("pairs", [False, True])
-def test_the_defaults_of_trl_are_a_whole_method(pairs: bool) -> None:
-    made = translate(with_defaults({"max_steps": 10}, pairs=pairs))
-    assert made["learn"]["learning_rate"]["name"] == "linear"
-    # The engine's options are changes of an engine that a file names.
-    whole = {name: made[name] for name in ("objective", "learn", "advantage", "sampler") if name in made}
-    assert parse_some(whole, Config).objective.name == ("comparison" if pairs else "policy_gradient")
 
 
 class Mode(enum.StrEnum):
@@ -332,8 +325,9 @@ def test_a_mapping_of_trls_arguments_wins_over_included_files(tmp_path: Any) -> 
     raw = written(tmp_path, RUN)
     assert raw["objective"]["penalty"] == [{"name": "k3", "coef": 0.01, "use_bias_correction_kl": True}]
     assert raw["objective"]["surrogate"] == {"name": "clip", "epsilon": 0.2}
-    engine = [{"name": "vision.generate", "max_completion_length": 32}]
-    assert raw["rollout"] == {"engine": engine, "num_prompts": 4, "num_generations": 4}
+    # What the block leaves out is TRL's default, where the file says nothing.
+    engine = {"name": "vision.generate", "max_completion_length": 32, "temperature": 1.0, "top_p": 1.0}
+    assert raw["rollout"] == {"engine": [{**engine, "top_k": 0}], "num_prompts": 4, "num_generations": 4}
     assert raw["advantage"] == ["total", {"name": "group_normalize", "scale": "batch"}]
     assert "trl" not in raw
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_list, as_mapping, lookup
-from mmrl.config.trl_table import ARGUMENTS, DPO_ONLY
+from mmrl.trl.names import DPO_ONLY, NAMES
 
 Change = dict[str, Any]  # dotted keys of a configuration, with their values
-BATCHES = tuple(name for name, row in ARGUMENTS.items() if row.rule == "batches")
+BATCHES = tuple(name for name, row in NAMES.items() if row.rule == "batches")
 GRPO_LOSSES = {  # to the surrogate and the aggregation
     "grpo": ("clip", "sequence_mean"),
     "bnpo": ("clip", "step_mean"),
@@ -41,25 +41,46 @@ CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines around
 STEP_MEANS = ("dapo", "bnpo", "cispo", "vespo")
 
 
-def processes() -> int:
-    """Return the number of processes that torchrun or accelerate started."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
+def default_of(name: str, pairs: bool) -> Any:
+    """Return TRL's default of an argument, of DPOConfig for `pairs`."""
+    row = NAMES[name]
+    return row.dpo if pairs and row.dpo is not ... else row.default
+
+
+def pairs_of(values: Mapping[str, Any], onto: Mapping[str, Any]) -> bool:
+    """Whether arguments are DPOConfig's: by the loss, another name or the objective."""
+    match lookup(onto, "objective.name"), values.get("loss_type"):
+        case str(objective), None:
+            return objective == "comparison"
+        case _, None:
+            return any(values.get(name) is not None for name in DPO_ONLY)
+        case _, str(loss):
+            return loss in {*DPO_LOSSES, *ABSENT_LOSSES}
+    return True  # a list, which DPO adds up
 
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments that were given, over TRL's defaults, and the configuration that they will change."""
+    """The arguments that were given, over TRL's defaults, and the configuration that they will change.
+
+    Args:
+        values: The arguments that count.
+        onto: The configuration.
+        pairs: Whether they are DPOConfig's.
+        whole: Whether `values` has TRL's defaults, so that what is built is TRL's training.
+        nulls: The names that were given as None.
+    """
 
     values: Mapping[str, Any]
     onto: Mapping[str, Any] = field(default_factory=dict)
-    processes: int = 1
+    pairs: bool = False
+    whole: bool = False
+    nulls: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
         """Return the value that was given, or TRL's default."""
-        row = ARGUMENTS[name]
-        default = row.dpo if self.pairs and row.dpo is not ... else row.default
         value = self.values.get(name)
-        return default if value is None else value
+        return default_of(name, self.pairs) if value is None else value
 
     def __contains__(self, name: str) -> bool:
         """Whether an argument was given a value; None stands for none."""
@@ -74,16 +95,6 @@ class Given:
         """The names of the losses: one, or those that DPO adds up."""
         return as_list(self.values.get("loss_type") or ("sigmoid" if self.pairs else "dapo"))
 
-    @property
-    def pairs(self) -> bool:
-        """Whether the arguments are DPOConfig's: by the loss, by another argument, or by what is changed."""
-        match self.values.get("loss_type"):
-            case None:
-                return bool(DPO_ONLY & set(self.values)) or self.at("objective.name") == "comparison"
-            case str(loss):
-                return loss in {*DPO_LOSSES, *ABSENT_LOSSES}
-        return True  # a list, which DPO adds up
-
     def at(self, key: str) -> Any:
         """Look a dotted key up in the configuration that will be changed; None where it is not."""
         return lookup(self.onto, key)
@@ -93,6 +104,11 @@ class Given:
         """The place of the engine that holds conversations with tools; empty without one."""
         names = [as_mapping(engine).get("name") for engine in as_list(self.at("rollout.engine"))]
         return next((f"rollout.engine.{i}" for i, name in enumerate(names) if name in CONVERSING), "")
+
+    @property
+    def processes(self) -> int:
+        """The number of processes: as given, or as torchrun or accelerate started them."""
+        return self.values.get("num_processes") or int(os.environ.get("WORLD_SIZE") or 1)
 
     @property
     def completions(self) -> int:

@@ -1,4 +1,4 @@
-"""A GRPO script of TRL for vision-language models, ported by importing the trainer from here."""
+"""Scripts of TRL for vision-language models, ported by importing the trainer from here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from datasets import Dataset
 from PIL import Image
 
-from mmrl import Trainer as GRPOTrainer
+from mmrl import DPOTrainer, GRPOTrainer
+from mmrl.config.loading import ConfigError
 
 trl = pytest.importorskip("trl")
 
@@ -62,3 +63,40 @@ def test_the_script_trains_saves_and_logs_what_trl_logs(checkpoint, tmp_path):
     assert config.objective.options["aggregation"] == {"name": "step_mean"}
     assert [record["learning_rate"] for record in trainer.history] == [1e-4, 5e-5]
     assert (config.rollout.num_prompts, config.rollout.num_generations) == (2, 4)
+    trainer.save_model(training_args.output_dir)  # as `grpo_vlm.py` does
+    assert (tmp_path / "run" / "model.safetensors").is_file() and (tmp_path / "run" / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_pairs_are_compared_with_the_model_that_dpo_vlm_hands_over(checkpoint, tmp_path, adapted):
+    from peft import LoraConfig
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    name = str(checkpoint("qwen2_5_vl"))
+    model, reference = (AutoModelForImageTextToText.from_pretrained(name) for _ in range(2))
+    image = Image.new("RGB", (28, 28), (200, 30, 30))
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which colour?"}]}]
+    rows = [{"prompt": asked, "images": [image], "chosen": f"red {i}", "rejected": "blue"} for i in range(4)]
+    args = trl.DPOConfig(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, bf16=False, use_cpu=True,
+        logging_steps=1,
+    )  # fmt: skip
+    trainer = DPOTrainer(
+        model,
+        None if adapted else reference,
+        args=args,
+        train_dataset=rows,
+        eval_dataset=None,
+        processing_class=AutoProcessor.from_pretrained(name),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.05)
+        if adapted
+        else None,
+        quiet=True,
+    )
+    trainer.train()
+    assert trainer.config.objective.name == "comparison"
+    assert trainer.history[0]["loss"] == pytest.approx(numpy.log(2))  # nothing was learned before
+    if not adapted:
+        next(reference.parameters()).data += 1
+        with pytest.raises(ConfigError, match="`ref_model` has other weights"):
+            DPOTrainer(model, reference, args=args, train_dataset=rows, processing_class=object())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_mapping
-from mmrl.config.trl_given import (
+from mmrl.trl.given import (
     ABSENT_LOSSES,
     DIVERGENCES,
     DPO_LOSSES,
@@ -17,7 +17,7 @@ from mmrl.config.trl_given import (
     Change,
     Given,
 )
-from mmrl.config.trl_table import ARGUMENTS
+from mmrl.trl.names import NAMES
 
 
 def objective(given: Given) -> Change:
@@ -78,7 +78,7 @@ def _surrogate_options(given: Given, kind: str, *, whole: bool) -> Change:
         "gamma_weight": {n: f"vespo_{n}" for n in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
     }.get(kind, {})
     taken = {*names.values(), "epsilon"}  # the default of another loss is no mistake
-    for name, row in ARGUMENTS.items():
+    for name, row in NAMES.items():
         if row.rule == "surrogate" and name not in taken and given[name] != row.default:
             raise ConfigError(f"'{name}' of TRL has no effect on the surrogate '{kind}'; leave it out")
     return {
@@ -90,6 +90,10 @@ def _surrogate_options(given: Given, kind: str, *, whole: bool) -> Change:
 
 def length(given: Given) -> Change:
     """`max_completion_length`: of the engine, of whole conversations, and the divisor of `dr_grpo`."""
+    if "max_completion_length" in given.nulls:
+        raise ConfigError(
+            "'max_completion_length=None' of TRL, an answer without limit, is not here; give one"
+        )
     longest = given["max_completion_length"]
     change: Change = {"rollout.engine.0.max_completion_length": longest}
     change |= {f"{given.conversing}.max_completion_length": longest} if given.conversing else {}
@@ -205,6 +209,9 @@ def penalty(given: Given) -> Change:
                 )
             there.append({"name": "entropy_bonus", "coef": given["entropy_coef"]})
     asked = given.has("beta", "entropy_coef", "use_bias_correction_kl")
+    alone = given.at("references") == {"ref": "frozen"} and "references.ref" not in change
+    if given.whole and alone and not given["beta"]:
+        change["references"] = None  # nothing compares with it
     return change | ({"objective.penalty": there} if asked else {})
 
 
@@ -241,4 +248,4 @@ def advantage(given: Given) -> Change:
     return {**change, "advantage": chain}
 
 
-OBJECTIVE_RULES = {f.__name__: f for f in (objective, surrogate, length, pairs, penalty, advantage)}
+RULES = {f.__name__: f for f in (objective, surrogate, length, pairs, penalty, advantage)}

@@ -1,0 +1,71 @@
+"""A configuration with everything that it leaves out: the default of every option of every piece."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mmrl.config.binding import FILLED, left_out
+from mmrl.config.loading import ConfigError
+from mmrl.config.plain import lookup
+from mmrl.config.ranges import is_number
+from mmrl.config.registry import HOMES, Entry, find
+from mmrl.config.schema import Piece, Scheduled, as_piece, as_plain, each, held_fields
+
+Named = dict[str, tuple[str, Entry]]  # place to the name in the configuration, and what that means
+
+
+def resolve_defaults(config: Any) -> tuple[dict[str, Any], Named]:
+    """Return a configuration as plain values with all defaults, and its pieces by their places.
+
+    Raises `ConfigError` for a piece that does not exist.
+    """
+    plain, entries = as_plain(config), Named()
+    for mark, value, name in held_fields(config):
+        if isinstance(mark, Scheduled):
+            filled = _option("", value, mark.wanted, name, entries)
+        else:
+            made = [_piece(mark.name, piece, place, entries) for piece, place in each(value, name)]
+            match value:
+                case Piece():
+                    filled = made[0]
+                case Mapping():
+                    filled = dict(zip(value, made, strict=True))
+                case _:
+                    filled = made
+        above, _, key = name.rpartition(".")
+        (lookup(plain, above) if above else plain)[key] = filled
+    return plain, entries
+
+
+def _piece(kind: str, piece: Piece, place: str, entries: Named) -> dict[str, Any]:
+    """Write a piece with all its options, and those of the pieces inside it."""
+    try:
+        entry = find(kind, piece.name)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    entries[place] = (piece.name, entry)
+    options = dict(piece.options)
+    for name, parameter in entry.options.items():
+        missing = parameter.default is inspect.Parameter.empty or name in FILLED
+        if not missing and (name not in options or left_out(entry, name, options[name])):
+            options[name] = parameter.default
+    hints = entry.hints
+    return {"name": piece.name} | {
+        name: _option(name, value, hints.get(name, Any), f"{place}.{name}", entries)
+        for name, value in options.items()
+    }
+
+
+def _option(name: str, value: Any, wanted: Any, place: str, entries: Named) -> Any:
+    """Write the value of an option; one that is called like a kind names a piece, or a list of pieces."""
+    match value:
+        case list() | tuple() if name in HOMES:
+            return [_piece(name, *one, entries) for one in each([as_piece(v, place) for v in value], place)]
+        case str() | {"name": _} | Piece() if name in HOMES:
+            return _piece(name, as_piece(value, place), place, entries)
+        case {"name": _} if is_number(wanted) or not name:
+            return _piece("schedule", as_piece(value, place), place, entries)
+    return json.loads(json.dumps(as_plain(value), default=lambda one: f"a {type(one).__name__}"))

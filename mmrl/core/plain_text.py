@@ -1,0 +1,203 @@
+"""Plain text: words of data, tools and models never become control tokens of the model that reads them.
+
+A control token is a word such as <|im_end|> that a chat template writes to begin and end turns. Tokenizers
+find these words in any text. So a text is marked before it enters a template: `BREAK` stands inside of each
+control word. Where a mark is left in what a template has written, a tokenizer reads its two sides apart, and
+the model sees the same characters as ordinary tokens. Any other text is tokenized as if nothing was done.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+BREAK = "\udc00"  # half of a surrogate pair: `whole` leaves none in a text
+PRIVATE = range(0xE000, 0xF900)  # characters for private use
+# Special tokens as vocabularies have them, but for <image> and <video>, with which rows mark media.
+COMMON = re.compile(
+    r"<[|\N{FULLWIDTH VERTICAL LINE}][^<>\s]{1,40}?[|\N{FULLWIDTH VERTICAL LINE}]>"
+    r"|</?s>|<(?:bos|eos|pad|unk|mask)>|<(?:start|end)_of_\w+>|<fake_token_around_image>|<image_soft_token>"
+    r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|THINK|IMG|CLS|SEP|MASK|gMASK)\]"
+)
+OPEN_CLIP = ("<start_of_text>", "<end_of_text>")  # of its own tokenizer
+SENT = re.compile(rf"{COMMON.pattern}|<(?:image|video|audio)>")
+BLOCK_END = re.compile(r"</([^<>/\s]+)>|\[/([^\[\]/\s]+)\]")
+
+
+def whole(text: str) -> str:
+    """Replace halves of surrogate pairs, which no file, tokenizer or terminal takes, by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Change every text in a value as JSON has it, the keys of objects included."""
+    match value:
+        case str():
+            return change(value)
+        case Mapping():
+            return {each_text(key, change): each_text(item, change) for key, item in value.items()}
+        case list() | tuple():
+            return [each_text(item, change) for item in value]
+    return value
+
+
+def block_after(written: str) -> str:
+    """Name the block that ends first in a text: `x` of </x> or [/x], and nothing where none ends."""
+    found = BLOCK_END.search(written)
+    return found[1] or found[2] if found else ""
+
+
+def inside(block: str, texts: Sequence[str]) -> list[str]:
+    """Part the marks of a block by a space in texts that stand inside of it, one after the other.
+
+    Where </tool_response> is no token of its own, nothing else tells the template's mark from that of a text.
+    """
+    mark = re.compile(rf"[<\[](?=\s*/?\s*{re.escape(block)}\s*[>\]])", re.IGNORECASE)
+    parted = list(texts)
+    for found in reversed(list(mark.finditer("".join(texts))) if block else []):
+        place, at = found.end(), 0
+        while place > len(texts[at]):
+            place, at = place - len(texts[at]), at + 1
+        parted[at] = f"{parted[at][:place]} {parted[at][place:]}"
+    return parted
+
+
+def unused_marker(texts: Iterable[str]) -> str:
+    """Find a character that occurs in none of the texts; raises ValueError where all are taken."""
+    used = {letter for text in texts for letter in text if ord(letter) in PRIVATE}
+    for number in PRIVATE:
+        if chr(number) not in used:
+            return chr(number)
+    raise ValueError(f"a text holds all {len(PRIVATE)} characters for private use; remove some")
+
+
+def parted(text: str, words: Iterable[str] = ()) -> str:
+    """Part control words by a space, for a tokenizer that is out of reach: `words`, or those of common forms.
+
+    That of open_clip reads &lt; as <.
+    """
+    found = "|".join(map(re.escape, words))
+    for sign, name in (("<", "lt"), (">", "gt")):
+        found = found.replace(sign, f"(?:{sign}|&{name};|&amp;{name};)")
+    pattern = re.compile(found, re.IGNORECASE) if found else SENT
+    return pattern.sub(lambda match: re.sub(r"^(&(?:amp;)?lt;|.)", r"\1 ", match[0]), text)
+
+
+def control_words(tokenizer: Any) -> set[str]:
+    """List the special tokens of a tokenizer as text: `all_special_tokens` has only those that it names."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return {*map(str, tokenizer.all_special_tokens), *(token.content for token in added if token.special)}
+
+
+class PlainText:
+    """Marks the control words in texts, and tokenizes marked texts.
+
+    Args:
+        tokenizer: A tokenizer of transformers, which is left as it is.
+        more: Further words that no text may become.
+        mark: What stands inside of control words; a character that the texts do not hold.
+        any_case: The tokenizer, or what hands it texts, makes capitals small.
+    """
+
+    def __init__(
+        self, tokenizer: Any, more: Iterable[str] = (), mark: str = BREAK, any_case: bool = False
+    ) -> None:
+        self.source, self.mark = tokenizer, mark
+        words = {word for word in {*control_words(tokenizer), *more} if len(word) > 1}
+        longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+        self.pattern = re.compile(longest_first or "(?!)", re.IGNORECASE if any_case else 0)
+        self.begun = {word[:end] for word in words for end in range(1, len(word))}
+        self.longest = max(map(len, self.begun), default=0)
+
+    def marked(self, value: Any) -> Any:
+        """Mark a text, or those in messages and schemas, once, before a template or a tokenizer reads it."""
+        return each_text(value, self._marked)
+
+    def settled(self, rendered: str) -> str:
+        """Remove the marks from what a template has written where no text becomes a control word."""
+        if self.mark not in rendered:
+            return rendered
+        plain = rendered.replace(self.mark, "")
+        return plain if self.pattern.findall(plain) == self.pattern.findall(rendered) else rendered
+
+    def ids(self, text: str) -> list[int]:
+        """Tokenize a text that no template has written, without the tokens that begin and end a sequence."""
+        return self.batch([text], add_special_tokens=False)["input_ids"][0]
+
+    def batch(self, texts: Iterable[str], **options: Any) -> Any:
+        """Tokenize texts that no template has written, with the options of the tokenizer."""
+        return self.tokenizer([self.settled(self.marked(text)) for text in texts], **options)
+
+    @cached_property
+    def tokenizer(self) -> MarkedTokenizer:
+        """Stands where the tokenizer does, and reads marked texts too."""
+        return MarkedTokenizer(self.source, self.mark)
+
+    def processor(self, processor: Any) -> Any:
+        """Copy a processor so that it reads marked texts; its parts are those of the original."""
+        twin = copy.copy(processor)
+        twin.tokenizer = self.tokenizer
+        return twin
+
+    def _marked(self, text: str) -> str:
+        """Mark control words in a text, and the beginning of one at its end, which what follows could end."""
+        text = whole(text)
+        while self.pattern.search(text):
+            text = self.pattern.sub(lambda found: found[0][0] + self.mark + found[0][1:], text)
+        core = text.rstrip()
+        begins = any(core[-size:] in self.begun for size in range(1, min(self.longest, len(core)) + 1))
+        return core + self.mark + text[len(core) :] if begins else text
+
+
+class MarkedTokenizer:
+    """A tokenizer that reads what stands beside a mark apart, and leaves the mark itself out."""
+
+    def __init__(self, source: Any, mark: str) -> None:
+        self.source, self.mark = source, mark
+        self._twin: tuple[str, Any] = "", None  # knows a character as a token, in place of the mark
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "source":  # which Python asks for in copying
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __call__(self, text: str | Sequence[str], **options: Any) -> Any:
+        """Tokenize as the tokenizer does."""
+        texts = [text] if isinstance(text, str) else list(text)
+        if not any(self.mark in words for words in texts):
+            return self.source(text, **options)
+        token, twin = self._knowing(texts)
+        late = {name: options.pop(name) for name in ("padding", "return_tensors") if name in options}
+        if late.get("padding") == "max_length":
+            late["max_length"] = options.get("max_length")
+        rows = twin([words.replace(self.mark, token) for words in texts], **options)
+        number = twin.convert_tokens_to_ids(token)
+        kept = [[place for place, found in enumerate(ids) if found != number] for ids in rows["input_ids"]]
+        rows = {
+            name: [[row[place] for place in places] for row, places in zip(listed, kept, strict=True)]
+            for name, listed in rows.items()
+        }
+        if isinstance(text, str) and not late.get("return_tensors"):
+            rows = {name: listed[0] for name, listed in rows.items()}
+        return self.source.pad(rows, **{"padding": False, **late})
+
+    def _knowing(self, texts: Sequence[str]) -> tuple[str, Any]:
+        """Give a character that the texts do not hold, and a copy of the tokenizer that has it as a token."""
+        from tokenizers import AddedToken
+
+        token, twin = self._twin
+        if twin is None or any(token in words for words in texts):
+            token, twin = unused_marker(texts), copy.deepcopy(self.source)
+            twin.add_tokens([AddedToken(token, normalized=False, special=False)])
+            self._twin = token, twin
+        return token, twin

@@ -1,0 +1,177 @@
+"""Hashes of functions and classes by what they compute: their instructions and the constants they read.
+
+Comments, docstrings and line numbers do not count, nor does what the code itself changes while it runs, such
+as a counter or a list that it appends to. What a function calls is followed into modules of the user, but not
+into installed packages.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import PurePath
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+INSTALLED = ("site-packages", "dist-packages")
+PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, re.Pattern)
+CONTAINERS = (list, dict, set)
+DEEPEST = 6  # objects inside objects that are looked at
+MUTATING = {
+    "append", "extend", "insert", "pop", "remove", "clear", "add", "update", "discard", "setdefault",
+    "popitem", "sort", "reverse", "appendleft",
+}  # fmt: skip
+LOADS = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_NAME")
+STORES = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR")
+
+
+def of_code(target: Callable) -> str:
+    """Hash a function, class or callable object to 16 hexadecimal digits, for one version of Python."""
+    while _root(target) == "mmrl" and hasattr(target, "__wrapped__"):
+        target = target.__wrapped__  # wrapped by `per_outcome` and the like, which are no part of it
+    walk = _Walk(home=getattr(target, "__module__", "") or "")
+    code = walk.of(target)
+    values = [
+        [name, value]
+        for name, value, plain in walk.values
+        if name not in walk.assigned and (plain or name not in walk.filled)
+    ]
+    return hashlib.sha256(json.dumps([code, values]).encode()).hexdigest()[:16]
+
+
+def _root(thing: Any) -> str:
+    return (getattr(thing, "__module__", None) or "").partition(".")[0]
+
+
+@dataclass
+class _Walk:
+    """Describes code as JSON, each function and class once."""
+
+    home: str  # the module of what is hashed
+    # What code reads by the name of a variable or attribute, and whether it is of a plain type.
+    values: list[tuple[str, Any, bool]] = field(default_factory=list)
+    assigned: set[str] = field(default_factory=set)  # names that the code itself assigns to
+    filled: set[str] = field(default_factory=set)  # names of lists and dictionaries that it may change
+    seen: dict[int, int] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)  # so that no other object gets the id of one that was seen
+
+    def of(self, thing: Any, depth: int = 0) -> Any:
+        """Describe anything that code holds on to."""
+        if isinstance(thing, PLAIN):
+            return repr(thing)
+        if isinstance(thing, ModuleType):
+            return thing.__name__
+        if id(thing) in self.seen:
+            return ["again", self.seen[id(thing)]]
+        self.seen[id(thing)] = len(self.seen)
+        self.kept.append(thing)
+        match thing:
+            case FunctionType() | type():
+                if not self._own(thing.__module__):
+                    return f"{thing.__module__}.{thing.__qualname__}"
+                return self._class(thing) if isinstance(thing, type) else self._function(thing)
+            case MethodType():
+                return [self.of(thing.__func__, depth), self.of(thing.__self__, depth + 1)]
+            case functools.partial(func=inner, args=given, keywords=named):
+                return [self.of(inner, depth), self.of(given, depth + 1), self.of(named, depth + 1)]
+            case object(__wrapped__=inner):  # of `functools.cache`
+                return self.of(inner, depth)
+        return self._object(thing, depth)
+
+    def _object(self, thing: Any, depth: int) -> Any:
+        """Describe a container, or another object by its class and, if that is followed, its attributes."""
+        match thing:
+            case list() | tuple() | set() | frozenset() if depth < DEEPEST:
+                parts = [self.of(part, depth + 1) for part in thing]
+                return parts if isinstance(thing, list | tuple) else sorted(map(json.dumps, parts))
+            case dict() if depth < DEEPEST:
+                return [[self.of(key, depth + 1), self.of(value, depth + 1)] for key, value in thing.items()]
+        kind = type(thing)
+        if depth < DEEPEST and self._own(kind.__module__):
+            for name, value in sorted(getattr(thing, "__dict__", {}).items()):
+                self.values.append((name, self.of(value, depth + 1), isinstance(value, PLAIN)))
+        return self.of(kind, depth + 1)
+
+    def _own(self, module: str | None) -> bool:
+        """Return whether the code of a module is followed: not that of packages, but at home."""
+        module = module or ""
+        root, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None) or ""
+        return module == self.home or not (
+            root in ("mmrl", "builtins")
+            or root in sys.stdlib_module_names
+            or any(place in file for place in INSTALLED)
+        )
+
+    def _function(self, function: FunctionType) -> Any:
+        code, known, held = function.__code__, function.__globals__, dict[str, Any]()
+        codes = list(_codes(code))
+        for one in codes:
+            self._changes(one)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                held[name] = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+        names = {name for one in codes for name in one.co_names}
+        held |= {name: known[name] for name in sorted(names & known.keys() - held.keys())}
+        for name, value in [*held.items()]:
+            if isinstance(value, ModuleType) and self._own(value.__name__):
+                held |= {f"{name}.{one}": vars(value)[one] for one in sorted(names & vars(value).keys())}
+        described = [self.of(function.__defaults__, 1), self.of(function.__kwdefaults__, 1)]
+        for name, value in held.items():
+            if isinstance(value, FunctionType | type | MethodType | functools.partial | ModuleType):
+                described.append([name, self.of(value, 1)])
+            else:
+                self.values.append((name, self.of(value, 1), isinstance(value, PLAIN)))
+        return [_of_code(code), described]
+
+    def _changes(self, code: CodeType) -> None:
+        """Note the outer variables and attributes that code assigns to, or whose content it may change."""
+        steps = list(dis.get_instructions(code))
+        stores_items = any(step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for step in steps)
+        if code.co_name in ("__init__", "__post_init__"):
+            return
+        for step, after in zip(steps, [*steps[1:], None], strict=True):
+            if step.opname in STORES and (step.opname != "STORE_DEREF" or step.argval in code.co_freevars):
+                self.assigned.add(step.argval)
+            elif step.opname in LOADS and (stores_items or (after and after.argval in MUTATING)):
+                self.filled.add(step.argval)
+
+    def _class(self, kind: type) -> Any:
+        described: list[Any] = []
+        for name, value in sorted(vars(kind).items()):
+            inner = getattr(value, "__func__", value)  # of static methods and those of the class
+            for one in (inner.fget, inner.fset) if isinstance(inner, property) else (inner,):
+                if isinstance(one, FunctionType | type | functools.partial):
+                    described.append([name, self.of(one, 1)])
+                elif isinstance(one, (*PLAIN, *CONTAINERS, tuple)) and not name.startswith("__"):
+                    self.values.append((name, self.of(one, 1), isinstance(one, PLAIN)))
+        return [kind.__qualname__, [self.of(base, 1) for base in kind.__bases__], described]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Walk over a code object and those of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _of_code(code: CodeType) -> Any:
+    """Describe a code object without its docstring, its file and its lines."""
+    steps = []
+    for step in dis.get_instructions(code):
+        value = step.argval
+        if isinstance(value, CodeType):
+            value = _of_code(value)
+        elif isinstance(value, frozenset):
+            value = sorted(map(repr, value))
+        steps.append([step.opname, value if isinstance(value, list) else repr(value)])
+    return [steps, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], code.co_flags]

@@ -1,0 +1,178 @@
+"""Who made a folder: a mark inside it says so, and no other command writes there or empties it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.loading import ConfigError
+from mmrl.runtime.files import LOCK, hold, remove, write_whole
+
+MARK = ".mmrl"  # JSON: `by`, the command that made the folder, and what that command wants to know again
+UNFINISHED = ".unfinished"  # the folder, inside the one that is made, of what is being made
+NO_CONTENT = (LOCK, MARK, UNFINISHED)
+SHOWN = 3
+
+
+def mark(folder: Path, by: str, **facts: Any) -> None:
+    """Write down that a command made a folder."""
+    write_whole(folder / MARK, json.dumps({"by": by, **facts}, sort_keys=True) + "\n")
+
+
+def mark_of(folder: Path) -> dict[str, Any]:
+    """Read the mark of a folder, with `by` alone where an earlier version made it; {} where mmrl did not."""
+    try:
+        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        if isinstance(found, dict) and isinstance(found.get("by"), str):
+            return found
+    except (OSError, ValueError):
+        pass  # a mark that cannot be read proves nothing, and what is there may
+    by = next((by for by, proof in _PROOFS.items() if proof(folder)), "")
+    return {"by": by} if by else {}
+
+
+def content(folder: Path) -> list[Path]:
+    """List what is in a folder besides marks and locks; nothing where there is no folder."""
+    return sorted(path for path in folder.iterdir() if path.name not in NO_CONTENT) if folder.is_dir() else []
+
+
+def check_writable(folder: Path) -> None:
+    """Raise `ConfigError` where a folder cannot be made, or nothing can be written into it."""
+    there = folder.absolute()
+    while not (there.exists() or there.is_symlink()) and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"'{folder}' cannot be a folder: '{there}' is no folder; name another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"nothing can be written into '{folder}': '{there}' is read-only here; name another"
+        )
+
+
+def check_owner(folder: Path, by: str, writes: Iterable[str] | None = None) -> dict[str, Any]:
+    """Raise `ConfigError` where a command must not write into a folder; return the mark that is there.
+
+    Args:
+        folder: The output folder of the command; it may be missing.
+        by: The command: `train`, `evaluate`, `build` or `export`.
+        writes: Files and folders that the command writes beside what others put there; None: it needs the
+            folder for itself.
+    """
+    check_writable(folder)
+    found, there = mark_of(folder), content(folder)
+    if there and found.get("by", by) != by:
+        raise ConfigError(
+            f"'{folder}' was made by `mmrl {found['by']}`, and `mmrl {by}` does not write into it; name "
+            "another folder"
+        )
+    if not found:
+        taken = there if writes is None else [path for path in there if path.name in set(writes)]
+        names = [path for path in taken if not path.is_dir() or any(path.iterdir())]
+        if names:
+            raise ConfigError(
+                f"'{folder}' holds {_listed(names)}, which no `mmrl {by}` made; name another "
+                "folder, or move that away"
+            )
+    return found
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    """Name some of the paths."""
+    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    return ", ".join(path.name for path in paths[:SHOWN]) + more
+
+
+@contextmanager
+def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> Iterator[Path]:
+    """Yield the folder that a command is to make; at the end, that takes the place of the content.
+
+    A process that is killed leaves the content as it was. Where the same command made the folder from the
+    same `facts`, it may do so again.
+
+    Raises:
+        ConfigError: Another process makes the folder, or it has content that must not be replaced.
+    """
+    check_replaceable(folder, by, overwrite=overwrite, **facts)
+    existed, unfinished = folder.is_dir(), folder / UNFINISHED
+    try:
+        with hold(folder, leave=False):
+            check_replaceable(folder, by, overwrite=overwrite, **facts)  # another may have just finished
+            remove(unfinished)  # of a process that was killed
+            made = unfinished / "new" / folder.resolve().name  # some builders write the name of their folder
+            made.parent.mkdir(parents=True)  # the folder itself is made by who fills it
+            try:
+                yield made
+                check_replaceable(folder, by, overwrite=overwrite, **facts)  # others do not ask for the lock
+                mark(folder, by, **facts)
+                _move(folder, unfinished / "old")
+                _move(made, folder)
+            finally:
+                remove(unfinished)
+    finally:
+        if not existed and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move the content of a folder into another one on the same disk."""
+    target.mkdir(exist_ok=True)
+    for path in content(source):
+        path.rename(target / path.name)
+
+
+def check_replaceable(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> None:
+    """Raise `ConfigError` where the content of a folder must not be replaced by what a command makes."""
+    found = check_owner(folder, by)
+    same = bool(facts) and json.loads(json.dumps(facts)) == {k: v for k, v in found.items() if k != "by"}
+    if content(folder) and not overwrite and not same:
+        raise ConfigError(
+            f"'{folder}' exists and is not empty; name another folder, or give --overwrite to replace "
+            f"{_listed(content(folder))}"
+        )
+
+
+# ---- folders of versions that left no mark
+
+
+def _trained(folder: Path) -> bool:
+    """Return whether there is a run, or the stages of one."""
+    config = folder / "config.yaml"
+    if (folder / "stages.json").is_file() or next(folder.glob("checkpoint-*/SHA256SUMS"), None):
+        return True
+    if not config.is_file():
+        return False
+    keys = re.findall(r"^(\w+):", config.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return (folder / "metrics.jsonl").is_file() or {"policy", "data", "rollout", "output_dir"} <= {*keys}
+
+
+def _has_keys(file: Path, *names: str) -> bool:
+    """Return whether a file holds a JSON object with these keys."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, Mapping) and found.keys() >= {*names}
+
+
+def _exported(folder: Path) -> bool:
+    """Return whether there is a model with a card of mmrl that is no part of a checkpoint."""
+    card = folder / "README.md"
+    tagged = card.is_file() and re.search(r"^tags: \[mmrl\b", card.read_text(errors="replace"), re.MULTILINE)
+    return bool(tagged) and not re.fullmatch(r"checkpoint-\d+", folder.resolve().parent.name)
+
+
+_PROOFS = {
+    "train": _trained,
+    "evaluate": lambda folder: any(
+        _has_keys(folder / "evaluation.json", key) for key in ("metrics", "settings")
+    ),
+    "build": lambda folder: (
+        _has_keys(folder / "manifest.json", "counts") or (folder / ".build" / "plan.json").is_file()
+    ),
+    "export": _exported,
+}

@@ -1,0 +1,108 @@
+"""Begins a run from the weights of another one, and carries over more of it where `carry` says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from mmrl.config.changes import inside
+from mmrl.config.loading import ConfigError
+from mmrl.runtime import checkpoint
+from mmrl.runtime.checkpoint import CheckpointError
+from mmrl.runtime.distributed import Processes
+from mmrl.runtime.files import in_one_line
+from mmrl.runtime.fsdp import gathered, taken_up
+from mmrl.runtime.watchdog import ProcessFailed
+from mmrl.training.trainer import Run
+
+T = TypeVar("T")
+
+
+def begin_from(run: Run, folder: Path) -> None:
+    """Load the weights to begin with; `frozen` references keep those of before, the policy's own."""
+    with gathered(run.policy.module, changed=True) as loads, run.processes.agreeing(f"loading '{folder}'"):
+        try:
+            if loads:
+                run.policy.load(folder)
+        except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
+            raise CheckpointError(
+                f"the weights in '{folder}' (init_from) do not fit the policy: {in_one_line(error, 300)}; "
+                "set up the policy as it was for them (policy.model, lora_rank), or name another folder"
+            ) from error
+    for reference in run.method.references.values():
+        # Moving averages begin where the policy begins.
+        if reference.decay < 1 or run.config.init_references:
+            reference.take()
+    if run.config.carry:
+        _carry(run, folder.parent)
+    run.report.console.say(f"beginning from the weights in {folder}")
+
+
+def _carry(run: Run, folder: Path) -> None:
+    """Take over what `carry` names from the state of another run's checkpoint."""
+    carried, trained = run.config.carry, run.method.trained
+    state = together(run.processes, partial(checkpoint.read_state, folder))
+    pieces = run.stateful["pieces"]
+    places = {place for place in {*pieces, *state["pieces"]} if inside(place, *carried)}
+    try:
+        if "optimizer" in carried:
+            groups = run.method.optimizer.param_groups
+            configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            run.processes.take_up(run.method.optimizer, state["optimizer"], trained)
+            for group, options in zip(run.method.optimizer.param_groups, configured, strict=True):
+                group |= options  # the moments go on, with the weight decay and betas of this run
+        if "references" in carried:
+            with run.whole_weights(changed=True) as loads, run.processes.agreeing(f"loading '{folder}'"):
+                for second in run.seconds.values() if loads else ():
+                    second.load(folder)
+            for name, reference in run.stateful["references"].items():
+                like = () if name in run.seconds else trained
+                reference.load_state_dict(taken_up(state["references"][name], like))
+        for place in sorted(places):
+            pieces[place].load_state_dict(state["pieces"][place])
+    except ProcessFailed:  # a RuntimeError, but no fault of the checkpoint
+        raise
+    except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
+        raise CheckpointError(
+            f"cannot carry {', '.join(carried)} over from '{folder}': {in_one_line(error, 300)}; both runs "
+            "need the same pieces there; leave out of `carry` what does not fit"
+        ) from error
+    run.report.console.say(f"carried over from {folder}: {', '.join(carried)}")
+
+
+def model_folder(path: str) -> Path:
+    """Find the model in the folder of a run (its latest checkpoint), of a checkpoint or of a model."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"'init_from' is '{path}', which is no folder; name that of a run or of a model")
+    if latest := checkpoint.finished(folder):
+        return latest[0] / checkpoint.MODEL
+    if (folder / "config.yaml").exists() and not (folder / checkpoint.MODEL).is_dir():
+        raise ConfigError(f"'init_from' is '{path}', a run without a checkpoint; name one that has saved")
+    inner = folder / checkpoint.MODEL
+    return inner if inner.is_dir() else folder
+
+
+def together(processes: Processes, work: Callable[[], T]) -> T:
+    """Do a part of loading a checkpoint on every process.
+
+    Where process 0 cannot use the checkpoint, `CheckpointError` on all; where only another one cannot, all
+    fail.
+    """
+    error: CheckpointError | None = None
+    results: list[T] = []
+    try:
+        results.append(work())
+    except CheckpointError as raised:
+        error = raised
+    except ProcessFailed:  # another process has the reason
+        processes.known = False  # an older checkpoint may do
+    reasons = processes.tell(None if error is None else error.args[0])
+    if reasons[0] is not None:
+        raise CheckpointError(reasons[0]) from error
+    failed = [rank for rank, reason in enumerate(reasons) if reason is not None]
+    if failed:
+        processes.disagree(failed, f"cannot take up what process 0 can: {reasons[failed[0]]}")
+    return results[0]

@@ -1,0 +1,82 @@
+"""Whether a run learns: the updates that moved its weights, and what to do where none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FIRST = 3  # steps without an update, at the start of a run, after which it is warned
+LASTING = 10  # and after which it ends, or is warned later on
+
+
+class NoLearning(RuntimeError):
+    """The first steps of a run moved no weight."""
+
+
+@dataclass
+class LearningSignal:
+    """Counts the updates of a run, and speaks up where steps pass without one.
+
+    An update is an optimizer step with a gradient that is not 0.
+
+    Args:
+        stops: End the run, with `NoLearning`, after `LASTING` first steps without an update.
+        warn: Shows a warning.
+    """
+
+    stops: bool
+    warn: Callable[[str], None]
+    updates: int = 0
+    idle: int = 0  # steps since the last one with an update
+    weights: str = ""  # hash of the trained weights in the last checkpoint
+
+    def see(self, updates: int, metrics: Mapping[str, float]) -> None:
+        """Count the updates of a step; `metrics` say why there may be none."""
+        self.updates, self.idle = self.updates + updates, 0 if updates else self.idle + 1
+        if self.updates and self.idle == LASTING:
+            self.warn(f"no weight moved in the last {LASTING} steps: {cause(metrics)}")
+        if self.updates or self.idle not in (FIRST, LASTING):
+            return
+        text = f"nothing was learned in the first {self.idle} steps: {cause(metrics)}"
+        if self.stops and self.idle == LASTING:
+            raise NoLearning(f"{text}. `learn.on_no_learning: warn` goes on all the same")
+        self.warn(text)
+
+    def compare(self, weights: str, step: int) -> None:
+        """Compare the weights of a checkpoint with those of the one before, by their hashes."""
+        if weights and weights == self.weights:
+            self.warn(
+                f"checkpoint-{step} holds the same weights as the one before; look at learn.learning_rate, "
+                "at the gradient norm, and at updates too small for the weights' precision"
+            )
+        self.weights = weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved with the run."""
+        return {"updates": self.updates, "idle": self.idle, "weights": self.weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.updates, self.idle, self.weights = state["updates"], state["idle"], state["weights"]
+
+
+def cause(metrics: Mapping[str, float]) -> str:
+    """Say why a step moved no weight, and what to do, by its metrics."""
+    alike = metrics.get("frac_reward_zero_std") == 1 or metrics.get("reward_std") == 0
+    if metrics.get("frac_groups_kept") == 0 or alike:
+        dropped = "the group filter kept no group, since" if metrics.get("frac_groups_kept") == 0 else ""
+        reward = metrics.get("reward", 0.0)
+        return (
+            f"{dropped} all answers of every prompt earned the same (mean reward {reward:.3g}); "
+            "start from demonstrations (docs/howto/demonstrations.md), sample at a higher temperature, more "
+            "num_generations, take easier prompts, or a reward that tells answers apart"
+        ).strip()
+    if metrics.get("learning_rate") == 0:
+        return "learn.learning_rate is 0"
+    if metrics.get("skipped_updates"):
+        return "updates were skipped, since their gradients were not finite; see the folder `faults`"
+    return (
+        "the loss has no gradient; every advantage is 0 or no trained weight is in the graph: look at the "
+        "advantages in `completions/`, and run `mmrl doctor`"
+    )

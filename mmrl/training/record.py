@@ -1,0 +1,86 @@
+"""What decides the numbers of a run besides its data: defaults, the code of its pieces, and versions.
+
+It is written into the folder of the run and into its checkpoints, and compared when the run is resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from mmrl.config.changes import ABSENT, MAY_CHANGE, UNTOLD, differences, inside
+from mmrl.config.resolved import resolve_defaults
+from mmrl.config.schema import Config
+from mmrl.reporting.model_card import installed_versions
+from mmrl.runtime.code_hash import of_code
+
+Changes = Mapping[str, Any]  # dotted key to its value before and now
+
+_of_library = cache(of_code)  # which does not change while a process runs
+
+
+def record_of(config: Config) -> dict[str, Any]:
+    """Describe a run as JSON: `config` with all defaults, the `code` of every piece by place, `versions`."""
+    plain, entries = resolve_defaults(config)
+    code = {}
+    for place, (name, entry) in entries.items():
+        library = entry.target.__module__.partition(".")[0] == "mmrl"
+        code[place] = [name, (_of_library if library else of_code)(entry.target), library]
+    versions = [*installed_versions(), f"python {'.'.join(platform.python_version_tuple()[:2])}"]
+    kept = {key: value for key, value in plain.items() if key not in UNTOLD}
+    return {"config": kept, "code": code, "versions": versions}
+
+
+def name_of(record: Mapping[str, Any]) -> str:
+    """Name a run by how it was begun; two that were begun alike are the same, bit for bit."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def changed_defaults(old: Mapping[str, Any], new: Mapping[str, Any], given: Changes) -> Changes:
+    """List what differs between two records, where `given` is what differs between the files alone.
+
+    A default that was written out is no difference. An option that did not exist is one where it is given.
+    """
+    found = differences(old["config"], {k: v for k, v in new["config"].items() if k in old["config"]})
+    later = {
+        key: both for key, both in given.items() if key.partition(".")[0] not in (*old["config"], *UNTOLD)
+    }
+    return later | {
+        key: both
+        for key, both in found.items()
+        if both[0] != ABSENT or any(inside(key, name) or inside(name, key) for name in given)
+    }
+
+
+def changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Changes, list[str], list[str]]:
+    """Compare the code of two records.
+
+    Returns:
+        Changes of code that may change, by place; descriptions of those that must not; and of those that a
+        new version explains.
+    """
+    versions = [dict(text.rsplit(" ", 1) for text in record["versions"]) for record in (old, new)]
+    same = {name: versions[0].get(name) == versions[1].get(name) for name in ("mmrl", "python")}
+    free: dict[str, Any] = {}
+    fixed, explained = [], []
+    for place, (name, then, _) in old["code"].items():
+        now_name, now, library = new["code"].get(place, (None, None, None))
+        if now_name != name or then == now:
+            continue
+        if inside(place, *MAY_CHANGE):
+            free[place] = (f"{name} with the code {then}", f"the code {now}")
+        elif same["python"] and (same["mmrl"] or not library):
+            fixed.append(f"{place} '{name}'")
+        else:
+            explained.append(f"{place} '{name}'")
+    return free, fixed, explained
+
+
+def changed_versions(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str]:
+    """Spell the versions that differ, then and now; empty where none does."""
+    then, now = ({*record["versions"]} for record in (old, new))
+    return ", ".join(sorted(then - now)), ", ".join(sorted(now - then))

@@ -1,0 +1,373 @@
+"""Rules of TRL's arguments about the run: batches, steps, learning rate, model, rewards, trackers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.plain import as_list, as_mapping
+from mmrl.trl.given import Change, Given
+
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+    "sgd": "sgd",
+}
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
+TRACKERS = {
+    "tensorboard": (),
+    "wandb": ("project", "run_name"),
+    "trackio": ("project", "run_name", "space_id"),
+}
+REWARDS = "open_r1.rewards"  # whose functions have short names in its recipes
+SHORT_REWARDS = {
+    **{name: f"{name}_reward" for name in ("accuracy", "format", "tag_count", "reasoning_steps")},
+    "length": "len_reward",
+}
+
+
+def rewards(given: Given) -> Change:
+    """`reward_funcs` as names, and `reward_weights`: the weight of each reward in order."""
+    named, weights = as_list(given["reward_funcs"]), as_list(given["reward_weights"])
+    count = len(named) if named else len(given.at("rewards") or weights)
+    if weights and count != len(weights):
+        raise ConfigError(f"'reward_weights' of TRL has {len(weights)} weights for {count} rewards")
+    if not named:
+        return {f"rewards.{i}.weight": float(weight) for i, weight in enumerate(weights)}
+    pieces = [{"name": _reward(name)} for name in named]
+    return {
+        "rewards": [
+            {**piece, "weight": float(weights[i])} if weights else piece for i, piece in enumerate(pieces)
+        ]
+    }
+
+
+def _reward(name: str) -> str:
+    """Name a reward as TRL's and open-r1's files do: of `trl.rewards`, by a dotted path, or a short name."""
+    if name in SHORT_REWARDS:
+        return f"{REWARDS}:{SHORT_REWARDS[name]}"
+    if ":" in name:
+        return name
+    if "." in name:
+        return ":".join(name.rsplit(".", 1))
+    if name.endswith("_reward"):
+        return f"trl.rewards:{name}"
+    raise ConfigError(
+        f"'reward_funcs' has '{name}', which only its own script knows; name the function as module:function"
+    )
+
+
+def batches(given: Given) -> Change:
+    """Batch sizes: prompts of a collection over all processes, and its optimizer steps."""
+    if given.pairs:
+        return {"rollout.num_prompts": given.completions}
+    group = given.values.get("num_generations") or given.at("rollout.num_generations") or 8
+    if given.generated % group:
+        raise ConfigError(
+            f"{given.generated} completions of a generation are no whole groups of {group} (num_generations)"
+        )
+    return {
+        "rollout.num_prompts": given.generated // group,
+        "learn.minibatches": given.generated // given.completions,
+    }
+
+
+def length_of_run(given: Given) -> Change:
+    """The number of steps, or the passes over the data."""
+    if given["max_steps"] > 0:  # wins over epochs, as in TRL
+        steps: Change = {"max_steps": _collections(given, "max_steps")}
+        return steps | ({"num_train_epochs": 0.0} if given.at("num_train_epochs") else {})
+    if "num_train_epochs" in given:
+        epochs: Change = {"num_train_epochs": float(given["num_train_epochs"])}
+        return epochs | ({"max_steps": None} if given.at("max_steps") else {})
+    return {}
+
+
+def logging(given: Given) -> Change:
+    """`logging_steps`."""
+    return {"report.logging_steps": _whole(given, "logging_steps")}
+
+
+def saves(given: Given) -> Change:
+    """How often a checkpoint is written, and how many are kept."""
+    strategy = given["save_strategy"]
+    change: Change = {}
+    if strategy in ("no", "epoch"):
+        change["save_steps"] = 0 if strategy == "no" else _epoch(given, "save_strategy")
+    elif strategy == "steps":
+        change |= (
+            {"save_steps": _shared(given, "save_steps")} if given.has("save_steps", "save_strategy") else {}
+        )
+    else:
+        raise ConfigError(f"'save_strategy={strategy!r}' of TRL is not here; there are no, steps and epoch")
+    if "save_total_limit" in given or given.whole:
+        change["save_total_limit"] = given["save_total_limit"] or 0
+    return change
+
+
+def evaluations(given: Given) -> Change:
+    """How often held-out prompts are answered."""
+    strategy = given["eval_strategy"]
+    if strategy not in ("no", "steps", "epoch"):
+        raise ConfigError(f"'eval_strategy={strategy!r}' of TRL is not here; there are no, steps and epoch")
+    if strategy == "no" and "eval_strategy" in given:
+        return {"eval_steps": 0}
+    if strategy == "epoch":
+        return {"eval_steps": _epoch(given, "eval_strategy")}
+    return {"eval_steps": _shared(given, "eval_steps" if "eval_steps" in given else "logging_steps")}
+
+
+def _epoch(given: Given, name: str) -> float:
+    """Return the share of a run that one pass over the data is; 0: it is the whole run."""
+    if given["max_steps"] > 0:
+        raise ConfigError(
+            f"'{name}=epoch' of TRL needs `num_train_epochs`, and `max_steps` is given; set 'steps'"
+        )
+    epochs = float(given["num_train_epochs"])
+    return 1 / epochs if epochs > 1 else 0
+
+
+def _shared(given: Given, name: str) -> float:
+    """Convert optimizer steps into collections; of a run by epochs a share stays a share."""
+    return given[name] if given[name] < 1 and given["max_steps"] <= 0 else _whole(given, name)
+
+
+def _whole(given: Given, name: str) -> int:
+    """Convert a number of optimizer steps, or below 1 a share of all of them, into collections."""
+    if given[name] < 1 and given["max_steps"] <= 0:
+        raise ConfigError(f"'{name}={given[name]}' of TRL is a share of all steps; give `max_steps` too")
+    return _collections(given, name)
+
+
+def _collections(given: Given, name: str) -> int:
+    count: float = given[name] if given[name] >= 1 else given[name] * given["max_steps"]
+    return math.ceil(count / given.updates)
+
+
+def turns(given: Given) -> Change:
+    """`max_tool_calling_iterations`: replies of tools, after each of which there is one more turn."""
+    if not given.conversing:
+        raise ConfigError(
+            "'max_tool_calling_iterations' of TRL limits calls of tools, but no engine has any; add "
+            "vision.with_tools or vision.with_environments to `rollout.engine`"
+        )
+    return {f"{given.conversing}.max_turns": given["max_tool_calling_iterations"] + 1}
+
+
+def learning_rate(given: Given) -> Change:
+    """The learning rate, or the schedule that it follows."""
+    there = given.at("learn.learning_rate")
+    rate = (
+        there if "learning_rate" not in given and isinstance(there, int | float) else given["learning_rate"]
+    )
+    asked = given.values.get("lr_scheduler_type") or "constant"
+    if asked not in SCHEDULES:
+        raise ConfigError(
+            f"'lr_scheduler_type={asked!r}' of TRL is not here; there are {', '.join(SCHEDULES)}, or write a "
+            "schedule at `learn.learning_rate`"
+        )
+    more = dict(given["lr_scheduler_kwargs"] or {})
+    end = 0.0
+    if asked == "cosine_with_min_lr":
+        lowest, share = more.pop("min_lr", None), more.pop("min_lr_rate", None)
+        if (lowest is None) == (share is None):
+            raise ConfigError(
+                "'cosine_with_min_lr' of TRL needs `min_lr` or `min_lr_rate` in lr_scheduler_kwargs"
+            )
+        end = float(lowest) if lowest is not None else share * rate
+    if more:
+        raise ConfigError(
+            f"'lr_scheduler_kwargs' of TRL may not have {', '.join(more)} with '{asked}'; write a "
+            "schedule at `learn.learning_rate`"
+        )
+    warmup = given["warmup_steps"] or given["warmup_ratio"]
+    warmup = math.ceil(warmup / given.updates) if warmup >= 1 else warmup
+    warm = {"warmup_steps": warmup} if warmup else {}
+    if SCHEDULES[asked] == "constant":
+        return {"learn.learning_rate": {"name": "constant", "value": rate, **warm} if warm else rate}
+    total = _collections(given, "max_steps") if given["max_steps"] > 0 else None
+    total = given.at("max_steps") if total is None and "num_train_epochs" not in given else total
+    length = {"steps": total} if total else {}  # without a number as long as the run
+    return {"learn.learning_rate": {"name": SCHEDULES[asked], "start": rate, "end": end, **length, **warm}}
+
+
+def optimizer(given: Given) -> Change:
+    """The optimizer and its options."""
+    asked = given["optim"]
+    if asked not in OPTIMIZERS:
+        raise ConfigError(f"'optim={asked!r}' of TRL is not here; there are {', '.join(OPTIMIZERS)}")
+    name = OPTIMIZERS[asked] if "optim" in given else given.at("learn.optimizer.name") or OPTIMIZERS[asked]
+    options = {
+        "weight_decay": "weight_decay",
+        "beta1": "adam_beta1",
+        "beta2": "adam_beta2",
+        "eps": "adam_epsilon",
+    }
+    options = {"weight_decay": "weight_decay"} if name == "sgd" else options
+    return {
+        "learn.optimizer": {"name": name, **{ours: given[n] for ours, n in options.items() if n in given}}
+    }
+
+
+def sampler(given: Given) -> Change:
+    """`shuffle_dataset`: of the first sampler."""
+    first, *wrappers = as_list(given.at("sampler")) or ["uniform"]
+    return {"sampler": [{**as_mapping(first), "shuffle": given["shuffle_dataset"]}, *wrappers]}
+
+
+# ---- the model
+
+
+def model(given: Given) -> Change:
+    """What a model is loaded with, and what it is computed in: `bf16`, or else as its weights are."""
+    kwargs = {name: value for name, value in (given["model_init_kwargs"] or {}).items() if value is not None}
+    stored = [kwargs.pop(name, None) for name in ("dtype", "torch_dtype")]
+    stored += [given.values.get(name) for name in ("dtype", "torch_dtype")]
+    stored = [str(value).removeprefix("torch.") for value in stored if value is not None]
+    attention = kwargs.pop("attn_implementation", None) or given["attn_implementation"]
+    change: Change = {"policy.attn_implementation": attention} if attention else {}
+    change |= quantized(kwargs.pop("quantization_config", None))
+    for name in ("device_map", "low_cpu_mem_usage", "use_cache"):  # of how it is loaded
+        kwargs.pop(name, None)
+    neutral = {"revision": "main", "trust_remote_code": False}
+    if odd := [name for name, value in kwargs.items() if name not in neutral or value != neutral[name]]:
+        raise ConfigError(
+            f"'model_init_kwargs' of TRL may not have {odd[0]}={kwargs[odd[0]]!r} here; see "
+            "`mmrl list policy`"
+        )
+    if "bf16" in given and given["bf16"] and given["fp16"]:
+        raise ConfigError("'bf16' and 'fp16' of TRL are both True; set one")
+    if stored or given.has("bf16", "fp16"):
+        half = not given["fp16"] if given["bf16"] is None and given.whole else given["bf16"]
+        plain = "bfloat16" if stored[:1] == ["auto"] else (*stored, "float32")[0]
+        change["policy.dtype"] = "bfloat16" if half else "float16" if given["fp16"] else plain
+    return change
+
+
+def adapter(given: Given) -> Change:
+    """`use_peft`: the adapter that is trained in place of the model."""
+    if not given["use_peft"]:
+        return {}
+    rank, alpha = given["lora_r"], float(given["lora_alpha"])
+    alpha = alpha * math.sqrt(rank) if given["use_rslora"] else alpha  # divided by the rank, not by its root
+    layers = [name.strip().rstrip(",") for name in as_list(given["lora_target_modules"])]
+    named = {"policy.lora_target_modules": layers} if layers and layers != ["all-linear"] else {}
+    return {"policy.lora_rank": rank, "policy.lora_alpha": alpha, **named}
+
+
+def quantization(given: Given) -> Change:
+    """`load_in_4bit` and `load_in_8bit`: frozen weights in few bits."""
+    names = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
+    return quantized(
+        {**{n: given[n] for n in names}, "bnb_4bit_use_double_quant": given["use_bnb_nested_quant"]}
+    )
+
+
+def quantized(config: Any) -> Change:
+    """Read a `BitsAndBytesConfig`, or a mapping with its names; None for no quantisation."""
+    options = dict(config) if isinstance(config, Mapping) else vars(config) if config is not None else {}
+    options = {name.removeprefix("_"): value for name, value in options.items()}
+    if options.get("load_in_4bit") and options.get("load_in_8bit"):
+        raise ConfigError("'load_in_4bit' and 'load_in_8bit' of TRL are both True; set one")
+    piece: dict[str, Any] = {"name": "compression.bnb_quantize"}
+    if options.get("load_in_4bit"):
+        kind, double = (
+            options.get("bnb_4bit_quant_type") or "fp4",
+            bool(options.get("bnb_4bit_use_double_quant")),
+        )
+        return {"policy.transform": [{**piece, "nbits": 4, "kind": kind, "double": double}]}
+    return {"policy.transform": [{**piece, "nbits": 8}]} if options.get("load_in_8bit") else {}
+
+
+def checkpointing(given: Given) -> Change:
+    """`gradient_checkpointing`, or its newer name."""
+    newer = given.values.get("activation_checkpointing")
+    return {
+        "policy.gradient_checkpointing": bool(given["gradient_checkpointing"] if newer is None else newer)
+    }
+
+
+def dataset(given: Given) -> Change:
+    """`dataset_name`, where no rows are named otherwise, and `system_prompt`."""
+    path = (
+        {} if given.at("data.path") or "dataset_name" not in given else {"data.path": given["dataset_name"]}
+    )
+    return path | ({"data.system_prompt": given["system_prompt"]} if given["system_prompt"] else {})
+
+
+def device(given: Given) -> Change:
+    """`use_cpu`, where there is nothing else."""
+    import torch
+
+    if given["use_cpu"] and torch.cuda.is_available():
+        raise ConfigError(
+            "'use_cpu' of TRL is not here; hide the GPU with CUDA_VISIBLE_DEVICES= in the environment"
+        )
+    return {}
+
+
+# ---- what is written
+
+
+def trackers(given: Given) -> Change:
+    """`report_to`, and the names that dashboards show."""
+    names = as_list(given["report_to"])
+    if "report_to" not in given:
+        names = [as_mapping(piece)["name"] for piece in given.at("report.trackers") or ()]
+    every = names == ["all"]
+    names = list(TRACKERS) if every else [name for name in names if name != "none"]
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise ConfigError(f"'report_to={unknown[0]!r}' of TRL is not here; there are {', '.join(TRACKERS)}")
+    asked = {
+        name: given.values.get(name) for name in ("run_name", "project", "wandb_project", "trackio_space_id")
+    }
+    options = {
+        "run_name": asked["run_name"],
+        "project": asked["wandb_project"] or asked["project"],
+        "space_id": asked["trackio_space_id"],
+    }
+    return {
+        "report.trackers": [
+            {
+                "name": tracker,
+                **{option: options[option] for option in TRACKERS[tracker] if options[option] is not None},
+                **({"required": False} if every else {}),
+            }
+            for tracker in names
+        ]
+    }
+
+
+def best(given: Given) -> Change:
+    """The metric by which the best checkpoint is kept."""
+    metric = given["metric_for_best_model"]
+    if metric is None:
+        if given["load_best_model_at_end"]:
+            raise ConfigError(
+                "'load_best_model_at_end' of TRL compares a loss where `metric_for_best_model` is not given; "
+                "give it"
+            )
+        return {"greater_is_better": given["greater_is_better"]} if "greater_is_better" in given else {}
+    metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+    greater = given["greater_is_better"]
+    return {
+        "metric_for_best_model": metric,
+        "greater_is_better": not metric.endswith("loss") if greater is None else greater,
+    }
+
+
+RULES = {
+    f.__name__: f
+    for f in (
+        rewards, batches, length_of_run, logging, saves, evaluations, turns, learning_rate, optimizer,
+        sampler, model, adapter, quantization, checkpointing, dataset, device, trackers, best,
+    )
+}  # fmt: skip

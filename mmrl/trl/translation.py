@@ -1,0 +1,325 @@
+"""Translates arguments of TRL into a configuration of mmrl, the same by every way in which they are given.
+
+`translated` is the one function behind `mmrl.Trainer` and the mapping `trl` of a file. It completes what was
+given by TRL's defaults, collects all errors, and lists what still differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, NamedTuple
+
+from mmrl.config.loading import ConfigError, merge, nearest, read
+from mmrl.config.plain import ABSENT, lookup, nested
+from mmrl.config.schema import Config, parse
+from mmrl.trl import objective, run
+from mmrl.trl.given import Change, Given, default_of, pairs_of
+from mmrl.trl.names import DIFFERS, DPO, DPO_ONLY, GRPO, NAMES, NEUTRAL, REFUSED
+
+RULES = {**objective.RULES, **run.RULES}
+OBJECTIVE = ("advantage", "references", "group_filter")  # besides the parts of `objective`
+TOGETHER = (("max_steps", "num_train_epochs"), ("rollout.num_prompts", "learn.minibatches"))  # said by either
+SET_BY_ITSELF = {"output_dir": "trainer_output", "report_to": [], "bf16": True}  # when a config is made
+SAME = tuple(
+    words for words in dict.fromkeys(NEUTRAL.values()) if words.startswith(("How memory", "Of loops"))
+)
+log = logging.getLogger("mmrl")
+
+
+class Translated(NamedTuple):
+    """What arguments of TRL become.
+
+    Args:
+        change: Dotted keys with their values.
+        asked: The keys among them that a given argument decides, not a default.
+        differs: Sentences about what is not as in TRL.
+    """
+
+    change: Change
+    asked: frozenset[str]
+    differs: list[str]
+
+
+def translate(arguments: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Translate the arguments that are given alone into a change that `mmrl.config.loading.merge` takes.
+
+    Args:
+        arguments: Keyword arguments of TRL's configuration classes.
+        onto: The plain configuration that will be changed, where it is known: it says what kind of objective
+            there is, and which pieces the change is for.
+
+    Raises `ConfigError` for unknown arguments, and for values that nothing here corresponds to.
+    """
+    return nested(translated(arguments, onto or {}).change)
+
+
+def translated(
+    arguments: Mapping[str, Any],
+    onto: Mapping[str, Any],
+    own: Mapping[str, Any] | None = None,
+    *,
+    complete: bool = False,
+) -> Translated:
+    """Translate arguments of TRL.
+
+    Args:
+        arguments: As they were given; None stands for none.
+        onto: The whole configuration that will be changed, `own` included.
+        own: What was given beside the arguments under keys of a configuration.
+        complete: Whether TRL's defaults count under what `onto` says. The objective of a file that is not
+            GRPO's or DPO's stays as it is.
+    """
+    pairs, own = pairs_of(arguments, onto), own or {}
+    problems, values = [], {}
+    for name, value in arguments.items():
+        try:
+            values[name] = _checked(name, _plain(value), pairs)
+        except ConfigError as error:
+            problems.append(str(error))
+    asked = {name: value for name, value in values.items() if value is not None}
+    whole = complete and _is_base(onto, own, pairs)
+    defaults = _defaults(onto, pairs, whole) if complete else {}
+    nulls = frozenset(values.keys() - asked.keys())
+    given = Given({**defaults, **asked}, onto, pairs, whole, nulls)
+    change: Change = {}
+    decided: set[str] = set()
+    rules: dict[str, bool] = {}  # to whether an argument of the rule was given
+    for name in [*given.values, *(nulls & {"max_completion_length"})]:
+        row = NAMES.get(name)
+        if row and row.rule:
+            rules[row.rule] = rules.get(row.rule, False) or name in values
+        elif row and (value := row.values.get(given[name], given[name])) is not ...:
+            change[row.key] = value
+            decided |= {row.key} if name in asked else set()
+    for rule in (rule for rule in RULES if rule in rules):
+        try:
+            part = RULES[rule](given)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        change |= part
+        decided |= set(part) if rules[rule] else set()
+    if problems:
+        count = f"{len(problems)} arguments of TRL cannot be taken:\n  " if len(problems) > 1 else ""
+        raise ConfigError(count + ";\n  ".join(dict.fromkeys(problems)))
+    return Translated(change, frozenset(decided), _differences(given, asked, complete))
+
+
+def _checked(name: str, value: Any, pairs: bool) -> Any:
+    """Check the name of an argument and a value that is refused; a number in quotes becomes one."""
+    if name in REFUSED:
+        advice, taken = REFUSED[name]
+        if value is not None and value not in taken:
+            raise ConfigError(f"'{name}={value!r}' of TRL is not here. {advice}")
+    elif name in GRPO and pairs or name in DPO_ONLY and not pairs and value is not None:
+        of, other = ("GRPOConfig", "DPO") if pairs else ("DPOConfig", "GRPO")
+        raise ConfigError(
+            f"'{name}' is an argument of TRL's {of}, and this is a run of {other}; leave it out"
+        )
+    elif name not in NAMES and name not in NEUTRAL:
+        hint = nearest(name, [*NAMES, *REFUSED, *NEUTRAL]) or "see docs/howto/trl.md"
+        raise ConfigError(f"TRL has no argument '{name}'; {hint}")
+    elif name in NAMES and type(value) is str and type(number := NAMES[name].default) in (int, float):
+        try:
+            return float(value) if "." in value or "e" in value.lower() else type(number)(value)
+        except ValueError:
+            raise ConfigError(f"'{name}' of TRL must be a number, not {value!r}") from None
+    return value
+
+
+@cache
+def base_of(pairs: bool) -> dict[str, Any]:
+    """Read what TRL's trainers are here: GRPO or DPO of a vision-language model."""
+    kind, method = ("preference", "preference/dpo") if pairs else ("vision_language", "grpo/grpo")
+    return merge(read(f"defaults/{kind}.yaml"), read(f"methods/{method}.yaml"))
+
+
+def _is_base(onto: Mapping[str, Any], own: Mapping[str, Any], pairs: bool) -> bool:
+    """Whether the objective is that of GRPO's or DPO's file, apart from keys of its own."""
+    base = base_of(pairs)
+    inner = {f"objective.{key}" for raw in (onto, base) for key in raw.get("objective") or ()}
+    return all(
+        lookup(own, key, ABSENT) is not ABSENT or lookup(onto, key) == lookup(base, key)
+        for key in (*OBJECTIVE, *sorted(inner))
+    )
+
+
+def _defaults(onto: Mapping[str, Any], pairs: bool, whole: bool) -> dict[str, Any]:
+    """List TRL's defaults of what a configuration does not say, the objective's only if `whole`."""
+    base, found = base_of(pairs), {}
+
+    def said(key: str) -> bool:
+        there = lookup(onto, key, ABSENT)
+        return there is not ABSENT and there != lookup(base, key, ABSENT)
+
+    for name, row in NAMES.items():
+        value = default_of(name, pairs)
+        other = name in (GRPO if pairs else DPO)
+        kept = not whole and row.key.startswith(("objective", *OBJECTIVE))
+        keys = next((keys for keys in TOGETHER if row.key in keys), (row.key,))
+        if value is not None and row.key and not (other or kept or any(map(said, keys))):
+            found[name] = value
+    return found
+
+
+def _differences(given: Given, asked: Mapping[str, Any], complete: bool) -> list[str]:
+    """List what is not as in TRL: of every run, and of the arguments that were given."""
+    lines: list[str] = [*DIFFERS] if complete else []
+    if complete and lookup(given.onto, "policy.freeze_vision_tower", True):
+        lines.append("the vision tower is frozen; `policy.freeze_vision_tower: false` trains it too")
+    if complete and given.pairs:
+        lines.append("pairs are never cut, where TRL cuts them at 1,024 tokens")
+    if complete and not given.whole:
+        lines.append("the objective is that of the file, not TRL's default")
+    if given["lora_target_modules"] is None and given["use_peft"]:
+        lines.append("without `lora_target_modules` adapters are on all linear layers of the language model")
+    if not given["use_peft"] and (unused := [name for name in asked if name.startswith("lora_")]):
+        lines.append(f"{', '.join(unused)}: without effect, as `use_peft` is not given")
+    if "eval_steps" in asked and given.values.get("eval_strategy") == "no":
+        lines.append("eval_steps: without effect, as there, where `eval_strategy` is 'no'")
+    notes: dict[str, list[str]] = {}
+    for name in asked:
+        words = NEUTRAL.get(name) or (NAMES[name].note if name in NAMES else "")
+        notes.setdefault(words, []).append(name)
+    return lines + [f"{', '.join(names)}: {words}" for words, names in notes.items() if words]
+
+
+@cache
+def tell(differs: tuple[str, ...]) -> None:
+    """Print what differs from TRL, once."""
+    if differs:
+        log.warning(
+            "TRL's arguments are taken; what differs from TRL here:\n%s",
+            "\n".join(f"  - {x}" for x in differs),
+        )
+
+
+# ---- a file, and an object
+
+
+def applied(
+    arguments: Any,
+    merged: dict[str, Any],
+    own: Mapping[Any, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    complete: bool = True,
+) -> dict[str, Any]:
+    """Apply the mapping `trl` of a file: its values win over those of included files.
+
+    Args:
+        arguments: The mapping, as it was read.
+        merged: The file and what it includes, merged, with the changes of the command line.
+        own: The file alone; a key that stands in it and is changed by an argument is an error.
+        overrides: The changes of the command line, which win.
+        complete: Whether TRL's defaults count under what the file says.
+    """
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"'trl' must be a mapping of TRL's arguments, not {arguments!r}")
+    over = dict(overrides or {})
+    if complete and "objective" not in merged:
+        merged = merge(base_of(pairs_of(arguments, merged)), merged)
+    try:
+        found = translated(arguments, merged, merge(dict(own), over), complete=complete)
+    except ConfigError as error:
+        try:
+            parse(merged, Config, part=True)  # what else is wrong in the file
+        except ConfigError as other:
+            raise ConfigError(f"{error};\n  {other}") from None
+        raise
+    change, problems = {}, []
+    for key, value in found.change.items():
+        items, digit, _ = key.partition(".0")
+        unnamed = bool(digit) and lookup(merged, f"{items}.0", ABSENT) is ABSENT
+        twice = next((place for place in _leaves(key, value) if lookup(own, place, ABSENT) is not ABSENT), "")
+        if key not in found.asked:
+            change |= {} if unnamed or twice or lookup(over, key, ABSENT) is not ABSENT else {key: value}
+        elif not (unnamed or twice):
+            change[key] = value
+        elif twice:
+            problems.append(
+                f"'{twice}' is given, and the arguments in `trl` ({', '.join(arguments)}) give it too; leave "
+                "one of them out"
+            )
+        else:
+            problems.append(f"`trl` changes '{key}', but '{items}' names nothing up to here; name it first")
+    if problems:
+        raise ConfigError(";\n  ".join(problems))
+    tell(tuple(found.differs))
+    return merge(merge(merged, nested(change)), over)
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """List the dotted keys of a value: itself, or of what is in a mapping."""
+    match value:
+        case Mapping():
+            yield from (leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner))
+        case _:
+            yield key
+
+
+def arguments_of(config: Any) -> dict[str, Any]:
+    """List the fields of a GRPOConfig, a DPOConfig or a like dataclass that differ from its defaults.
+
+    What such a class sets by itself (a batch size from others, a device) is listed too where it differs, but
+    fields that a script adds to TRL's class are not: the trainer does not read them.
+    """
+    listed = {}
+    for place in dataclasses.fields(config):
+        made = place.default_factory
+        default = place.default if made is dataclasses.MISSING else made()
+        value = _plain(vars(config)[place.name])
+        known = place.name in NAMES or place.name in REFUSED or NEUTRAL.get(place.name, SAME[0]) not in SAME
+        if known and value not in (_plain(default), SET_BY_ITSELF.get(place.name, ...)):
+            listed[place.name] = value
+    if listed.get("activation_checkpointing") == vars(config).get("gradient_checkpointing"):
+        listed.pop("activation_checkpointing", None)
+    return listed
+
+
+def lora_of(config: Any) -> dict[str, Any]:
+    """Read a `LoraConfig` as arguments of TRL's ModelConfig; what has no place there is an error."""
+    read = {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
+    read |= {name: f"lora_{name}" for name in ("r", "target_modules", "target_parameters", "modules_to_save")}
+    read["task_type"] = "lora_task_type"
+    plain = vars(type(config)())
+    harmless = {*read, "base_model_name_or_path", "inference_mode", "peft_type", "revision", "auto_mapping"}
+    other = sorted(n for n, value in vars(config).items() if value != plain.get(n) and n not in harmless)
+    if other:
+        raise ConfigError(
+            f"of `peft_config` {', '.join(other)} cannot be taken; leave that out, or make the adapter with "
+            "peft, save it, and name its folder: args={'policy.adapter': ...}"
+        )
+    found = {theirs: getattr(config, ours, None) for ours, theirs in read.items()}
+    targets = found["lora_target_modules"]
+    found["lora_target_modules"] = sorted(targets) if isinstance(targets, set) else targets
+    task = found["lora_task_type"]
+    return {"use_peft": True, **found, "lora_task_type": getattr(task, "value", task)}
+
+
+def kind_of(config: Any) -> str:
+    """Name the method of a configuration object: "dpo" or "grpo"; raises `ConfigError` for another of TRL."""
+    names = [kind.__name__ for kind in type(config).__mro__]
+    if "DPOConfig" in names:
+        return "dpo"
+    if (
+        other := next((n for n in names if n.endswith("Config") and n != "GRPOConfig"), "")
+    ) and "GRPOConfig" not in names:
+        raise ConfigError(
+            f"`args` is a {other}; there are GRPOConfig and DPOConfig, or `method=` with a dictionary"
+        )
+    return "grpo"
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of an enumeration, and lists for tuples."""
+    match value:
+        case Enum(value=inner):
+            return _plain(inner)
+        case tuple():
+            return list(value)
+    return value

@@ -1,0 +1,223 @@
+"""Prompts are what transformers makes of them, with every released chat template that trl brings along."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl.config.schema import ConfigError
+from mmrl.core.tool_calls import parse_calls
+from mmrl.core.types import Prompt
+from mmrl.vision.call_formats import encode_with_tools, parser_of
+from mmrl.vision.checks.prompt_agreement import prompt_agreement
+from mmrl.vision.models import processor
+from tests.vision.template_cases import encoder_of, medium, plain, says, templates
+from tests.vision.test_media_conditioning import examined
+
+SIDE = {"type": "object", "properties": {"side": {"type": "string", "description": "Which."}}}
+TOOL = {"type": "function", "function": {"name": "crop", "description": "Cut it.", "parameters": SIDE}}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "crop", "arguments": {"side": "left"}}}
+CALLS = json.dumps({"tool_calls": [CALL]})
+REPLY = json.dumps({"tool_call_id": "call00001", "name": "crop"})
+THOUGHT = json.dumps({"reasoning_content": "so"})
+user = lambda *parts: says("user", *parts)
+model = lambda *parts, **more: says("assistant", *parts, **more)
+system = lambda *parts: says("system", *parts)
+CASES = {
+    "question": (user("one"),),
+    "texts": (user("one", " two"),),
+    "system": (system("one"), user("two")),
+    "system of texts": (system("one", " two"), user("three")),
+    "turns": (user("one"), model("two"), user("three"), model("four"), user("five")),
+    "system and turns": (system("one"), user("two"), model("three"), user("four")),
+    "last": (user("one"), model("two")),
+    "thought": (user("one"), model("two", extra=THOUGHT), user("three")),
+    "last thought": (user("one"), model("two", extra=THOUGHT)),
+}
+SEEN = {
+    "image": (user(medium("image"), "one"),),
+    "images": (user("one", medium("image"), " two", medium("image")),),
+    "image and turns": (system("one"), user(medium("image"), "two"), model("three"), user("four")),
+    "video": (user(medium("video"), "one"),),
+}
+TOLD = {
+    "tools": (user("one"),),
+    "system and tools": (system("one"), user("two")),
+    "calls": (user("one"), model(extra=CALLS), says("tool", "two", extra=REPLY)),
+    "turns and calls": (
+        *(user("one"), model("", extra=CALLS), says("tool", "two", extra=REPLY)),
+        *(model("three"), user("four")),
+    ),
+}
+FORMS = ("blocks", "text", "merged", "blocks json", "text json")
+SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_6", "qwen3_8", "gemma3", "gemma4", "diffusion")
+SEEING += ("llava", "smolvlm", "idefics3", "lfm2_2_5_vl", "muse")
+# What these say after a turn of the model, by hand.
+ENDS = {
+    ("qwen", "lfm2", "nemotron"): ["<|im_end|>"],
+    ("gemma4", "diffusion"): ["<turn|>"],
+    ("gemma",): ["<end_of_turn>"],
+    ("llama3",): ["<|eot_id|>"],
+    ("phi3",): ["<|end|>"],
+    ("glm4moe_training",): ["<|user|>"],
+    ("glm4moe",): ["<|user|>", "<|observation|>"],  # what begins the turn after it
+    ("gptoss",): ["<|return|>"],
+    ("cohere2",): ["<|END_OF_TURN_TOKEN|>"],  # after <|END_RESPONSE|>
+    ("cohere",): ["<|END_OF_TURN_TOKEN|>"],
+    ("deepseek",): ["<｜end▁of▁sentence｜>"],
+    ("llava",): ["</s>"],
+    ("smolvlm", "idefics3"): ["<end_of_utterance>"],
+    ("muse",): ["<|eot|>"],
+}
+
+
+def ends_of(name):
+    return next(ends for names, ends in ENDS.items() if name.startswith(names))
+
+
+@pytest.fixture(scope="module")
+def encoders():
+    # The tokenizers of these name the end of a turn, those of others the end of a text.
+    eos = lambda name: ends_of(name)[0] if name.startswith(("cohere", "deepseek", "llava")) else "<eos>"
+    return {
+        name: encoder_of(text, sees=name.startswith(SEEING), eos=eos(name))
+        for name, text in templates().items()
+    }
+
+
+def is_whole(shown, prompt):
+    """Whether a text shows all of a prompt, but for words beside calls, which some templates leave out."""
+    texts = [
+        part.text
+        for message in prompt.messages
+        for part in message.parts
+        if "tool_calls" not in message.extra
+    ]
+    texts += ["left"] * any("tool_calls" in message.extra for message in prompt.messages)
+    printed = any(word in shown for word in ("'type': 'text'", '"type": "text"', '"type": "video"'))
+    return not printed and all(text.strip() in shown for text in texts)
+
+
+def of_transformers(encoder, prompt, tools):
+    """List the ids that transformers makes of a prompt, in every form of contents in which it shows all."""
+    made = [plain(encoder.processor, prompt, form, tools) for form in FORMS]
+    blind = replace(prompt, messages=tuple(says(m.role, m.text, extra=m.extra) for m in prompt.messages))
+    without = plain(encoder.processor, blind, "blocks", tools) if prompt.media else None
+    return [
+        ids
+        for ids in made
+        if ids is not None
+        and (without is None or not torch.equal(ids, without))  # it shows the media
+        and is_whole(encoder.tokenizer.decode(ids), prompt)
+    ]
+
+
+def test_prompts_are_what_transformers_makes_of_them(encoders):
+    wrong, refused = {}, 0
+    for name, encoder in encoders.items():
+        for case, messages in (CASES | TOLD | (SEEN if name.startswith(SEEING) else {})).items():
+            prompt, tools = Prompt(case, messages), (TOOL,) if case in TOLD else ()
+            tools = tools if tools and encoder.knows_tools(tools) else ()
+            wanted = of_transformers(encoder, prompt, tools)
+            try:
+                ids = encoder.encode(prompt, tools).ids
+            except ValueError as error:
+                assert case in str(error) and "the chat template of the model" in str(error)
+                refused += 1
+                if wanted and "does not read" not in str(error):  # a thought, which transformers leaves out
+                    wrong[name, case] = str(error)
+                continue
+            if not any(torch.equal(ids, one) for one in wanted):
+                wrong[name, case] = encoder.tokenizer.decode(ids)
+            assert int((ids == encoder.tokenizer.bos_token_id).sum()) <= 1
+    assert not wrong
+    assert refused < 200 < len(encoders) * len(CASES)
+
+
+def test_an_answer_ends_with_what_the_template_writes_after_a_turn(encoders):
+    for name, encoder in encoders.items():
+        words, ends = encoder.tokenizer.decode, ends_of(name)
+        assert list(map(words, encoder.end))[: len(ends)] == ends, name
+        assert words(encoder.answer("yes")) == "yes" + ends[0]
+        assert torch.equal(encoder.answer(f"yes{ends[0]}\n"), encoder.answer("yes"))  # once
+
+
+def test_a_reply_continues_as_the_template_does(encoders):
+    for name, encoder in encoders.items():
+        words, read = encoder.tokenizer.decode, encoder.encode(Prompt("a", CASES["question"]))
+        answer = encoder.answer("two")
+        found = encoder.extend(read, answer, user("three")).ids[len(read.ids) + len(answer) :]
+        (wanted, *_) = of_transformers(encoder, Prompt("b", (*CASES["last"], user("three"))), ())
+        after = words(wanted).rpartition("two")[2].lstrip(" ")
+        assert words(found) == after.removeprefix(words(encoder.ends.before)), name
+        cut = encoder.extend(read, answer[:-1], user("three")).ids[len(read.ids) + len(answer) - 1 :]
+        assert words(cut).lstrip(" ") == after, name
+
+
+def test_calls_are_read_and_answered_in_the_words_of_the_template(encoders):
+    read, refused = [], []
+    for name, encoder in encoders.items():
+        if not encoder.knows_tools((TOOL,)):
+            assert parser_of(encoder, (TOOL,), parse_calls) is parse_calls
+            continue
+        try:
+            parser = parser_of(encoder, (TOOL,), parse_calls)
+        except ConfigError as error:
+            assert "the chat template of the model tells it about tools" in str(error)
+            refused.append(name)
+            continue
+        read.append(name)
+        written = encoder.written_call("crop", {"side": "left"}, (TOOL,))
+        assert [(call.name, call.arguments) for call in parser(written)] == [("crop", {"side": "left"})]
+        begun = encode_with_tools(encoder, Prompt("a", CASES["question"]), (TOOL,))
+        reply = encoder.replies([says("tool", "two", extra=json.dumps({"name": "crop"}))], (TOOL,))
+        (wanted, *_) = of_transformers(encoder, Prompt("b", TOLD["calls"]), (TOOL,))
+        wanted = encoder.tokenizer.decode(wanted).rpartition("left")[2]
+        ended = encoder.answer(written)
+        for answer in (ended, ended[:-1]) if encoder.ends.closes else (ended[:-1],):
+            found = encoder.extend(begun, answer, *reply, tools=(TOOL,)).ids
+            shown = encoder.tokenizer.decode(found).rpartition("left")[2]
+            assert "".join(shown.split()) == "".join(wanted.split()), name
+    of_qwen = {name for name in encoders if name.startswith("qwen") and not name.startswith("qwen2_5_vl")}
+    of_nemotron = {name for name in encoders if name.startswith("nemotron")}
+    assert set(read) == of_qwen | of_nemotron | {"glm4moe", "llama3_1", "llama3_2"}
+    assert all(
+        name.startswith(("diffusion", "gemma4", "glm4moe_training", "gptoss", "lfm2", "muse"))
+        for name in refused
+    )
+
+
+def test_what_differs_is_an_error_that_names_the_first_token(monkeypatch):
+    prompt, beside = Prompt("row 7", CASES["system and turns"]), SimpleNamespace
+    first = examined(beside(prompt_encoder=encoder_of(templates()["gemma3"], sees=True)), prompt)
+    assert not list(prompt_agreement(first))
+    monkeypatch.setattr(processor, "WITHOUT_BOS", {})  # a template that writes BOS, and the tokenizer as well
+    twice = encoder_of(templates()["gemma3"], sees=True)
+    with pytest.raises(ConfigError, match="'row 7' is not what .*: token 1 is the first that differs"):
+        twice.encode(prompt)
+    monkeypatch.setattr(processor, "check_ids", lambda *given: None)
+    (finding,) = prompt_agreement(examined(beside(prompt_encoder=twice), prompt))
+    assert "token 1 is the first that differs" in finding.what and finding.grave
+
+
+def test_a_template_without_what_is_needed_is_refused_by_name():
+    deaf = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(
+        ValueError, match=r"takes no messages of the role `assistant` \(it leaves out what they"
+    ):
+        encoder_of(deaf, sees=False)
+    gemma = encoder_of(templates()["gemma"], sees=False)
+    with pytest.raises(ValueError, match=r"prompt 'a': .* \(TemplateError: System role not supported\)"):
+        gemma.encode(Prompt("a", CASES["system"]))
+
+
+def test_the_mark_of_an_answer_is_a_word_that_occurs_nowhere(encoders):
+    encoder = encoders["qwen3_vl"]
+    read = encoder.encode(Prompt("a", CASES["question"]))
+    reply = user("qz0zq qz1zq \x02 qzfirstzq qzsecondzq")
+    shown = encoder.tokenizer.decode(encoder.extend(read, encoder.answer("two"), reply).ids)
+    assert shown.count(reply.text) == 1 and shown.count("<|im_start|>user") == 2

@@ -1,0 +1,142 @@
+"""Weights are those that were named: folders that lack some, and adapters of other models, are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mmrl.config.loading import ConfigError
+from mmrl.rewards.text_models import load_text_model
+from mmrl.vision.models import loading
+from mmrl.vision.models.model_families import check_family
+from mmrl.vision.policies.tokens import Tokens
+from tests.rewards import tiny_text
+
+FAMILY = "qwen2_5_vl"
+FILE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+
+
+def changed(source, folder, file, change, **settings):
+    """Copy a folder with other weights, and other settings of the adapter."""
+    shutil.copytree(source, folder)
+    save_file(change(load_file(source / file)), folder / file, {"format": "pt"})
+    if settings:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    return folder
+
+
+def without(part):
+    return lambda weights: {name: value for name, value in weights.items() if part not in name}
+
+
+@pytest.mark.parametrize("part", ["layers.1", "norm", ""], ids=["a layer", "one kind", "all"])
+def test_a_folder_that_lacks_weights_is_refused(checkpoint, tmp_path, part):
+    folder = changed(checkpoint(FAMILY), tmp_path / "model", FILE, without(part))
+    wanted = r"lack \d+ of the \d+ weights of Qwen2_5_VLForConditionalGeneration, the first is '\S+'"
+    for read in (
+        lambda: Tokens(model=str(folder)),
+        lambda: loading.check_folders(str(folder)),  # `mmrl check`, without the weights
+        lambda: Tokens(model=str(checkpoint(FAMILY)), dtype="float32").load(folder),  # `init_from`
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            read()
+
+
+def test_a_damaged_file_is_one_clear_line(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint(FAMILY), tmp_path / "model")
+    (folder / FILE).write_bytes(b"123")
+    with pytest.raises(ValueError, match="cannot load the model .*: its weights cannot be read"):
+        Tokens(model=str(folder))
+
+
+def test_tied_weights_are_not_missing(checkpoint):
+    for family in ("gemma3", "smolvlm", FAMILY):
+        loading.check_folders(str(checkpoint(family)))
+
+
+def test_a_reward_model_without_its_head_is_refused(tmp_path):
+    tiny_text.write_bert(tmp_path / "scorer", labels=1)
+    load_text_model("AutoModelForSequenceClassification", str(tmp_path / "scorer"), "cpu")
+    folder = changed(tmp_path / "scorer", tmp_path / "headless", FILE, without("classifier"))
+    with pytest.raises(ValueError, match="lack 2 of the .* the first is 'classifier.bias'"):
+        load_text_model("AutoModelForSequenceClassification", str(folder), "cpu")
+
+
+# ---- adapters
+
+
+@pytest.fixture
+def adapter(checkpoint, tmp_path):
+    """A saved adapter of the policy."""
+    Tokens(model=str(checkpoint(FAMILY)), dtype="float32", lora_rank=2).save(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: dict(list(weights.items())[:3]), "25 weights are on one side only"),
+        (lambda weights: {}, "28 weights are on one side only"),
+        (lambda weights: {n.replace("mlp", "moe"): v for n, v in weights.items()}, "on one side only"),
+        (lambda weights: {n: v.fill_(torch.nan) for n, v in weights.items()}, "28 of 28 weights .* hold NaN"),
+        (lambda weights: {n: v[:, :1].contiguous() for n, v in weights.items()}, "does not fit"),
+    ],
+    ids=["half", "none", "another model", "nan", "shapes"],
+)
+def test_an_adapter_that_does_not_fit_is_refused(checkpoint, adapter, tmp_path, change, message):
+    folder = changed(adapter, tmp_path / "other", ADAPTER, change)
+    with pytest.raises(ValueError, match=message):
+        Tokens(model=str(checkpoint(FAMILY)), adapter=str(folder))
+
+
+def test_an_adapter_belongs_to_the_weights_it_was_trained_over(checkpoint, adapter, tmp_path):
+    model = str(checkpoint(FAMILY))
+    for dtype in ("float32", "bfloat16"):
+        assert Tokens(model=model, adapter=str(adapter), dtype=dtype).adapter is not None
+    other = changed(checkpoint(FAMILY), tmp_path / "base", FILE, lambda w: {n: 1.1 * v for n, v in w.items()})
+    for read in (
+        lambda: Tokens(model=str(other), adapter=str(adapter)),
+        lambda: Tokens(model=str(other), lora_rank=2, dtype="float32").load(adapter),
+    ):
+        with pytest.raises(ValueError, match="was trained over other weights than those of the model"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 9}}, {"lora_alpha": 9}]
+)
+def test_first_weights_of_an_adapter_need_the_same_settings(checkpoint, adapter, tmp_path, settings):
+    policy = Tokens(model=str(checkpoint(FAMILY)), lora_rank=2, dtype="float32")
+    policy.load(adapter)
+    folder = changed(adapter, tmp_path / "other", ADAPTER, dict, **settings)
+    with pytest.raises(ValueError, match=f"was trained with {next(iter(settings))}"):
+        policy.load(folder)
+
+
+def test_an_adapter_goes_on_with_its_own_rank(checkpoint, adapter):
+    with pytest.raises(ValueError, match="it has lora_rank 2, not 4; set `lora_rank: 2`"):
+        Tokens(model=str(checkpoint(FAMILY)), adapter=str(adapter), lora_rank=4)
+
+
+# ---- models that are read otherwise
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("Mllama", "reads images by an encoder or by cross-attention"),
+        ("Florence2", "reads images by an encoder or by cross-attention"),
+        ("Git", "names no token that stands for an image"),
+    ],
+)
+def test_models_without_images_in_the_place_of_tokens_are_refused(kind, message):
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")()
+    with pytest.raises(ConfigError, match=message):
+        check_family(config, transformers.MODEL_MAPPING[type(config)])

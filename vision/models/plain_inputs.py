@@ -1,0 +1,65 @@
+"""What transformers makes of a conversation by itself, and whether a prompt is that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.loading import ConfigError
+from mmrl.core.types import Prompt
+
+AROUND = 8  # tokens shown on each side of a difference
+
+
+def plain_inputs(
+    processor: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    media: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Ask `processor.apply_chat_template` of transformers for the inputs of a conversation.
+
+    `messages` have contents as texts or blocks; `media` are the images and videos of their blocks, in order,
+    as arguments of the processor.
+    """
+    given = {"image": [*media.get("images", [[]])[0]], "video": [*media.get("videos", ())]}
+    filled = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [
+                {**block, block["type"]: given[block["type"]].pop(0)} if block["type"] in given else block
+                for block in content
+            ]
+        filled.append({**message, "content": content})
+    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    if media:
+        # Those of videos stand beside the others, because SmolVLM's processor adds some there.
+        videos = dict(media.get("videos_kwargs", {}))
+        size = {"videos_kwargs": {"size": videos.pop("size")}} if "size" in videos else {}
+        options["processor_kwargs"] = {"images_kwargs": media.get("images_kwargs", {}), **videos, **size}
+    options |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    return dict(processor.apply_chat_template(filled, return_tensors="pt", **options))
+
+
+def check_ids(prompt: Prompt, ids: Tensor, plain: Mapping[str, Any], tokenizer: Any) -> None:
+    """Raise ConfigError, with the first token that differs, unless ids (1, S) are those of transformers."""
+    if difference := first_difference(ids[0], torch.as_tensor(plain["input_ids"])[0], tokenizer):
+        raise ConfigError(
+            f"prompt '{prompt.uid}' is not what `processor.apply_chat_template` of transformers makes of it: "
+            f"{difference}"
+        )
+
+
+def first_difference(ids: Tensor, plain: Tensor, tokenizer: Any) -> str:
+    """Describe the first token in which two sequences (S,) differ; empty where they are equal."""
+    if torch.equal(ids, plain):
+        return ""
+    at = next(
+        (n for n, (a, b) in enumerate(zip(ids, plain, strict=False)) if a != b), min(map(len, (ids, plain)))
+    )
+    mine, theirs = (tokenizer.decode(one[max(0, at - AROUND) : at + AROUND]) for one in (ids, plain))
+    return f"token {at} is the first that differs, in {mine!r} here and {theirs!r} there"
