@@ -199,22 +199,9 @@ def kind(
             package = next((s for s, home in SCOPES.items() if s and module.startswith(f"{home}.")), "")
             scope = package if module.partition(".")[0] == "mmrl" else module
             snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.__name__).lower()
-            # As attributes, so that classes that derive from this one have them.
-            for attribute, value in (("sets_tags", frozenset(sets_tags)), ("own_answer", own_answer)):
-                if value:
-                    setattr(target, attribute, value)
-            entry = Entry(
-                name,
-                scope,
-                snake_case,
-                target,
-                needs,
-                frozenset(of_others),
-                None,
-                packages,
-                on,
-                copies_policy,
-            )
+            _set_declared(target, sets_tags=frozenset(sets_tags), own_answer=own_answer)
+            declared = needs, frozenset(of_others), None, packages, on, copies_policy
+            entry = Entry(name, scope, snake_case, target, *declared)
             known = PIECES.setdefault((name, entry.full_name), entry)
             # A reward that is wrapped by `per_outcome` belongs to the file of the function inside.
             files = [inspect.getsourcefile(inspect.unwrap(piece.target)) for piece in (known, entry)]
@@ -228,6 +215,13 @@ def kind(
         return enter if target is None else enter(target)
 
     return cast(Decorator, decorate)
+
+
+def _set_declared(target: Callable, **declared: Any) -> None:
+    """Set what a piece declares as attributes, so that classes that derive from it have them."""
+    for name, value in declared.items():
+        if value:
+            setattr(target, name, value)
 
 
 # ---- looking up

@@ -128,13 +128,18 @@ def matched(alike: Sequence[Sequence[float]], matching: str) -> list[float]:
 def reference_calls(prompt: Prompt, column: str) -> list[dict[str, Any]] | None:
     """Read the reference calls of a prompt, None where it has none. Raises `ValueError` for another form."""
     references = prompt.columns.get(column)
-    try:
-        return references and [vars(call_of(reference)) for reference in references]
-    except CallError as error:
-        raise ValueError(
-            f"`call_match` wants calls like {{'name': ..., 'arguments': {{...}}}} in the column '{column}', "
-            f"but prompt '{prompt.uid}' has {shown(references)}: {error}"
-        ) from error
+    if not references:
+        return references
+    calls = []
+    for reference in references:
+        try:
+            calls.append(vars(call_of(reference)))
+        except CallError as error:
+            raise ValueError(
+                f"`call_match` wants calls like {{'name': ..., 'arguments': {{...}}}} in the column "
+                f"'{column}', but prompt '{prompt.uid}' has {shown(reference)}"
+            ) from error
+    return calls
 
 
 def likeness(call: Call | CallError, reference: Mapping[str, Any]) -> float:
