@@ -58,7 +58,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     pieces.answer_form = form = FormOfData(data)
     epochs, config = config.num_train_epochs, with_steps(config, len(data))
     eval_prompts = held_out(config) if config.evaluation.data else ()
-    doubts = [*told_apart(config, data, SAMPLE), *told_apart(config, eval_prompts, SAMPLE, evaluates=True)]
+    doubts = told_apart(config, data, SAMPLE, form=form)
+    doubts += told_apart(config, eval_prompts, SAMPLE, evaluates=True)
     # Before a weight is loaded, because samplers read columns of the data, which may lack one.
     sampler = make_chain(pieces, "sampler", config.sampler, data, "sampler")
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
@@ -189,12 +190,18 @@ def check_data(config: Config | EvaluateConfig) -> list[str]:
 
 
 def told_apart(
-    config: Config | EvaluateConfig, prompts: Sequence[Prompt], sample: int = 0, *, evaluates: bool = False
+    config: Config | EvaluateConfig,
+    prompts: Sequence[Prompt],
+    sample: int = 0,
+    *,
+    evaluates: bool = False,
+    form: FormOfData | None = None,
 ) -> list[str]:
     """Check that the rewards of the training or the evaluation read the targets of its prompts."""
     own = "evaluation.rewards" if config.evaluation.rewards else "rewards"
-    rewards = evaluation_of(config).evaluation.rewards if evaluates else config.rewards
-    return check_targets(prompts, rewards, own if evaluates else "rewards", sample=sample)
+    trains = isinstance(config, Config) and not evaluates
+    rewards = config.rewards if trains else evaluation_of(config).evaluation.rewards
+    return check_targets(prompts, rewards, "rewards" if trains else own, sample=sample, form=form)
 
 
 def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:

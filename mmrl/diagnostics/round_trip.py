@@ -68,7 +68,12 @@ class RoundTrip:
 
 
 def check_targets(
-    prompts: Sequence[Prompt], rewards: Sequence[Piece], place: str, *, sample: int = 0
+    prompts: Sequence[Prompt],
+    rewards: Sequence[Piece],
+    place: str,
+    *,
+    sample: int = 0,
+    form: FormOfData | None = None,
 ) -> list[str]:
     """Ask every reward that has a target about the targets of the data, and say for which rows it fails.
 
@@ -80,11 +85,13 @@ def check_targets(
         place: Where the rewards stand: `rewards`.
         sample: Look at so many rows, spread over the data; 0: at all of them.
 
+        form: The form of the data's targets, where it may be known already.
+
     Raises:
         ConfigError: A reward is wrong for more than 5 % of the rows, or gives full marks to other answers in
             more than half of them.
     """
-    trips = list(round_trips(prompts, rewards, place, sample=sample))
+    trips = list(round_trips(prompts, rewards, place, sample=sample, form=form))
     if failed := [line for trip in trips if trip.fails for line in trip.lines()]:
         raise ConfigError(
             "; ".join(failed) + ". Nothing right is learned from such rows: mend their targets, or choose "
@@ -94,16 +101,23 @@ def check_targets(
 
 
 def round_trips(
-    prompts: Sequence[Prompt], rewards: Sequence[Piece], place: str, *, sample: int = 0
+    prompts: Sequence[Prompt],
+    rewards: Sequence[Piece],
+    place: str,
+    *,
+    sample: int = 0,
+    form: FormOfData | None = None,
 ) -> Iterator[RoundTrip]:
     """Make the round trip of every reward that says how its target is written as an answer."""
-    pieces, form = Pieces(Stream()), FormOfData(prompts)
+    pieces, form = Pieces(Stream()), form or FormOfData(prompts)
     step = max(1.0, len(prompts) / sample) if sample else 1.0
     rows: list[Prompt] = []
     for i, piece in enumerate(rewards):
         bound = pieces.name("reward", piece, f"{place}[{i}]")
         if not bound.entry.own_answer or "workers" in bound.call or not _installed(bound):
             continue
+        if inspect.isclass(bound.entry.target) and not hasattr(bound.entry.target, "grade_texts"):
+            continue  # to make it may load a model
         if leaves_form(bound.entry, bound.options):
             bound.options["form"] = form()
         rows = rows or [prompts[int(at * step)] for at in range(int(len(prompts) / step))]
@@ -202,7 +216,9 @@ class Asked:
 
         def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
             if function is target:
-                return function(prompts, outcomes, **self.bound.options)
+                return function(
+                    prompts, outcomes, **{name: self.options[name] for name in self.bound.options}
+                )
             return self._with_options(function, prompts, outcomes)
 
         prompts = [prompt for prompt, _ in pairs]

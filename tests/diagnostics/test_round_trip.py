@@ -69,6 +69,7 @@ OPTIONS = {
         *((each, {"form": "text"}) for each in TEXTS),
         (rows("3", -3, 3.5, "3%", "30", "1,000"), {}),
         (rows("A", "B", "C", text=ASKED), {}),
+        (rows(1, 2, 3), {"tolerance": {"name": "linear", "start": 0.1, "end": 0.0}}),
         (rows("B", "C", "A", choices=["red", "blue", "green"]), {}),
         (rows("0", "2", "1", choices=["red", "blue", "green"]), {"form": "choice"}),
     ],

@@ -15,7 +15,7 @@ from mmrl.vision.benchmarks.amber import DIMENSIONS
 from mmrl.vision.benchmarks.chair import ratio
 from mmrl.vision.benchmarks.pope import NO, YES, Form, parse_yes_no
 
-LABELS = {("yes",): YES, ("true",): YES, ("no",): NO, ("false",): NO}
+LABELS: dict[tuple[str, ...], float] = {("yes",): YES, ("true",): YES, ("no",): NO, ("false",): NO}
 
 
 @reward
