@@ -25,6 +25,7 @@ from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.dataset_io import bad_rows_error
 from mmrl.data.named_columns import named_columns
 from mmrl.data.row_fields import NAMED
+from mmrl.diagnostics.round_trip import SAMPLE, check_targets
 from mmrl.inference.session import Session
 from mmrl.inference.sources import ModelSource, resolve
 from mmrl.references import SecondModel
@@ -57,6 +58,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     pieces.answer_form = form = FormOfData(data)
     epochs, config = config.num_train_epochs, with_steps(config, len(data))
     eval_prompts = held_out(config) if config.evaluation.data else ()
+    doubts = told_apart(config, data, SAMPLE, form=form)
+    doubts += told_apart(config, eval_prompts, SAMPLE, evaluates=True)
     # Before a weight is loaded, because samplers read columns of the data, which may lack one.
     sampler = make_chain(pieces, "sampler", config.sampler, data, "sampler")
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
@@ -99,8 +102,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data), labels_read)
     pieces.made["prompts"] = PromptCounts(stream)
     reporter = Reporter(config, processes, stream, watching, quiet)
-    if form.sentence:
-        reporter.console.say(form.sentence)
+    for line in filter(None, (form.sentence, *doubts)):
+        reporter.console.say(line)
     if epochs:
         reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")
     seconds = second_learners(config, references, processes, stream)
@@ -170,8 +173,9 @@ def check(config: Config) -> Pieces:
 def check_data(config: Config | EvaluateConfig) -> list[str]:
     """Read the data of a run or an evaluation and make its samplers, as `build` does before loading weights.
 
-    Returns what the user should know: the form of the targets. Raises `ConfigError` where a run would: no
-    prompts, a source or a column of hints that no row has.
+    Returns what the user should know: the form of the targets, and rows whose own target does not earn full
+    marks. Raises `ConfigError` where a run would: no prompts, a source or a column of hints that no row has,
+    too many such rows.
     """
     read = {"evaluation.data": held_out(config)} if config.evaluation.data else {}
     if isinstance(config, Config):
@@ -179,7 +183,25 @@ def check_data(config: Config | EvaluateConfig) -> list[str]:
         data = usable_rows(config, read_prompts(config, pieces, config.data, "data"))
         make_chain(pieces, "sampler", config.sampler, data, "sampler")
         read = {"data": data, **read}
-    return [f"{place}: {infer_form(prompts)[1]}" for place, prompts in read.items()]
+    said = [f"{place}: {infer_form(prompts)[1]}" for place, prompts in read.items()]
+    for place, prompts in read.items():
+        said += told_apart(config, prompts, evaluates=place != "data")
+    return said
+
+
+def told_apart(
+    config: Config | EvaluateConfig,
+    prompts: Sequence[Prompt],
+    sample: int = 0,
+    *,
+    evaluates: bool = False,
+    form: FormOfData | None = None,
+) -> list[str]:
+    """Check that the rewards of the training or the evaluation read the targets of its prompts."""
+    own = "evaluation.rewards" if config.evaluation.rewards else "rewards"
+    trains = isinstance(config, Config) and not evaluates
+    rewards = config.rewards if trains else evaluation_of(config).evaluation.rewards
+    return check_targets(prompts, rewards, "rewards" if trains else own, sample=sample, form=form)
 
 
 def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:
@@ -250,6 +272,8 @@ def load_evaluator(config: Config | EvaluateConfig, weights: Path | None = None)
     check_evaluation(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
     prompts = held_out(config)  # before a weight is loaded
+    for doubt in told_apart(config, prompts, SAMPLE, evaluates=True):
+        log.warning("%s", doubt)
     policy = _load_policy(config, pieces, processes, weights)
     return make_evaluator(config, prompts, policy, processes).agreed()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import OwnAnswer
 from mmrl.core.answer_text import spelled
 from mmrl.core.answers import targets_of
 from mmrl.core.types import Outcome, Prompt
@@ -21,7 +22,11 @@ Recogniser = Callable[[Tensor], Sequence[tuple[str, float]]]
 FRAME_STRIDE = 4  # of a video
 
 
-@reward
+def _own_texts(prompt: Prompt, *, column: str) -> OwnAnswer:
+    return OwnAnswer(tuple(wanted(prompt, column)))
+
+
+@reward(own_answer=_own_texts)
 class TextInImage:
     """Share of a prompt's quoted text that can be read in its image, in [0, 1].
 
@@ -47,7 +52,7 @@ class TextInImage:
         """Compute the reward of every outcome."""
         rewards = []
         for prompt, outcome in zip(prompts, outcomes, strict=True):
-            targets, frames = self.wanted(prompt), frames_of(prompt, outcome)[::FRAME_STRIDE]
+            targets, frames = wanted(prompt, self.column), frames_of(prompt, outcome)[::FRAME_STRIDE]
             image = outcome.image is not None
             texts = [self.read(frame) for frame in frames]
             values = [max(text_match(target, text, more=image) for target in targets) for text in texts]
@@ -55,18 +60,13 @@ class TextInImage:
             rewards.append(sum(earned) / len(earned) if earned else 0.0)
         return rewards
 
-    def wanted(self, prompt: Prompt) -> list[str]:
-        """Return the texts that an image may show: those of the column, or the quoted one."""
-        if not self.column:
-            return [quoted(prompt)]
-        targets = [] if prompt.columns.get(self.column) == "" else targets_of(prompt.columns.get(self.column))
-        if not targets:
-            raise ValueError(
-                f"text_in_image needs the wanted text in the column '{self.column}', but prompt "
-                f"'{prompt.uid}' has {prompt.columns.get(self.column)!r} there; its columns are "
-                f"{', '.join(prompt.columns)}"
-            )
-        return targets
+    @staticmethod
+    def grade_texts(prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, column: str) -> list[float]:
+        """Grade the texts that images would show, without a recogniser."""
+        return [
+            max(text_match(target, outcome.text or "", more=True) for target in wanted(prompt, column))
+            for prompt, outcome in zip(prompts, outcomes, strict=True)
+        ]
 
     def read(self, image: Tensor) -> str:
         """Join the texts of an image (3, height, width)."""
@@ -76,6 +76,19 @@ class TextInImage:
             warnings.warn(f"the recogniser of text_in_image failed, which earns 0: {error!r}", stacklevel=2)
             return ""
         return "".join(text for text, confidence in texts if confidence > 0)
+
+
+def wanted(prompt: Prompt, column: str) -> list[str]:
+    """Return the texts that an image may show: those of the column, or without one the quoted text."""
+    if not column:
+        return [quoted(prompt)]
+    targets = [] if prompt.columns.get(column) == "" else targets_of(prompt.columns.get(column))
+    if not targets:
+        raise ValueError(
+            f"text_in_image needs the wanted text in the column '{column}', but prompt '{prompt.uid}' has "
+            f"{prompt.columns.get(column)!r} there; its columns are {', '.join(prompt.columns)}"
+        )
+    return targets
 
 
 # Openings with their ends. The first pair that holds something counts; single quotes only where no others do.

@@ -20,7 +20,7 @@ from mmrl.config.schema import BuildConfig, Config, EvaluateConfig, is_part, loa
         help="files, then changes of all of them: key=value",
         completer=lambda prefix, **rest: completion.configs(prefix) + completion.overrides(prefix),
     ),
-    argument("--data", action="store_true", help="read all rows, and show them to the samplers"),
+    argument("--data", action="store_true", help="read all rows, and show them to the samplers and rewards"),
     examples=(
         "mmrl check my_run.yaml other.yaml",
         "mmrl check my_run.yaml --data",
@@ -31,7 +31,8 @@ def check(given: argparse.Namespace) -> int:
     """Check configuration files, and that what they name exists; print the error of each that is wrong.
 
     No weights are loaded. Of data the first rows are read; with --data all of them, as training does, so that
-    a pool without prompts, a source or a column of hints that no row has is found.
+    a pool without prompts, a source or a column of hints that no row has, and targets that do not earn full
+    marks as the answers to their rows are found.
     """
     paths, overrides = split_overrides(given.configs)
     if not paths:

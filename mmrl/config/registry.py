@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar, cast, overload
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
-from mmrl.config.reward_adapters import from_trl, is_trl
+from mmrl.config.reward_adapters import OwnAnswer, from_trl, is_trl
 from mmrl.config.tool_functions import check_environment, check_tool
 from mmrl.core.types import Unit
 
@@ -121,6 +121,11 @@ class Entry:
         return frozenset(getattr(self.target, "sets_tags", NOTHING))
 
     @property
+    def own_answer(self) -> Callable[..., OwnAnswer | None] | None:
+        """From a prompt and options of the reward by name to the answer that its target asks for."""
+        return getattr(self.target, "own_answer", None)
+
+    @property
     def summary(self) -> str:
         """The first paragraph of the docstring in one line."""
         return " ".join((inspect.getdoc(self.target) or "").split("\n\n")[0].split())
@@ -180,6 +185,7 @@ def kind(
         packages: Mapping[str, str] = MappingProxyType({}),
         on: str = "",
         copies_policy: bool = False,
+        own_answer: Callable[..., OwnAnswer | None] | None = None,
     ) -> Callable:
         of = {name: frozenset(of_others) for name in others}
         sets = frozenset(extra), of, frozenset(notes), frozenset(tags)
@@ -193,11 +199,9 @@ def kind(
             package = next((s for s, home in SCOPES.items() if s and module.startswith(f"{home}.")), "")
             scope = package if module.partition(".")[0] == "mmrl" else module
             snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.__name__).lower()
-            read = frozenset(of_others)
-            if sets_tags:
-                # An attribute, so that classes that derive from this one have it.
-                target.sets_tags = frozenset(sets_tags)  # pyright: ignore[reportFunctionMemberAccess]
-            entry = Entry(name, scope, snake_case, target, needs, read, None, packages, on, copies_policy)
+            _set_declared(target, sets_tags=frozenset(sets_tags), own_answer=own_answer)
+            declared = needs, frozenset(of_others), None, packages, on, copies_policy
+            entry = Entry(name, scope, snake_case, target, *declared)
             known = PIECES.setdefault((name, entry.full_name), entry)
             # A reward that is wrapped by `per_outcome` belongs to the file of the function inside.
             files = [inspect.getsourcefile(inspect.unwrap(piece.target)) for piece in (known, entry)]
@@ -211,6 +215,13 @@ def kind(
         return enter if target is None else enter(target)
 
     return cast(Decorator, decorate)
+
+
+def _set_declared(target: Callable, **declared: Any) -> None:
+    """Set what a piece declares as attributes, so that classes that derive from it have them."""
+    for name, value in declared.items():
+        if value:
+            setattr(target, name, value)
 
 
 # ---- looking up

@@ -148,6 +148,18 @@ def policy_messages(outcomes: Sequence[Outcome]) -> list[tuple[list[Message], li
     return parted
 
 
+@dataclass(frozen=True)
+class OwnAnswer:
+    """The answer that the target of a prompt asks for, in the ways in which it may be written.
+
+    Each of `texts` has to earn at least `full` marks; the answer to another target has to earn less. For a
+    reward of images a text is what the image shows.
+    """
+
+    texts: tuple[str, ...]
+    full: float = 1.0
+
+
 def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:
     """Turn a function of one prompt and one outcome into a reward of a batch."""
 

@@ -206,7 +206,7 @@ def call_of(written: Any) -> Call:
         case {"name": str(name), **rest}:
             given = [rest[key] for key in ARGUMENTS if key in rest]
             match [_parsed(value) if isinstance(value, str) else value for value in given]:
-                case []:
+                case [] if not any(isinstance(value, Mapping) for value in rest.values()):
                     return Call(name, {})
                 case [Mapping() as arguments]:
                     return Call(name, arguments)

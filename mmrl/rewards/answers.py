@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Literal
 
 from mmrl.config.registry import FORM_PACKAGE
+from mmrl.config.reward_adapters import OwnAnswer
 from mmrl.core.answer_text import answer_part
 from mmrl.core.answers import (
     besides_numbers,
@@ -137,6 +139,29 @@ def needed_targets(name: str, prompt: Prompt) -> list[str]:
             prompt.target,
         )
     return targets
+
+
+# ---- the target as an answer
+
+ASKED = re.compile(r"<([A-Za-z][\w-]*)>(?=.*?</\1>)", re.DOTALL)
+
+
+def own_text(prompt: Prompt, *, tag: str = "answer") -> OwnAnswer | None:
+    """Write each target as an answer: bare, and in the tags or the box that the prompt asks for."""
+    asked = prompt.text[-5000:]
+    tags = {name.lower() for name in ASKED.findall(asked)} & {tag.lower(), "answer", "solution"}
+    texts = []
+    for target in targets_of(prompt.target):
+        inside = answer_part(target, tag)
+        texts += [target, *(f"<{name}>{inside}</{name}>" for name in sorted(tags))]
+        texts += [rf"\boxed{{{inside}}}"] if r"\boxed" in asked else []
+    return OwnAnswer(tuple(texts)) if texts else None
+
+
+def own_block(prompt: Prompt, *, tag: str = "answer") -> OwnAnswer | None:
+    """Write each target as the block of an answer that has a thought."""
+    parts = [answer_part(target, tag) for target in targets_of(prompt.target)]
+    return OwnAnswer(tuple(f"<think></think><{tag}>{part}</{tag}>" for part in parts)) if parts else None
 
 
 # ---- the form of a data set

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.config.reward_adapters import OwnAnswer, per_outcome, tagged
 from mmrl.core.tool_calls import Call, CallError, call_of
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError, short
@@ -18,7 +18,30 @@ FENCE = re.compile(r"^\s*```\w*\n(.*?)\n?```\s*$", re.DOTALL)
 LONGEST = 20_000  # characters of the calls of an answer: the parsers take time and stack for more
 
 
-@reward
+def _own_calls(
+    prompt: Prompt, *, tag: str, think: str, allowed: Literal["value", "list"], target: str
+) -> OwnAnswer | None:
+    """Write the target as an answer; of lists of right values the first one that is not left out."""
+    wanted = prompt.columns.get(target) if target else prompt.target
+    if wanted is None:
+        return None
+    text = wanted if isinstance(wanted, str) else json.dumps(wanted)
+    if allowed == "list":
+        calls = [{"name": call.name, "arguments": _first(call.arguments)} for call in calls_of(wanted)]
+        text = json.dumps(calls)
+    thought = f"<{think}></{think}>" if think else ""
+    return OwnAnswer((thought + (f"<{tag}>{text}</{tag}>" if tag else text),))
+
+
+def _first(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Take of each argument the first right value; one that is "" leaves it out."""
+    lists = {
+        name: values if isinstance(values, list | tuple) else [values] for name, values in arguments.items()
+    }
+    return {name: values[0] for name, values in lists.items() if values and values[0] != ""}
+
+
+@reward(own_answer=_own_calls)
 @per_outcome
 def function_calls(
     prompt: Prompt,
@@ -55,6 +78,7 @@ def function_calls(
     text = outcome.text or ""
     if think and not tagged(text, think):
         return 0.0
+    text = re.split(f"</{think}>", text, flags=re.IGNORECASE)[-1] if think else text
     blocks = tagged(text, tag) if tag else [text]
     try:
         made = [call for block in blocks for call in calls_of(block)]

@@ -15,6 +15,7 @@ from mmrl.config.reward_adapters import per_outcome, tagged
 from mmrl.core.answers import words_of
 from mmrl.core.plain_text import PlainText
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.answers import own_block
 from mmrl.rewards.text_models import load_text_model
 
 NO_RETRIEVER = "none"
@@ -109,7 +110,7 @@ def _target(prompt: Prompt) -> tuple[str, list[str]] | None:
     return None
 
 
-@reward
+@reward(own_answer=own_block)
 @per_outcome
 def answer_recall(prompt: Prompt, outcome: Outcome) -> float | None:
     """Measure the recall of an answer's words, as R1-Router scores final steps (arXiv 2505.22095).

@@ -15,7 +15,15 @@ from mmrl.core.answer_text import answer_part
 from mmrl.core.answers import choices_in, word_f1, words_of
 from mmrl.core.reward_table import name_id
 from mmrl.core.types import Outcome, Prompt
-from mmrl.rewards.answers import MATH, AnswerForm, comparable, graded, needed_targets
+from mmrl.rewards.answers import (
+    MATH,
+    AnswerForm,
+    comparable,
+    graded,
+    needed_targets,
+    own_block,
+    own_text,
+)
 
 
 @reward
@@ -66,7 +74,7 @@ def think_closed(prompt: Prompt, outcome: Outcome) -> float:
     return float((outcome.text or "").count("\n</think>\n") == 1)
 
 
-@reward
+@reward(own_answer=own_text)
 @per_outcome
 def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
     r"""Return 1 if the last `tag` block of the answer equals a target up to case and space, else 0.
@@ -77,7 +85,7 @@ def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> flo
     return graded("exact_match", prompt, outcome, "exact", tag=tag)
 
 
-@reward
+@reward(own_answer=own_block)
 @per_outcome
 def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
     """Return the F1 of the words of the last `tag` block and of the target, as GraphRAG-R1 measures it.

@@ -11,10 +11,18 @@ from typing import Any, Literal
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.config.registry import reward as register
-from mmrl.config.reward_adapters import by_rollout, per_outcome, policy_messages, policy_turns, shown, tagged
+from mmrl.config.reward_adapters import (
+    OwnAnswer,
+    by_rollout,
+    per_outcome,
+    policy_messages,
+    policy_turns,
+    shown,
+    tagged,
+)
 from mmrl.core.answers import words_of
 from mmrl.core.episodes import turn_number
-from mmrl.core.tool_calls import Call, CallError, parse_calls
+from mmrl.core.tool_calls import Call, CallError, call_of, parse_calls
 from mmrl.core.types import Message, Outcome, Prompt
 from mmrl.rewards.matching import greedy_pairs, optimal_pairs, transport_plan
 
@@ -53,7 +61,19 @@ def tool_calls(
     ]
 
 
-@register
+def _own_calls(prompt: Prompt, *, column: str, tag: str, matching: str) -> OwnAnswer | None:
+    """Write the reference calls as an answer, with the keys that they have; `soft` gives less than 1."""
+    references = reference_calls(prompt, column)
+    if not references:
+        return None
+    texts = [f"<{tag}>{json.dumps(reference)}</{tag}>" for reference in prompt.columns[column]]
+    calls = [Call(**reference) for reference in references]
+    alike = [[likeness(call, reference) for reference in references] for call in calls]
+    full = sum(matched(alike, matching)) / len(references) if matching == "soft" else 1.0
+    return OwnAnswer(("\n".join(texts),), full)
+
+
+@register(own_answer=_own_calls)
 def call_match(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Outcome],
@@ -105,18 +125,21 @@ def matched(alike: Sequence[Sequence[float]], matching: str) -> list[float]:
     return earned
 
 
-def reference_calls(prompt: Prompt, column: str) -> Sequence[Mapping[str, Any]] | None:
+def reference_calls(prompt: Prompt, column: str) -> list[dict[str, Any]] | None:
     """Read the reference calls of a prompt, None where it has none. Raises `ValueError` for another form."""
     references = prompt.columns.get(column)
-    for reference in references or ():
-        match reference:
-            case {"name": str()} if isinstance(reference.get("arguments", {}), Mapping):
-                continue
-        raise ValueError(
-            f"`call_match` wants calls like {{'name': ..., 'arguments': {{...}}}} in the column '{column}', "
-            f"but prompt '{prompt.uid}' has {shown(reference)}"
-        )
-    return references
+    if not references:
+        return references
+    calls = []
+    for reference in references:
+        try:
+            calls.append(vars(call_of(reference)))
+        except CallError as error:
+            raise ValueError(
+                f"`call_match` wants calls like {{'name': ..., 'arguments': {{...}}}} in the column "
+                f"'{column}', but prompt '{prompt.uid}' has {shown(reference)}"
+            ) from error
+    return calls
 
 
 def likeness(call: Call | CallError, reference: Mapping[str, Any]) -> float:

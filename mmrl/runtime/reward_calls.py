@@ -97,7 +97,7 @@ def _where_it_applies(
 def _applies(bound: Bound, prompt: Prompt, outcome: Outcome, final: bool) -> bool:
     """Whether a reward is asked about an outcome, by its settings `where` and `at`."""
     where, at = bound.call.get("where"), bound.call.get("at", "last")
-    if where and not _matches(prompt, where):
+    if where and not matches(prompt, where):
         return False
     if at == "last":
         return final
@@ -105,7 +105,7 @@ def _applies(bound: Bound, prompt: Prompt, outcome: Outcome, final: bool) -> boo
     return at == "every" or (outcome.tags.get(tag) == word if equals else bool(outcome.tags.get(tag)))
 
 
-def _matches(prompt: Prompt, where: Mapping[str, Any]) -> bool:
+def matches(prompt: Prompt, where: Mapping[str, Any]) -> bool:
     """Whether a prompt has the value, or one of the values, that is wanted in every column."""
     for name, wanted in where.items():
         value = prompt.columns.get(name)

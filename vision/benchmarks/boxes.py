@@ -8,6 +8,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -51,6 +52,11 @@ class Boxes:
         """Convert a box in pixels of the image to coordinates of answers."""
         (across, down), (left, top, right, bottom) = self.unit, box
         return left / across, top / down, right / across, bottom / down
+
+
+def decimal(value: float) -> str:
+    """Write a number without an exponent, a whole one without decimals."""
+    return f"{Decimal(repr(float(value))):f}".removesuffix(".0")
 
 
 def is_box(box: Sequence[float]) -> bool:

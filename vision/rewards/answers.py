@@ -6,16 +6,16 @@ from typing import Literal
 
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
+from mmrl.config.reward_adapters import OwnAnswer, per_outcome
 from mmrl.core.answer_text import answer_part
 from mmrl.core.answers import targets_of, words_of
 from mmrl.core.types import Outcome, Prompt
-from mmrl.rewards.answers import MATH, AnswerForm, graded
+from mmrl.rewards.answers import MATH, AnswerForm, graded, own_text
 from mmrl.vision.benchmarks.amber import DIMENSIONS
 from mmrl.vision.benchmarks.chair import ratio
 from mmrl.vision.benchmarks.pope import NO, YES, Form, parse_yes_no
 
-LABELS = {("yes",): YES, ("true",): YES, ("no",): NO, ("false",): NO}
+LABELS: dict[tuple[str, ...], float] = {("yes",): YES, ("true",): YES, ("no",): NO, ("false",): NO}
 
 
 @reward
@@ -67,7 +67,18 @@ def _counts(prompt: Prompt, outcome: Outcome) -> dict[str, float] | None:
             return scene.counts(outcome.text or "")
 
 
-@reward
+def _truth(prompt: Prompt) -> float | None:
+    """Read the target of a yes/no question, 1 for yes; None for another target."""
+    targets = targets_of(prompt.target)
+    return LABELS.get(tuple(words_of(answer_part(targets[0])))) if targets else None
+
+
+def _own_yes_no(prompt: Prompt, *, of: str) -> OwnAnswer | None:
+    truth = _truth(prompt)
+    return None if truth is None or of != "correct" else OwnAnswer(("Yes" if truth == YES else "No",))
+
+
+@reward(own_answer=_own_yes_no)
 @per_outcome
 def binary_vqa(
     prompt: Prompt,
@@ -86,8 +97,7 @@ def binary_vqa(
             the first yes or no.
         dimension: Keep only the questions of this dimension of AMBER.
     """
-    targets = targets_of(prompt.target)
-    truth = LABELS.get(tuple(words_of(answer_part(targets[0])))) if targets else None
+    truth = _truth(prompt)
     if truth is None:
         return None
     if dimension and prompt.columns.get("type") not in DIMENSIONS[dimension]:
@@ -99,7 +109,7 @@ def binary_vqa(
 # ---- short answers that can be verified without a judge
 
 
-@reward(packages=MATH)
+@reward(packages=MATH, own_answer=own_text)
 @per_outcome
 def short_answer(
     prompt: Prompt,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Literal
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
+from mmrl.config.reward_adapters import OwnAnswer, per_outcome
 from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.benchmarks import boxes
 from mmrl.vision.benchmarks.boxes import (
+    Box,
     Boxes,
     Reader,
+    decimal,
     detection_score,
     mean_average_precision,
     parse_box,
@@ -18,7 +22,23 @@ from mmrl.vision.benchmarks.boxes import (
 )
 
 
-@reward
+def _own_box(prompt: Prompt, *, inclusive: bool, reader: Reader) -> OwnAnswer | None:
+    """Write each target box as an answer; for the reader of VLM-R1 in whole numbers, which cost a little."""
+    target = _target(prompt)
+    if target is None or not target.boxes:
+        return None
+    texts, full = [], 1.0
+    for truth in target.boxes:
+        box = target.in_answers(truth)
+        if reader == "vlm_r1":
+            left, top, right, bottom = box = tuple(map(round, box))
+            near = target.in_pixels((left, top, right, bottom))
+            full = min(full, max(0.5, boxes.box_iou(near, truth, inclusive=inclusive)))
+        texts.append(f"<answer>[{', '.join(map(decimal, box))}]</answer>")
+    return OwnAnswer(tuple(texts), full)
+
+
+@reward(own_answer=_own_box)
 @per_outcome
 def box_iou(
     prompt: Prompt, outcome: Outcome, *, inclusive: bool = False, reader: Reader = "ours"
@@ -43,13 +63,26 @@ def box_iou(
     return max((boxes.box_iou(answered, truth, inclusive=inclusive) for truth in target.boxes), default=0.0)
 
 
-@reward
+Form = Literal["map", "length_penalty", "weighted_sum"]
+
+
+def _own_detections(prompt: Prompt, *, form: Form) -> OwnAnswer | None:
+    target = _target(prompt)
+    if target is None:
+        return None
+    pairs = list(zip(target.boxes, target.labels, strict=True))
+    items = [{"bbox_2d": list(target.in_answers(box)), "label": label} for box, label in pairs]
+    # Less than 1 where there are more objects than COCO's evaluation reads.
+    return OwnAnswer((json.dumps(items),), _score(target, pairs, form) or 1.0)
+
+
+@reward(own_answer=_own_detections)
 @per_outcome
 def detection_map(
     prompt: Prompt,
     outcome: Outcome,
     *,
-    form: Literal["map", "length_penalty", "weighted_sum"] = "map",
+    form: Form = "map",
 ) -> float | None:
     """Measure detected objects against all objects of an image (VLM-R1, arXiv 2504.07615).
 
@@ -63,9 +96,15 @@ def detection_map(
     if target is None:
         return None
     detections = parse_detections(outcome.text or "")
-    if not detections or not target.boxes:
-        return float(detections == [] and not target.boxes)
-    answered = [(target.in_pixels(box), label) for box, label in detections]
+    if detections is None:
+        return 0.0
+    return _score(target, [(target.in_pixels(box), label) for box, label in detections], form)
+
+
+def _score(target: Boxes, answered: Sequence[tuple[Box, str]], form: Form) -> float:
+    """Measure detections in pixels of the image."""
+    if not answered or not target.boxes:
+        return float(not answered and not target.boxes)
     if form == "weighted_sum":
         return detection_score(target, answered)
     penalty = min(1.0, len(target.boxes) / len(answered)) if form == "length_penalty" else 1.0

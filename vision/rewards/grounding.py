@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from mmrl.config.ranges import NonNegativeFloat, Probability
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
+from mmrl.config.reward_adapters import OwnAnswer, per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.vision.benchmarks.boxes import decimal
 from mmrl.vision.benchmarks.qvhighlights import (
     LEVELS,
     MAX_WINDOWS,
@@ -32,15 +34,27 @@ from mmrl.vision.benchmarks.time_spans import (
 )
 
 Level = Literal["Fair", "Good", "VeryGood"]
+Overlap = Literal["iou", "giou", "timestamp_aware"]
 
 
-@reward
+def _written(span: Span) -> str:
+    return f"{decimal(span[0])} to {decimal(span[1])}"
+
+
+def _own_span(prompt: Prompt, *, form: Overlap, relax: float) -> OwnAnswer:
+    """Write each target span as an answer; it has less than 1 where the target is widened."""
+    spans = prompt.target.spans
+    full = min(_overlap(span, prompt.target, form, relax) for span in spans)
+    return OwnAnswer(tuple(f"<answer>{_written(span)}</answer>" for span in spans), full or 1.0)
+
+
+@reward(own_answer=_own_span)
 @per_outcome
 def temporal_iou(
     prompt: Prompt,
     outcome: Outcome,
     *,
-    form: Literal["iou", "giou", "timestamp_aware"] = "iou",
+    form: Overlap = "iou",
     relax: NonNegativeFloat = 0.0,
     reader: Reader = "ours",
 ) -> float:
@@ -53,10 +67,12 @@ def temporal_iou(
         reader: How answers are parsed: `ours`, or as the published code does, `time_r1`, `videochat_r1` or
             `evaluator` (see `parse_span`).
     """
-    target: Moments = prompt.target
     span = parse_span(outcome.text or "", reader)
-    if span is None:
-        return 0.0
+    return 0.0 if span is None else _overlap(span, prompt.target, form, relax)
+
+
+def _overlap(span: Span, target: Moments, form: Overlap, relax: float) -> float:
+    """Measure the overlap of a span with the best of the target spans."""
     wide = [(start - relax * (end - start), end + relax * (end - start)) for start, end in target.spans]
     if form == "iou":
         return max(iou(span, t) for t in wide)
@@ -66,7 +82,11 @@ def temporal_iou(
     return max(timestamp_aware_iou(span, t, target.duration) for t in wide)
 
 
-@reward
+def _own_spans(prompt: Prompt) -> OwnAnswer:
+    return OwnAnswer(("; ".join(map(_written, prompt.target.spans)),))
+
+
+@reward(own_answer=_own_spans)
 @per_outcome
 def span_set_iou(prompt: Prompt, outcome: Outcome) -> float:
     """Measure the IoU of all answered spans with all target spans (VideoChat-R1, arXiv 2504.06958)."""
@@ -132,17 +152,27 @@ def span_confidence(
 # ---- moment retrieval and highlight detection (QVHighlights, arXiv 2107.09609)
 
 
-@reward
+def _own_windows(prompt: Prompt, *, threshold: float | None) -> OwnAnswer:
+    """Write the target spans as an answer; it has less than 1 where there are more than are read."""
+    spans = prompt.target.spans
+    return OwnAnswer(_own_spans(prompt).texts, _window_ap(spans, spans, threshold) or 1.0)
+
+
+@reward(own_answer=_own_windows)
 @per_outcome
 def window_ap(prompt: Prompt, outcome: Outcome, *, threshold: Probability | None = None) -> float:
     """Compute the average precision of the answered spans, ranked in the order of the answer.
 
     `threshold` is the IoU of a match; by default the mean over 0.5 to 0.95 is taken.
     """
-    spans = parse_spans(outcome.text or "")[:MAX_WINDOWS]
-    windows = [(start, end, -float(rank)) for rank, (start, end) in enumerate(spans)]  # the first counts most
+    return _window_ap(parse_spans(outcome.text or ""), prompt.target.spans, threshold)
+
+
+def _window_ap(spans: Sequence[Span], targets: Sequence[Span], threshold: float | None) -> float:
+    # The first span counts most.
+    windows = [(start, end, -float(rank)) for rank, (start, end) in enumerate(spans[:MAX_WINDOWS])]
     thresholds = THRESHOLDS if threshold is None else (threshold,)
-    return sum(detection_ap(prompt.target.spans, windows, t) for t in thresholds) / len(thresholds)
+    return sum(detection_ap(targets, windows, t) for t in thresholds) / len(thresholds)
 
 
 def _rated_windows(outcome: Outcome) -> dict[int, float]:
@@ -150,35 +180,61 @@ def _rated_windows(outcome: Outcome) -> dict[int, float]:
     return {int(second // WINDOW_SECONDS): rating for second, rating in parse_saliency(outcome.text or "")}
 
 
-@reward
+def _own_saliency(prompt: Prompt) -> OwnAnswer | None:
+    rated = [[WINDOW_SECONDS * i, rating] for i, rating in _rated(prompt.target).items()]
+    return OwnAnswer((json.dumps(rated),)) if rated else None
+
+
+def _own_highlights(prompt: Prompt, *, level: Level, of: int) -> OwnAnswer | None:
+    """Write the mean saliency as an answer; annotators differ, so that it may have less than 1."""
+    own = _own_saliency(prompt)
+    full = _highlights(prompt, _rated(prompt.target), level)[of]
+    return OwnAnswer(own.texts, full) if own and full else None
+
+
+def _own_highlight_ap(prompt: Prompt, *, level: Level) -> OwnAnswer | None:
+    return _own_highlights(prompt, level=level, of=0)
+
+
+def _own_highlight_hit(prompt: Prompt, *, level: Level) -> OwnAnswer | None:
+    return _own_highlights(prompt, level=level, of=1)
+
+
+@reward(own_answer=_own_highlight_ap)
 @per_outcome
 def highlight_ap(prompt: Prompt, outcome: Outcome, *, level: Level = "VeryGood") -> float | None:
     """Compute the average precision of answered saliency at a level; None without saliency annotation."""
-    return _highlights(prompt, outcome, level)[0]
+    return _highlights(prompt, _rated_windows(outcome), level)[0]
 
 
-@reward
+@reward(own_answer=_own_highlight_hit)
 @per_outcome
 def highlight_hit(prompt: Prompt, outcome: Outcome, *, level: Level = "VeryGood") -> float | None:
     """Reward with 1 if the window rated highest is a highlight for any annotator (HIT@1), else 0.
 
     An answer without ratings earns 0; None without saliency annotation.
     """
-    return _highlights(prompt, outcome, level)[1]
+    return _highlights(prompt, _rated_windows(outcome), level)[1]
 
 
-def _highlights(prompt: Prompt, outcome: Outcome, level: Level) -> tuple[float | None, float | None]:
-    """Compute (AP, hit at 1) of an answer, in which windows without a rating score 0."""
+def _rated(target: Moments) -> dict[int, float]:
+    """Map windows of two seconds to their mean annotated scores, where any is above 0."""
+    return {i: sum(rated) / len(rated) for i, rated in enumerate(target.saliency) if any(rated)}
+
+
+def _highlights(
+    prompt: Prompt, rated: Mapping[int, float], level: Level
+) -> tuple[float | None, float | None]:
+    """Compute (AP, hit at 1) of answered scores by window, in which windows without a rating score 0."""
     truth = prompt.target.saliency
     if not truth:
         return None, None
-    rated = _rated_windows(outcome)
     scores = [rated.get(i, 0.0) for i in range(len(truth))]
     ap, hit = highlight_metrics(truth, scores, LEVELS[level])
     return ap, hit if any(scores) else 0.0
 
 
-@reward
+@reward(own_answer=_own_saliency)
 @per_outcome
 def saliency(prompt: Prompt, outcome: Outcome) -> float | None:
     """Reward highlight answers with 0.6 F2 + 0.4 / (1 + WMSE) (TempSamp-R1, arXiv 2509.18056).
@@ -189,7 +245,7 @@ def saliency(prompt: Prompt, outcome: Outcome) -> float | None:
     """
     if not prompt.target.saliency:
         return None
-    truth = {i: sum(rated) / len(rated) for i, rated in enumerate(prompt.target.saliency) if any(rated)}
+    truth = _rated(prompt.target)
     answered = _rated_windows(outcome)
     matched = truth.keys() & answered.keys()
     if not matched:

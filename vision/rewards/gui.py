@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from mmrl.config.ranges import PositiveFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.config.reward_adapters import OwnAnswer, per_outcome, tagged
 from mmrl.core.answers import word_f1
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import is_number
-from mmrl.vision.benchmarks.boxes import Box, Boxes, box_iou, is_box, parse_point
+from mmrl.vision.benchmarks.boxes import Box, Boxes, box_iou, decimal, is_box, parse_point
 
 Point = tuple[float, ...]
 LONGEST = 4000  # characters of an action that are parsed
@@ -23,7 +23,26 @@ ROUNDING = 1e-9
 ASKS = ("answer", "response")  # types of actions that answer a question, which only a judge can score
 
 
-@reward
+def _own_action(
+    prompt: Prompt, *, tag: str, of: Literal["sum", "type", "value"] = "type"
+) -> OwnAnswer | None:
+    """Write the target action as an answer; `of` a click the sum is 2, and another action has no value."""
+    target = _target(prompt)
+    click = _type(target) == "click"
+    full = {"sum": 1.0 + click, "type": 1.0, "value": float(click)}[of]
+    return OwnAnswer((f"<{tag}>{json.dumps(target)}</{tag}>",), full) if full else None
+
+
+def _own_click(prompt: Prompt) -> OwnAnswer | None:
+    """Write the middle of each target box as an answer."""
+    match prompt.target:
+        case Boxes(boxes=boxes) as target if boxes:
+            middles = [target.in_answers(((a + c) / 2, (b + d) / 2) * 2) for a, b, c, d in boxes]
+            return OwnAnswer(tuple(f"[{decimal(x)}, {decimal(y)}]" for x, y, _, _ in middles))
+    return None
+
+
+@reward(own_answer=_own_action)
 @per_outcome
 def click_reward(
     prompt: Prompt,
@@ -54,7 +73,7 @@ def click_reward(
     return {"sum": float(same + value), "type": float(same), "value": float(value)}[of]
 
 
-@reward
+@reward(own_answer=_own_action)
 @per_outcome
 def action_argument(
     prompt: Prompt, outcome: Outcome, *, threshold: PositiveFloat = 0.14, tag: str = "action"
@@ -88,7 +107,7 @@ def action_argument(
     return 1.0
 
 
-@reward
+@reward(own_answer=_own_click)
 @per_outcome
 def click_inside(prompt: Prompt, outcome: Outcome) -> float | None:
     """Reward a click inside of a target box with 1, else 0, as ScreenSpot counts.
@@ -100,7 +119,7 @@ def click_inside(prompt: Prompt, outcome: Outcome) -> float | None:
     return None if boxes is None else float(click is not None and any(_inside(click, box) for box in boxes))
 
 
-@reward
+@reward(own_answer=_own_click)
 @per_outcome
 def click_proximity(prompt: Prompt, outcome: Outcome, *, sigma: PositiveFloat = 1.0) -> float | None:
     """Measure how near a click is to the middle of its target box, in [0, 1] (SSL, arXiv 2601.22491).

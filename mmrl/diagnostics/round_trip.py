@@ -1,0 +1,241 @@
+"""The round trip of targets: as an answer each earns full marks at its own row, and less at other rows."""
+
+from __future__ import annotations
+
+import contextvars
+import importlib.util
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.config.binding import Bound, Pieces
+from mmrl.config.loading import ConfigError
+from mmrl.config.registry import leaves_form
+from mmrl.config.reward_adapters import OwnAnswer, Scoring, called, shown, to_float
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.answers import FormOfData
+from mmrl.runtime.reward_calls import matches
+
+SAMPLE = 200  # rows that are looked at when a run starts
+WRONG_SHARE = 0.05  # of the rows may earn less than full marks for their own target
+ALIKE_SHARE = 0.5  # of the rows may give full marks to all other answers that they are asked about
+OTHERS = 3  # answers to other rows that a row is asked about
+NEAR = 1e-6  # marks that rounding may take
+SHOWN = 3  # rows that are named
+SECONDS = 60.0  # for a reward that is asynchronous
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """What one reward gives for the targets of rows.
+
+    Args:
+        place: Of the reward in the configuration, with its name.
+        rows: Number of rows with a target that the reward reads.
+        wrong: A sentence for each row whose own target does not earn full marks.
+        alike: A sentence for each row that gives full marks to the answers of all rows it was compared with.
+        compared: With how many other answers each row was compared, at most.
+    """
+
+    place: str
+    rows: int
+    wrong: Sequence[str]
+    alike: Sequence[str]
+    compared: int
+
+    def lines(self) -> Iterator[str]:
+        """Describe what does not hold, with the first rows by name."""
+        for found, what in (
+            (self.wrong, "do not give full marks to their own target as the answer"),
+            (self.alike, "give full marks to the targets of other rows as well"),
+        ):
+            if found:
+                more = f"; and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
+                yield (
+                    f"{self.place}: {len(found):,} of {self.rows:,} rows {what}: "
+                    + "; ".join(found[:SHOWN])
+                    + more
+                )
+
+    @property
+    def fails(self) -> bool:
+        """Whether it does not hold for so many rows that a run would learn something else."""
+        wrong = len(self.wrong) > WRONG_SHARE * self.rows
+        return wrong or (self.compared > 1 and len(self.alike) > ALIKE_SHARE * self.rows)
+
+
+def check_targets(
+    prompts: Sequence[Prompt],
+    rewards: Sequence[Piece],
+    place: str,
+    *,
+    sample: int = 0,
+    form: FormOfData | None = None,
+) -> list[str]:
+    """Ask every reward that has a target about the targets of the data, and say for which rows it fails.
+
+    Rewards that need a package that is not installed, or another process, are not asked.
+
+    Args:
+        prompts: The data.
+        rewards: Their pieces.
+        place: Where the rewards stand: `rewards`.
+        sample: Look at so many rows, spread over the data; 0: at all of them.
+
+        form: The form of the data's targets, where it may be known already.
+
+    Raises:
+        ConfigError: A reward is wrong for more than 5 % of the rows, or gives full marks to other answers in
+            more than half of them.
+    """
+    trips = list(round_trips(prompts, rewards, place, sample=sample, form=form))
+    if failed := [line for trip in trips if trip.fails for line in trip.lines()]:
+        raise ConfigError(
+            "; ".join(failed) + ". Nothing right is learned from such rows: mend their targets, or choose "
+            "the reward, its options or the column of the target so that it reads them"
+        )
+    return [line for trip in trips for line in trip.lines()]
+
+
+def round_trips(
+    prompts: Sequence[Prompt],
+    rewards: Sequence[Piece],
+    place: str,
+    *,
+    sample: int = 0,
+    form: FormOfData | None = None,
+) -> Iterator[RoundTrip]:
+    """Make the round trip of every reward that says how its target is written as an answer."""
+    pieces, form = Pieces(Stream()), form or FormOfData(prompts)
+    step = max(1.0, len(prompts) / sample) if sample else 1.0
+    rows: list[Prompt] = []
+    for i, piece in enumerate(rewards):
+        bound = pieces.name("reward", piece, f"{place}[{i}]")
+        if not bound.entry.own_answer or "workers" in bound.call or not _installed(bound):
+            continue
+        if inspect.isclass(bound.entry.target) and not hasattr(bound.entry.target, "grade_texts"):
+            continue  # to make it may load a model
+        if leaves_form(bound.entry, bound.options):
+            bound.options["form"] = form()
+        rows = rows or [prompts[int(at * step)] for at in range(int(len(prompts) / step))]
+        yield round_trip(bound, rows, f"{place}[{i}] '{bound.name}'")
+
+
+def _installed(bound: Bound) -> bool:
+    packages = bound.entry.given(bound.options).packages
+    return all(importlib.util.find_spec(package) for package in packages)
+
+
+def round_trip(bound: Bound, prompts: Sequence[Prompt], place: str) -> RoundTrip:
+    """Give a reward the target of each row as the answer to it, and to other rows."""
+    asked = Asked(bound)
+    where = bound.call.get("where")
+    rows, wrong = [], []
+    for prompt in prompts:
+        if where and not matches(prompt, where):
+            continue
+        try:
+            if own := asked.own(prompt):
+                rows.append((prompt, own))
+        except Exception as error:  # a target that cannot be written cannot be read either
+            rows.append((prompt, OwnAnswer(())))
+            wrong.append(f"row '{prompt.uid}': {error}")
+    pairs = [(prompt, text) for prompt, own in rows for text in own.texts]
+    owners = [(prompt, own) for prompt, own in rows for _ in own.texts]
+    bad: dict[str, str] = {}
+    silent: set[str] = set()  # rows to which the reward does not apply
+    for (prompt, text), (_, own), marks in zip(pairs, owners, asked.marks(pairs), strict=True):
+        if marks is None:
+            silent.add(prompt.uid)
+        elif not isinstance(marks, float):
+            bad.setdefault(prompt.uid, f"row '{prompt.uid}': {shown(text)} raises {marks!r}")
+        elif not marks >= own.full - NEAR:
+            bad.setdefault(prompt.uid, f"row '{prompt.uid}': {shown(text)} earns {marks:g} of {own.full:g}")
+    rows = [(prompt, own) for prompt, own in rows if prompt.uid not in silent]
+    sound = [(prompt, own) for prompt, own in rows if own.texts and prompt.uid not in bad]
+    alike, compared = _alike(asked, sound)
+    return RoundTrip(place, len(rows), [*wrong, *bad.values()], alike, compared)
+
+
+def _alike(asked: Asked, rows: Sequence[tuple[Prompt, OwnAnswer]]) -> tuple[list[str], int]:
+    """Find rows that give full marks to each of a few other answers, and say how many those were."""
+    # Neighbours in this order differ in little, such as 3 and -3.
+    texts = {_key(own.texts[0]): own.texts[0] for _, own in rows}
+    order = sorted(texts, key=lambda key: ("".join(filter(str.isalnum, key)), key))
+    place = {key: i for i, key in enumerate(order)}
+    count = len(order)
+    apart = list(dict.fromkeys(by for by in (1, count // 3, 2 * count // 3) if 0 < by < count))[:OTHERS]
+    for by in range(2, min(count, OTHERS + 1)):  # of a few answers each is another one
+        apart += [by] if by not in apart and len(apart) < OTHERS else []
+    left, first = list(rows), {}
+    for by in apart:
+        others = [texts[order[(place[_key(own.texts[0])] + by) % count]] for _, own in left]
+        given = [(prompt, text) for (prompt, _), text in zip(left, others, strict=True)]
+        paid = []
+        for row, text, marks in zip(left, others, asked.marks(given), strict=True):
+            prompt, own = row
+            same = _key(text) in map(_key, own.texts)
+            if not same and isinstance(marks, float) and marks >= own.full - NEAR:
+                paid.append(row)
+                first.setdefault(prompt.uid, f"row '{prompt.uid}': {shown(own.texts[0])} and {shown(text)}")
+        left = paid
+    return [first[prompt.uid] for prompt, _ in left] if apart else [], len(apart)
+
+
+def _key(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A reward that is asked about answers outside of a run, without a model."""
+
+    bound: Bound
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options with their defaults; of those that follow a schedule the first value."""
+        known = self.bound.entry.options
+        given = {name: known[name].default for name in known} | self.bound.options
+        return {name: getattr(value, "first", value) for name, value in given.items()}
+
+    def own(self, prompt: Prompt) -> OwnAnswer | None:
+        """Write the target of a prompt as an answer; None without a target that the reward reads."""
+        return self._with_options(self.bound.entry.own_answer, prompt)
+
+    def _with_options(self, function: Any, *arguments: Any) -> Any:
+        takes, options = inspect.signature(function).parameters, self.options
+        return function(*arguments, **{name: options[name] for name in takes if name in options})
+
+    def _called(self, pairs: Sequence[tuple[Prompt, str]]) -> list[float | None]:
+        target = self.bound.entry.target
+        function = getattr(target, "grade_texts", target)
+
+        def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
+            if function is target:
+                return function(
+                    prompts, outcomes, **{name: self.options[name] for name in self.bound.options}
+                )
+            return self._with_options(function, prompts, outcomes)
+
+        prompts = [prompt for prompt, _ in pairs]
+        outcomes = [Outcome(text=text) for _, text in pairs]
+        scoring = Scoring([None] * len(pairs))
+        values = contextvars.copy_context().run(called, reward, prompts, outcomes, scoring, SECONDS)
+        return [None if value is None else to_float(value) for value in values]
+
+    def marks(self, pairs: Sequence[tuple[Prompt, str]]) -> list[float | Exception | None]:
+        """Return the reward of each answer, None where it does not apply, or what it raises."""
+        try:
+            return list(self._called(pairs)) if pairs else []
+        except Exception:  # of one of them; which is found one by one
+            return [self._one(pair) for pair in pairs]
+
+    def _one(self, pair: tuple[Prompt, str]) -> float | Exception | None:
+        try:
+            return self._called([pair])[0]
+        except Exception as error:
+            return error
