@@ -104,7 +104,7 @@ def _read_own(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], str,
     if not isinstance(raw, dict):
         raise ConfigError(f"'{path}' must hold a mapping at its top, not a {type(raw).__name__}")
     _check_plain(raw, str(path))
-    return raw, f"'{path}'", (*above, path)
+    return {str(key): value for key, value in raw.items()}, f"'{path}'", (*above, path)
 
 
 def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> dict[str, Any]:
