@@ -19,7 +19,11 @@ from mmrl.diffusion.image_io import load_image, load_video
 
 @data
 def prompts(
-    *, path: str, format: Literal["", "txt", "jsonl"] = "", limit: NonNegativeInt = 0
+    *,
+    path: str,
+    format: Literal["", "txt", "jsonl"] = "",
+    bad_rows: Literal["error", "drop"] = "error",
+    limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
     """Text prompts for image and video models, from a text file or JSON lines.
 
@@ -30,6 +34,8 @@ def prompts(
     Args:
         path: The file.
         format: `txt` (one prompt a line) or `jsonl` (one object a line); by default from the file's suffix.
+        bad_rows: Rows that cannot be used, as prompts that are too long for the model, raise (`error`) or are
+            skipped and logged (`drop`).
         limit: Most prompts to read; 0 is all.
     """
     source = Path(path)
@@ -49,7 +55,7 @@ def prompts(
     read = json_lines if as_json else text_lines
     rows = Rows(source, source.parent) if in_memory else read(source)
     reads = (CAPTION, "metadata", "target") if as_json else ("line",)
-    return read_prompts(source, rows, make, reads=reads, limit=limit)
+    return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
 
 
 @data
@@ -60,6 +66,7 @@ def images(
     height: NonNegativeInt = 0,
     width: NonNegativeInt = 0,
     max_pixels: PositiveInt = MAX_IMAGE_PIXELS,
+    bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
     """Prompts with recorded images: to imitate, to compare, or to rank.
@@ -75,6 +82,7 @@ def images(
         height: With `width`, images are cropped around the centre to this aspect ratio and resized, pixels.
         width: See `height`; 0 for both keeps the images' own sizes.
         max_pixels: Most pixels of an image file.
+        bad_rows: Rows that cannot be used raise (`error`) or are skipped and logged (`drop`).
         limit: Most rows to read; 0 is all.
     """
     if bool(height) != bool(width):
@@ -102,7 +110,7 @@ def images(
 
     load = lambda file: Outcome(image=load_image(file, height, width, max_pixels))
     reads = ("image", "images", "chosen", "rejected", "scores")
-    return recorded_prompts(Path(path), Path(root), limit, read, load, reads)
+    return recorded_prompts(Path(path), Path(root), limit, read, load, reads, bad_rows)
 
 
 @data
@@ -113,6 +121,7 @@ def videos(
     num_frames: PositiveInt,
     height: PositiveInt,
     width: PositiveInt,
+    bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
     """Prompts with recorded videos, scored as a whole or by segment.
@@ -128,6 +137,7 @@ def videos(
         num_frames: Frames to take from each video, evenly spread.
         height: Height that frames are scaled to, pixels.
         width: Width that frames are scaled to, pixels.
+        bad_rows: Rows that cannot be used raise (`error`) or are skipped and logged (`drop`).
         limit: Most rows to read; 0 is all.
     """
 
@@ -152,4 +162,4 @@ def videos(
         frames, times = load_video(file, num_frames, height, width)
         return Outcome(video=frames, times=times)
 
-    return recorded_prompts(Path(path), Path(root), limit, read, load, ("videos", "scores"))
+    return recorded_prompts(Path(path), Path(root), limit, read, load, ("videos", "scores"), bad_rows)

@@ -20,7 +20,8 @@ from mmrl.core.protocols import Connected, Policy, Preparing
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.named_columns import named_columns
-from mmrl.data.row_fields import NAMED
+from mmrl.data.readable import drops, prompt_check
+from mmrl.data.row_fields import CHECK, NAMED
 from mmrl.inference.session import Session
 from mmrl.inference.sources import ModelSource, resolve
 from mmrl.references import SecondModel
@@ -176,12 +177,20 @@ def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
 def read_prompts(
     config: Config | EvaluateConfig, pieces: Pieces, piece: Piece, place: str
 ) -> Sequence[Prompt]:
-    """Read a data set, in sight of the columns that other pieces of the run read by name."""
-    token = NAMED.set(named_columns(config))
+    """Read a data set, in sight of the columns that other pieces of the run read, and of its model.
+
+    A prompt that the model cannot read is a bad row of its data set.
+    """
+    check = prompt_check(config.policy)
+    tokens = NAMED.set(named_columns(config)), CHECK.set(check)
     try:
-        return pieces.prompts(piece, place)
+        prompts = pieces.prompts(piece, place)
     finally:
-        NAMED.reset(token)
+        NAMED.reset(tokens[0])
+        CHECK.reset(tokens[1])
+    if check is not None:
+        prompts = pieces.made[place] = check.rest(prompts, drops(piece), place)
+    return prompts
 
 
 def make_evaluator(

@@ -23,16 +23,20 @@ class Sana(PipelineFamily):
     pipelines = frozenset({"SanaPipeline"})
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
+    def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
+        """Raise where Gemma would truncate a text behind the instruction."""
+        prefix = "\n".join(default_of(pipe, "complex_human_instruction")) if text else ""
+        # Two of the instruction's tokens count for the text's length: the first, and the last.
+        room = len(pipe.tokenizer.encode(prefix)) - 2 if text else 0
+        cleaned = prefix + text.lower().strip()  # as the pipeline cleans it
+        check_fits(pipe.tokenizer, cleaned, max_sequence_length + room)
+
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
         """Encode texts: states (S, D), padded, and their mask (S,)."""
         instruction = default_of(pipe, "complex_human_instruction")
-        prefix = "\n".join(instruction)
-        # Two of the instruction's tokens count for the text's length: the first, and the last.
-        room = len(pipe.tokenizer.encode(prefix)) - 2
         conditions = []
         for text in texts:
-            whole = (prefix if text else "") + text.lower().strip()  # as the pipeline cleans it
-            check_fits(pipe.tokenizer, whole, max_sequence_length + (room if text else 0))
+            self.check_text(pipe, text, max_sequence_length)
             states, mask, _, _ = pipe.encode_prompt(
                 [text],
                 do_classifier_free_guidance=False,

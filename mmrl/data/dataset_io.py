@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from mmrl.config import objects
 from mmrl.core.plain_text import each_text, whole
-from mmrl.core.types import Prompt
+from mmrl.core.types import Prompt, PromptError
 from mmrl.data.fields import RowError, short
 from mmrl.data.object_rows import loose_rows, tables
-from mmrl.data.row_fields import Column, RowFields
+from mmrl.data.row_fields import CHECK, Column, RowFields
 from mmrl.data.row_files import BOM, DataRow, Found, GroupFile, LineFile, RowFile, SourceError, TableFile
 from mmrl.data.row_prompts import Places, RowPrompts
 
@@ -122,8 +122,12 @@ def read_prompts(
 
     places = Places(prompt_of)
 
+    check = CHECK.get()
+
     def add_unique(row: DataRow, number: int) -> int | None:
         if prompt := prompt_of(row, number):
+            if check is not None:
+                check(prompt)
             ids.add(prompt.uid, row.place)
             return places.add(prompt, row.found, number)
         return None
@@ -149,7 +153,7 @@ def read_each(
             if row.fault:
                 raise RowError(row.fault)
             value = make(row, number)
-        except RowError as error:
+        except (RowError, PromptError) as error:
             bad.append(f"{row.place}: {error}")
             continue
         values += [] if value is None else [value]

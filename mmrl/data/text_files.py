@@ -58,6 +58,7 @@ def recorded_prompts(
     read: Callable[[Mapping[str, Any]], tuple[list[str], Scores]],
     load: Callable[[Path], Outcome],
     reads: Sequence[Column],
+    bad_rows: str = "",
 ) -> Sequence[Prompt]:
     """Read one prompt a line (`prompt` or `caption`) with recorded files under `root`; `limit` 0 reads all.
 
@@ -72,4 +73,4 @@ def recorded_prompts(
         return Prompt(line_uid(row, path), (message,), row.columns.get("target"), answers, row.all)
 
     columns = (CAPTION, "target", *reads)
-    return read_prompts(path, json_lines(path), make, reads=columns, limit=limit)
+    return read_prompts(path, json_lines(path), make, reads=columns, bad_rows=bad_rows, limit=limit)

@@ -14,9 +14,10 @@ from mmrl.config.consistency import evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import find
 from mmrl.config.reward_adapters import is_trl
-from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields
+from mmrl.config.schema import Config, EvaluateConfig, Piece, held_fields
 from mmrl.data.dataset_io import FORMS, Rows
 from mmrl.data.fields import RowError
+from mmrl.data.readable import with_inner
 
 FIRST = 20  # rows whose columns are looked at
 OFFERED = (
@@ -64,25 +65,11 @@ def _absent(config: Config | EvaluateConfig) -> Iterator[str]:
         match config.policy.options.get(option):
             case str(name) if name and _is_local(name) and not Path(name).exists():
                 yield f"policy.{option} is '{name}', which does not exist here; name a folder, or OWNER/NAME"
-    for place, data in (inner for known in _data(config) for inner in _with_inner(*known)):
+    for place, data in (inner for known in _data(config) for inner in with_inner(*known)):
         for option in ("path", "root"):
             match data.options.get(option):
                 case str(name) if name and not objects.is_object(name) and not Path(name).exists():
                     yield f"{place}.{option} is '{name}', which does not exist here; set {place}.{option}=..."
-
-
-def _with_inner(place: str, data: Piece) -> Iterator[tuple[str, Piece]]:
-    """List a data set and those that it is made of, with their places."""
-    yield place, data
-    match data.options.get("data"):
-        case None:
-            return
-        case list() | tuple() as inner:
-            named = [(f"{place}.data.{i}", value) for i, value in enumerate(inner)]
-        case value:
-            named = [(f"{place}.data", value)]
-    for at, value in named:
-        yield from _with_inner(at, as_piece(value, at))
 
 
 def _is_local(name: str) -> bool:

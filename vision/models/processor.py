@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.plain_text import PlainText, block_after, each_text, inside, unused_marker
 from mmrl.core.tensor import cat_padded
-from mmrl.core.types import Media, Message, Part, Prompt
+from mmrl.core.types import Media, Message, Part, Prompt, reading
 from mmrl.kv_cache.layout import placeholder_ids
-from mmrl.vision.models.model_families import family_of, token_types
+from mmrl.vision.models.model_families import check_length, family_of, token_types
 from mmrl.vision.models.recorded_keys import check_keys
 
 CACHE_BYTES = 2 << 30
@@ -74,7 +74,9 @@ class PromptEncoder:
             self.pixels = {**size, **pixels}
         # No answer may contain these: the model would expect media for them.
         self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
-        self.plain = PlainText(self.tokenizer, self._media_words())
+        self._words = self._media_words()
+        self._answer_words = list(map(self.tokenizer.decode, self.placeholders))
+        self.plain = PlainText(self.tokenizer, self._words)
         self.end = self._end_tokens()
         self._keys: dict[str, bool] = {}  # whether a template reads a key of recorded turns
         self._known: dict[str, bool] = {}  # whether a template tells about tools, by both
@@ -85,12 +87,13 @@ class PromptEncoder:
         )
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> EncodedPrompt:
-        """Encode a prompt. Raises ValueError where its placeholders and media features differ in number.
+        """Encode a prompt. Raises `PromptError` for one that the model cannot read.
 
         `tools` are JSON schemas of functions, which the chat template tells the model about.
         """
         key = (prompt.uid, prompt.messages, json.dumps(tools))
-        return self._encoded.get(key, lambda: self._encode(prompt, tools))
+        with reading(prompt):
+            return self._encoded.get(key, lambda: self._encode(prompt, tools))
 
     def extend(self, encoded: EncodedPrompt, ids: Tensor, *replies: Message) -> EncodedPrompt:
         """Append an answer (T,) and replies to it, and begin the next answer in the template's own words.
@@ -140,14 +143,18 @@ class PromptEncoder:
             written.append(Message("user", tuple(parts)))
         return written
 
-    def answer(self, text: str) -> Tensor:
-        """Tokenize an answer, with its end token: (T,)."""
-        for word in map(self.tokenizer.decode, self.placeholders):
+    def check_answer(self, text: str) -> None:
+        """Raise ValueError for a recorded answer with a placeholder of media."""
+        for word in self._answer_words:
             if word in text:
                 raise ValueError(
                     f"the recorded answer {text[:80]!r} holds the media placeholder {word!r}, which no "
                     "answer may hold"
                 )
+
+    def answer(self, text: str) -> Tensor:
+        """Tokenize an answer, with its end token: (T,)."""
+        self.check_answer(text)
         return torch.tensor([*self.plain.ids(text), self.end[0]])
 
     def text(self, ids: Tensor) -> str:
@@ -188,20 +195,31 @@ class PromptEncoder:
 
     def processor_inputs(self, prompt: Prompt, tools: Tools = ()) -> dict[str, Tensor]:
         """Give the outputs of the processor for a prompt: what the forward pass of transformers takes."""
-        messages = list(map(template_message, self.replies(prompt.messages, tools)))
-        return self._inputs(prompt, self._render(messages, tools), {})
+        return self._inputs(prompt, self.written(prompt, tools), {})
 
-    def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
-        check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
+    def check_text(self, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt whose text holds a placeholder of media."""
         asked = "\n".join(part.text for turn in prompt.messages for part in turn.parts if not part.said)
-        for word in self._media_words():
+        for word in self._words:
             if word in asked:
                 raise ValueError(
                     f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
                     "add the image or video as a part of the message instead"
                 )
-        inputs = self.processor_inputs(prompt, tools)
+
+    def written(self, prompt: Prompt, tools: Tools = ()) -> str:
+        """Write a prompt in the words of the chat template; raises ValueError where that refuses it."""
+        try:
+            check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
+            return self._render(list(map(template_message, self.replies(prompt.messages, tools))), tools)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template of the model does not take it: {error}") from error
+
+    def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
+        self.check_text(prompt)
+        inputs = self._inputs(prompt, self.written(prompt, tools), {})
         positions = family_of(self.core.config).positions(self.core, inputs)
+        check_length(int(positions.max()) + 1, self.core.config)
         media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
         return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
 
@@ -369,6 +387,12 @@ def _call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Write a turn of the model that calls a tool and says nothing, in the form that chat templates read."""
     made = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}, "id": CALL_ID}
     return {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": [made]}
+
+
+def pixel_limits(options: Mapping[str, Any]) -> dict[str, int]:
+    """Name the options `min_pixels` and `max_pixels` of a policy as image processors do."""
+    named = {"shortest_edge": options.get("min_pixels"), "longest_edge": options.get("max_pixels")}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _size_limits(processor: Any) -> dict[str, int]:
