@@ -38,6 +38,7 @@ from mmrl.training.prompt_counts import PromptCounts
 from mmrl.training.report import Reporter, ReportPieces
 from mmrl.training.second import SecondLearner
 from mmrl.training.trainer import Run
+from mmrl.training.unreadable import Unreadable
 
 
 def build(config: Config, *, quiet: bool = False) -> Run:
@@ -95,7 +96,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     if epochs:
         reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")
     seconds = second_learners(config, references, processes, stream)
-    return Run(config, pieces, processes, method, reporter, evaluator, seconds)
+    unreadable = Unreadable(drops(config.data))
+    return Run(config, pieces, processes, method, reporter, evaluator, seconds, unreadable=unreadable)
 
 
 def second_learners(
@@ -211,6 +213,7 @@ def make_evaluator(
         num_generations=wanted.num_generations,
         confidence=wanted.confidence,
         correct=wanted.correct,
+        unreadable=Unreadable(drops(wanted.data), "evaluation.data"),
     )
 
 

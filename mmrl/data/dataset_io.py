@@ -81,11 +81,11 @@ def valid_rows(path: Path) -> Iterator[DataRow]:
         yield row
 
 
-def bad_rows_error(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> RowError:
+def bad_rows_error(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> SourceError:
     """Make an error that counts the rows that cannot be used, and lists the first of them."""
     shown = [*bad[:SHOWN], *([f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else [])]
     rows = "1 row" if len(bad) == 1 else f"{len(bad)} rows"
-    return RowError(f"{rows} of '{source}' cannot be used; {advice}:\n  " + "\n  ".join(shown))
+    return SourceError(f"{rows} of '{source}' cannot be used; {advice}:\n  " + "\n  ".join(shown))
 
 
 def read_prompts(
