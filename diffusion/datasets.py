@@ -30,8 +30,8 @@ def prompts(
     """Text prompts for image and video models, from a text file, JSON lines, CSV or TSV.
 
     A JSON object, or a row by the names of its columns, has a `prompt` (or `caption`). Its other keys, and
-    those of its `metadata`, become the prompt's columns; `target` is what rewards compare with, `id` names the
-    prompt. Without an `id` its name is that of the file and the line, whatever the `limit`.
+    those of its `metadata`, become the prompt's columns; `target` is what rewards compare with, `id` names
+    the prompt. Without an `id` its name is that of the file and the line, whatever the `limit`.
 
     Args:
         path: The file.
@@ -44,8 +44,8 @@ def prompts(
     in_memory = objects.is_object(path)
     table = source.suffix in SEPARATED
     if table and format:
-        raise ValueError(
-            f"'{path}' is read by the names of its columns; leave out `format`, which is '{format}'"
+        raise ConfigError(
+            f"'{path}' is read by the names of its columns, not as '{format}'; leave out `format`"
         )
     as_json = in_memory or table or (format or source.suffix.lstrip(".")) in ("jsonl", "json")
 

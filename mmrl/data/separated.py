@@ -45,4 +45,6 @@ def separated_rows(path: Path, split: str) -> Iterator[DataRow]:
                 fault = f"has {len(cells)} cells, and the first line names {len(names)} columns"
                 yield DataRow(place, split, fault=f"{fault}: {', '.join(names)}")
                 continue
-            yield DataRow(place, split, {name: cell or None for name, cell in zip(names, cells, strict=True) if name})
+            yield DataRow(
+                place, split, {name: cell or None for name, cell in zip(names, cells, strict=True) if name}
+            )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, named_rows, read_each, read_prompts
-from mmrl.data.fields import RowError, short, text, uid_of
+from mmrl.data.fields import RowError, text, uid_of
 from mmrl.data.media import locate
 from mmrl.data.row_fields import Column
 
