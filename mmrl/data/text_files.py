@@ -28,7 +28,7 @@ def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
     for name in names:
         if name in row:
             return text(row[name], name).strip()
-    raise RowError(f"wanted a column {' or '.join(map(repr, names))}")
+    raise RowError(f"wanted a key {' or '.join(map(repr, names))}")
 
 
 def line_uid(row: DataRow, path: Path) -> str:

@@ -38,7 +38,7 @@ def test_every_reader_takes_them(tmp_path, name, mark):
 def test_a_table_is_no_list_of_texts(tmp_path):
     with pytest.raises(ConfigError, match="read by the names of its columns, not as 'txt'"):
         prompts(path=str(written(tmp_path, "a.csv", "prompt\na cat\n")), format="txt")
-    with pytest.raises(SourceError, match=r"wanted a column 'prompt' or 'caption' \(the row has text\)"):
+    with pytest.raises(SourceError, match=r"wanted a key 'prompt' or 'caption' \(the row has text\)"):
         prompts(path=str(written(tmp_path, "b.csv", "text\na cat\n")))
 
 
