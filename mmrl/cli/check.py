@@ -31,7 +31,8 @@ def check(given: argparse.Namespace) -> int:
     """Check configuration files, and that what they name exists; print the error of each that is wrong.
 
     No weights are loaded. Of data the first rows are read; with --data all of them, as training does, so that
-    a pool without prompts, a source or a column of hints that no row has is found.
+    a pool without prompts, a source or a column of hints that no row has is found, or a prompt that the model
+    cannot read.
     """
     paths, overrides = split_overrides(given.configs)
     if not paths:
