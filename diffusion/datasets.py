@@ -7,34 +7,47 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.config import objects
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeInt, PositiveInt
 from mmrl.config.registry import data
 from mmrl.core.types import Message, Outcome, Part, Prompt
-from mmrl.data.dataset_io import DataRow, Rows, json_lines, read_prompts, text_lines
+from mmrl.data.dataset_io import DataRow, Rows, named_rows, read_prompts, text_lines
 from mmrl.data.fields import RowError, listed, mapping, number, text
 from mmrl.data.media import MAX_IMAGE_PIXELS
+from mmrl.data.separated import SEPARATED
 from mmrl.data.text_files import CAPTION, Scores, line_uid, recorded_prompts, text_of
 from mmrl.diffusion.image_io import image_size, load_image, load_video
 
 
 @data
 def prompts(
-    *, path: str, format: Literal["", "txt", "jsonl"] = "", limit: NonNegativeInt = 0
+    *,
+    path: str,
+    format: Literal["", "txt", "jsonl"] = "",
+    bad_rows: Literal["error", "drop"] = "error",
+    limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Text prompts for image and video models, from a text file or JSON lines.
+    """Text prompts for image and video models, from a text file, JSON lines, CSV or TSV.
 
-    A JSON object has a `prompt` (or `caption`). Its other keys, and those of its `metadata`, become the
-    prompt's columns; `target` is what rewards compare with, `id` names the prompt. Without an `id` its name
-    is that of the file and the line, whatever the `limit`.
+    A JSON object, or a row by the names of its columns, has a `prompt` (or `caption`). Its other keys, and
+    those of its `metadata`, become the prompt's columns; `target` is what rewards compare with, `id` names
+    the prompt. Without an `id` its name is that of the file and the line, whatever the `limit`.
 
     Args:
         path: The file.
         format: `txt` (one prompt a line) or `jsonl` (one object a line); by default from the file's suffix.
+        bad_rows: Rows that cannot be used, as prompts that are too long for the model, raise (`error`) or are
+            skipped and logged (`drop`).
         limit: Most prompts to read; 0 is all.
     """
     source = Path(path)
     in_memory = objects.is_object(path)
-    as_json = in_memory or (format or source.suffix.lstrip(".")) in ("jsonl", "json")
+    table = source.suffix in SEPARATED
+    if table and format:
+        raise ConfigError(
+            f"'{path}' is read by the names of its columns, not as '{format}'; leave out `format`"
+        )
+    as_json = in_memory or table or (format or source.suffix.lstrip(".")) in ("jsonl", "json")
 
     def make(row: DataRow, number: int) -> Prompt:
         if not as_json:
@@ -46,10 +59,10 @@ def prompts(
         message = Message("user", (Part(text_of(row.columns, CAPTION)),))
         return Prompt(line_uid(row, source), (message,), columns.get("target"), columns=columns)
 
-    read = json_lines if as_json else text_lines
+    read = named_rows if as_json else text_lines
     rows = Rows(source, source.parent) if in_memory else read(source)
     reads = (CAPTION, "metadata", "target") if as_json else ("line",)
-    return read_prompts(source, rows, make, reads=reads, limit=limit)
+    return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
 
 
 @data

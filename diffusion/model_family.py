@@ -38,8 +38,12 @@ class PipelineFamily(ABC):
     embedded_guidance: bool = False  # the guidance scale is an input of the network: no second pass
 
     @abstractmethod
+    def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
+        """Raise ValueError for a text that is too long for the encoders; reads the tokenizers alone."""
+
+    @abstractmethod
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts to one condition each, on the CPU; raise if a text is too long for the encoder."""
+        """Encode texts to one condition each, on the CPU; raise if `check_text` does."""
 
     def encode_negative(self, pipe: Any, text: str, max_sequence_length: int) -> dict[str, Tensor]:
         """Encode the text that guidance leads away from; like a prompt, unless the pipeline differs."""
@@ -174,6 +178,9 @@ def reading_words(pipe: Any, text: str) -> Iterator[str]:
 
 def check_fits(tokenizer: Any, text: str, limit: int) -> None:
     """Raise if an encoder of `limit` tokens would truncate a text."""
+    # A token is a byte or more of the text in the form in which most are written out; a few begin and end it.
+    if text.isascii() and len(text) + 8 <= limit:
+        return
     length = len(tokenizer(text, truncation=False, verbose=False).input_ids)
     if length > limit:
         raise ValueError(

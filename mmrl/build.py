@@ -24,7 +24,8 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.dataset_io import bad_rows_error
 from mmrl.data.named_columns import named_columns
-from mmrl.data.row_fields import NAMED
+from mmrl.data.readable import drops, prompt_check
+from mmrl.data.row_fields import CHECK, NAMED
 from mmrl.diagnostics.round_trip import SAMPLE, check_targets
 from mmrl.inference.session import Session
 from mmrl.inference.sources import ModelSource, resolve
@@ -43,6 +44,7 @@ from mmrl.training.prompt_counts import PromptCounts
 from mmrl.training.report import Reporter, ReportPieces
 from mmrl.training.second import SecondLearner
 from mmrl.training.trainer import Run
+from mmrl.training.unreadable import Unreadable
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +109,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     if epochs:
         reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")
     seconds = second_learners(config, references, processes, stream)
-    return Run(config, pieces, processes, method, reporter, evaluator, seconds)
+    unreadable = Unreadable(drops(config.data))
+    return Run(config, pieces, processes, method, reporter, evaluator, seconds, unreadable=unreadable)
 
 
 def second_learners(
@@ -237,12 +240,20 @@ def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
 def read_prompts(
     config: Config | EvaluateConfig, pieces: Pieces, piece: Piece, place: str
 ) -> Sequence[Prompt]:
-    """Read a data set, in sight of the columns that other pieces of the run read by name."""
-    token = NAMED.set(named_columns(config))
+    """Read a data set, in sight of the columns that other pieces of the run read, and of its model.
+
+    A prompt that the model cannot read is a bad row of its data set.
+    """
+    check = prompt_check(config.policy)
+    tokens = NAMED.set(named_columns(config)), CHECK.set(check)
     try:
-        return pieces.prompts(piece, place)
+        prompts = pieces.prompts(piece, place)
     finally:
-        NAMED.reset(token)
+        NAMED.reset(tokens[0])
+        CHECK.reset(tokens[1])
+    if check is not None:
+        prompts = pieces.made[place] = check.rest(prompts, drops(piece), place)
+    return prompts
 
 
 def make_evaluator(
@@ -264,6 +275,7 @@ def make_evaluator(
         num_generations=wanted.num_generations,
         confidence=wanted.confidence,
         correct=wanted.correct,
+        unreadable=Unreadable(drops(wanted.data), "evaluation.data"),
     )
 
 

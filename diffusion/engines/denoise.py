@@ -21,7 +21,7 @@ from mmrl.config.ranges import (
 )
 from mmrl.config.registry import engine
 from mmrl.core.rng import Stream
-from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
 from mmrl.diffusion.flow_math import ODE_STEPS
 from mmrl.diffusion.schedule import check_times
 from mmrl.diffusion.steps import Conditioning, FlowPolicy, FlowRow
@@ -182,7 +182,10 @@ class Denoise:
 
     def _denoise(self, plans: Sequence[DenoisingPlan], first: int) -> list[Trajectory]:
         policy, (low, high) = self.policy, plans[0].window
-        conditions = [policy.condition(plan.prompt.text) for plan in plans]
+        conditions = []
+        for plan in plans:
+            with reading(plan.prompt):
+                conditions.append(policy.condition(plan.prompt.text))
         conditioning = Conditioning.of(conditions, self.guidance_scale, policy.passes(self.guidance_scale))
         times = self.times.to(policy.device)
         latents = torch.stack([plan.start for plan in plans]).to(policy.device, policy.precision)  # (B, *L)

@@ -35,12 +35,16 @@ class Flux(PackedFamily):
     targets = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
     embedded_guidance = True
 
-    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts: states (S, D) of T5, padded without a mask, and the vector (D,) of CLIP."""
+    def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
+        """Raise where T5 would truncate a text."""
         if max_sequence_length > MAX_TOKENS:
             raise ValueError(f"`max_sequence_length` is at most {MAX_TOKENS}, not {max_sequence_length}")
+        check_fits(pipe.tokenizer_2, text, max_sequence_length)
+
+    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
+        """Encode texts: states (S, D) of T5, padded without a mask, and the vector (D,) of CLIP."""
         for text in texts:
-            check_fits(pipe.tokenizer_2, text, max_sequence_length)
+            self.check_text(pipe, text, max_sequence_length)
         states, pooled, _ = pipe.encode_prompt(list(texts), max_sequence_length=max_sequence_length)
         return per_text(encoder_hidden_states=states, pooled_projections=pooled)
 

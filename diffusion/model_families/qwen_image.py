@@ -34,20 +34,23 @@ class QwenImage(PackedFamily):
         "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
     )  # fmt: skip
 
-    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts: states (S, D).
-
-        A text is put into a template. The states of the template's beginning are dropped again; its end
-        counts for the text's length.
-        """
+    def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
+        """Raise where a text in its template is too long; the end of the template counts for its length."""
         if max_sequence_length > pipe.tokenizer_max_length:
             raise ValueError(
                 f"`max_sequence_length` is at most {pipe.tokenizer_max_length}, not {max_sequence_length}"
             )
+        templated = pipe.prompt_template_encode.format(text)
+        check_fits(pipe.tokenizer, templated, max_sequence_length + pipe.prompt_template_encode_start_idx)
+
+    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
+        """Encode texts: states (S, D).
+
+        A text is put into a template. The states of the template's beginning are dropped again.
+        """
         conditions = []
         for text in texts:
-            templated = pipe.prompt_template_encode.format(text)
-            check_fits(pipe.tokenizer, templated, max_sequence_length + pipe.prompt_template_encode_start_idx)
+            self.check_text(pipe, text, max_sequence_length)
             # Each text alone, so that none is padded inside the encoder.
             states, _ = pipe.encode_prompt([text], max_sequence_length=max_sequence_length)
             conditions += per_text(encoder_hidden_states=states)

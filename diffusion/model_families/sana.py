@@ -22,6 +22,17 @@ class Sana(PipelineFamily):
     pipelines = frozenset({"SanaPipeline"})
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
+    def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
+        """Raise where Gemma would truncate a text behind the instruction."""
+        prefix = "\n".join(default_of(pipe, "complex_human_instruction"))
+        self._check(pipe, prefix, text, max_sequence_length)
+
+    def _check(self, pipe: Any, prefix: str, text: str, max_sequence_length: int) -> None:
+        # Two of the instruction's tokens count for the text's length: the first, and the last.
+        room = len(pipe.tokenizer.encode(prefix)) - 2 if prefix else 0
+        # As the pipeline cleans it.
+        check_fits(pipe.tokenizer, prefix + text.lower().strip(), max_sequence_length + room)
+
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
         """Encode texts behind the instruction: states (S, D), padded, and their mask (S,)."""
         return [self._encode(pipe, text, max_sequence_length, instructed=True) for text in texts]
@@ -35,10 +46,7 @@ class Sana(PipelineFamily):
     ) -> dict[str, Tensor]:
         instruction = default_of(pipe, "complex_human_instruction") if instructed else []
         prefix = "\n".join(instruction)
-        # Two of the instruction's tokens count for the text's length: the first, and the last.
-        room = len(pipe.tokenizer.encode(prefix)) - 2 if instructed else 0
-        # As the pipeline cleans it.
-        check_fits(pipe.tokenizer, prefix + text.lower().strip(), max_sequence_length + room)
+        self._check(pipe, prefix, text, max_sequence_length)
         states, mask, _, _ = pipe.encode_prompt(
             [text],
             do_classifier_free_guidance=False,

@@ -22,14 +22,17 @@ class Sd3(PipelineFamily):
     pipelines = frozenset({"StableDiffusion3Pipeline"})
     targets = JOINT_ATTENTION
 
+    def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
+        """Raise where no encoder sees the end of a text: T5 reads what the CLIP encoders truncate."""
+        if pipe.text_encoder_3 is None:
+            check_fits(pipe.tokenizer, text, pipe.tokenizer_max_length)
+        else:
+            check_fits(pipe.tokenizer_3, text, max_sequence_length)
+
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
         """Encode texts with all encoders: states (S, D), and one pooled vector (D,)."""
         for text in texts:
-            # T5 reads what the CLIP encoders truncate; a text is too long only if no encoder sees its end.
-            if pipe.text_encoder_3 is None:
-                check_fits(pipe.tokenizer, text, pipe.tokenizer_max_length)
-            else:
-                check_fits(pipe.tokenizer_3, text, max_sequence_length)
+            self.check_text(pipe, text, max_sequence_length)
         states, _, pooled, _ = pipe.encode_prompt(
             prompt=list(texts),
             prompt_2=None,

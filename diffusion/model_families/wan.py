@@ -23,12 +23,16 @@ class Wan(PipelineFamily):
     pipelines = frozenset({"WanPipeline"})
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
-    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts: states (S, D), zero after the text."""
+    def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
+        """Raise where UMT5 would truncate a text, as the pipeline cleans it."""
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
+        check_fits(pipe.tokenizer, prompt_clean(text), max_sequence_length)
+
+    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
+        """Encode texts: states (S, D), zero after the text."""
         for text in texts:
-            check_fits(pipe.tokenizer, prompt_clean(text), max_sequence_length)
+            self.check_text(pipe, text, max_sequence_length)
         states, _ = pipe.encode_prompt(
             list(texts), do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
         )

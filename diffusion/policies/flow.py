@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from mmrl.config.schema import Piece
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded
-from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
 from mmrl.data.text_files import RecordedAnswers
 from mmrl.diffusion import adapters, loading
 from mmrl.diffusion.model_family import Condition, PipelineFamily, default_of, family_of, reading_words
@@ -195,6 +195,20 @@ class Flow:
 
         return self.conditions.get((text, negative), encode)
 
+    @staticmethod
+    def prompt_check(options: Mapping[str, Any]) -> Callable[[Prompt], None]:
+        """Make what raises `PromptError` for a prompt that a policy of these options cannot read."""
+        with loading_onto(None, empty=True):
+            pipe = loading.load_pipeline(str(options["model"]), dtype="bfloat16")
+        family = family_of(type(pipe).__name__)
+        longest = options.get("max_sequence_length") or default_of(pipe, "max_sequence_length")
+
+        def check(prompt: Prompt) -> None:
+            with reading(prompt), reading_words(pipe, prompt.text) as words:
+                family.check_text(pipe, words, longest)
+
+        return check
+
     def passes(self, guidance: float) -> int:
         """Count the network calls of one guided velocity."""
         return self.family.passes(guidance)
@@ -251,11 +265,13 @@ class Flow:
                 "and `width` of the data, which crop and resize, or resize its file"
             ) from error
         self._move_frozen_parts()
+        with reading(prompt):
+            condition = self.condition(prompt.text)
         pixels = recorded[None].to(self.device) / 255  # (1, 3, height, width) or (1, F, 3, height, width)
         latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
         nothing = torch.zeros(0)  # no schedule and no recorded steps
         frames = self.family.frames_per_latent(self.pipe, tuple(latents.shape))
-        row = FlowRow(self.condition(prompt.text), latents[None], nothing.long(), nothing, frames=frames)
+        row = FlowRow(condition, latents[None], nothing.long(), nothing, frames=frames)
         return Trajectory(prompt, prompt.uid, (outcome,), row, self.likelihood.length(row), on_policy=False)
 
     def collate(self, rollouts: Rollouts) -> Batch:

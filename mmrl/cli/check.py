@@ -31,8 +31,8 @@ def check(given: argparse.Namespace) -> int:
     """Check configuration files, and that what they name exists; print the error of each that is wrong.
 
     No weights are loaded. Of data the first rows are read; with --data all of them, as training does, so that
-    a pool without prompts, a source or a column of hints that no row has, and targets that do not earn full
-    marks as the answers to their rows are found.
+    a pool without prompts, a source or a column of hints that no row has, prompts that the model cannot read,
+    and targets that do not earn full marks as the answers to their rows are found.
     """
     paths, overrides = split_overrides(given.configs)
     if not paths:

@@ -26,6 +26,14 @@ def inside(key: str, *above: str) -> bool:
     return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in above)
 
 
+def may_change(key: str) -> bool:
+    """Return whether a dotted key may change between a run and its resumption.
+
+    What becomes of bad rows may, since the prompts themselves are compared.
+    """
+    return inside(key, *MAY_CHANGE) or (inside(key, "data") and key.endswith(".bad_rows"))
+
+
 def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
     """List the dotted keys at which two plain configurations differ, each with both values."""
     match old, new:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -176,6 +177,29 @@ class Trajectory:
 
 
 Rollouts = tuple[Trajectory, ...]
+
+
+class PromptError(ValueError):
+    """A prompt, or one of its recorded answers, that the policy cannot read; `uid` names the prompt."""
+
+    def __init__(self, uid: str, reason: str) -> None:
+        super().__init__(uid, reason)
+        self.uid, self.reason = uid, reason
+
+    def __str__(self) -> str:
+        named = f"'{self.uid}'" in self.reason
+        return self.reason if named else f"cannot read the prompt '{self.uid}': {self.reason}"
+
+
+@contextmanager
+def reading(prompt: Prompt) -> Iterator[None]:
+    """Turn a ValueError inside this context into a `PromptError` of a prompt."""
+    try:
+        yield
+    except PromptError:
+        raise
+    except ValueError as error:
+        raise PromptError(prompt.uid, str(error)) from error
 
 
 class Count(float):

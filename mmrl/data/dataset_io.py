@@ -1,11 +1,10 @@
-"""Reading and writing rows of datasets: JSON lines, JSON lists, parquet, folders of `datasets`."""
+"""Reading and writing rows of datasets: JSON lines and lists, parquet, CSV, folders of `datasets`."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,15 +13,17 @@ from typing import Any, TypeVar
 
 from mmrl.config import objects
 from mmrl.core.plain_text import each_text, whole
-from mmrl.core.types import Prompt
-from mmrl.data.fields import RowError, short
+from mmrl.core.types import Prompt, PromptError
+from mmrl.data.fields import RowError, parse_json, short, with_columns
 from mmrl.data.object_rows import loose_rows, tables
-from mmrl.data.row_fields import Column, RowFields
+from mmrl.data.row_fields import CHECK, Column, RowFields
 from mmrl.data.row_files import BOM, DataRow, Found, GroupFile, LineFile, RowFile, SourceError, TableFile
 from mmrl.data.row_prompts import Places, RowPrompts
+from mmrl.data.separated import SEPARATED, separated_rows
 
 T = TypeVar("T")
-FORMS = (".jsonl", ".parquet", ".json")
+WRITTEN = (".jsonl", ".parquet", ".json")
+FORMS = (*WRITTEN, *SEPARATED)
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of one split
 BATCH = 256  # rows of a parquet file in memory at once
 DEEPEST = 64  # levels of lists and objects in a row: code that walks through them is recursive
@@ -52,7 +53,7 @@ class Rows:
             elif path.suffix == ".parquet":
                 yield from parquet_rows(path)
             else:
-                yield from json_lines(path) if path.suffix == ".jsonl" else json_list(path)
+                yield from json_list(path) if path.suffix == ".json" else named_rows(path)
 
     def valid(self) -> Iterator[DataRow]:
         """Iterate over the rows that can be read."""
@@ -81,11 +82,11 @@ def valid_rows(path: Path) -> Iterator[DataRow]:
         yield row
 
 
-def bad_rows_error(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> RowError:
+def bad_rows_error(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> SourceError:
     """Make an error that counts the rows that cannot be used, and lists the first of them."""
     shown = [*bad[:SHOWN], *([f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else [])]
     rows = "1 row" if len(bad) == 1 else f"{len(bad)} rows"
-    return RowError(f"{rows} of '{source}' cannot be used; {advice}:\n  " + "\n  ".join(shown))
+    return SourceError(f"{rows} of '{source}' cannot be used; {advice}:\n  " + "\n  ".join(shown))
 
 
 def read_prompts(
@@ -122,8 +123,12 @@ def read_prompts(
 
     places = Places(prompt_of)
 
+    check = CHECK.get()
+
     def add_unique(row: DataRow, number: int) -> int | None:
         if prompt := prompt_of(row, number):
+            if check is not None:
+                check(prompt)
             ids.add(prompt.uid, row.place)
             return places.add(prompt, row.found, number)
         return None
@@ -149,8 +154,8 @@ def read_each(
             if row.fault:
                 raise RowError(row.fault)
             value = make(row, number)
-        except RowError as error:
-            bad.append(f"{row.place}: {error}")
+        except (RowError, PromptError) as error:
+            bad.append(f"{row.place}: {with_columns(str(error), row.columns)}")
             continue
         values += [] if value is None else [value]
         if limit and len(values) == limit:
@@ -178,7 +183,7 @@ def row_files(path: Path) -> list[Path]:
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return [path]  # written by `datasets`
     listed = sorted(file for home in (path, path / "data") if home.is_dir() for file in home.iterdir())
-    for forms in ((".jsonl", ".parquet"), (".json",)):  # the first that has any
+    for forms in ((".jsonl", ".parquet", *SEPARATED), (".json",)):  # the first that has any
         if files := [file for file in listed if file.suffix in forms]:
             return files
     raise SourceError(f"the folder '{path}' holds no rows; they come as {', '.join(FORMS)}")
@@ -244,6 +249,12 @@ def json_lines(path: Path) -> Iterator[DataRow]:
     yield from text_lines(path, parse)
 
 
+def named_rows(path: Path) -> Iterator[DataRow]:
+    """Read a CSV or TSV file by the names in its first line, and any other as JSON lines."""
+    table = path.suffix in SEPARATED
+    yield from map(checked, separated_rows(path, split_of(path))) if table else json_lines(path)
+
+
 def json_list(path: Path) -> Iterator[DataRow]:
     """Read a file that is one JSON list of objects, or else JSON lines."""
     with path.open("rb") as file:
@@ -262,22 +273,6 @@ def json_list(path: Path) -> Iterator[DataRow]:
         raise SourceError(f"'{path}' must hold a list of objects, not {short(rows)}")
     for number, columns in enumerate(rows):
         yield checked(DataRow(f"{path}[{number}]", split, columns))
-
-
-def parse_json(text: str) -> Any:
-    """Parse JSON; duplicate keys, numbers of thousands of digits and endless nesting are a RowError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):  # a dict keeps only the last of equal keys
-            name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise ValueError(f"the key {short(name)} occurs twice")
-        return made
-
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise RowError(str(error)) from error
 
 
 @contextmanager
@@ -391,5 +386,5 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
                 raise RowError(f"cannot write the column `{name}` to '{path}': {error}") from error
         parquet.write_table(pyarrow.table(columns), path)
     else:
-        raise RowError(f"cannot write rows to '{path}'; name it {', '.join(FORMS)}")
+        raise RowError(f"cannot write rows to '{path}'; name it {', '.join(WRITTEN)}")
     return len(listed)

@@ -8,6 +8,7 @@ import json
 import re
 import reprlib
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from string import Formatter
 from typing import Any
@@ -70,6 +71,30 @@ def plain(value: Any, name: str) -> Any:
     except (TypeError, ValueError) as error:
         raise RowError(f"cannot write `{name}`, {short(value)}: {error}") from error
     return value
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; duplicate keys, numbers of thousands of digits and endless nesting are a RowError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):  # a dict keeps only the last of equal keys
+            name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"the key {short(name)} occurs twice")
+        return made
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise RowError(str(error)) from error
+
+
+def with_columns(reason: str, columns: Mapping[str, Any]) -> str:
+    """Add the columns that a row has to what is wrong with it, where that names one that it has not."""
+    named = re.findall(r"[`']([^\W\d]\w*)[`']", reason)
+    if not columns or all(name in columns for name in named):
+        return reason
+    return f"{reason} (the row has {', '.join(map(str, columns))})"
 
 
 def uid_of(columns: Mapping[str, Any], default: str, name: str = "id") -> str:

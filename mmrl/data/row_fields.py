@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mmrl.core.types import Prompt
 from mmrl.data.fields import RowError
 from mmrl.data.row_files import DataRow
 
@@ -63,6 +64,8 @@ class NamedColumns:
 
 # The run whose data are being read; none where a program calls a data set itself.
 NAMED: ContextVar[NamedColumns | None] = ContextVar("NAMED", default=None)
+# Raises `PromptError` for a prompt that its model cannot read; None where no model is known.
+CHECK: ContextVar[Callable[[Prompt], None] | None] = ContextVar("CHECK", default=None)
 
 
 def declared(columns: Iterable[Column], renamed: Mapping[str, str] | None = None) -> tuple[Column, ...]:

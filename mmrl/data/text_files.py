@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmrl.core.types import Message, Outcome, Part, Prompt
-from mmrl.data.dataset_io import DataRow, json_lines, read_each, read_prompts
-from mmrl.data.fields import RowError, short, text, uid_of
+from mmrl.data.dataset_io import DataRow, named_rows, read_each, read_prompts
+from mmrl.data.fields import RowError, text, uid_of
 from mmrl.data.media import locate
 from mmrl.data.row_fields import Column
 
@@ -20,7 +20,7 @@ CAPTION = ("prompt", "caption")
 
 def objects(path: Path, read: Callable[[Mapping[str, Any]], T]) -> list[T]:
     """Read one JSON object a line through `read`; an error names all rows that cannot be used."""
-    return read_each(path, json_lines(path), lambda row, _: read(row.columns))
+    return read_each(path, named_rows(path), lambda row, _: read(row.columns))
 
 
 def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
@@ -28,7 +28,7 @@ def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
     for name in names:
         if name in row:
             return text(row[name], name).strip()
-    raise RowError(f"wanted a key {' or '.join(map(repr, names))}, got {short(sorted(row))}")
+    raise RowError(f"wanted a key {' or '.join(map(repr, names))}")
 
 
 def line_uid(row: DataRow, path: Path) -> str:
@@ -80,4 +80,4 @@ def recorded_prompts(
         return Prompt(line_uid(row, path), (message,), row.columns.get("target"), answers, row.all)
 
     columns = (CAPTION, "target", *reads)
-    return read_prompts(path, json_lines(path), make, reads=columns, bad_rows=bad_rows, limit=limit)
+    return read_prompts(path, named_rows(path), make, reads=columns, bad_rows=bad_rows, limit=limit)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
 from mmrl.config import objects
+from mmrl.config.binding import Pieces
 from mmrl.config.consistency import evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import find
 from mmrl.config.reward_adapters import is_trl
-from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields
+from mmrl.config.schema import Config, EvaluateConfig, Piece, held_fields
+from mmrl.core.rng import Stream
+from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import FORMS, Rows
 from mmrl.data.fields import RowError
-from mmrl.data.row_fields import MEDIA_COLUMNS
+from mmrl.data.named_columns import named_columns
+from mmrl.data.readable import with_inner
+from mmrl.data.row_fields import MEDIA_COLUMNS, NAMED
 
 FIRST = 20  # rows whose columns are looked at
 OFFERED = (
@@ -47,6 +52,45 @@ def check_inputs(config: Config | EvaluateConfig) -> None:
     for place, data in _data(config):
         if findings := list(_columns(place, data, *rewards[place])):
             raise ConfigError("; ".join(findings))
+    check_first_rows(config)
+
+
+def check_first_rows(config: Config | EvaluateConfig) -> None:
+    """Read the first rows of every data set that is here; raises `ConfigError` where they cannot be used."""
+    token = NAMED.set(named_columns(config))
+    try:
+        for outer, data in _data(config):
+            for place, piece in with_inner(outer, data):
+                prompts = _first_prompts(place, piece)
+                if piece is data and prompts and place == "data":
+                    _check_answers(config, prompts)
+    finally:
+        NAMED.reset(token)
+
+
+def _first_prompts(place: str, piece: Piece) -> Sequence[Prompt]:
+    """Read the first prompts of a data set with a `path` and a `limit`; none of others."""
+    path, limit = piece.options.get("path"), piece.options.get("limit") or FIRST
+    here = isinstance(path, str) and (objects.is_object(path) or Path(path).exists())
+    if not here or "limit" not in find("data", piece.name).options:
+        return ()
+    try:
+        first = Piece(piece.name, {**piece.options, "limit": min(limit, FIRST)})
+        return Pieces(Stream()).make("data", first, place=place)
+    except (RowError, OSError) as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _check_answers(config: Config | EvaluateConfig, prompts: Sequence[Prompt]) -> None:
+    """Raise `ConfigError` where the engine takes recorded answers and the first rows have none."""
+    for piece in config.rollout.engine if isinstance(config, Config) else ():
+        needs = getattr(find("engine", piece.name).target, "needs_answers", False)
+        if needs and not any(prompt.answers for prompt in prompts):
+            raise ConfigError(
+                f"data: the engine '{piece.name}' takes recorded answers, and the first {len(prompts)} rows "
+                "have none; name rows with demonstrations, or make them, as by the option `demo` of "
+                "`vision.visual_qa`"
+            )
 
 
 def _given(config: Config | EvaluateConfig) -> dict[str, Any]:
@@ -65,25 +109,11 @@ def _absent(config: Config | EvaluateConfig) -> Iterator[str]:
         match config.policy.options.get(option):
             case str(name) if name and _is_local(name) and not Path(name).exists():
                 yield f"policy.{option} is '{name}', which does not exist here; name a folder, or OWNER/NAME"
-    for place, data in (inner for known in _data(config) for inner in _with_inner(*known)):
+    for place, data in (inner for known in _data(config) for inner in with_inner(*known)):
         for option in ("path", "root"):
             match data.options.get(option):
                 case str(name) if name and not objects.is_object(name) and not Path(name).exists():
                     yield f"{place}.{option} is '{name}', which does not exist here; set {place}.{option}=..."
-
-
-def _with_inner(place: str, data: Piece) -> Iterator[tuple[str, Piece]]:
-    """List a data set and those that it is made of, with their places."""
-    yield place, data
-    match data.options.get("data"):
-        case None:
-            return
-        case list() | tuple() as inner:
-            named = [(f"{place}.data.{i}", value) for i, value in enumerate(inner)]
-        case value:
-            named = [(f"{place}.data", value)]
-    for at, value in named:
-        yield from _with_inner(at, as_piece(value, at))
 
 
 def _is_local(name: str) -> bool:

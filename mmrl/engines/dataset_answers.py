@@ -12,7 +12,7 @@ from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import engine
 from mmrl.core.protocols import Engine, Policy
 from mmrl.core.rng import Stream
-from mmrl.core.types import Outcome, Prompt, Rollouts
+from mmrl.core.types import Outcome, Prompt, Rollouts, reading
 
 
 @engine
@@ -26,6 +26,7 @@ class Offline:
 
     notes: frozenset[str] = frozenset()
     reads_answers = True
+    needs_answers = True  # every prompt has some
 
     def __init__(self, policy: Policy, *, stream: Stream, shuffle: bool = False) -> None:
         self.policy, self.stream, self.shuffle = policy, stream, shuffle
@@ -44,7 +45,8 @@ class Offline:
             asked[prompt.uid] = (place + 1) % count
             if self.shuffle:  # the key has no count: all rollouts of a prompt walk through one order
                 place = torch.randperm(count, generator=self.stream.generator(prompt.uid)).tolist()[place]
-            rows.append(self.policy.encode(prompt, prompt.answers[place]))
+            with reading(prompt):
+                rows.append(self.policy.encode(prompt, prompt.answers[place]))
         return tuple(rows)
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,8 +28,8 @@ CHUNK = 1 << 22  # elements of a tensor that are summed together
 STRIDE = 1024  # sums of a chunk
 
 
-def of_prompts(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Hash prompts as they were read, and the media of prompts and answers.
+def of_prompts(prompts: Sequence[Prompt], *, named: bool = True) -> dict[str, str]:
+    """Hash prompts as they were read, with their names unless asked otherwise, and the media of both.
 
     A file is hashed by its size and 16 KiB at both ends, and not by its time, which differs between copies of
     a file; media in memory are hashed by their bytes.
@@ -41,7 +41,7 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict[str, str]:
         while some := list(islice(left, PROMPTS)):  # `left` may make prompts as they are asked for
             sources: list[Path | bytes | Readable | None] = []
             for prompt in some:
-                texts.update(_text(prompt, sources).encode())
+                texts.update(_text(prompt if named else replace(prompt, uid=""), sources).encode())
             distinct = [source for source in dict.fromkeys(sources) if source not in known]
             hashes = dict(zip(distinct, pool.map(_of_source, distinct), strict=True))
             known |= {source: found for source, found in hashes.items() if isinstance(source, Path)}

@@ -29,7 +29,7 @@ def ask_ahead(run: Run) -> None:
         return
     run.stream.step = step + 1
     try:
-        prompts = run.method.sampler.draw(size.num_prompts, size.num_generations)
+        prompts = run.unreadable.rest(run.method.sampler.draw(size.num_prompts, size.num_generations))
         _check_unchanged(run, prompts)
         run.ahead = _ask(run, prompts, run.pieces.clock) if prompts else None
     finally:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmrl.config.changes import BEST, MAY_CHANGE, UNTOLD, describe, differences, inside
+from mmrl.config.changes import BEST, MAY_CHANGE, UNTOLD, describe, differences, inside, may_change
 from mmrl.config.loading import read
 from mmrl.config.schema import Config, ConfigError, as_plain, as_yaml, parse
 from mmrl.reporting.metrics import Journal, describe_measured
@@ -28,13 +28,14 @@ from mmrl.runtime.watchdog import ProcessFailed
 from mmrl.training.beginning import begin_from, model_folder, together
 from mmrl.training.record import Changes, changed_code, changed_defaults, changed_versions, name_of, record_of
 from mmrl.training.trainer import Best, Run
+from mmrl.training.unreadable import FILE, taken_out
 
 CONFIG = "config.yaml"
 CHANGES = "changes.jsonl"  # keys that changed between a stop and a resumption; never rewound
 # What a run writes into its folder, besides checkpoints.
 WRITES = (
     CONFIG, CHANGES, "metrics.jsonl", "warnings.jsonl", "completions", "predictions", "evaluation.json",
-    "report.html", "stages.json",
+    "report.html", "stages.json", FILE,
 )  # fmt: skip
 
 # ---- saving
@@ -108,6 +109,7 @@ def hand_over(run: Run) -> None:
 # ---- resuming
 
 OF_EVALUATION = " of the evaluation"
+OF_DATA = ("prompts", "media")  # what `of_prompts` hashes
 
 
 def resume(run: Run) -> int:
@@ -163,9 +165,14 @@ def _load_latest(run: Run, changed: Changes) -> int:
         then = state.get("inputs", {})
         if not then:
             run.report.warn(f"'{folder}' does not record what it was trained on, so that cannot be compared")
+        gone = taken_out(run.folder, run.pieces.made["data"])
+        if gone:
+            run.report.warn(
+                f"{len(gone)} prompts that could not be read are no longer in the data: {', '.join(gone)}"
+            )
         for name, now in run.progress.inputs.items():
             measured_anew = name.endswith(OF_EVALUATION) and any(inside(key, "evaluation") for key in changed)
-            if then.get(name, now) != now and not measured_anew:
+            if then.get(name, now) != now and not (measured_anew or gone and name in OF_DATA):
                 raise ConfigError(
                     f"the {name} of the run changed since '{folder}' was written: {then[name]} then, {now} "
                     "now; put back what was there, or name another output_dir, or set "
@@ -342,7 +349,7 @@ def _changes(config: Config, folder: Path, record: Mapping[str, Any], warn: Call
 
 def _check_fixed(folder: Path, found: Changes) -> Changes:
     """Raise `ConfigError` at changes of keys that must not change; return all of them."""
-    fixed = {key: both for key, both in found.items() if not inside(key, *MAY_CHANGE)}
+    fixed = {key: both for key, both in found.items() if not may_change(key)}
     if fixed:
         raise ConfigError(
             f"'{folder}' holds a run with another configuration: {describe(fixed, 'there', 'here')}; name "

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from mmrl.config.binding import Bound
+from mmrl.config.loading import ConfigError
 from mmrl.core.episodes import of_episodes
 from mmrl.core.protocols import Replay
 from mmrl.core.reward_table import Collection, RewardTable
-from mmrl.core.types import Rollouts
+from mmrl.core.types import Prompt, Rollouts
 from mmrl.runtime.distributed import place_of
 from mmrl.training.ahead import drawn
 from mmrl.training.nonfinite import rolling_out
@@ -22,6 +23,7 @@ from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
 
 ROUNDS = 10  # rounds that a reward may not apply to: answers have to be good enough for some
+DRAWS = 10  # of which all prompts may be unreadable
 PROMPTS = 1000  # prompts, or all there are: a task may have a small share of the data
 
 
@@ -32,19 +34,11 @@ def collect(run: Run) -> Collection:
     method, size = run.method, run.config.rollout
     for number in range(size.max_rounds):
         run.stream.round = number  # each round has random draws of its own
-        prompts = drawn(run, size.num_prompts - table.num_groups(keep))
-        if not prompts:
+        done = readable(run, size.num_prompts - table.num_groups(keep), table)
+        if done is None:
             break
-        order = [prompt.uid for prompt in prompts]
-        mine, counts = run.processes.share(prompts, table)
-        with run.processes.agreeing("making and scoring rollouts"):
-            sampling = run.processes.sampling(method.engine)
-            with run.report.timing("rollout"), run.acting(), sampling, rolling_out(run.stream.step):
-                made = in_order(method.engine.rollout(mine), order)
-            fresh, stand_in = made if counts else (), stand_in or made  # `counts`: the prompts are its own
-            with run.report.timing("reward"):
-                local = score(method.rewards, fresh, notes=method.noted, rank=run.processes.rank, log=run.log)
-                fresh = run.log.onto(fresh)
+        order, fresh, made, local = done
+        stand_in = stand_in or made
         with run.acting():
             run.processes.compare(method.engine)
         with run.report.timing("reward"):
@@ -63,6 +57,47 @@ def collect(run: Run) -> Collection:
         keep, added = replay.mix(collection.table)
         collection, _ = exchange(run, replay, collection, keep, added)
     return collection
+
+
+def made_and_scored(
+    run: Run, prompts: list[Prompt], table: RewardTable
+) -> tuple[list[str], Rollouts, Rollouts, RewardTable] | None:
+    """Roll out prompts and score this process's rows; None where a prompt turned out to be unreadable.
+
+    Returns the order of the prompts, the rows that count, all rows, and the table of those that count.
+    """
+    method, order = run.method, [prompt.uid for prompt in prompts]
+    mine, counts = run.processes.share(prompts, table)
+    result = None
+    with run.processes.agreeing("making and scoring rollouts"), run.unreadable.catching():
+        sampling = run.processes.sampling(method.engine)
+        with run.report.timing("rollout"), run.acting(), sampling, rolling_out(run.stream.step):
+            made = in_order(method.engine.rollout(mine), order)
+        fresh = made if counts else ()  # `counts`: the prompts are its own
+        with run.report.timing("reward"):
+            local = score(method.rewards, fresh, notes=method.noted, rank=run.processes.rank, log=run.log)
+            result = order, run.log.onto(fresh), made, local
+    return None if run.unreadable.agree(run.processes) else result
+
+
+def readable(run: Run, missing: int, table: RewardTable) -> Any:
+    """Draw prompts, and drop those that cannot be read, or raise, until all of the others are rolled out."""
+    number = run.stream.round
+    for attempt in range(DRAWS):
+        run.stream.round = number + attempt * run.config.rollout.max_rounds  # each has draws of its own
+        drawn_now = drawn(run, missing)
+        prompts = run.unreadable.rest(drawn_now)
+        while prompts:
+            if done := made_and_scored(run, prompts, table):
+                return done
+            if not run.unreadable.drops:
+                if run.processes.main:
+                    run.unreadable.note(run.folder, run.pieces.made["data"])
+                raise run.unreadable.error()
+            prompts = run.unreadable.rest(prompts)
+        if not drawn_now:
+            return None
+    raise ConfigError(f"none of the prompts of {DRAWS} draws can be read: {run.unreadable.error()}")
 
 
 def refill(run: Run, collection: Collection, credit: RewardTable) -> tuple[Collection, RewardTable]:

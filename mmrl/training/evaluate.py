@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from statistics import NormalDist
 
@@ -23,6 +23,7 @@ from mmrl.runtime.content_hash import of_prompts, of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.training.collect import in_order
 from mmrl.training.score import RewardLog, score
+from mmrl.training.unreadable import Unreadable
 
 CHUNK = 64  # prompts answered at a time
 RESAMPLES = 1000  # of the bootstrap
@@ -42,6 +43,7 @@ class Evaluator:
     confidence: float = 0.95
     correct: str = ""
     prepare: Sequence[Preparing] = ()  # samplers of the run that put something before every prompt
+    unreadable: Unreadable = field(default_factory=Unreadable)
 
     def agreed(self) -> Evaluator:
         """Return itself; raise on every process where one reads other prompts or weights than process 0."""
@@ -59,18 +61,28 @@ class Evaluator:
         for at in range(0, len(self.data), CHUNK):
             chunk = list(self.data[at : at + CHUNK])  # a slice may make prompts as they are asked for
             asked = reduce(lambda chunk, piece: piece.prepare(chunk), self.prepare, chunk)
-            prompts = [prompt for prompt in asked for _ in range(self.num_generations)]
-            order = [prompt.uid for prompt in prompts]
-            mine, counts = self.processes.share(prompts, table)
-            with self.processes.agreeing("evaluating"):
-                with torch.no_grad(), self.processes.sampling(self.engine):
-                    fresh = in_order(self.engine.rollout(mine), order) if mine else ()
-                fresh = fresh if counts else ()
-                local = score(self.rewards, fresh, rank=self.processes.rank, log=log)
-                fresh = log.onto(fresh)
+            prompts = [prompt for prompt in self.unreadable.rest(asked) for _ in range(self.num_generations)]
+            while prompts:
+                order = [prompt.uid for prompt in prompts]
+                mine, counts = self.processes.share(prompts, table)
+                with self.processes.agreeing("evaluating"), self.unreadable.catching():
+                    with torch.no_grad(), self.processes.sampling(self.engine):
+                        fresh = in_order(self.engine.rollout(mine), order) if mine else ()
+                    fresh = fresh if counts else ()
+                    local = score(self.rewards, fresh, rank=self.processes.rank, log=log)
+                    fresh = log.onto(fresh)
+                if not self.unreadable.agree(self.processes):
+                    break
+                prompts = self.unreadable.rest(prompts)
+                if not self.unreadable.drops:
+                    raise self.unreadable.error()
+            if not prompts:
+                continue
             self.processes.compare(self.engine)
             rollouts += fresh
             table = table.join(self.processes.gather(local, order))
+        if not len(table):
+            raise self.unreadable.error()
         seconds = time.perf_counter() - began
         whole = join_episodes(table)
         metrics = {name: value for metric in self.metrics for name, value in metric(whole).items()}

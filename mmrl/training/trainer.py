@@ -44,6 +44,7 @@ from mmrl.training.nonfinite import Guard
 from mmrl.training.report import Reporter
 from mmrl.training.score import RewardLog
 from mmrl.training.second import SecondLearner
+from mmrl.training.unreadable import Unreadable
 
 
 @dataclass
@@ -111,6 +112,7 @@ class Run:
     untouched: list[str] | None = None  # trained parameters without a gradient in the first update
     final: Measured | None = None  # the evaluation after the last step
     ahead: Ahead | None = None  # rollouts of the next step that were asked for
+    unreadable: Unreadable = field(default_factory=Unreadable)  # prompts of the data
     made_with: Mapping[str, Any] = field(default_factory=dict)  # `record_of` it, and `run`, how it was begun
 
     def __post_init__(self) -> None:

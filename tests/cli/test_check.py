@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from PIL import Image
 
 from mmrl.cli import main
 from mmrl.cli.check import check_file
@@ -82,6 +83,7 @@ def wanting(prompts, completions, solution, difficulty=1, **columns):
 def questions(tmp_path):
     rows = tmp_path / "questions.jsonl"
     rows.write_text('{"question": "What?", "answer": "this", "image": "a.png"}\n')
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
     return rows
 
 
@@ -181,3 +183,25 @@ def test_rows_are_read_for_every_stage(tmp_path, capsys):
     assert main(["check", str(file), "--data"]) == 2
     assert "stages[1]" in capsys.readouterr().out
     assert main(["check", str(file), "data=tests.support.observing:sourced", "--data"]) == 0
+
+
+ASKED = '{"question": "What?", "answer": "this"}'
+RECORDED = "rollout.engine=[offline]"
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "words"),
+    [
+        ("", [], "holds no row that can be used"),
+        (ASKED + '\n{"question"', [], "questions.jsonl:2: not a JSON object"),
+        ('{"asked": "What?", "answer": "this"}', [], "they have answer, asked"),
+        ('{"text": "What?"}', ["data={name: vision.conversations, path: PATH}"], "(the row has text)"),
+        (ASKED, [RECORDED], "takes recorded answers, and the first 1 rows have none"),
+    ],
+)
+def test_the_first_rows_are_opened(visual, questions, rows, overrides, words, capsys):
+    questions.write_text(rows + "\n")
+    overrides = [text.replace("PATH", str(questions)) for text in overrides]
+    assert main(["check", visual, *overrides]) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert words in line

@@ -67,7 +67,7 @@ def test_line_separators_inside_a_text_do_not_end_a_row(file):
     [
         (['{"prompt": "a"}', "{"], r"rows.jsonl:2: not a JSON object"),
         (["[1]"], r"rows.jsonl:1: not a JSON object, but \[1\]"),
-        ([{"text": "a"}], r"rows.jsonl:1: wanted a key 'prompt' or 'caption', got \['text'\]"),
+        ([{"text": "a"}], r"rows.jsonl:1: wanted a key 'prompt' or 'caption' \(the row has text\)"),
         ([{"prompt": " "}], r"rows.jsonl:1: wanted a text as `prompt`, got ' '"),
         ([{"prompt": 3}], r"rows.jsonl:1: wanted a text as `prompt`, got 3"),
         ([{"prompt": "a", "metadata": 0}, {"prompt": "b"}], r"wanted an object as `metadata`, got 0"),

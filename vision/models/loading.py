@@ -6,8 +6,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
 from mmrl.runtime.low_bit import quantize_as_checkpoint
-from mmrl.runtime.modules import DTYPES, Derived, making_weights, model_source, placement
+from mmrl.runtime.modules import DTYPES, Derived, loading_onto, making_weights, model_source, placement
 from mmrl.runtime.output_head import check_head
 from mmrl.runtime.weights import (
     BASE,
@@ -165,6 +166,24 @@ def load_processor(name: str) -> Any:
         return AutoProcessor.from_pretrained(source, trust_remote_code=False)
 
 
+def load_encoder(name: str, pixels: dict[str, int]) -> PromptEncoder:
+    """Load what encodes prompts for a model, without its weights."""
+    if objects.is_object(name):
+        return PromptEncoder(load_processor(name), objects.get(name).base_model, pixels=pixels)
+    from transformers import AutoConfig
+
+    with _source("model", name) as source:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        _check_known(config)
+
+    def make() -> nn.Module:
+        with loading_onto(None, empty=True):
+            return load_model(name, dtype="bfloat16", attn_implementation="eager")
+
+    core = cast(nn.Module, WithoutWeights(config, make))
+    return PromptEncoder(load_processor(name), core, pixels=pixels)
+
+
 def add_adapter(
     model: nn.Module,
     *,
@@ -299,6 +318,21 @@ def checkpoint_layers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
+
+
+class WithoutWeights:
+    """Stands where a model without its head does: it has the configuration, and the rest once that is asked.
+
+    Args:
+        config: The configuration of the model.
+        make: Makes the model, with weights that have shapes alone.
+    """
+
+    def __init__(self, config: Any, make: Callable[[], nn.Module]) -> None:
+        self.config, self.made = config, cache(lambda: make().base_model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made(), name)
 
 
 class TokenPolicy(Protocol):

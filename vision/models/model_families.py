@@ -244,6 +244,25 @@ def family_of(config: Any) -> VLMFamily:
     return FAMILIES.get(config.model_type, VLMFamily(_linear, lambda core, inputs: {}))
 
 
+def num_positions(config: Any) -> int:
+    """Count the positions that a model was made for, with its rotary scaling; 0: it names none."""
+    config = config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or 0
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for scaled in (scaling, *(value for value in scaling.values() if isinstance(value, Mapping))):
+        factor = scaled.get("factor") or 1
+        limit = max(limit, int((scaled.get("original_max_position_embeddings") or limit) * factor))
+    return limit
+
+
+def check_length(length: int, config: Any) -> None:
+    """Raise ValueError for a prompt that leaves no position of a model for an answer."""
+    if (limit := num_positions(config)) and length >= limit:
+        raise ValueError(
+            f"it takes {length} positions, and the model has {limit}, answers included; shorten it"
+        )
+
+
 def token_types(config: Any, ids: Tensor) -> Tensor:
     """Mark the placeholders of images by 1 and of videos by 2, as processors do, of any shape."""
     known, types = placeholders(config), torch.zeros_like(ids)

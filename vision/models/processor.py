@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.plain_text import PlainText, each_text, inside
 from mmrl.core.tensor import cat_padded
-from mmrl.core.types import Message, Part, Prompt
+from mmrl.core.types import Message, Part, Prompt, reading
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.chat_template import ChatTemplate, Tools
 from mmrl.vision.models.media_arguments import EDGES, digest_of, media_arguments, size_limits
-from mmrl.vision.models.model_families import family_of, token_types
+from mmrl.vision.models.model_families import check_length, family_of, token_types
 from mmrl.vision.models.plain_inputs import check_ids, plain_inputs
 from mmrl.vision.models.recorded_keys import check_keys
 
@@ -73,7 +73,9 @@ class PromptEncoder:
             self.pixels = {**size, **pixels}
         # No answer may contain these: the model would expect media for them.
         self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
-        self.plain = PlainText(self.tokenizer, self._media_words())
+        self._words = self._media_words()
+        self._answer_words = list(map(self.tokenizer.decode, self.placeholders))
+        self.plain = PlainText(self.tokenizer, self._words)
         self.template = ChatTemplate(processor)
         self.ends = self.template.ends()
         self.end = self.ends.tokens
@@ -87,12 +89,13 @@ class PromptEncoder:
         )
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> EncodedPrompt:
-        """Encode a prompt. Raises ValueError where its placeholders and media features differ in number.
+        """Encode a prompt. Raises `PromptError` for one that the model cannot read.
 
         `tools` are JSON schemas of functions, which the chat template tells the model about.
         """
         key = (prompt.uid, prompt.messages, json.dumps(tools))
-        return self._encoded.get(key, lambda: self._encode(prompt, tools))
+        with reading(prompt):
+            return self._encoded.get(key, lambda: self._encode(prompt, tools))
 
     def extend(
         self, encoded: EncodedPrompt, ids: Tensor, *replies: Message, tools: Tools = ()
@@ -150,19 +153,23 @@ class PromptEncoder:
             written.append(Message("user", _joined(parts)))
         return written
 
-    def answer(self, text: str) -> Tensor:
-        """Tokenize an answer, with its end token once, whether the text brings it or not: (T,)."""
-        for word in map(self.tokenizer.decode, self.placeholders):
+    def check_answer(self, text: str) -> None:
+        """Raise ValueError for a recorded answer with a placeholder of media."""
+        for word in self._answer_words:
             if word in text:
                 raise ValueError(
                     f"the recorded answer {text[:80]!r} holds the media placeholder {word!r}, which no "
                     "answer may hold"
                 )
+
+    def answer(self, text: str) -> Tensor:
+        """Tokenize an answer, with its end token once, whether the text brings it or not: (T,)."""
+        self.check_answer(text)
         return torch.tensor([*self.plain.ids(self.without_end(text)), self.end[0]])
 
     def without_end(self, text: str) -> str:
         """Drop the end token, and white space after it, that a recorded answer brings along."""
-        words = tuple(word for word in map(self.tokenizer.decode, self.end) if word.strip())
+        words = tuple(word for end in self.ends.tokens if (word := self.tokenizer.decode(end)).strip())
         bare = text.rstrip()
         return bare.removesuffix(next(w for w in words if bare.endswith(w))) if bare.endswith(words) else text
 
@@ -206,11 +213,7 @@ class PromptEncoder:
     def processor_inputs(self, prompt: Prompt, tools: Tools = ()) -> dict[str, Tensor]:
         """Give the outputs of the processor for a prompt: what the forward pass of transformers takes."""
         messages = list(map(template_message, self.replies(prompt.messages, tools)))
-        try:
-            check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
-            text = self._render(messages, tools)
-        except ValueError as error:
-            raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
+        text = self.written(prompt, tools)
         # As in transformers: a template that begins a sequence itself needs no tokenizer for it.
         begun = text.startswith(self.tokenizer.bos_token or "\0")
         media = media_arguments(self.processor, prompt, self.pixels)
@@ -218,7 +221,8 @@ class PromptEncoder:
         form = (tools, *((m["role"], *m, *(block["type"] for block in m["content"])) for m in messages))
         form = json.dumps(form)
         # Words of data that look like control tokens are words here, and tokens there.
-        if self.plain.mark not in text and form not in self._compared and len(self._compared) < FORMS:
+        alike = self.plain.mark not in text and self._marked(tools) == tuple(tools)
+        if alike and form not in self._compared and len(self._compared) < FORMS:
             formed = self.template.formed(messages, tools)
             check_ids(
                 prompt,
@@ -229,16 +233,29 @@ class PromptEncoder:
             self._compared.add(form)
         return inputs
 
-    def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
+    def check_text(self, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt whose text holds a placeholder of media."""
         asked = "\n".join(part.text for turn in prompt.messages for part in turn.parts if not part.said)
-        for word in self._media_words():
+        for word in self._words:
             if word in asked:
                 raise ValueError(
                     f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
                     "add the image or video as a part of the message instead"
                 )
+
+    def written(self, prompt: Prompt, tools: Tools = ()) -> str:
+        """Write a prompt in the words of the chat template; raises ValueError where that refuses it."""
+        try:
+            check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
+            return self._render(list(map(template_message, self.replies(prompt.messages, tools))), tools)
+        except ValueError as error:
+            raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
+
+    def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
+        self.check_text(prompt)
         inputs = self.processor_inputs(prompt, tools)
         positions = family_of(self.core.config).positions(self.core, inputs)
+        check_length(int(positions.max()) + 1, self.core.config)
         media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
         return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
 
@@ -321,3 +338,9 @@ def within(block: str, parts: Sequence[Part]) -> tuple[Part, ...]:
         part if part.media else Part(text)
         for part, text in zip(parts, inside(block, [part.text for part in parts]), strict=True)
     )
+
+
+def pixel_limits(options: Mapping[str, Any]) -> dict[str, int]:
+    """Name the options `min_pixels` and `max_pixels` of a policy as image processors do."""
+    named = {"shortest_edge": options.get("min_pixels"), "longest_edge": options.get("max_pixels")}
+    return {name: value for name, value in named.items() if value is not None}

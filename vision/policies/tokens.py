@@ -15,7 +15,7 @@ from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveIn
 from mmrl.config.registry import policy
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded, pad_to
-from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
 from mmrl.runtime.modules import (
     DTYPES,
     apply_transforms,
@@ -42,7 +42,9 @@ from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.media.media_reader import MediaReader
 from mmrl.vision.models import loading
 from mmrl.vision.models.chat_template import ChatTemplate
-from mmrl.vision.models.processor import PromptEncoder
+from mmrl.vision.models.model_families import check_length
+from mmrl.vision.models.processor import PromptEncoder, pixel_limits
+from mmrl.vision.models.prompt_check import PromptCheck
 from mmrl.vision.models.steering import load_steering, save_steering, steering_of
 
 
@@ -109,8 +111,7 @@ class Tokens:
         ChatTemplate(self.processor).ends()  # refused by name before a weight is loaded
         self.model = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
-        pixels = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-        pixels = {name: value for name, value in pixels.items() if value is not None}
+        pixels = pixel_limits({"min_pixels": min_pixels, "max_pixels": max_pixels})
         self.prompt_encoder = PromptEncoder(self.processor, self.model.base_model, pixels=pixels)
         shape = {"rank": lora_rank, "alpha": lora_alpha, "layers": lora_target_modules}
         if roles:
@@ -141,6 +142,11 @@ class Tokens:
     def check_folders(options: Mapping[str, Any]) -> None:
         """Raise `ValueError` where weights that options name are missing or of another model."""
         loading.check_folders(str(options.get("model", "")), str(options.get("adapter") or ""))
+
+    @staticmethod
+    def prompt_check(options: Mapping[str, Any]) -> Callable[[Prompt], None]:
+        """Make what raises `PromptError` for a prompt that a policy of these options cannot read."""
+        return PromptCheck(loading.load_encoder(str(options["model"]), pixel_limits(options)))
 
     def _blank_image(self) -> dict[str, Tensor]:
         """Make the inputs of a black image; none for a language model."""
@@ -206,10 +212,12 @@ class Tokens:
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Turn a recorded answer into a row, its end token included."""
         text = outcome.text and self.prompt_encoder.without_end(outcome.text)
-        ids = self.prompt_encoder.answer(text or "")
+        with reading(prompt):
+            ids, encoded = self.prompt_encoder.answer(text or ""), self.prompt_encoder.encode(prompt)
+            check_length(encoded.next_position + len(ids) - 1, self.core.config)
         tags = {"finish": "stop", **outcome.tags}
         answer = Outcome(text=text, end=len(ids), tags=tags, recorded=outcome.recorded)
-        row = TokenRow(self.prompt_encoder.encode(prompt), ids)
+        row = TokenRow(encoded, ids)
         return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
 
     def recall(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:

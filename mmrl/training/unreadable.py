@@ -1,0 +1,79 @@
+"""Prompts that turn out to be unreadable when they are asked: dropped with their groups, or an error."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmrl.config.loading import ConfigError
+from mmrl.core.types import Prompt, PromptError
+from mmrl.data.row_prompts import chosen, uids_of
+from mmrl.runtime.content_hash import of_prompts
+from mmrl.runtime.distributed import Processes
+from mmrl.runtime.files import write_whole
+
+FILE = "unreadable.json"
+log = logging.getLogger("mmrl")
+
+
+@dataclass
+class Unreadable:
+    """The prompts of a data set that could not be read; all processes have the same.
+
+    Args:
+        drops: Whether they are dropped; otherwise the first is an error.
+        place: Where the data set stands in the configuration.
+    """
+
+    drops: bool = False
+    place: str = "data"
+    found: dict[str, str] = field(default_factory=dict)  # the reason, by uid
+    caught: PromptError | None = None  # by this process
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Catch the `PromptError` of this process, until all processes `agree`."""
+        try:
+            yield
+        except PromptError as error:
+            self.caught = error
+
+    def agree(self, processes: Processes) -> bool:
+        """Return whether any process caught one; every process has to call this."""
+        mine, self.caught = self.caught, None
+        told = processes.tell([mine.uid, str(mine)] if mine else [])
+        new = {uid: reason for uid, reason in filter(None, told)}
+        for uid, reason in new.items():
+            if self.drops and uid not in self.found and processes.main:
+                log.warning("dropped %s", reason)
+        self.found |= new
+        return bool(new)
+
+    def rest(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Leave out the prompts that could not be read."""
+        return [prompt for prompt in prompts if prompt.uid not in self.found]
+
+    def error(self) -> ConfigError:
+        """Make the error about the prompts that could not be read."""
+        return ConfigError(
+            f"{'; '.join(self.found.values())}. Set `bad_rows: drop` on the data set ({self.place}), or take "
+            "the row out: the same command then goes on from the last checkpoint"
+        )
+
+    def note(self, folder: Path, data: Sequence[Prompt]) -> None:
+        """Write down what the data are without these prompts, so that a run goes on without their rows."""
+        left = chosen(data, [at for at, uid in enumerate(uids_of(data)) if uid not in self.found])
+        record = {"prompts": self.found, "inputs": of_prompts(left, named=False)}
+        write_whole(folder / FILE, json.dumps(record, indent=1, ensure_ascii=False))
+
+
+def taken_out(folder: Path, data: Sequence[Prompt]) -> Mapping[str, str]:
+    """Return the unreadable prompts, with the reasons, that alone were taken out of the data of a run."""
+    if not (folder / FILE).is_file():
+        return {}
+    record = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    return record["prompts"] if record["inputs"] == of_prompts(data, named=False) else {}

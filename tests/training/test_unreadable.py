@@ -1,0 +1,107 @@
+"""A prompt that turns out to be unreadable when it is asked never ends a run for good."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmrl.config.schema import ConfigError
+from mmrl.core.types import Message, Part, Prompt, PromptError
+from mmrl.data.dataset_io import Rows, read_prompts
+from mmrl.reporting import html
+from mmrl.training.loop import train
+from tests.support.toys import ToyGenerate, toy_run
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+
+
+class Choosy(ToyGenerate):
+    """Cannot read the prompts of one text."""
+
+    def rollout(self, prompts):
+        for prompt in prompts:
+            if prompt.text == "unreadable":
+                raise PromptError(prompt.uid, "its image is cut short")
+        return super().rollout(prompts)
+
+
+def rows(*, path: str, bad_rows: str = "error"):
+    """Name rows by their numbers, as data sets do."""
+
+    def make(row, number):
+        text = row.columns["question"]
+        return Prompt(f"p{number}", (Message("user", (Part(text),)),), row.columns["answer"])
+
+    return read_prompts(path, Rows(Path(path), Path(path)), make, bad_rows=bad_rows)
+
+
+def written(folder, bad=(2,), num=8):
+    path = folder / "rows.jsonl"
+    texts = ["unreadable" if i in bad else f"say {i % 5 + 1}" for i in range(num)]
+    lines = [json.dumps({"question": text, "answer": i % 5 + 1}) + "\n" for i, text in enumerate(texts)]
+    path.write_text("".join(lines))
+    return path, lines
+
+
+def run_of(folder, path, bad_rows="error", **changes):
+    data = {"name": f"{__name__}:rows", "path": str(path), "bad_rows": bad_rows}
+    engine = {"engine": [f"{__name__}:Choosy"], "num_prompts": 2, "num_generations": 2}
+    usual = {"data": data, "rollout": engine, "sampler": [{"name": "uniform", "shuffle": False}]}
+    return toy_run(folder / "out", **usual, save_steps=1, max_steps=6, **changes)
+
+
+def test_it_is_dropped_with_its_group_and_named_once(tmp_path, caplog):
+    path, _ = written(tmp_path)
+    run = run_of(tmp_path, path, "drop")
+    train(run)
+    assert run.progress.step == 6
+    assert [r.message for r in caplog.records if "dropped" in r.message] == [
+        "dropped cannot read the prompt 'p2': its image is cut short"
+    ]
+
+
+def test_a_draw_of_unreadable_prompts_is_drawn_again(tmp_path):
+    path, _ = written(tmp_path, bad=(2, 3))
+    run = run_of(tmp_path, path, "drop")
+    train(run)
+    assert run.progress.step == 6
+
+
+def test_a_run_that_it_ended_goes_on_when_it_is_dropped(tmp_path):
+    path, _ = written(tmp_path)
+    with pytest.raises(
+        ConfigError, match="'p2': its image is cut short. Set `bad_rows: drop`.*take the row out"
+    ):
+        train(run_of(tmp_path, path))
+    run = run_of(tmp_path, path, "drop")
+    train(run)
+    assert run.progress.step == 6
+
+
+def test_a_run_that_it_ended_goes_on_without_its_row_alone(tmp_path):
+    path, lines = written(tmp_path)
+    with pytest.raises(ConfigError):
+        train(run_of(tmp_path, path))
+    path.write_text("".join(lines[:2] + lines[4:]))
+    with pytest.raises(ConfigError, match="the prompts of the run changed"):
+        train(run_of(tmp_path, path))
+    path.write_text("".join(lines[:2] + lines[3:]))
+    run = run_of(tmp_path, path)
+    train(run)
+    assert run.progress.step == 6
+
+
+def test_an_evaluation_drops_it_or_names_it(tmp_path, caplog):
+    good, _ = written(tmp_path, bad=())
+    (tmp_path / "held").mkdir()
+    bad, _ = written(tmp_path / "held")
+    held = {"name": f"{__name__}:rows", "path": str(bad)}
+    with pytest.raises(ConfigError, match=r"'p2'.*evaluation.data"):
+        run_of(tmp_path, good, evaluation={"data": held}).evaluator.measure()
+    measured = run_of(tmp_path, good, evaluation={"data": {**held, "bad_rows": "drop"}}).evaluator.measure()
+    assert sorted(measured.table.uids) == ["p0", "p1", "p3", "p4", "p5", "p6", "p7"]

@@ -1,0 +1,87 @@
+"""Finds prompts that a model cannot read, from its processor and its configuration, without weights."""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from typing import Any
+
+from mmrl.core.types import Media, Prompt, reading
+from mmrl.data.media import upright_size
+from mmrl.vision.models.model_families import check_length, num_positions
+from mmrl.vision.models.processor import PromptEncoder
+
+SIZES = 1 << 16  # of images that stay known
+
+
+class PromptCheck:
+    """Raises `PromptError` for a prompt, or a recorded answer, that a model cannot read.
+
+    It encodes only where that is needed: one prompt of every form of conversation is written in the words of
+    the chat template; images are judged by their size, which the head of a file tells; and a prompt that
+    could be too long, by its bytes and the features of its images, is encoded. What only decoding shows, such
+    as a file that is cut short or the length of a video, is not seen.
+    """
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self.encoder, self.config = encoder, encoder.core.config
+        self.limit = num_positions(self.config)
+        self._forms: set[Any] = set()
+        self._features = lru_cache(SIZES)(self._features_of)
+
+    def __call__(self, prompt: Prompt) -> None:
+        """Check a prompt and its recorded answers."""
+        with reading(prompt):
+            answers = (
+                [one.text for one in prompt.answers if one.text] if type(prompt.answers) is tuple else []
+            )
+            for text in answers:
+                self.encoder.check_answer(text)
+            self.encoder.check_text(prompt)
+            form = tuple(
+                (m.role, tuple(p.media and p.media.kind for p in m.parts), m.extra) for m in prompt.messages
+            )
+            if form not in self._forms:
+                self.encoder.written(prompt)
+                self._forms.add(form)
+            features = sum(map(self._media_features, prompt.media))
+            said = max((len(text.encode()) for text in answers), default=0)
+            texts = len(prompt.text.encode()) + sum(len(m.extra) for m in prompt.messages)
+            # A token is a byte or more, and a template writes as much around every message as around one.
+            if self.limit and features + texts + said + self._around * len(prompt.messages) >= self.limit:
+                encoded = self.encoder.encode(prompt)
+                longest = max((len(self.encoder.answer(text)) for text in answers), default=1)
+                check_length(encoded.next_position + longest - 1, self.config)
+
+    @cached_property
+    def _around(self) -> int:
+        """The bytes that the template writes around one message of the user."""
+        message = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+        return len(self.encoder._render([message]).encode())
+
+    def _media_features(self, medium: Media) -> int:
+        """Count the features of an image, or raise ValueError where the processor takes none of its size."""
+        processor = self.encoder.processor
+        if medium.kind == "video":
+            if getattr(processor, "video_processor", None) is None:
+                raise ValueError("it shows a video, but this model takes images only")
+            return 0
+        if getattr(processor, "image_processor", None) is None:
+            return 0  # the template says that the model reads text only
+        if medium.source is None:
+            height, width = medium.load().pixels.shape[-2:]
+        else:
+            width, height = upright_size(medium.source, medium.name)
+        return self._features(height, width)
+
+    def _features_of(self, height: int, width: int) -> int:
+        processor = self.encoder.processor.image_processor
+        merge = getattr(processor, "merge_size", None)
+        if merge and hasattr(processor, "get_number_of_image_patches"):
+            pixels = self.encoder.pixels
+            limits = {"min_pixels": pixels.get("shortest_edge"), "max_pixels": pixels.get("longest_edge")}
+            asked = {name: value for name, value in limits.items() if value}
+            return int(processor.get_number_of_image_patches(height, width, asked)) // merge**2
+        count = getattr(self.encoder.processor, "_get_num_multimodal_tokens", None)
+        if count is None:
+            return self.limit  # so the prompt is encoded
+        return int(count(image_sizes=[[height, width]])["num_image_tokens"][0])
