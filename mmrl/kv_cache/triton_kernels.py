@@ -1,7 +1,7 @@
 """The products of `packed_matmul` in Triton: packed bytes are read once and unpacked in registers.
 
-Imported only for tensors of a GPU, where Triton is installed. Tested in Triton's interpreter only; no GPU has
-run them yet (`python -m benchmarks.gpu` does).
+Imported only for tensors of a GPU, where Triton is installed. Tests run them in Triton's interpreter, and
+`python -m benchmarks.gpu` on a GPU.
 """
 
 from __future__ import annotations

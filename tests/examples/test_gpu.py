@@ -1,4 +1,4 @@
-"""The command that checks what waits for a GPU: each part by itself, written down, taken up again."""
+"""The command that checks what only a GPU can show: each part by itself, written down, taken up again."""
 
 from __future__ import annotations
 
