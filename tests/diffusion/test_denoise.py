@@ -368,7 +368,7 @@ def test_a_deterministic_engine_has_no_stochastic_steps_to_choose_from(options):
 
 def test_sizes_that_do_not_divide_are_refused(checkpoint):
     policy = flow(checkpoint("sd3"), "diffusion.matching")
-    with pytest.raises(ValueError, match="a multiple of 8 pixels high and wide, not 36 x 32"):
+    with pytest.raises(ValueError, match="a multiple of 8 pixels of at most 128 high and wide, not 36 x 32"):
         denoise(policy, height=36)
     with pytest.raises(ValueError, match="engine.width' must be at least 1, not 0"):
         denoise(policy, width=0)

@@ -62,6 +62,7 @@ def test_demonstrations_teach_what_sampling_does_not_find(tmp_path, no_page):
     # One answer in 12 * 12 * 12 earns anything, and 40 * 4 * 8 are drawn.
     rare = {
         "max_steps": 40,
+        "learn": {"on_no_learning": "warn"},
         "policy": {"name": "tests.support.toys:ToyText", "vocab": 12},
         "rewards": [{"name": "tests.training.test_learning:all_right", "label": "temporal_iou"}],
     }

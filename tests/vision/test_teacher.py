@@ -69,8 +69,8 @@ def test_distillation_pulls_the_learner_to_its_teacher(pair):
 
 def test_a_teacher_that_reads_other_tokens_is_refused(pair, checkpoint, tmp_path):
     _, folder, learner = pair
-    with pytest.raises(ValueError, match="is of type 'llava' and the policy of type 'qwen2_5_vl'"):
-        Teacher(learner, model=str(checkpoint("llava")))
+    with pytest.raises(ValueError, match="is of type 'internvl' and the policy of type 'qwen2_5_vl'"):
+        Teacher(learner, model=str(checkpoint("internvl")))
     shutil.copytree(folder, tmp_path / "other")
     tokenizer = learner.processor.tokenizer.__class__.from_pretrained(folder)
     tokenizer.add_tokens(["zzz"])

@@ -230,7 +230,7 @@ def test_without_an_adapter_the_language_model_learns_and_the_tower_when_asked(c
     [
         ({"lora_rank": 4}, "differ in shape"),
         ({"lora_rank": 2, "freeze_vision_tower": False}, "on one side only"),
-        ({"lora_rank": 2, "lora_alpha": 16.0}, "has `lora_alpha` 4.0, the policy's has 16.0"),
+        ({"lora_rank": 2, "lora_alpha": 16.0}, "was trained with lora_alpha 4.0, not 16.0"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(checkpoint, tmp_path, options, said):
