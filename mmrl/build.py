@@ -104,10 +104,9 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data), labels_read)
     pieces.made["prompts"] = PromptCounts(stream)
     reporter = Reporter(config, processes, stream, watching, quiet)
-    for line in filter(None, (form.sentence, *doubts)):
+    length = f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps" if epochs else ""
+    for line in filter(None, (form.sentence, *doubts, length)):
         reporter.console.say(line)
-    if epochs:
-        reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")
     seconds = second_learners(config, references, processes, stream)
     unreadable = Unreadable(drops(config.data))
     return Run(config, pieces, processes, method, reporter, evaluator, seconds, unreadable=unreadable)

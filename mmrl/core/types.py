@@ -193,12 +193,17 @@ class PromptError(ValueError):
 
 @contextmanager
 def reading(prompt: Prompt) -> Iterator[None]:
-    """Turn a ValueError inside this context into a `PromptError` of a prompt."""
+    """Turn a ValueError inside this context into a `PromptError` of a prompt.
+
+    One whose class says `ends_run`, as it is about the model and not about the prompt, stays what it is.
+    """
     try:
         yield
     except PromptError:
         raise
     except ValueError as error:
+        if getattr(error, "ends_run", False):
+            raise
         raise PromptError(prompt.uid, str(error)) from error
 
 

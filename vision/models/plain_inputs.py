@@ -45,12 +45,19 @@ def plain_inputs(
     return dict(processor.apply_chat_template(filled, return_tensors="pt", **options))
 
 
+class OtherTokens(ConfigError):
+    """A prompt has other tokens than transformers gives it: the model would be read otherwise."""
+
+    ends_run = True  # it is no fault of the row, which `bad_rows` could drop
+
+
 def check_ids(prompt: Prompt, ids: Tensor, plain: Mapping[str, Any], tokenizer: Any) -> None:
-    """Raise ConfigError, with the first token that differs, unless ids (1, S) are those of transformers."""
+    """Raise `OtherTokens`, with the first token that differs, unless ids (1, S) are those of transformers."""
     if difference := first_difference(ids[0], torch.as_tensor(plain["input_ids"])[0], tokenizer):
-        raise ConfigError(
+        raise OtherTokens(
             f"prompt '{prompt.uid}' is not what `processor.apply_chat_template` of transformers makes of it: "
-            f"{difference}"
+            f"{difference}; the template and the tokenizer disagree, so save the model with a template that "
+            "its tokenizer reads, or report the model's type"
         )
 
 
