@@ -44,6 +44,8 @@ class TextInImage:
             quoted in the prompt.
     """
 
+    column: str = ""  # the prompt's quotes
+
     def __init__(self, *, recogniser: str = "", column: str = "") -> None:
         self.column = column
         self.recognise = import_function("text_in_image", recogniser) if recogniser else rapid_ocr()
