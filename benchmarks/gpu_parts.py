@@ -145,7 +145,13 @@ def bf16_parity(toy: bool) -> tuple[Figures, list[Claim]]:
             prompts = [question(f"{i}") for i in range(2)]
             batch = low.collate(engine.rollout([prompt for prompt in prompts for _ in range(4)]))
             mask = batch.mask.bool()
-            peer = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16).eval().to(DEVICE)
+            peer = (
+                AutoModelForImageTextToText.from_pretrained(
+                    path, dtype=torch.bfloat16, use_safetensors=True, trust_remote_code=False
+                )
+                .eval()
+                .to(DEVICE)
+            )
             noted, learned, wide, theirs = (
                 values.float().cpu()[mask]
                 for values in (

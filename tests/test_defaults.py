@@ -60,6 +60,7 @@ DEFAULTS = {
         "capped_bonus": {"coef": 1.0, "cap": 0.5},
         "conditional_halves": {"mu": 1.0, "a": 1.0, "b": 0.0},  # CANON
         "conflict_tokens": {"positive": 2.0, "negative": 0.0, "entropy_coef": 0.1},  # GTPO
+        "constant": {"value": 1.0},
         "consistency_mix": {"gamma": 20.0, "threshold": 0.837, "eps": 1e-6},  # COPO
         "covariance_mask": {"share": 0.0002, "low": 1.0, "high": 5.0},  # Clip-Cov
         "distinct": {"threshold": 0.5, "tau": 0.15},  # DaGRPO

@@ -96,7 +96,7 @@ def test_images_without_an_output_take_free_names(mmrl, flow_model, tmp_path, mo
 def test_a_column_that_nothing_reads_is_named(mmrl, model, tmp_path):
     rows = write(tmp_path / "rows.jsonl", {"question": "x", "system": "Be brief."})
     code, _, err = mmrl("generate", model, *QUICK, "--input", rows)
-    assert code == 1 and "nothing reads the column `system`" in err
+    assert code == 2 and "nothing reads the column `system`" in err
 
 
 @pytest.mark.parametrize(
@@ -150,5 +150,5 @@ def test_an_output_that_does_not_fit_the_model_is_found_before_weights_are_loade
 def test_rows_that_cannot_be_asked_are_named(mmrl, model, tmp_path, row, message):
     rows, output = write(tmp_path / "rows.jsonl", {"prompt": "fine"}, row), tmp_path / "answers.jsonl"
     code, lines, err = mmrl("generate", model, *QUICK, "--input", rows, "--output", output)
-    assert (code, lines) == (1, []) and not output.exists()
+    assert (code, lines) == (2, []) and not output.exists()
     assert "1 row of" in err and "rows.jsonl:2: " in err and message in err
