@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from mmrl.core.types import Media, Prompt, reading
@@ -67,6 +68,8 @@ class PromptCheck:
             return 0
         if getattr(processor, "image_processor", None) is None:
             return 0  # the template says that the model reads text only
+        if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
+            return 0  # a table that holds images of many rows: its heads cannot be read one by one
         if medium.source is None:
             height, width = medium.load().pixels.shape[-2:]
         else:
