@@ -377,10 +377,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_the_one_before_is_used(tmp_p
     run.report.console.quiet = False
     assert resume(run) == 2
     said = capsys.readouterr().out
-    assert (
-        "checkpoint-9' is a checkpoint of another run: of references it lacks nothing and has ['slow']"
-        in said
-    )
+    assert "checkpoint-9' is a checkpoint of another run" in said
     assert "looking at the one before" in said
 
 

@@ -61,10 +61,10 @@ def test_labels_and_rewards_that_may_be_absent_only_warn(tmp_path, reward):
 def test_a_label_that_the_chain_reads_stops_the_run_like_a_reward(tmp_path, nested):
     reads = {"name": "scale_by", "of": "absent"}
     chain = ["total", {"name": "for_some", "advantage": [reads]} if nested else reads]
-    label = {"name": "absent", "weight": 0.0}
+    label, goes_on = {"name": "absent", "weight": 0.0}, {"on_no_learning": "warn"}
     with pytest.raises(RewardFault, match=r"'absent' gave None for every answer to 40 prompts in 10 rounds"):
-        train(run_with(tmp_path / "raise", {**label}, 12, advantage=chain))
-    train(run_with(tmp_path / "warn", {**label, "on_absent": "warn"}, 11, advantage=chain))
+        train(run_with(tmp_path / "raise", {**label}, 12, advantage=chain, learn=goes_on))
+    train(run_with(tmp_path / "warn", {**label, "on_absent": "warn"}, 11, advantage=chain, learn=goes_on))
 
 
 def test_a_reward_of_a_rare_task_is_waited_for(tmp_path):
