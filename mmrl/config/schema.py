@@ -83,7 +83,7 @@ class Learn:
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no limit
     on_nonfinite: Literal["stop", "skip"] = "stop"  # after a loss or gradient that is NaN or infinite
     max_skipped: NonNegativeInt = 10  # updates that may be skipped in a run
-    on_no_learning: Literal["stop", "warn"] = "stop"  # after ten first steps that move no weight
+    on_no_learning: Literal["stop", "warn"] = "stop"  # after twelve first steps that move no weight
 
 
 @dataclass(frozen=True)

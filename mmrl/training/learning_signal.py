@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FIRST = 3  # steps without an update, at the start of a run, after which it is warned
-LASTING = 10  # and after which it ends, or is warned later on
+LASTING = 12  # and after which it ends, or is warned later on
 
 
 class NoLearning(RuntimeError):
