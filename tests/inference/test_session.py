@@ -136,7 +136,7 @@ def test_only_a_path_is_a_video(vlm):
 
 def test_a_file_that_is_no_image_is_named(vlm, tmp_path):
     (tmp_path / "a.png").write_text("words")
-    with pytest.raises(MediaError, match=r"cannot decode '.*a\.png'.*wanted an image"):
+    with pytest.raises(ValueError, match=r"cannot decode '.*a\.png'.*wanted an image"):
         vlm.answer("x", images=[tmp_path / "a.png"])
 
 
