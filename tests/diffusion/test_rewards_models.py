@@ -140,9 +140,7 @@ def test_a_checkpoint_that_leaves_weights_open_is_refused(tmp_path, clip_folder)
     state = {k: v.contiguous() for k, v in model.state_dict().items() if k != "visual_projection.weight"}
     model.save_pretrained(tmp_path)
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match="lack 1 of .* the first is 'visual_projection.weight'"
-    ):
+    with pytest.raises(ValueError, match="lack 1 of .* the first is 'visual_projection.weight'"):
         PickScore(model=str(tmp_path), processor=str(clip_folder))
 
 
