@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmrl.build import make_chain
-from mmrl.config.binding import FILLED, Pieces
+from mmrl.config.binding import Pieces
 from mmrl.config.registry import Entry, find
 from mmrl.config.schema import Piece
 from mmrl.core.reward_table import RewardTable
@@ -26,68 +26,33 @@ from mmrl.runtime import checkpoint
 from mmrl.runtime.distributed import Processes, _pack
 from mmrl.training.score import score
 from tests.support.configs import library_pieces
+from tests.support.examples import paper_options, required_options
 from tests.support.toy_flow import Telling
 from tests.support.toys import ToyText, prompts
 
-# The options without a default. A piece that is missing here fails with its name.
+# Options other than the derived examples (`tests/support/examples.py`), where those would show nothing on the
+# rows below. A paper gives its own as `CONTRACT_OPTIONS` of tests/papers/test_NAME.py.
 OPTIONS = {
-    ("advantage", "pick"): {"of": "right"},
-    ("advantage", "gated_bonus"): {"of": "right", "format": "right", "share": "right"},
-    ("advantage", "for_turns"): {"advantage": ["group_center"], "where": {"stage": "clue"}},
-    ("advantage", "per_episode"): {"advantage": ["group_center"]},
-    ("advantage", "action_credit"): {"of": "right"},
-    ("advantage", "share_among_turns"): {"of": "right"},
-    ("advantage", "information_gain"): {"of": "right"},
-    ("advantage", "alternate"): {"of": "right", "patience": 1},
-    ("advantage", "delegated_reward"): {"of": "right", "main": "a"},
-    ("advantage", "partial_credit"): {"of": "right", "found": "right"},
-    ("advantage", "tool_productivity"): {"of": "right", "calls": "right", "threshold": 0.1},
+    ("advantage", "for_turns"): {"where": {"stage": "clue"}},
+    ("advantage", "alternate"): {"patience": 1},
+    ("advantage", "delegated_reward"): {"main": "a"},
+    ("advantage", "tool_productivity"): {"threshold": 0.1},
     ("advantage", "for_some"): {"advantage": ["group_normalize"], "of": ["right"]},
-    ("advantage", "tempsamp_shaping"): {"of": "right"},
-    ("advantage", "tempsamp_downscale"): {"of": "right"},
-    ("advantage", "scale_by"): {"of": "right"},
-    ("advantage", "shrunk_mean"): {"of": "right"},
-    ("advantage", "adora"): {"of": "right"},
-    ("advantage", "asymmetric_difficulty"): {"of": "right"},
-    ("advantage", "capped_bonus"): {"of": "right"},
-    ("advantage", "consistency_mix"): {"of": "right"},
-    ("advantage", "distinct"): {"of": "short", "right": "right"},
-    ("advantage", "entropy_rank"): {"of": "right"},
-    ("advantage", "bilevel_pairs"): {"of": "right", "short": "right"},
-    ("advantage", "hot_mix"): {"of": "right", "entropy": 0.1},
-    ("advantage", "barrier"): {"thresholds": {"right": 0.2}},
-    ("advantage", "category_scale"): {"of": "right"},
-    ("advantage", "difficulty_limit"): {"of": "right", "shortest": 1, "longest": 3},
-    ("advantage", "keep_first"): {"keep": 2},
-    ("advantage", "most_varied"): {"keep": 2},
-    ("advantage", "semantic_entropy"): {"of": "right"},
-    ("advantage", "set_baseline"): {"of": "right", "size": 2},
-    ("advantage", "variance_width"): {"of": "right"},
-    ("advantage", "scale_hinted"): {"of": "right"},
-    ("advantage", "hint_reward"): {"of": "right"},
-    ("advantage", "length_band"): {"of": "right", "shortest": 2},
-    ("advantage", "vision.temporal_contrast"): {"of": "right"},
+    ("advantage", "distinct"): {"of": "short"},
+    ("advantage", "hot_mix"): {"entropy": 0.1},
+    ("advantage", "difficulty_limit"): {"shortest": 1, "longest": 3},
+    ("advantage", "set_baseline"): {"size": 2},
+    ("advantage", "length_band"): {"shortest": 2},
     ("aggregation", "fixed_length"): {"max_completion_length": 7},
-    ("objective", "policy_gradient"): {"surrogate": "clip", "aggregation": "step_mean"},
-    ("objective", "comparison"): {"implicit_reward": "log_ratio", "compare": "sigmoid"},
-    ("objective", "bidirectional"): {
-        "objective": {"name": "comparison", "implicit_reward": "log_ratio", "compare": "sigmoid"}
-    },
     ("sampler", "with_hints"): {"hint_column": "wanted", "when": "next_time"},
-    ("sampler", "with_difficulty_hints"): {"hint_column": "wanted"},
     # The outcomes of the rows below are 0.1 apart, which the bonus must stay under.
-    ("advantage", "tiers"): {"of": "right", "outcome": "short", "alpha": 0.05},
+    ("advantage", "tiers"): {"outcome": "short", "alpha": 0.05},
     ("sampler", "source_bandit"): {"by": "wanted"},
     ("schedule", "towards"): {"target": -1.0},
-    ("reward", "rubric"): {
-        "criteria": {"right": 1.0},
-        "engine": {"name": "tests.support.judging:Scripted"},
-    },
     ("sampler", "learning_velocity"): {"by": "wanted", "open_at": -1.0},
-    ("sampler", "pools"): {"by": "wanted", "pools": ("low", "high"), "edges": (3.0,)},
-    ("sampler", "selected_by_difficulty"): {"by": "wanted"},
+    ("sampler", "pools"): {"pools": ("low", "high"), "edges": (3.0,)},
     ("advantage", "greedy_baseline"): {"tag": "turn"},
-    ("advantage", "step_potential"): {"of": "right", "confidence": "short"},
+    ("advantage", "step_potential"): {"confidence": "short"},
     ("advantage", "value_anchor"): {"of": "right"},  # the label that it adds by default comes from another
 }
 SIZES = (3, 2, 1, 2)  # rollouts of the prompts p0 to p3
@@ -106,15 +71,9 @@ class Case:
 
     @property
     def piece(self) -> Piece:
-        given = {**OPTIONS.get((self.kind, self.entry.full_name), {}), **self.choice}
-        empty = inspect.Parameter.empty
-        missing = {name for name, parameter in self.entry.options.items() if parameter.default is empty}
-        missing -= {*given, *FILLED}
-        if missing:
-            pytest.fail(
-                f"the {self.kind} '{self.entry.full_name}' has the required options {sorted(missing)}; give "
-                "them in OPTIONS of tests/test_contracts.py"
-            )
+        label = "wanted" if self.kind == "sampler" else "right"  # a column of the prompts, a reward
+        given = {**required_options(self.entry, label), **paper_options(self.entry)}
+        given |= {**OPTIONS.get((self.kind, self.entry.full_name), {}), **self.choice}
         return Piece(self.entry.full_name.replace("tests.support.toys.", "tests.support.toys:"), given)
 
     def make(self, *given: Any) -> Any:
@@ -126,7 +85,7 @@ class Case:
             return self.make()
         piece = [self.piece] if self.kind in ("step_weight", "penalty", "compare") else self.piece
         name = "comparison" if self.kind in ("implicit_reward", "compare") else "policy_gradient"
-        options = {**OPTIONS["objective", name], self.kind: piece}
+        options = {**required_options(find("objective", name), "right"), self.kind: piece}
         return Pieces(Stream(3)).make("objective", Piece(name, options))
 
 

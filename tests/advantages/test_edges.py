@@ -12,33 +12,27 @@ from mmrl.advantages.shape import total
 from mmrl.config.registry import pieces
 from mmrl.core.reward_table import name_id
 from mmrl.core.rng import Stream
+from tests.support.examples import required_options
 from tests.support.tables import reward_table
 
 ADVANTAGES = pieces("advantage")
 
 
-# Options of pieces that need one: the only reward and label there is is called "reward".
-GIVEN = {
-    "of": "reward", "right": "reward", "short": "reward", "confidence": "reward", "keep": 1,
-    "found": "reward", "calls": "reward", "format": "reward", "share": "reward",
-    "stream": Stream(3), "thresholds": {"reward": 0.0},
-}  # fmt: skip
-EMPTY = inspect.Parameter.empty
-
-
 def apply(entry, table, **more):
     # "value" is the default of `value_anchor`: a label that another piece records.
-    needed = [name for name, parameter in entry.options.items() if parameter.default in (EMPTY, "value")]
-    options = {name: GIVEN[name] for name in needed if name not in ("advantage", "outcome", "where")}
+    options = required_options(entry, "reward")  # the only reward and label there is
+    options |= {name: "reward" for name, parameter in entry.options.items() if parameter.default == "value"}
+    if "stream" in entry.options:
+        options["stream"] = Stream(3)
     if "advantage" in entry.options:  # a chain inside
-        options = {"advantage": (total,), **({"of": ("reward",)} if "of" in entry.options else {})}
+        options |= {"advantage": (total,), **({"of": ("reward",)} if "of" in entry.options else {})}
     if "outcome" in entry.options:  # whose bonus must stay under the gaps of the outcomes
         options = {"of": "near", "outcome": "reward", "alpha": 1e-3}
         table = table.replace(scored={**table.scored, "near": torch.sigmoid(table.scored["reward"])})
     if "size" in entry.options:  # a set is smaller than the groups here
         options["size"] = 1
-    if "where" in needed:
-        options |= {"where": {"stage": "stage"}, "advantage": (group_center,)}
+    if "where" in options:
+        options |= {"where": {"stage": "stage"}, "advantage": (group_center,)}  # the tags hold their names
     options |= more
     if inspect.isclass(entry.target):
         return entry.target(**options)(table)

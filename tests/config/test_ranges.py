@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import typing
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Annotated
 
 import pytest
@@ -34,31 +36,8 @@ from mmrl.core.types import Clock
 from tests.config.test_schema import WHOLE
 from tests.support.configs import library_pieces
 
-# Numbers that may be anything finite: shifts, scales and bars of metrics and rewards, which have any sign.
-FREE = {
-    "constant.value",
-    "vision.steering.scale", "share_among_turns.above",
-    "with_reflection.threshold", "with_solved_examples.threshold",
-    "alignment.beta", "delegated_reward.failed", "delegated_reward.below",
-    "delegated_reward.above", "partial_credit.threshold", "tool_productivity.threshold",
-    "pass_at.threshold", "win_rate.draw", "shrunk_mean.low", "shrunk_mean.high",
-    "judge.scale", "tournament.scale", "rubric.scale", "barrier.thresholds", "merge_weights.weights",
-    "threshold.above", "threshold.below", "cosine_length.right", "cosine_length.wrong",
-    "tempsamp_anchor.lambda_off", "tempsamp_downscale.max_reward", "group_center.shift", "scale.factor",
-    "tempsamp_shaping.threshold", "value_anchor.k", "metric_spike.above", "anchor_chosen.delta",
-    "bco_pair.delta", "kto.delta", "weighted_sum.constant", "weighted_sum.weights",
-    "binary_classification.positive", "binary_classification.scale", "binary_classification.offset",
-    "binary_classification.f1_offset", "ratio_of_sums.scale", "ratio_of_sums.offset", "recall_at.at",
-    "clip_score.divide_by", "diffusion.pick_score.divide_by", "learning_velocity.open_at", "pools.edges",
-    "with_contrast.above", "with_successes.above", "best_hint.threshold", "first_success.threshold",
-    "hint_reward.threshold",
-    "length_band.bonus", "length_band.above", "vision.temporal_contrast.bonus",
-    "vision.temporal_contrast.above", "with_hints.threshold", "not_all_right.max_reward", "adora.threshold",
-    "capped_bonus.coef", "conditional_halves.mu", "conditional_halves.a", "conditional_halves.b",
-    "covariance_mask.low", "covariance_mask.high", "distinct.threshold", "keep_steps.at_least",
-    "keep_steps.at_most", "virtual_maximum.max_reward", "hot_mix.threshold",
-    "bilevel_pairs.threshold", "branch_pairs.threshold", "towards.target", "towards.rate",
-}  # fmt: skip
+# Options of a name that has a range elsewhere: weights of any sign, and a bonus that may punish.
+SIGNED = {"alignment.beta", "capped_bonus.coef", "scale.factor"}
 EACH = [(entry, name) for kind in HOMES for entry in library_pieces(kind) for name in entry.options]
 
 
@@ -123,21 +102,62 @@ def test_a_number_is_found_inside_a_range_and_a_union_and_not_inside_a_list():
 # ---- every piece
 
 
-@pytest.mark.parametrize(("entry", "name"), EACH, ids=[f"{e.kind}-{e.full_name}-{n}" for e, n in EACH])
-def test_every_number_of_a_piece_has_a_range_which_its_default_is_in(entry: Entry, name: str):
-    hints, parameter = entry.hints, entry.options[name]
-    assert name in hints, "the type of every option can be read"
-    wanted = hints[name]
+def problems_of(entry: Entry, name: str, usual: set[str]) -> Iterator[str]:
+    """Say what is wrong with the range of one option."""
+    if name not in entry.hints:
+        yield "its type cannot be read: import what the annotation names"
+        return
+    wanted, default = entry.hints[name], entry.options[name].default
     if not numeric(wanted):
         return
-    assert bounded(wanted) or f"{entry.full_name}.{name}" in FREE
-    if parameter.default is not inspect.Parameter.empty:
-        assert convert(parameter.default, wanted, name) == parameter.default
-    assert all(mark.option in entry.options for mark in marks(wanted, AtMost))
-    if is_number(wanted):
-        for value in (math.nan, math.inf, -math.inf, 10**30):
-            with pytest.raises(ConfigError, match=f"'{name}' must be"):
-                convert(value, wanted, name)
+    if int in marks(wanted, type) and not bounded(wanted):
+        yield "a whole number needs a range: annotate a type of mmrl/config/ranges.py, such as PositiveInt"
+    if name in usual and not bounded(wanted) and f"{entry.full_name}.{name}" not in SIGNED:
+        yield f"{name!r} has a range in most pieces: annotate it here too, or choose another name"
+    if default is not inspect.Parameter.empty and convert(default, wanted, name) != default:
+        yield f"the default {default!r} is not of the type {wanted}"
+    for mark in marks(wanted, AtMost):
+        if mark.option not in entry.options:
+            yield f"AtMost names the option {mark.option!r}, which the piece does not have"
+    for value in (math.nan, math.inf, -math.inf, 10**30) if is_number(wanted) else ():
+        try:
+            convert(value, wanted, name)
+            yield f"{value} is accepted"
+        except ConfigError as error:
+            if f"'{name}' must be" not in str(error):
+                yield f"{value} is refused without the name of the option: {error}"
+
+
+def usual_ranges(options: list[tuple[Entry, str]]) -> set[str]:
+    """Return the option names that have a range in at least three quarters of their pieces."""
+    ranged = defaultdict(list)
+    for entry, name in options:
+        if numeric(entry.hints.get(name)):
+            ranged[name].append(bounded(entry.hints[name]))
+    return {name for name, found in ranged.items() if sum(found) >= 0.75 * len(found)}
+
+
+def test_every_number_of_a_piece_has_a_range_which_its_default_is_in():
+    """A plain `float` may be any finite number: a bar of rewards, a shift, a scale of any sign."""
+    usual = usual_ranges(EACH)
+    assert {"beta", "coef", "epsilon", "temperature"} <= usual
+    found = [
+        f"{e.kind} {e.full_name}.{name}: {what}" for e, name in EACH for what in problems_of(e, name, usual)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_an_option_without_its_usual_range_is_found():
+    def piece(table, *, beta: float = 0.1, size: int = 2, low: Annotated[float, AtMost("top")] = 1.0): ...
+
+    entry = Entry("advantage", "", "piece", piece)
+    entry.__dict__["hints"] = {"beta": float, "size": int, "low": Annotated[float, AtMost("top")]}
+    found = [what for name in entry.options for what in problems_of(entry, name, {"beta"})]
+    assert [what.split(":")[0] for what in found] == [
+        "'beta' has a range in most pieces",
+        "a whole number needs a range",
+        "AtMost names the option 'top', which the piece does not have",
+    ]
 
 
 # ---- nonsense that would train
