@@ -28,6 +28,7 @@ from mmrl.training.loop import train
 from mmrl.vision.benchmarks.time_spans import Moments, parse_saliency, parse_spans
 from mmrl.vision.datasets.grounding import grounding
 from tests.support.configs import METHODS, method_file
+from tests.support.rules import rule
 from tests.support.tables import assert_rows, loss_of, micro_batch, moved, reward_table
 from tests.support.toy_flow import flow_plan
 from tests.support.toys import plan, share_right
@@ -46,7 +47,7 @@ def each(paths: list[Path]) -> Any:
 # ---- files
 
 
-@each(RUNS + VARIANTS)
+@rule(RUNS + VARIANTS, lambda path: path.stem)
 def test_every_file_resolves_its_names_and_options(path):
     check_file(path)
 
@@ -78,21 +79,24 @@ def test_a_mistake_inside_a_variant_is_found_where_it_stands(tmp_path, text, mes
         check_file(tmp_path / "variant.yaml")
 
 
-@each(VARIANTS)
+@rule(VARIANTS, lambda path: path.stem)
 def test_a_variant_is_short_and_names_its_source(path):
     lines = path.read_text().splitlines()
     settings = [line for line in lines if not line.startswith("#")]
-    assert 1 <= len(settings) <= 8 and len(lines) <= 14 and max(map(len, lines)) <= 110
+    if not (1 <= len(settings) <= 8 and len(lines) <= 14 and max(map(len, lines)) <= 110):
+        yield "keep to 8 lines of settings, 14 lines in all and 110 characters a line"
     head = " ".join(line for line in lines[:3] if line.startswith("#"))
-    assert lines[0].startswith("# ") and SOURCE.search(head)
+    if not (lines[0].startswith("# ") and SOURCE.search(head)):
+        yield "name the source (arXiv 0000.00000, TRL or verl) in a comment on the first three lines"
 
 
-@each(RUNS)
+@rule(RUNS, lambda path: path.stem)
 def test_a_run_begins_with_what_it_is(path):
-    assert path.read_text().startswith("# ")
+    if not path.read_text().startswith("# "):
+        yield "say in a comment on the first line what the run is"
 
 
-@each(VARIANTS)
+@rule(VARIANTS, lambda path: path.stem)
 def test_a_variant_fits_a_run_on_a_real_model(path):
     """Notes, tags, references and what the policy says are there, with the rewards of a grounding run, or of
     one that makes pictures, and with the run's engine, or one that holds conversations or plays games."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.config.registry import HOMES
+from tests.support.rules import rule
 
 ROOT = Path(__file__).parents[1]
 SIBLINGS = ("vision", "diffusion", "compression")
@@ -126,52 +127,56 @@ def ours(path: Path) -> list[tuple[Import, Place]]:
     return [(found, place_of(found.module)) for found in imports_of(path) if found.top == "mmrl"]
 
 
-def where(path: Path, found: Import) -> str:
-    return f"{path.relative_to(ROOT)}:{found.line} imports {found.module}"
+def where(found: Import) -> str:
+    return f"line {found.line} imports {found.module}"
 
 
-EACH = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
+EACH = rule(FILES, lambda path: str(path.relative_to(ROOT)))
 
 
 @EACH
 def test_every_module_has_a_wing(path):
-    assert place_of(name_of(path)).wing in ORDER, f"{path.relative_to(ROOT)} stands in no wing"
+    if place_of(name_of(path)).wing not in ORDER:
+        yield "stands in no wing: move it into a folder of ORDER or TOP_LEVEL"
 
 
 @EACH
 def test_a_wing_imports_only_from_lower_ones(path):
-    mine = ORDER.index(place_of(name_of(path)).wing)
+    mine = place_of(name_of(path)).wing
     for found, place in ours(path):
-        assert ORDER.index(place.wing) <= mine, where(path, found)
+        if ORDER.index(place.wing) > ORDER.index(mine):
+            yield f"{where(found)}: {mine} is below {place.wing}; move one of them, or pass it as an argument"
 
 
 @EACH
 def test_a_piece_imports_no_other_kind_of_piece(path):
     mine = place_of(name_of(path))
     for found, place in ours(path):
-        if mine.home and place.home:
-            assert place.home == mine.home, where(path, found)
+        if mine.home and place.home and place.home != mine.home:
+            yield f"{where(found)}, another kind of piece; take it as an option, or move what both share"
 
 
 @EACH
 def test_what_a_package_shares_imports_no_piece(path):
     mine = place_of(name_of(path))
-    if mine.scope and not mine.home:
-        for found, place in ours(path):
-            assert not place.home, where(path, found)
+    for found, place in ours(path) if mine.scope and not mine.home else ():
+        if place.home:
+            yield f"{where(found)}, a piece; move what is shared out of {place.home}"
 
 
 @EACH
 def test_siblings_never_import_each_other(path):
     mine = place_of(name_of(path))
     for found, place in ours(path):
-        assert place.scope in ("", mine.scope), where(path, found)
+        if place.scope not in ("", mine.scope):
+            yield f"{where(found)} of a sibling; move what both need into mmrl"
 
 
 @EACH
 def test_the_library_imports_neither_examples_nor_tests(path):
     for found in imports_of(path):
-        assert found.top not in ("examples", "tests", "benchmarks"), where(path, found)
+        if found.top in ("examples", "tests", "benchmarks"):
+            yield f"{where(found)}; move it into the library"
 
 
 @EACH
@@ -179,7 +184,8 @@ def test_imports_at_load_are_light(path):
     """Only torch, omegaconf, einops and the standard library, so that a look-up of names stays quick."""
     allowed = LIGHT | {"mmrl"} | sys.stdlib_module_names
     for found in imports_of(path):
-        assert not found.at_load or found.top in allowed, f"{where(path, found)} outside a function"
+        if found.at_load and found.top not in allowed:
+            yield f"{where(found)} when it is loaded; import it inside the function that uses it"
 
 
 def test_heavy_packages_are_imported_somewhere():
@@ -226,12 +232,14 @@ def test_no_circle_of_files():
 @EACH
 def test_a_file_and_its_functions_are_of_a_size_to_read(path):
     text = path.read_text()
-    assert text.count("\n") <= LINES, f"{text.count(chr(10))} lines; at most {LINES}"
+    if text.count("\n") > LINES:
+        yield f"{text.count(chr(10))} lines; split it into files of at most {LINES}"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = (ast.get_docstring(node, clean=False) or "").splitlines()
             lines = node.end_lineno - node.lineno + 1 - len(docstring)
-            assert lines <= FUNCTION, f"'{node.name}' has {lines} lines; at most {FUNCTION}"
+            if lines > FUNCTION:
+                yield f"'{node.name}' has {lines} lines; split it into functions of at most {FUNCTION}"
 
 
 # ---- the reader of imports itself

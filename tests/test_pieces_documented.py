@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 
-import pytest
-
 from mmrl.config.binding import FILLED
 from mmrl.config.registry import HOMES, Entry, pieces
+from tests.support.rules import piece_name, rule
 
 FIRST_LINE = 100
 FEW = 2  # options that the text may explain without a block
 
 EVERY = [entry for kind in HOMES for entry in pieces(kind) if entry.target.__module__.startswith("mmrl.")]
-EACH = pytest.mark.parametrize("entry", EVERY, ids=[f"{entry.kind}-{entry.full_name}" for entry in EVERY])
+EACH = rule(EVERY, piece_name)
 
 
 def args_of(docstring: str) -> set[str]:
@@ -32,13 +31,15 @@ def undocumented(entry: Entry) -> set[str]:
 @EACH
 def test_the_first_line_of_a_piece_is_short(entry):
     first = (inspect.getdoc(entry.target) or "").partition("\n")[0]
-    assert 0 < len(first) <= FIRST_LINE, f"{len(first)} characters: {first}"
+    if not 0 < len(first) <= FIRST_LINE:
+        yield f"write a first line of 1 to {FIRST_LINE} characters, not {len(first)}: {first}"
 
 
 @EACH
 def test_every_option_of_a_piece_is_documented(entry):
     missing = undocumented(entry)
-    assert not missing, f"`Args:` lacks {', '.join(sorted(missing))}"
+    if missing:
+        yield f"document {', '.join(sorted(missing))} in `Args:`"
 
 
 def test_an_args_block_is_read_up_to_its_end():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from mmrl.config.registry import HOMES, pieces
+from tests.support.rules import rule
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("mmrl", "vision", "diffusion", "compression", "configs", "examples", "docs")
@@ -47,19 +46,20 @@ PHRASES = (
     r"\bis told\b",
     r"\b[Pp]ictures?\b",
 )
+REPLACED = re.compile("|".join([rf"(?<!\w)(?:{'|'.join(GONE)})(?!\w)", *PHRASES]))
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
+@rule(FILES, lambda path: str(path.relative_to(ROOT)))
 def test_replaced_names_and_phrases_do_not_occur(path):
     text = path.read_text()
-    found = [word for word in GONE if re.search(rf"(?<![\w]){word}(?![\w])", text)]
-    found += [phrase for phrase in PHRASES if re.search(phrase, text)]
-    assert found == []
+    for found in REPLACED.finditer(text):
+        yield f"line {text.count(chr(10), 0, found.start()) + 1}: replace '{found[0]}' by the field's word"
 
 
-@pytest.mark.parametrize("kind", sorted(HOMES))
+@rule(sorted(HOMES))
 def test_no_piece_has_a_replaced_name(kind):
-    assert {entry.name for entry in pieces(kind)} & (NAMES | set(GONE)) == set()
+    for name in sorted({entry.name for entry in pieces(kind)} & (NAMES | set(GONE))):
+        yield f"give '{name}' the name that replaced it"
 
 
 def test_no_kind_has_a_replaced_name():

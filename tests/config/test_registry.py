@@ -17,11 +17,13 @@ from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Unit
 from tests.support.configs import library_pieces
+from tests.support.rules import piece_name, rule
 
 HERE = Path(__file__).parents[1]
 EVERY = [entry for kind in HOMES for entry in library_pieces(kind)]
-NAMED = pytest.mark.parametrize("entry", EVERY, ids=[f"{entry.kind}-{entry.full_name}" for entry in EVERY])
-TESTS = "\n".join(path.read_text() for path in HERE.rglob("test_*.py") if path != Path(__file__))
+NAMED = rule(EVERY, piece_name)
+TESTS = [path for path in HERE.rglob("test_*.py") if path != Path(__file__)]
+WORDS = {word for path in TESTS for word in re.findall(r"\w+", path.read_text())}
 
 
 # ---- every piece
@@ -29,37 +31,38 @@ TESTS = "\n".join(path.read_text() for path in HERE.rglob("test_*.py") if path !
 
 @NAMED
 def test_a_piece_has_a_docstring_of_whole_sentences(entry):
-    assert entry.summary, "no docstring"
-    assert entry.summary[0].isupper()
-    assert entry.summary.rstrip(")").endswith((".", ":")), entry.summary
+    summary = entry.summary
+    if not (summary[:1].isupper() and summary.rstrip(")").endswith((".", ":"))):
+        yield f"begin the docstring with a whole sentence, not {summary!r}"
 
 
 @NAMED
 def test_options_are_keyword_only_and_typed(entry):
     kinds = inspect.Parameter
     for name, parameter in inspect.signature(entry.target).parameters.items():
-        assert parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD), (
-            f"'{name}' passes anything through"
-        )
-        optional = parameter.default is not kinds.empty
-        assert parameter.kind is kinds.KEYWORD_ONLY or not optional, (
-            f"the option '{name}' is not keyword-only"
-        )
-        assert parameter.annotation is not kinds.empty, f"'{name}' has no type"
+        if parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
+            yield f"'{name}' passes anything through; list the options"
+        elif parameter.default is not kinds.empty and parameter.kind is not kinds.KEYWORD_ONLY:
+            yield f"make the option '{name}' keyword-only: put `*` before it"
+        if parameter.annotation is kinds.empty:
+            yield f"annotate '{name}' with a type"
 
 
 @NAMED
 def test_a_piece_stands_in_the_home_of_its_kind(entry):
     packages = [SCOPES[entry.scope]] if entry.scope else WINGS
     homes = tuple(f"{package}.{HOMES[entry.kind]}." for package in packages)
-    assert f"{entry.target.__module__}.".startswith(homes)
-    assert entry.name == entry.name.lower()
+    if not f"{entry.target.__module__}.".startswith(homes):
+        yield f"move it into {' or '.join(homes)}"
+    if entry.name != entry.name.lower():
+        yield "write its name in small letters"
 
 
 @NAMED
 def test_a_piece_is_tested_by_its_own_name(entry):
     own = {entry.name, inspect.unwrap(entry.target).__name__}
-    assert any(re.search(rf"\b{re.escape(name)}\b", TESTS) for name in own), f"no test says {sorted(own)}"
+    if not own & WORDS:
+        yield f"no test says {' or '.join(sorted(own))}; write one"
 
 
 def test_the_base_pieces_are_there():

@@ -14,6 +14,7 @@ from mmrl.config.tags import tags_read
 from mmrl.core.rng import Stream
 from tests.support.configs import CONFIGS
 from tests.support.playing import Telephone
+from tests.support.rules import piece_name, rule
 
 PLAY = {"name": "play", "game": "tests.support.playing:Telephone"}
 STAGED = {"name": "play", "game": "tests.config.test_tags:Staged"}
@@ -93,11 +94,12 @@ def test_tags_of_derived_classes_are_those_of_their_base():
     assert find("game", "tests.support.playing:Telephone").sets_tags == {"role"}
 
 
-@pytest.mark.parametrize("entry", pieces("advantage"), ids=lambda entry: entry.full_name)
+@rule(pieces("advantage"), piece_name)
 def test_every_option_of_keys_is_marked(entry):
     """Options that are called as keys usually are say so, so that a new piece is checked as well."""
     for name in {"by", "same", "where", "role", "tag", "state", "action"} & entry.options.keys():
-        assert marks(entry.hints[name], TagName), f"annotate `{name}` with a type of mmrl.config.ranges"
+        if not marks(entry.hints[name], TagName):
+            yield f"annotate `{name}` with Tag, Tags or TagWords of mmrl.config.ranges"
 
 
 def test_tags_of_pieces_inside_pieces_are_read_too():
