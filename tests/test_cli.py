@@ -462,7 +462,7 @@ def test_python_m_mmrl(file):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

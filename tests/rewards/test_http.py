@@ -143,7 +143,7 @@ def test_a_request_that_is_wrong_is_not_sent_again(server):
 
 
 def test_a_slow_server_is_given_up(server):
-    server.answer = [0.5, 0.5]
+    server.answer = [5.0, 5.0]
     with pytest.raises(ConnectionError, match=r"does not answer within 0.05 s, asked 2 times: timed out"):
         asked_for(server, "a", request_timeout=0.05, request_retries=1)
 
@@ -199,11 +199,11 @@ def test_a_redirect_is_not_followed(server, raw, status):
     "slow", [b"HTTP/1.0 200 OK\r\nX-Filler: ", b"HTTP/1.0 200 OK\r\n\r\n"], ids=["headers", "body"]
 )
 def test_a_server_that_sends_a_byte_at_a_time_does_not_outlast_the_limit(raw, slow):
-    raw.answer, raw.pause = slow + b" " * 1000, 0.02  # 20 s in all, each byte well within the limit
+    raw.answer, raw.pause = slow + b" " * 6000, 0.02  # 120 s in all, each byte well within the limit
     began = time.monotonic()
     with pytest.raises(ConnectionError, match=r"does not answer within 0.3 s, asked 1 times: timed out"):
         asked_for(raw, "a", request_timeout=0.3, request_retries=0)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_an_answer_that_is_too_large_is_not_read_to_its_end(raw, monkeypatch):
@@ -245,7 +245,7 @@ def test_it_stands_in_a_configuration_with_the_policy_of_any_reward(server):
     def bound(**settings):
         return Pieces(Stream()).make("reward", Piece("http", {"url": server.url, "wait": 0.0, **settings}))
 
-    assert score([bound(weight=2.0, timeout=5.0)], rows).values[:, 0, 0].tolist() == [1, 2]
+    assert score([bound(weight=2.0, timeout=300.0)], rows).values[:, 0, 0].tolist() == [1, 2]
     server.answer = lambda asked: {"rewards": [float("nan")] * len(asked["outcomes"])}
     with pytest.raises(RewardFault, match="reward 'http' raised ValueError: .* gave the reward nan"):
         score([bound()], rows)

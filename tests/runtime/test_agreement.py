@@ -253,8 +253,8 @@ HANGING = {
 def test_a_process_that_hangs_is_not_waited_for_without_end(case, tmp_path):
     changes, where = HANGING[case]
     # `launch` waits for two minutes, and the process that hangs for five.
-    printed = launch([plan(tmp_path / "run", ddp_timeout=10, **changes)], tmp_path, failing=True)
-    words = f"did not come to {where} within 10 s (ddp_timeout)"
+    printed = launch([plan(tmp_path / "run", ddp_timeout=20, **changes)], tmp_path, failing=True)
+    words = f"did not come to {where} within 20 s (ddp_timeout)"
     for text in printed:  # the one that hangs says it too, and ends
         # The watch says it, or the exception of a collective whose other end has left; rarely both, alike.
         (said,) = {line for line in text.splitlines() if line.startswith("failed: ")}
@@ -264,8 +264,8 @@ def test_a_process_that_hangs_is_not_waited_for_without_end(case, tmp_path):
 
 @pytest.mark.slow
 def test_others_wait_for_an_upload_without_a_limit(tmp_path):
-    settings = {"push_to_hub": True, "hub_model_id": "me/mine", "ddp_timeout": 6, "max_steps": 1}
-    launch([plan(tmp_path / "run", **settings)], tmp_path, UPLOAD_SECONDS="15")
+    settings = {"push_to_hub": True, "hub_model_id": "me/mine", "ddp_timeout": 20, "max_steps": 1}
+    launch([plan(tmp_path / "run", **settings)], tmp_path, UPLOAD_SECONDS="30")
     assert (tmp_path / "run" / "weights-1").is_dir()
 
 

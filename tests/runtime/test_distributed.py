@@ -428,7 +428,7 @@ def test_where_one_process_fails_every_other_is_told_instead_of_waiting(case, tm
     changes, own, heard = FAILURES[case]
     began = time.monotonic()
     printed = launch([plan(tmp_path / "run", **changes)], tmp_path, failing=True)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 240
     said = [(tmp_path / "run" / f"failed-{rank}").read_text() for rank in range(2)]
     assert any(text.startswith(own) for text in said), (said, printed)
     assert any(text.startswith(f"ProcessFailed: {heard}") for text in said), (said, printed)

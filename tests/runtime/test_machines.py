@@ -119,21 +119,21 @@ def test_a_machine_that_is_gone_is_named_and_the_run_goes_on_with_one_process(
     listed = write(tmp_path, how=how)
     with two_machines() as machines:
         started = [machines.start(i, torchrun(i, WORKER, listed)) for i in range(2)]
-        until = time.monotonic() + 300
+        until = time.monotonic() + 600
         while not (tmp_path / "once").exists() and time.monotonic() < until:
             assert started[0].poll() is None, machines.printed(0)
             time.sleep(0.1)
         gone = time.monotonic()
         if how == "unplugged":
             machines.unplug()
-        printed = machines.wait(0, timeout=90)
+        printed = machines.wait(0, timeout=300)
     told = tmp_path / "run" / "failed-0"  # where the main thread was not waiting for the other machine
     words = printed + (told.read_text() if told.exists() else "")
     assert f"ProcessFailed: process 1 of 2 (on machine1, 10.97.41.2) is gone: {said}" in words
     assert started[0].returncode
-    assert said and time.monotonic() - gone < 60  # the launcher takes its time after the process has ended
+    assert said and time.monotonic() - gone < 240  # the launcher takes its time after the process has ended
     named = told.stat().st_mtime if told.exists() else None
-    assert named is None or named - (tmp_path / "once").stat().st_mtime < 30
+    assert named is None or named - (tmp_path / "once").stat().st_mtime < 120
     (tmp_path / "run" / "failed-0").unlink(missing_ok=True)
     run = build(parse(plan_of(tmp_path, how=how), Config), quiet=True)
     train(run)
@@ -190,7 +190,7 @@ def links_of(world, lost):
     def make(rank):
         def exchange(data):
             gathered[rank] = data
-            barrier.wait(30)
+            barrier.wait(300)
             return list(gathered)
 
         made[rank] = Links(rank, world, exchange, lambda words: lost.append((rank, words)))
@@ -199,12 +199,12 @@ def links_of(world, lost):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     return made
 
 
 def soon(condition):
-    until = time.monotonic() + 10
+    until = time.monotonic() + 120
     while not condition() and time.monotonic() < until:
         time.sleep(0.02)
     return condition()

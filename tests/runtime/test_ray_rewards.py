@@ -305,7 +305,7 @@ def test_actors_have_an_environment_of_their_own(tmp_path, cluster):
     ],
 )
 def test_a_fault_is_that_of_one_process(tmp_path, cluster, how, wanted):
-    faulty = {"name": f"{HERE}:Faulty", "how": how, "timeout": 8.0}
+    faulty = {"name": f"{HERE}:Faulty", "how": how, "timeout": 8.0 if how == "hang" else 600.0}
     with pytest.raises(RewardFault, match=wanted):
         train(run_with(tmp_path, {"num": 1}, [faulty]))
 
@@ -313,7 +313,8 @@ def test_a_fault_is_that_of_one_process(tmp_path, cluster, how, wanted):
 @pytest.mark.slow
 @pytest.mark.parametrize("how, policy", [("raise", {"retries": 1}), ("hang", {"on_error": "skip"})])
 def test_an_actor_answers_after_a_fault(tmp_path, cluster, how, policy):
-    faulty = {"name": f"{HERE}:Faulty", "how": how, "timeout": 12.0, "until": str(tmp_path / "x"), **policy}
+    faulty = {"name": f"{HERE}:Faulty", "how": how, "until": str(tmp_path / "x"), **policy}
+    faulty["timeout"] = 30.0 if how == "hang" else 600.0
     run = run_with(tmp_path / "run", {"num": 1}, [faulty], max_steps=2)
     train(run)
     assert run.journal.read()[-1]["rewards/Faulty/mean"] == 1.0
@@ -324,6 +325,8 @@ def test_an_actor_answers_after_a_fault(tmp_path, cluster, how, policy):
 def test_too_many_deaths_end_the_run_with_the_last_words(tmp_path, cluster, caplog, monkeypatch, elsewhere):
     if elsewhere:  # which this process then is not
         monkeypatch.setattr(ray_actors, "node_ip", lambda: "10.0.0.9")
+        # A worker of Ray starts first, which takes longer than the 30 s of a run on a busy machine.
+        monkeypatch.setattr(ray_actors, "READING", 600.0)
     faulty = {"name": f"{HERE}:Faulty", "how": "die", "on_error": "skip"}
     with (
         caplog.at_level(logging.WARNING),

@@ -411,7 +411,7 @@ def count_files(kill: tuple[str, int]) -> None:
 # ---- killing
 
 
-def finished(child: int, limit: float = 300.0) -> bool:
+def finished(child: int, limit: float = 900.0) -> bool:
     """Wait for a process; tell whether it came to its end by itself."""
     until = time.monotonic() + limit
     while not (ended := over(child)):

@@ -69,7 +69,7 @@ class Machines:
         self.written.append(output)
         return process
 
-    def wait(self, number: int, timeout: float = 240) -> str:
+    def wait(self, number: int, timeout: float = 600) -> str:
         """Wait for what was started on a machine to end, and give what it wrote."""
         try:
             self.started[number].wait(timeout)

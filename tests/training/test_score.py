@@ -90,13 +90,24 @@ async def patiently_raising(asked, outcomes):
     raise KeyError("span")
 
 
+@pytest.fixture
+def released():
+    """Let rewards that hang return when the test is over."""
+    RELEASED.clear()
+    yield
+    RELEASED.set()
+
+
+RELEASED = threading.Event()
+
+
 def slow(asked, outcomes):
-    time.sleep(0.5)
+    RELEASED.wait(300)
     return [1.0] * len(outcomes)
 
 
 async def patiently_slow(asked, outcomes):
-    await asyncio.sleep(30)
+    await asyncio.sleep(300)
 
 
 def one_number(asked, outcomes):
@@ -260,7 +271,7 @@ def test_no_rollouts_make_an_empty_table():
 
 def test_rewards_run_side_by_side():
     # Each waits for the other; one after the other, both would wait in vain.
-    barrier = threading.Barrier(2, timeout=5)
+    barrier = threading.Barrier(2, timeout=300)
 
     def left(asked, outcomes):
         barrier.wait()
@@ -275,7 +286,7 @@ def test_rewards_run_side_by_side():
 
 
 def test_asynchronous_rewards_run_side_by_side():
-    barrier = threading.Barrier(2, timeout=5)
+    barrier = threading.Barrier(2, timeout=300)
 
     async def first(asked, outcomes):
         await asyncio.to_thread(barrier.wait)
@@ -289,7 +300,7 @@ def test_asynchronous_rewards_run_side_by_side():
         async def __call__(self, asked, outcomes):
             return [3.0] * len(outcomes)
 
-    rewards = [bound(first, timeout=6), bound(lengths), bound(second, timeout=6), bound(Third)]
+    rewards = [bound(first, timeout=600), bound(lengths), bound(second, timeout=600), bound(Third)]
     assert score(rewards, FOUR).values[0, :, 0].tolist() == [1.0, 1.0, 2.0, 3.0]
 
 
@@ -316,20 +327,20 @@ def test_a_fault_stops_the_run_and_names_the_reward(measure):
 
 
 @pytest.mark.parametrize("measure", [slow, patiently_slow])
-def test_a_slow_reward_is_a_fault(measure):
+def test_a_slow_reward_is_a_fault(measure, released):
     began = time.monotonic()
     with pytest.raises(
         RewardFault, match=f"'{measure.__name__}' raised TimeoutError: no answer within 0.05 s"
     ):
         scored(measure, timeout=0.05)
-    assert time.monotonic() - began < 0.4
+    assert time.monotonic() - began < 120
 
 
-def test_limits_count_from_the_same_start():
+def test_limits_count_from_the_same_start(released):
     began = time.monotonic()
     with pytest.raises(RewardFault):
-        score([bound(slow, label=str(i), timeout=0.1) for i in range(4)], FOUR)
-    assert time.monotonic() - began < 0.35  # 0.1, not 4 times 0.1
+        score([bound(slow, label=str(i), timeout=0.5) for i in range(60)], FOUR)
+    assert time.monotonic() - began < 25  # 0.5 s, not 60 times 0.5 s
 
 
 def test_skip_drops_the_group_and_counts_it():

@@ -255,7 +255,7 @@ async def stops_patiently(asked, outcomes):
 
 
 async def blocks(asked, outcomes):
-    time.sleep(3)
+    time.sleep(20)
     return [1.0] * len(outcomes)
 
 
@@ -274,7 +274,7 @@ def test_a_reward_that_ends_oddly_is_named_alone(measure):
     limit = {"timeout": 0.2} if measure is blocks else {}
     others = [bound(patient_lengths), bound(patient_lengths, label="beside"), bound(lengths)]
     table = score([others[0], bound(measure, on_error="skip", **limit), *others[1:]], FOUR)
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 15
     metrics = describe_rewards(table)
     assert [name for name in metrics if "error_rate" in name] == [f"rewards/{measure.__name__}/error_rate"]
     assert all(table.scored[name][:, 0].tolist() == [1, 2, 3, 4] for name in ("patient_lengths", "beside"))

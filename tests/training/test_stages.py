@@ -410,10 +410,10 @@ def test_a_process_that_is_killed_at_any_moment_goes_on_exactly(tmp_path, whole)
             break
         time.sleep(draw.uniform(0, 0.7))
         process.send_signal(number)
-        process.communicate(timeout=200)
+        process.communicate(timeout=600)
         kills += process.returncode != 0 or not read_stages(tmp_path / "run")[-1].checkpoint
     process, line = started(file)
-    rest, _ = process.communicate(timeout=300)
+    rest, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and "all 3 stages are finished" in line + rest and kills > 3
     assert not differences_of(tmp_path / "run", whole)
 
@@ -431,7 +431,7 @@ def test_two_processes_train_stages_as_one(tmp_path):
     raw = plan(tmp_path / "two", max_steps=3, save_steps=2, **exact)
     file.write_text(json.dumps({**raw, "stages": stages}))
     processes = start("mmrl.cli", ["train", str(file)], 2)
-    printed = [process.communicate(timeout=400)[0] for process in processes]
+    printed = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     trained(tmp_path / "one", stages=stages, save_steps=2, **exact)
     records = [read_stages(tmp_path / name) for name in ("one", "two")]

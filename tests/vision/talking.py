@@ -55,7 +55,7 @@ def raises() -> str:
 
 def hangs() -> str:
     """Answer too late."""
-    time.sleep(1)
+    time.sleep(10)
     return "late"
 
 

@@ -195,7 +195,7 @@ def test_kept_never_throws_out_the_latest_and_counts_what_it_holds():
 
 
 def test_kept_counts_a_thing_once_that_two_threads_make_at_the_same_time():
-    kept, together = ByteLRU(limit=100, size=len), threading.Barrier(2, timeout=10)
+    kept, together = ByteLRU(limit=100, size=len), threading.Barrier(2, timeout=300)
 
     def make():
         together.wait()  # both are inside `make` now

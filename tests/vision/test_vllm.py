@@ -59,7 +59,7 @@ def stand_in(policy):
 
 def engine_of(policy, folder, *urls, given=None, stream=None, **options):
     recipe = Recipe(Piece("vision.tokens", {"model": "m", **(given or {})}), (), 3, 0, (), Clock)
-    options = {"max_completion_length": 8, "request_timeout": 20.0, "timeout": 5.0, **options}
+    options = {"max_completion_length": 8, "request_timeout": 300.0, "timeout": 120.0, **options}
     return Vllm(
         policy, stream=stream or Stream(3), recipe=recipe, servers=urls, weights_folder=str(folder), **options
     )
@@ -256,7 +256,7 @@ def test_weights_stay_until_answers_that_were_asked_ahead_are_there(policy, stan
     gate = threading.Event()
     ahead.rollout(PROMPTS)  # which compares answers, as asking ahead does not any more
     stand_in.told.clear()
-    stand_in.fault = lambda reply: gate.wait(20) and reply
+    stand_in.fault = lambda reply: gate.wait(300) and reply
     ahead.ask(PROMPTS)  # four prompts, one after another
     shift(policy)
     threading.Timer(0.3, gate.set).start()
@@ -413,7 +413,7 @@ def test_what_a_dying_server_was_asked_is_answered_by_another_with_the_same_toke
     dying = StandIn(policy, PROMPTS)
     dying.left = 1
     # The other one answers only when this one is dead, so at least two of the four requests come here.
-    stand_in.fault = lambda reply: dying.dead.wait(20) and reply
+    stand_in.fault = lambda reply: dying.dead.wait(300) and reply
     engine = engine_of(policy, tmp_path, dying.url, stand_in.url)
     assert texts(engine.rollout(PROMPTS * 2)) == alone
     told = engine.tell()
@@ -446,7 +446,7 @@ def test_a_run_waits_for_servers_and_ends_where_none_comes(policy, stand_in, tmp
     stand_in.kill()
     with pytest.raises(ConnectionError, match=r"no server was alive for `timeout: 0.3` seconds.*refused"):
         engine.rollout(PROMPTS[:2])
-    engine.asking.timeout = 20.0
+    engine.asking.timeout = 300.0
     threading.Timer(0.5, stand_in.start).start()
     assert texts(engine.rollout(PROMPTS[:2])) == wanted
 
@@ -481,7 +481,7 @@ def test_a_server_that_fails_once_is_asked_again(policy, stand_in, tmp_path, mon
 def test_a_dead_server_is_waited_for_where_the_others_fail(policy, stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "PAUSE", 0.05)
     dead = StandIn(policy, PROMPTS)
-    engine = engine_of(policy, tmp_path, stand_in.url, dead.url, timeout=20.0)
+    engine = engine_of(policy, tmp_path, stand_in.url, dead.url, timeout=300.0)
     wanted = texts(engine.rollout(PROMPTS[:1] * 2))
     dead.kill()
     stand_in.fault = busy(503, 1000)
@@ -537,10 +537,10 @@ raise KeyError("the run has failed")
 @pytest.mark.slow
 def test_a_program_ends_at_once_while_servers_are_asked(stand_in, tmp_path):
     gate = threading.Event()
-    stand_in.answer = lambda request: gate.wait(100) and {}
+    stand_in.answer = lambda request: gate.wait(600) and {}
     command = [sys.executable, "-c", HANGING, stand_in.url, str(tmp_path)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     finally:
         gate.set()
     assert "the run has failed" in done.stderr
@@ -615,7 +615,7 @@ def test_the_extension_of_workers_makes_linear_layers_read_their_weights(tmp_pat
 
 def test_a_client_of_json_asks_by_get_and_tells_the_status(stand_in):
     def client(path):
-        return JsonClient(f"{stand_in.url}/{path}", request_timeout=5, request_retries=0, wait=0)
+        return JsonClient(f"{stand_in.url}/{path}", request_timeout=300, request_retries=0, wait=0)
 
     assert json.loads(client("weight_info").get()) == {"weight_version": "default"}
     with pytest.raises(ConnectionError, match="404") as error:

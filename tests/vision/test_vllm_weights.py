@@ -101,7 +101,7 @@ def test_sharded_weights_are_written_whole_after_every_update(checkpoint, tmp_pa
     arguments = [str(tmp_path), str(checkpoint("qwen2_5_vl"))]
     processes = start("tests.support.sharded_serving", arguments, 2)
     try:
-        printed = [process.communicate(timeout=300)[0] for process in processes]
+        printed = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -273,7 +273,7 @@ def test_a_reward_that_fails_stops_the_run_or_is_no_number(engine):
 
 @pytest.mark.parametrize("on_error", ["tell", "skip", "raise"])
 def test_an_environment_that_hangs_is_asked_nothing_more(engine, on_error):
-    hangs = bound(Broken, at="climb", seconds=9.0, timeout=1.0, on_error=on_error)
+    hangs = bound(Broken, at="climb", seconds=60.0, timeout=3.0, on_error=on_error)
     made = engine(hangs, calls=(LOOK, CLIMB, LOOK))
     if on_error == "raise":
         with pytest.raises(ToolFault, match="the tool 'climb' failed for prompt 'p0': no answer within"):

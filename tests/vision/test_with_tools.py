@@ -68,7 +68,7 @@ async def slow(seconds: float) -> str:
 
 def hang() -> str:
     """Never answer."""
-    time.sleep(30)
+    time.sleep(300)
     return "late"
 
 
@@ -359,7 +359,7 @@ def test_a_fault_of_a_tool_is_told_ends_the_conversation_or_stops_the_run(script
     began = time.monotonic()
     if on_error == "tell":
         assert message in error_of(scripted, call(named), tool=(bound,))
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 240
         return
     engine = scripted(lambda uid, index, turn: "fox" if turn else call(named), tool=(bound,))
     if on_error == "raise":
@@ -424,7 +424,7 @@ def test_retries_call_a_tool_again(scripted):
 
 
 def test_tools_of_a_batch_run_at_the_same_time(scripted):
-    text = "".join(call("slow", seconds=0.4) for _ in range(5))
+    text = "".join(call("slow", seconds=1.5) for _ in range(5))
     engine = scripted(
         lambda uid, index, turn: "fox" if turn else text, tool=(slow,), max_completion_length=2000, each=1000
     )
@@ -436,8 +436,8 @@ def test_tools_of_a_batch_run_at_the_same_time(scripted):
         took.append(time.monotonic() - began),
     )
     rows = engine.rollout(asked())
-    assert all(row.logged["conversation"].count("waited 0.4") == 5 for row in rows)
-    assert took[0] < 4  # twenty calls of 0.4 s each
+    assert all(row.logged["conversation"].count("waited 1.5") == 5 for row in rows)
+    assert took[0] < 25  # twenty calls of 1.5 s each
 
 
 def replay(image: Image.Image) -> Any:

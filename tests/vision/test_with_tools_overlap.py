@@ -40,7 +40,7 @@ def signal() -> str:
 def hang() -> str:
     """Answer once the test has ended."""
     CALLED.set()
-    HELD.wait(20)
+    HELD.wait(300)
     return "late"
 
 
@@ -115,7 +115,7 @@ def test_a_tool_begins_while_other_conversations_generate(policy, monkeypatch):
 
     def drawn(logits, *args, **options):
         if len(logits) == 1:  # the other row has ended
-            assert CALLED.wait(30)
+            assert CALLED.wait(300)
         token, *values = draw(logits, *args, **options)
         return token.new_tensor(ends.pop(0)), *values
 
@@ -168,7 +168,7 @@ def test_an_answer_in_time_counts_however_late_it_is_read(clock):
 
 def test_a_time_out_counts_from_the_beginning_of_the_call(clock):
     collect, _ = begin(hang, owner := Owner())
-    assert CALLED.wait(30)
+    assert CALLED.wait(300)
     clock[0] = 61
     (answer,) = collect()  # at once: counted from here, it would wait for the tool
     assert answer.fault == "no answer within 60 s" and owner.lost
