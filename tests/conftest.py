@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mmrl.core import onednn
+from tests.support.covering import left_out
 from tests.support.quick import draw_few
 
 LIMIT = 1800  # seconds that a test with its fixtures may take, also on a machine that does other work
@@ -32,6 +33,15 @@ def pytest_runtest_protocol() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what the covering of families leaves out, before `-m` chooses."""
+    named = [item for item in items if "family" in getattr(getattr(item, "callspec", None), "params", ())]
+    tests = ((str(one.path), one.originalname, str(one.callspec.params["family"]), one) for one in named)
+    for item in left_out(tests):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")
