@@ -1,9 +1,9 @@
-# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make demo-game`, `make demo-tools`, `make docs`, `make check`, `make test`, `make vllm`.
+# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make demo-game`, `make demo-tools`, `make docs`, `make check`, `make test`, `make test-all`, `make vllm`.
 # Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-image demo-pairs demo-game demo-tools docs check test test-models test-processes test-ray test-rest types plain vllm
+.PHONY: demo demo-image demo-pairs demo-game demo-tools docs check test test-all plain vllm
 demo: .venv/mmrl .venv/clips
 	$(BIN)/python -m examples.video_grounding.demo --videos .venv/clips $(ARGS)
 
@@ -30,28 +30,20 @@ check: .venv/mmrl
 	$(BIN)/basedpyright
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" tests/test_layers.py tests/test_packages.py tests/test_words.py tests/core tests/config tests/advantages tests/objectives $(ARGS)
 
+# Everything that a change can break, in a quarter of an hour on two quiet cores; ARGS='-k clip' takes some of it.
 test: .venv/mmrl
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(MAKE) --output-sync=target --jobs=3 test-processes test-models test-ray test-rest plain types
+	@$(TIMED) $(STATIC) && $(PYTEST) -m "not slow" $(ARGS)
 
-# Parts of the tests that run at the same time, the longest first. Those of processes and of Ray wait for others and for time-outs, so two
-# cores have time for a third job.
-PROCESSES := tests/runtime tests/samplers tests/training
-RAY := $(wildcard tests/runtime/test_ray_*.py)
-MODELS := tests/vision tests/diffusion tests/compression tests/kv_cache tests/inference tests/engines tests/examples
-test-processes:
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PROCESSES) $(RAY:%=--ignore=%) $(ARGS)
-test-ray:
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(RAY) $(ARGS)
-test-models:
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(MODELS) $(ARGS)
-test-rest:
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(PROCESSES:%=--ignore=%) $(MODELS:%=--ignore=%) $(ARGS)
+# And what takes long: Ray, machines in namespaces, random kills, every family with every option, 1,000 inputs of every
+# fuzz test, demos, servers of vLLM where `make vllm` was run, and an installation without extras.
+test-all: .venv/mmrl
+	@$(TIMED) $(STATIC) && MMRL_FUZZ=1000 MMRL_VLLM=$(or $(MMRL_VLLM),$(wildcard .venv-vllm)) $(PYTEST) $(ARGS) \
+		&& $(MAKE) --no-print-directory plain
 
-types: .venv/mmrl
-	$(BIN)/basedpyright
-	$(BIN)/basedpyright -p tests/imports.json
+TIMED = began=$$(date +%s); trap 'took=$$(($$(date +%s) - began)); echo "make $@: $$((took / 60)) min $$((took % 60)) s"' EXIT;
+STATIC = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright
+# Two workers; files stay whole, because their tests share models and runs.
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 
 # An environment with vLLM for CPUs, for the tests marked `vllm`: MMRL_VLLM=.venv-vllm .venv/bin/python -m pytest -m vllm
 vllm:
