@@ -6,20 +6,17 @@ import random
 import traceback
 from pathlib import Path
 
-import pytest
-
 from mmrl.build import check
 from mmrl.cli.check import check_file
 from mmrl.config.loading import read
 from mmrl.config.schema import Config, ConfigError, load
 from tests.support import junk
+from tests.support.quick import FUZZ
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NUMBER = 1000
 
 
-@pytest.mark.slow
-def test_a_thousand_junk_configurations_end_in_config_errors_or_are_accepted(tmp_path):
+def test_junk_configurations_end_in_config_errors_or_are_accepted(tmp_path):
     draw = random.Random(20)
     configs = [
         read(path)
@@ -27,7 +24,7 @@ def test_a_thousand_junk_configurations_end_in_config_errors_or_are_accepted(tmp
         for path in sorted((CONFIGS / folder).rglob("*.yaml"))
     ]
     refused, wrong = 0, []
-    for number in range(NUMBER):
+    for number in range(FUZZ):
         path, overrides = junk.write(tmp_path / "junk.yaml", configs, draw)
         try:
             if overrides:
@@ -41,4 +38,4 @@ def test_a_thousand_junk_configurations_end_in_config_errors_or_are_accepted(tmp
             text = path.read_text(errors="replace")[:2000] if path.is_file() else "no file"
             wrong.append(f"{number} {overrides}: {traceback.format_exc(limit=-4)}\n{text}")
     assert not wrong, f"{len(wrong)} tracebacks\n" + "\n\n".join(wrong)
-    assert refused > NUMBER / 2  # accepted is what a mutation left whole
+    assert refused > FUZZ / 2  # accepted is what a mutation left whole

@@ -182,7 +182,9 @@ def test_one_failure_makes_room_for_a_success(tmp_path):
     assert "replay" not in mixed.table.ids or not mixed.table.ids["replay"].any()
 
 
-@pytest.mark.parametrize("engine", MEMORIES)
+@pytest.mark.parametrize(
+    "engine", [MEMORIES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in MEMORIES[1:])]
+)
 def test_a_killed_run_with_a_memory_goes_on_exactly(tmp_path, engine):
     changes = of_memory(engine)
     whole = toy_run(tmp_path / "whole", **{**EVERYTHING, **changes})

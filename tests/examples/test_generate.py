@@ -47,6 +47,7 @@ def test_a_process_is_counted_and_killed_with_those_that_it_began():
     wait(lambda: not alive(child))
 
 
+@pytest.mark.slow
 def test_libraries_take_turns_at_the_same_images_and_the_first_round_is_not_counted():
     asked: list[tuple[str, Asked]] = []
 

@@ -40,6 +40,7 @@ def run(method, seed, scores, *, updates=30):
     return {**found, "rollouts": 64, "seconds": 2.0 * seed + 1, "groups_with_gradient": 0.5}
 
 
+@pytest.mark.slow
 def test_every_variant_is_taken_or_skipped_for_a_reason_and_all_have_the_same_rollouts(tmp_path):
     assert {path.stem for folder in FOLDERS for path in folder.glob("*.yaml")} < set(variants())
     assert list(variants())[:2] == [BASE, AGAIN]

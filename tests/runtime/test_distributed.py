@@ -322,7 +322,6 @@ def two_processes(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_two_processes_train_as_one(name, two_processes, tmp_path, monkeypatch):
     monkeypatch.setattr(html.pages, "curves", lambda runs: [])
@@ -367,7 +366,6 @@ def assert_trained_as_one(name, several, world, tmp_path):
             assert found[key] == wanted, key
 
 
-@pytest.mark.slow
 def test_processes_leave_their_group_before_python_ends(two_processes):
     """Else one in ten aborts at its end, after all its work is done."""
     assert [json.loads((two_processes / f"left-{rank}").read_text()) for rank in range(2)] == [True, True]
@@ -493,7 +491,6 @@ def test_machines_that_accelerate_does_not_join_are_refused(monkeypatch):
 # ---- weights of which every process holds a part
 
 
-@pytest.mark.slow
 def test_sharded_weights_are_saved_whole_and_taken_up_again(tmp_path):
     started = start("tests.support.sharded_worker", [str(tmp_path)], 2)
     printed = [process.communicate(timeout=400)[0] for process in started]

@@ -235,8 +235,9 @@ def processes_of(run):
     return [p for bound in run.method.rewards for p in bound.function.actors.processes.values()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num, rewards", [(1, REWARDS), (2, [NOISY, f"{HERE}:in_words"])])
+@pytest.mark.parametrize(
+    "num, rewards", [(1, REWARDS), pytest.param(2, [NOISY, f"{HERE}:in_words"], marks=pytest.mark.slow)]
+)
 def test_a_run_is_that_of_one_process(tmp_path, cluster, num, rewards):
     toys = {"policy": f"{TOYS}:ToyRecalling", "rollout": {"engine": [f"{TOYS}:ToyNoting"]}, **EVALUATED}
     alone = run_with(tmp_path / "alone", None, rewards, **toys)

@@ -149,6 +149,7 @@ def test_0070_takes_scores_at_equal_distances():
     assert len(selected(scores, rule="0070_all")) == 7
 
 
+@pytest.mark.slow
 def test_gaussian_03_prefers_scores_about_it_and_drops_zero():
     near, far, never = [0.3] * 200, [0.7] * 200, [0.0] * 200
     found = Counter(selected(near + far + never, num_selected=60))

@@ -30,6 +30,9 @@ TOLD = (
 )  # what a memory changes
 
 
+QUICK = ("vade", "pools", "hints")  # of what a table, the prompts and a run remember
+
+
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     monkeypatch.setattr(html.pages, "curves", lambda runs: [])
@@ -39,7 +42,9 @@ def test_every_sampler_is_here():
     assert not left_out()
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLERS]
+)
 def test_a_killed_run_goes_on_exactly(name, tmp_path):
     whole = resumed(tmp_path / "whole", **of_sampler(name))
     killed(tmp_path / "killed", at=4, **of_sampler(name))

@@ -6,6 +6,7 @@ import os
 
 from mmrl.training import evaluate
 
+FUZZ = int(os.environ.get("MMRL_FUZZ", "100"))  # inputs of a fuzz test; `make test-all` draws 1,000
 FEW = 50  # samples of a bootstrap, which takes longer than the rest of a toy's training
 
 

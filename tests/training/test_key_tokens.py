@@ -63,6 +63,7 @@ def test_spo_credits_the_tokens_that_decide_and_grpo_all_alike(tmp_path):
     assert spo[10] == 0  # a decoy after which nothing is left to decide
 
 
+@pytest.mark.slow
 def test_more_completions_leave_less_credit_to_chance(tmp_path):
     few, many = (
         share_of_keys(credit_by_place(tmp_path / str(num), "spo", interval=1, num_probes=num))

@@ -96,7 +96,6 @@ def test_a_run_killed_before_it_removed_older_checkpoints_removes_them(tmp_path,
     assert [folder.name for folder in checkpoint.checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-3"]
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed_outright_goes_on_exactly(tmp_path, capsys):
     changes = {"max_steps": 100_000, "save_steps": 2}
     plan_file = tmp_path / "plan.yaml"

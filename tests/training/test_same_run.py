@@ -83,6 +83,7 @@ def test_a_default_that_changed_is_named_and_may_be_written_out(tmp_path):
     assert trained(tmp_path, max_steps=2, advantage=chain).progress.step == 2
 
 
+@pytest.mark.slow
 def test_another_version_is_a_warning_that_names_the_code_it_changed(tmp_path, monkeypatch):
     trained(tmp_path, max_steps=1)
     known = mark_of(tmp_path)

@@ -128,6 +128,7 @@ def test_a_critic_learns_what_its_policy_earns(tmp_path):
     assert torch.allclose(values.detach(), torch.tensor([1.0, 2, 3, 4, 5, 1, 2, 3]), atol=0.3)
 
 
+@pytest.mark.slow
 def test_policies_learn_with_a_critic_and_with_process_rewards(tmp_path):
     for name, changes in (("ppo", PPO), ("prime", PRIME)):
         run = toy_run(tmp_path / name, **changes, max_steps=40)
@@ -153,6 +154,7 @@ def planted(prompt, outcome) -> float:
     return float(outcome.text.split()[:1] == [str(prompt.target)])
 
 
+@pytest.mark.slow
 def test_process_rewards_find_the_planted_key_token(tmp_path):
     objective = {**PRM["objective"], "compare": [{"name": "cross_entropy", "beta": 1.0}]}
     chain = [{"name": "pick", "of": "planted"}]

@@ -120,6 +120,7 @@ def often(prompt, outcome) -> float:
     return float(prompt.uid in ("p0", "p4"))
 
 
+@pytest.mark.slow
 def test_rollouts_go_where_the_learned_model_expects_right_and_wrong_answers(tmp_path):
     usual = {"rewards": [f"{__name__}:often"], "rollout": {"num_prompts": 8, "num_generations": 4}}
     run = toy_run(tmp_path, **V0, **usual, learn={"learning_rate": 0.0}, max_steps=60)
@@ -135,6 +136,7 @@ def test_rollouts_go_where_the_learned_model_expects_right_and_wrong_answers(tmp
     assert [sampler.given[uid] for uid in ("p0", "p4")] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_verifier_learns_from_half_of_the_answers_and_all_have_its_values(tmp_path):
     usual = {"rewards": ["tests.support.toys:share_right"], "learn": {"learning_rate": 0.0}}
     run = toy_run(tmp_path, **PAV, **usual, max_steps=40)
@@ -153,7 +155,7 @@ def test_a_verifier_learns_from_half_of_the_answers_and_all_have_its_values(tmp_
     assert gaps[0] > 0.2 and abs(sum(gaps[-5:]) / 5) < 0.05  # it begins at 1/2
 
 
-@pytest.mark.parametrize("changes", [PAV, V0], ids=["pav", "v0"])
+@pytest.mark.parametrize("changes", [PAV, pytest.param(V0, marks=pytest.mark.slow)], ids=["pav", "v0"])
 def test_both_are_resumed_bit_for_bit(tmp_path, changes):
     usual = {"rewards": ["tests.support.toys:share_right"], "save_steps": 2}
     for name, limits in (("whole", (6,)), ("parts", (4, 6))):

@@ -204,6 +204,7 @@ def test_spliced_videos_are_read_as_grounding_prompts(clips):
     assert prompts[0].media[0].load().pixels.shape == (32, 3, 32, 32)
 
 
+@pytest.mark.slow
 def test_spliced_videos_follow_their_seed(clips, sources, tmp_path):
     folder, _, _ = clips
     for name, seed in (("same", 0), ("other", 1)):

@@ -117,6 +117,7 @@ def seen():
     return list({prompt.uid: prompt for prompt in asked()}.values())
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_by_role_is_resumed_bit_for_bit(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     engines = [*SPEAKING["rollout"]["engine"], "vision.by_role"]

@@ -27,6 +27,7 @@ def trained(checkpoint, tmp_path, monkeypatch):
     return go
 
 
+@pytest.mark.slow
 def test_a_run_of_games_is_resumed_bit_for_bit(trained):
     whole = trained("whole")
     trained("half", max_steps=2)

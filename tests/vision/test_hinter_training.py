@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from mmrl.build import build
@@ -81,6 +82,7 @@ def go(checkpoint, folder, **changes):
     return {key: value for key, value in run.policy.module.named_parameters() if value.requires_grad}
 
 
+@pytest.mark.slow
 def test_both_adapters_learn_and_a_run_is_resumed_bit_for_bit(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     whole = go(checkpoint, tmp_path / "whole")

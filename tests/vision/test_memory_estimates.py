@@ -123,16 +123,19 @@ def config_of(model, **changes):
     "options",
     [
         {},
-        {"freeze_vision_tower": False},
-        {"lora_rank": 2, "gradient_checkpointing": True},
-        {"dtype": "bfloat16"},
+        pytest.param({"freeze_vision_tower": False}, marks=pytest.mark.slow),
+        pytest.param({"lora_rank": 2, "gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"dtype": "bfloat16", "lora_rank": 2, "freeze_vision_tower": False},
         {"transform": ["compression.tome"]},  # merges tokens, by numbers that are not there
-        {"transform": ["compression.yopo25", {"name": "compression.fastv", "after": 1}], "lora_rank": 2},
+        pytest.param(
+            {"transform": ["compression.yopo25", {"name": "compression.fastv", "after": 1}], "lora_rank": 2},
+            marks=pytest.mark.slow,
+        ),
         {"transform": [{"name": "compression.structured_pruning", "ffn_units": 0.5}]},
         pytest.param(
             {"transform": ["compression.bnb_quantize"], "lora_rank": 2, "dtype": "bfloat16"},
-            marks=needs_bitsandbytes,
+            marks=[needs_bitsandbytes, pytest.mark.slow],
         ),
     ],
     ids=repr,

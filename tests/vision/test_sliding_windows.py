@@ -35,8 +35,13 @@ def sliding(checkpoint, kind: str, window: int, folder):
     return family, folder
 
 
-@pytest.mark.parametrize("kind", ["last", "both", "mistral"])
-@pytest.mark.parametrize("window", [4, 20])
+@pytest.mark.parametrize(
+    ("window", "kind"),
+    [
+        *[(4, "both"), (20, "last"), (20, "mistral")],
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((20, "both"), (4, "last"), (4, "mistral"))),
+    ],
+)
 def test_packed_rows_see_what_cached_rows_and_rows_alone_see(checkpoint, tmp_path, kind, window):
     family, folder = sliding(checkpoint, kind, window, tmp_path / "model")
     cached = Tokens(model=str(folder), dtype="float64")

@@ -591,6 +591,7 @@ def test_the_command_without_servers_or_with_too_large_an_adapter_is_an_error(tm
         )
 
 
+@pytest.mark.slow
 def test_the_extension_of_workers_makes_linear_layers_read_their_weights(tmp_path):
     """In a process of its own, since it changes vLLM where it is imported."""
     layers = tmp_path / "vllm" / "model_executor" / "layers"

@@ -83,6 +83,7 @@ def test_a_run_with_tools_is_resumed_bit_for_bit(trained):
     assert "<tool_response>" not in page
 
 
+@pytest.mark.slow
 def test_a_run_whose_older_images_leave_is_resumed_bit_for_bit_and_counts_conversations(trained):
     generate, engine = TALKING["rollout"]["engine"]
     engine = {**engine, "only_n_most_recent_images": 1, "turn_outcomes": True}
@@ -103,6 +104,7 @@ def test_a_run_whose_older_images_leave_is_resumed_bit_for_bit_and_counts_conver
     assert (whole.folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_with_drafts_is_resumed_bit_for_bit_and_answers_from_drafts(trained):
     generate = TALKING["rollout"]["engine"][0]
     drafts = {"name": "vision.with_drafts", "rounds": [2], "learn": ["draft", "refine"], "shared": False}
