@@ -36,14 +36,17 @@ test: .venv/mmrl
 
 # And what takes long: Ray, machines in namespaces, random kills, every family with every option, 1,000 inputs of every
 # fuzz test, demos, servers of vLLM where `make vllm` was run, and an installation without extras.
+test-all: WORKERS = 3
 test-all: .venv/mmrl
 	@$(TIMED) $(STATIC) && MMRL_FUZZ=1000 MMRL_VLLM=$(or $(MMRL_VLLM),$(wildcard .venv-vllm)) $(PYTEST) $(ARGS) \
-		&& $(MAKE) --no-print-directory plain
+		&& sh tests/plain_install.sh .venv-plain
 
 TIMED = began=$$(date +%s); trap 'took=$$(($$(date +%s) - began)); echo "make $@: $$((took / 60)) min $$((took % 60)) s"' EXIT;
 STATIC = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright
-# Two workers; files stay whole, because their tests share models and runs.
-PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+# For two cores. Tests of processes and of Ray wait for others and for time-outs, so there is time for a third worker.
+# Files stay whole, because their tests share models and runs.
+WORKERS = 2
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
 
 # An environment with vLLM for CPUs, for the tests marked `vllm`: MMRL_VLLM=.venv-vllm .venv/bin/python -m pytest -m vllm
 vllm:
