@@ -60,7 +60,7 @@ def test_keys_in_backticks_exist():
     places |= {f"{key.place}.{option}" for key in keys if key.kind for option in options_of(key.kind.name)}
     sections = {place.partition(".")[0] for place in places if "." in place}
     unknown = [
-        f"{page}: `{code}`: there is no key '{name}'; `mmrl keys {name.partition('.')[0]}` lists what there is"
+        f"{page}: `{code}`: there is no key '{name}'; `mmrl keys` lists all"
         for page, code in code_in_sentences()
         for name in re.findall(r"(?<![\w./-])[a-z_]+\.[a-z_]*[a-z](?![\w/.(])", code)
         if name.partition(".")[0] in sections
