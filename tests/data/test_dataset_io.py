@@ -54,6 +54,28 @@ def test_a_folder_is_its_files_and_splits_are_their_names(tmp_path):
     assert split_of(tmp_path / "train-00001-of-00002.parquet") == "train"
 
 
+def test_a_pattern_names_the_files_of_a_split(tmp_path):
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        write_rows(tmp_path / "data" / f"{name}.parquet", ROWS)
+    (tmp_path / "data" / "train.md").write_text("about")
+    found = list(valid_rows(tmp_path / "data" / "train*"))
+    assert [row.split for row in found] == ["train"] * 4
+    with pytest.raises(RowError, match="there is no file or folder"):
+        row_files(tmp_path / "data" / "dev*")
+
+
+def test_splits_that_are_read_together_are_named(tmp_path, caplog):
+    from mmrl.vision.datasets.visual_qa import visual_qa
+
+    for name in ("train", "test"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"question": "What?", "answer": "this"}])
+    assert len(visual_qa(path=str(tmp_path))) == 2
+    assert "holds the splits test, train, and all of them are read" in caplog.text
+    caplog.clear()
+    assert len(visual_qa(path=str(tmp_path / "train*"))) == 1
+    assert not caplog.text
+
+
 def test_a_row_may_name_its_split(tmp_path):
     write_rows(tmp_path / "all.jsonl", [{"split": "dev"}, {"split": ""}])
     assert [row.split for row in valid_rows(tmp_path / "all.jsonl")] == ["dev", "all"]
