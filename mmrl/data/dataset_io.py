@@ -269,20 +269,20 @@ def json_list(path: Path) -> Iterator[DataRow]:
     """Read a file that is one JSON list of objects, or else JSON lines."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(BOM).lstrip()[:1]
-    if start == b"{":  # many benchmarks give JSON lines this suffix
-        yield from json_lines(path)
-        return
-    split = split_of(path)
+    rows, lines = None, start == b"{"  # many benchmarks give JSON lines this suffix
     try:
-        rows = parse_json(path.read_bytes().decode("utf-8-sig"))
-    except (UnicodeDecodeError, RowError) as error:
-        wanted = "UTF-8" if type(error) is UnicodeDecodeError else "JSON"
-        yield DataRow(str(path), split, fault=f"not {wanted}: {error}")
+        rows = None if lines and not next(json_lines(path)).fault else parse_json(read_text_file(path))
+    except RowError as error:
+        if not lines:
+            yield DataRow(str(path), split_of(path), fault=f"not JSON: {error}")
+            return
+    if rows is None and lines:
+        yield from json_lines(path)
         return
     if type(rows) is not list:
         raise SourceError(f"'{path}' must hold a list of objects, not {short(rows)}")
     for number, columns in enumerate(rows):
-        yield checked(DataRow(f"{path}[{number}]", split, columns))
+        yield checked(DataRow(f"{path}[{number}]", split_of(path), columns))
 
 
 @contextmanager

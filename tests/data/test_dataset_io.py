@@ -30,6 +30,26 @@ def test_json_lines_named_json_are_read_as_lines(tmp_path):
     assert columns(path) == ROWS
 
 
+def test_one_object_over_several_lines_is_named_as_such(tmp_path):
+    path = tmp_path / "nested.json"
+    path.write_text(json.dumps({"data": ROWS}, indent=1))
+    with pytest.raises(RowError, match="must hold a list of objects"):
+        columns(path)
+    path.write_text('{"a": \n{"a": 1}\n')
+    assert [bool(row.fault) for row in Rows(path, tmp_path)] == [True, False]
+
+
+def test_rows_without_an_answer_among_others_are_found(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"answer": NaN}\n{"answer": null}\n{"question": "q"}\n{"answer": 3.0}\n{"target": "x"}\n'
+    )
+    found = [finding.what for finding in empty_answers(Rows(path, tmp_path))]
+    assert found == ["`answer` is nan", *["has no answer; 3 rows of its file have one"] * 2]
+    path.write_text('{"question": "q"}\n{"question": "r"}\n')
+    assert not list(empty_answers(Rows(path, tmp_path)))
+
+
 def test_columns_that_the_first_row_lacks_are_written_to_parquet(tmp_path):
     write_rows(tmp_path / "a.parquet", [{"a": 1}, {"a": 2, "b": "x"}])
     assert columns(tmp_path / "a.parquet") == [{"a": 1, "b": None}, {"a": 2, "b": "x"}]
@@ -167,6 +187,7 @@ def test_useless_answers_are_found(tmp_path):
         ("3", "`chosen` and `rejected` are both 'a dog'"),
         ("5", "`chosen` and `rejected` are both 'a dog'"),
         ("6", "`answers` holds no answer"),
+        ("8", "has no answer; 7 rows of its file have one"),
     ]
 
 
