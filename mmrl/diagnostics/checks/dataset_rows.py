@@ -59,7 +59,8 @@ def empty_answers(rows: Rows) -> Iterator[Finding]:
 
 
 def _answers(row: DataRow) -> list[str]:
-    return [name for name in (*ANSWERS, "answers", "target") if row.columns.get(name) is not None]
+    named = (*ANSWERS, "answers", "target", "messages", "conversations", "completion")
+    return [name for name in named if row.columns.get(name) is not None]
 
 
 @check(on="data")
