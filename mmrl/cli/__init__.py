@@ -29,7 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     commands = parser()
     completion.complete(commands)
-    given = commands.parse_args(arguments)
+    given, late = commands.parse_known_args(arguments)
+    # argparse takes one run of files and changes; those after a flag belong to the same list.
+    place = next((name for name in ("configs", "overrides") if hasattr(given, name)), "")
+    if late and (not place or any(text.startswith("-") for text in late)):
+        commands.error(f"unrecognized arguments: {' '.join(late)}")
+    if late:
+        setattr(given, place, [*getattr(given, place), *late])
     # `python -m mmrl` finds modules in the working directory, so the console script must as well.
     sys.path.append(str(Path.cwd()))
     quiet_progress_bars()

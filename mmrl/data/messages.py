@@ -135,8 +135,21 @@ def _without_null(value: Any) -> Any:
     return value
 
 
+def plain_part(part: Any) -> Any:
+    """Write a part of the kinds `image_url` and `video_url`, as OpenAI has them, as an image or a video."""
+    match part:
+        case {"type": ("image_url" | "video_url") as kind, **rest}:
+            keys = {key: item for key, item in rest.items() if item is not None and key != "text"}
+            address, own = keys.pop(kind, None), kind.removesuffix("_url")
+            address = address.get("url") if isinstance(address, Mapping) else address
+            if isinstance(address, str) and not keys:
+                return {"type": own, own: address}
+    return part
+
+
 def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
     """Write the parts of a message as one text with marks, and list its places."""
+    content = plain_part(content)
     match content:
         case str():
             return _heard(content), [(kind, None) for kind in MARKS.findall(content)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from glob import has_magic
 from itertools import islice
 from pathlib import Path
 from string import Formatter
@@ -113,6 +114,8 @@ def _absent(config: Config | EvaluateConfig) -> Iterator[str]:
         for option in ("path", "root"):
             match data.options.get(option):
                 case str(name) if name and not objects.is_object(name) and not Path(name).exists():
+                    if option == "path" and has_magic(name):  # a pattern of files, which its reader looks for
+                        continue
                     yield f"{place}.{option} is '{name}', which does not exist here; set {place}.{option}=..."
 
 
