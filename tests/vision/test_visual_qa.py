@@ -173,7 +173,7 @@ def test_short_answer_of_numbers(target, text, tolerance, wanted):
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("B", 1.0), ("(B) second", 1.0), ("A or B", 1.0), ("A", 0.0), ("Both", 0.0), ("b", 1.0), ("A, B", 0.0)],
+    [("B", 1.0), ("(B) second", 1.0), ("A or B", 0.0), ("A", 0.0), ("Both", 0.0), ("b", 1.0), ("A, B", 0.0)],
 )
 def test_short_answer_of_letters(text, wanted):
     assert judged("B", text, form="letter") == wanted
