@@ -128,6 +128,12 @@ class RowFields:
 
     def tell(self) -> None:
         """Name the other columns that nobody reads, once."""
-        if self.unread:
-            names = ", ".join(f"{name} ({count})" for name, count in sorted(self.unread.items()))
-            log.warning("nothing reads these columns of '%s', with so many rows: %s", self.source, names)
+        warn_unread(self.unread, self.source)
+
+
+def warn_unread(columns: Mapping[str, int], source: Any, advice: str = "") -> None:
+    """Name columns with content that nobody reads, each with its number of rows, if there are any."""
+    if columns:
+        names = ", ".join(f"{name} ({count})" for name, count in sorted(columns.items()))
+        more = advice and f"; {advice}"
+        log.warning("nothing reads these columns of '%s', with so many rows: %s%s", source, names, more)
