@@ -271,11 +271,28 @@ def _asks(turns: Sequence[Any]) -> bool:
     return any(mapping(turn, "message").get("role") != "assistant" for turn in turns)
 
 
+def recorded_turn(value: Any, name: str) -> tuple[str, str]:
+    """Read a recorded answer: its text, and calls and thoughts beside that as JSON, empty without any.
+
+    Raises RowError for what `answer_text` refuses, and for an answer that says nothing.
+    """
+    match value:
+        case [{"type": _}, *_]:
+            turn = value
+        case [one] | one:
+            turn = one
+    beside = kept_keys(turn, name) if isinstance(turn, Mapping) and "type" not in turn else {}
+    if not beside:
+        return text(answer_text(value, name), name), ""
+    words = answer_text({"role": turn.get("role"), "content": turn.get("content")}, name)
+    return words, json.dumps(beside, ensure_ascii=False)
+
+
 def answer_text(value: Any, name: str) -> str:
     """Read an answer: a text, one message of the assistant, or its parts.
 
     Raises RowError for several messages or answers, for words of another role, and for a call or a thought
-    beside the content, because an answer is a text.
+    beside the content, which `recorded_turn` reads.
     """
     match value:
         case str() as words:

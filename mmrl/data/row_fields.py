@@ -25,6 +25,10 @@ ONCE = "the row asks in more than one column; keep the one that is meant"
 SHOWN = "this data set shows no media of that column"
 PAIRS = "`vision.preference_pairs` reads pairs, a rejected answer in each row"
 TOOLKIT = "`mmrl build` converts rows of other toolkits (`vision.converted`)"
+KTO = (
+    "to train with KTO on single answers, take the reward `{name: precomputed, key: label}` and the chain "
+    "`[total, kto_kl_rows]`, with 2 generations; or keep the rows of wanted answers"
+)
 # Columns that say what a model is asked, shown or taught, by TRL, LLaMA-Factory, ms-swift, verl, LLaVA and
 # OpenAI: a row without them is another row.
 ASKING: dict[str, str] = {
@@ -43,7 +47,8 @@ JUDGING: dict[str, str] = {
     **dict.fromkeys(("rejected_response", "rejected_messages", "response", "output"), TOOLKIT),
     **dict.fromkeys(("reward_model", "objects"), TOOLKIT),
     **dict.fromkeys(("completion", "completions"), "`vision.conversations` reads one recorded answer"),
-    **dict.fromkeys(("label", "labels", "kto_tag"), "keep the rows of wanted answers, or make pairs of them"),
+    **dict.fromkeys(("label", "kto_tag"), KTO),
+    "labels": "keep the rows of wanted answers, or make pairs of them",
     "choices": "write them into the question, or read rows with `vision.visual_qa`",
 }
 
