@@ -305,6 +305,5 @@ def test_calls_and_thoughts_beside_a_recorded_answer_are_written_by_the_template
     assert text.startswith("<think>I look") and "</think>red<call>" in text and '"crop"' in text
     plain, tokens = encoder.recorded(prompt, Outcome(text="red<|im_end|>"))
     assert plain == "red" and torch.equal(tokens, encoder.answer("red"))
-    print(encoder._keys, encoder._render([{"role":"user","content":[{"type":"text","text":"x"}]},{"role":"assistant","thinking":"so","content":[{"type":"text","text":"x"}]}],answers=False))
-    with pytest.raises(ValueError, match="does not read `thinking`"):
-        encoder.recorded(prompt, Outcome(text="red", extra=json.dumps({"thinking": "so"})))
+    with pytest.raises(ValueError, match="does not read `name`"):
+        encoder.recorded(prompt, Outcome(text="red", extra=json.dumps({"name": "Ada"})))
