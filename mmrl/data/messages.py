@@ -9,7 +9,7 @@ from typing import Any
 
 from mmrl.core.tool_calls import ARGUMENTS, call_of
 from mmrl.core.types import Media, Message, Part, Prompt
-from mmrl.data.fields import RowError, listed, mapping, plain, short, text
+from mmrl.data.fields import RowError, listed, mapping, plain, short, text, unpacked
 from mmrl.data.row_fields import has_content
 
 MARKS = re.compile(r"<(image|video)>")  # placeholders for media in texts of datasets
@@ -207,6 +207,7 @@ def asked_of(fields: Mapping[str, Any]) -> Any:
 
     `messages` may go on with one answer. Raises RowError where the columns say different things.
     """
+    fields = {**fields, **{name: spoken(fields[name]) for name in (*ASKED, "messages") if name in fields}}
     asked = next((fields[name] for name in ASKED if has_content(fields.get(name))), fields.get("prompt"))
     if any(has_content(fields.get(name)) and fields[name] != asked for name in ASKED):
         raise RowError(f"the row asks in {' and '.join(ASKED)}, and not the same; keep one of them")
@@ -227,6 +228,15 @@ def asked_of(fields: Mapping[str, Any]) -> Any:
     if _words(turns[0].get("content")) != system:
         raise RowError(f"the column `system`, {short(system)}, is not the system prompt of the messages")
     return turns
+
+
+def spoken(value: Any) -> Any:
+    """Return the messages that a text holds as JSON, as cells of CSV do; any other value as it is."""
+    found = unpacked(value)
+    talk = (
+        type(found) is list and found and all(isinstance(turn, Mapping) and "role" in turn for turn in found)
+    )
+    return found if talk else value
 
 
 def as_turns(value: Any, name: str) -> list[Any]:
@@ -276,6 +286,7 @@ def recorded_turn(value: Any, name: str) -> tuple[str, str]:
 
     Raises RowError for what `answer_text` refuses, and for an answer that says nothing.
     """
+    value = spoken(value)
     match value:
         case [{"type": _}, *_]:
             turn = value

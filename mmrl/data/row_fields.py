@@ -26,8 +26,8 @@ SHOWN = "this data set shows no media of that column"
 PAIRS = "`vision.preference_pairs` reads pairs, a rejected answer in each row"
 TOOLKIT = "`mmrl build` converts rows of other toolkits (`vision.converted`)"
 KTO = (
-    "to train with KTO on single answers, take the reward `{name: precomputed, key: label}` and the chain "
-    "`[total, kto_kl_rows]`, with 2 generations; or keep the rows of wanted answers"
+    "keep the rows of wanted answers, or make pairs of them; or learn from single answers by KTO, with the "
+    "reward `{name: precomputed, key: label}`, the chain `[total, kto_kl_rows]` and 2 generations"
 )
 # Columns that say what a model is asked, shown or taught, by TRL, LLaMA-Factory, ms-swift, verl, LLaVA and
 # OpenAI: a row without them is another row.

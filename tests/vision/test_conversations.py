@@ -285,6 +285,19 @@ def test_calls_and_thoughts_beside_an_answer_stay(home):
         read(home, {**pair, "rejected": pair["chosen"]}, dataset=preference_pairs)
 
 
+def test_messages_written_as_json_are_messages(home):
+    for row in (
+        {"messages": json.dumps([FIRST, SAID])},
+        {"prompt": json.dumps([FIRST]), "completion": "red"},
+    ):
+        (prompt,) = read(home, row)
+        assert shown(prompt) == [("user", ["a"])] and prompt.answers[0].text == "red"
+    sides = {"chosen": json.dumps([FIRST, SAID]), "rejected": json.dumps([FIRST, BLUE])}
+    (pair,) = read(home, sides, dataset=preference_pairs)
+    assert shown(pair) == [("user", ["a"])] and [a.text for a in pair.answers] == ["red", "blue"]
+    assert shown(read(home, {"prompt": '["a", 1] is a list'})[0]) == [("user", ['["a", 1] is a list'])]
+
+
 def test_every_rejected_answer_makes_a_pair(home):
     row = {
         "id": "q",

@@ -22,6 +22,7 @@ from mmrl.data.messages import (
     read_messages,
     recorded_turn,
     same_words,
+    spoken,
 )
 from mmrl.data.row_fields import has_content
 from mmrl.data.row_files import Found, RowFile
@@ -127,7 +128,7 @@ def _shared(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Return prompt, chosen and rejected; turns that both conversations begin with belong to the prompt."""
     if has_content(columns.get("conversations")) and not has_content(columns.get("chosen_answer")):
         raise RowError("nothing reads the column `conversations` of a pair; convert it (`vision.converted`)")
-    asked, sides = asked_of(columns), [columns.get(side) for side in SIDES]
+    asked, sides = asked_of(columns), [spoken(columns.get(side)) for side in SIDES]
     known = as_turns(asked, "prompt") if has_content(asked) else []
     if known and mapping(known[-1], "prompt").get("role") == "assistant":
         # `messages` may repeat the chosen conversation, as in UltraFeedback.
