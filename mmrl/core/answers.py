@@ -243,6 +243,8 @@ def number_in(text: str) -> Fraction | None:
     """
     text = _in_digits(text)
     numbers = list(NUMBER.finditer(text))
+    while len(numbers) > 1 and _bounded(numbers[-1], text):  # 5, not 4
+        numbers.pop()
     if not numbers:
         return None
     several = len(numbers) > 1 and (
@@ -297,6 +299,11 @@ def _in_expression(match: re.Match, text: str) -> bool:
         return True
     if re.match(r"[*^/]\s?[\w(]|:\d", after) or FACTOR.match(after):
         return True
+    return _bounded(match, text)
+
+
+def _bounded(match: re.Match, text: str) -> bool:
+    """Whether words before a number deny it or make it a bound."""
     return BOUND.search(text[max(0, match.start() - 20) : match.start()]) is not None
 
 

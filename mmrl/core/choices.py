@@ -45,7 +45,7 @@ def letter_in(text: str) -> str:
     if not named and (leading := _LEADING.match(text)) and len(_OPTIONS.findall(text)) < 2:
         return leading[1]
     letters = [match for match in _LETTER.finditer(text) if not _is_word(match, text)]
-    if not (chosen := (named or letters)[-1:]):
+    if not (chosen := [match for match in named or letters if not _denied(text[: match.start(1)])][-1:]):
         return ""
     start, end = chosen[0].span(1)
     for one, other in zip(letters, letters[1:], strict=False):
@@ -53,7 +53,7 @@ def letter_in(text: str) -> str:
         beside = one[1] != other[1] and "." not in between and re.fullmatch(_JOINED, between)
         if beside and start in (one.start(1), other.start(1)):
             return ""
-    return "" if _denied(text[:start]) else text[start:end]
+    return text[start:end]
 
 
 def _denied(before: str) -> bool:

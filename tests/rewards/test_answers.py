@@ -137,7 +137,8 @@ NOT_SAID = {
     },
     "letter": {
         "A": "not A|the answer is not A|Answer: A and B|A, B|AB|An apple",
-        "B": "A or B|both A and B|it isn't B|A and B|neither A nor B|all except B|(A) or (B)|A B",
+        "B": "A or B|both A and B|it isn't B|A and B|neither A nor B|"
+        "it is not A or B|all except B|(A) or (B)|A B",
         "C": "vitamin C|A B C",
         "D": "A B C D|A\nB\nC\nD|A/D|rather than D",
     },
@@ -146,7 +147,8 @@ NOT_SAID = {
 }
 SAID = {
     "number": {
-        "5": "it is 5|five|five apples|There are 5!|5 cm|−5+10 = 5|I see 2 and 3, so 5|the five of them",
+        "5": "it is 5|five|five apples|There are 5!|5 cm|−5+10 = 5|I see 2 and 3, so 5|"
+        "the five of them|5, not 4|5 (more than 4)",
         "12": "Twelve|１２|१२|1.2e1",
         "21": "twenty-one|it is 21.",
         "-5": "minus five|negative 5|−5",
@@ -156,7 +158,8 @@ SAID = {
         "120": "one hundred and twenty",
     },
     "letter": {
-        "B": "B, because A is red|答案是B|选B。|Not A. It is B.|It is not A but B|B!|the answer is (B)"
+        "B": "B, because A is red|答案是B|选B。|Not A. It is B.|It is not A but B|B!|"
+        "the answer is (B)|B (not A)|B rather than A|Options are A, B and C. Answer: B"
     },
     "choice": {"blue": "not red but blue|B", "red": "A|the red one"},
 }
