@@ -59,6 +59,7 @@ NUMBER = re.compile(
 )
 _LIST = re.compile(r"(?:[\s,;&.()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)  # what stands between its numbers
 NEGATED = r"(?:\b(?:not|never|isn't|aren't|wasn't|cannot be|can't be|instead of|rather than))"
+DENIED = re.compile(rf"(?:{NEGATED}|\b(?:more|less|fewer|greater|smaller|larger) than)[\s(]*$", re.IGNORECASE)
 # What makes a number behind it another one, or none: a denial, a bound, a function.
 BOUND = re.compile(
     rf"(?:{NEGATED}|\b(?:more|less|fewer|greater|smaller|other|larger) than|(?:^|\s|(?<![<\w/])[a-z])[<>]=?"
@@ -67,6 +68,7 @@ BOUND = re.compile(
 )
 # What makes a number before it a part of a formula: a variable, a root, a sum without an end.
 FACTOR = re.compile(r"(?:[ixzne]|sqrt)(?![^\W_])|x\d|\s?[π√±]|\+(?!\s?\w)")
+AREA = re.compile(r"(?<![^\W\d_])([cdkm]?m|in|ft|yd|mi|units?)\^?\(?([23])\)?(?!\w|\.\d)")  # 5 cm^2 is no 2
 JOINED = re.compile(r"\s*(?:,?\s*\b(?:and|or|to|through)\b|[&~→])\s*", re.IGNORECASE)  # 3 or 5
 _COUNT = rf"(?:{'|'.join([*COUNTS, *TEENS, *TENS])})"
 COUNTED = re.compile(
@@ -243,7 +245,7 @@ def number_in(text: str) -> Fraction | None:
     """
     text = _in_digits(text)
     numbers = list(NUMBER.finditer(text))
-    while len(numbers) > 1 and _bounded(numbers[-1], text):  # 5, not 4
+    while len(numbers) > 1 and DENIED.search(text[: numbers[-1].start()][-20:]):  # 5, not 4
         numbers.pop()
     if not numbers:
         return None
@@ -256,7 +258,7 @@ def number_in(text: str) -> Fraction | None:
 
 def _in_digits(text: str) -> str:
     """Write an answer as plain text, and where it has no digits its numbers in words, such as twenty-one."""
-    text = readable(text)
+    text = AREA.sub(lambda unit: unit[1] + "²³"[int(unit[2]) - 2], readable(text))
     if len(text) > 2000 or any(char.isdigit() for char in text):
         return text
     return COUNTED.sub(_counted, text)
@@ -292,18 +294,13 @@ def _in_expression(match: re.Match, text: str) -> bool:
     before = text[max(0, match.start() - 3) : match.start()].rstrip()
     if before[-1:] in ("*", "/", "^") or re.search(r"\d\.$", before):
         return True
-    if before[-1:] in ("+", "-", ":") and re.search(r"[\w)]\s?$", before[:-1]):
+    if re.search(r"[\w)]\s?[-+]$|\d\s?:$", before):
         return True
     after = text[match.end() : match.end() + 8]
     if after[:1] == "!" and not re.search(r"[^\W\d_]", text):  # 5! is 120, and "There are 5!" is not
         return True
     if re.match(r"[*^/]\s?[\w(]|:\d", after) or FACTOR.match(after):
         return True
-    return _bounded(match, text)
-
-
-def _bounded(match: re.Match, text: str) -> bool:
-    """Whether words before a number deny it or make it a bound."""
     return BOUND.search(text[max(0, match.start() - 20) : match.start()]) is not None
 
 

@@ -11,7 +11,9 @@ from mmrl.core.answers import NEGATED, readable, same_words, words_of
 
 _PHRASE = r"(?:(?:the |final |correct )*+(?:answer|option|choice)(?: is)?\s?[:=]?\s?\(?)?"
 _ALONE = re.compile(rf"[\s\"'(\[]*+{_PHRASE}([^\W\d_])[\s\"').,:;!\]]*+", re.IGNORECASE)
-_LEADING = re.compile(r"[\s\"'(\[]*+([A-Z])(?:\s?[).:\]]|\s-\s|,?\s(?=because\b|since\b|as\b))(?![A-Z]\.)")
+_LEADING = re.compile(
+    r"[\s\"'(\[]*+([A-Z])(?:\s?[).:\]]|\s-\s|\s*\n|,?\s(?=because\b|since\b|as\b))(?![A-Z]\.)"
+)
 _OPTIONS = re.compile(r"^\W*[A-Z]\s?[).:]", re.MULTILINE)
 # Scripts without spaces between words, such as Chinese, may stand right before and behind a letter.
 _SPACELESS = "\u2e80-\u9fff\uac00-\ud7a3"

@@ -97,6 +97,8 @@ def is_right(
 def _same_number(answer: str, wanted: str, tolerance: float) -> bool:
     """Whether the last number is right; words beside a wanted one, such as a unit, may only be left out."""
     number, value = number_in(answer), number_in(wanted)
+    if number is None and words_of(answer) == ["none"]:
+        number, answer = Fraction(0), ""
     if number is None or value is None or abs(number - value) > Fraction(str(tolerance)) * abs(value):
         return False
     money = [CURRENCIES.intersection(text) for text in (answer, wanted)]

@@ -133,6 +133,8 @@ NOT_SAID = {
     "number": {
         "5": "5!|3 to 5|either 3 or 5|not 5|it is not 5|5k|>5|x<5|5+|√5|log 5|5x|5i|5π|0x5|2x5",
         "$5": "€5|£5",
+        "None": "0|zero",
+        "25 cm^2": "25 m^2|25 cm",
         "2": "twenty-two|no two or three|the one on the left",
     },
     "letter": {
@@ -151,7 +153,10 @@ SAID = {
         "the five of them|5, not 4|5 (more than 4)",
         "12": "Twelve|１２|१२|1.2e1",
         "21": "twenty-one|it is 21.",
-        "-5": "minus five|negative 5|−5",
+        "-5": "minus five|negative 5|−5|Answer: -5",
+        "0": "None.|zero",
+        "25": "25 cm^2|25 cm²|The area is 25 m2.",
+        "25 cm^2": "25|25 cm²",
         "500": "five hundred|5 hundred",
         "5000": "5k|five thousand|5 000|5,000",
         "1": "one|there is one dog|only one",
@@ -159,7 +164,8 @@ SAID = {
     },
     "letter": {
         "B": "B, because A is red|答案是B|选B。|Not A. It is B.|It is not A but B|B!|"
-        "the answer is (B)|B (not A)|B rather than A|Options are A, B and C. Answer: B"
+        "the answer is (B)|B\n\nExplanation: A is red.|B (not A)|B rather than A|"
+        "Options are A, B and C. Answer: B"
     },
     "choice": {"blue": "not red but blue|B", "red": "A|the red one"},
 }
