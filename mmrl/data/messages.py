@@ -207,11 +207,12 @@ def asked_of(fields: Mapping[str, Any]) -> Any:
 
     `messages` may go on with one answer. Raises RowError where the columns say different things.
     """
-    fields = {**fields, **{name: spoken(fields[name]) for name in (*ASKED, "messages") if name in fields}}
+    talks: dict[str, Any] = {name: spoken(fields[name]) for name in (*ASKED, "messages") if name in fields}
+    fields = {**fields, **talks}
     asked = next((fields[name] for name in ASKED if has_content(fields.get(name))), fields.get("prompt"))
     if any(has_content(fields.get(name)) and fields[name] != asked for name in ASKED):
         raise RowError(f"the row asks in {' and '.join(ASKED)}, and not the same; keep one of them")
-    messages = fields.get("messages")
+    messages: Any = fields.get("messages")
     if has_content(messages):
         if has_content(asked):
             before = as_turns(asked, "prompt")
@@ -286,14 +287,12 @@ def recorded_turn(value: Any, name: str) -> tuple[str, str]:
 
     Raises RowError for what `answer_text` refuses, and for an answer that says nothing.
     """
-    value = spoken(value)
+    value = turn = spoken(value)
     match value:
-        case [{"type": _}, *_]:
-            turn = value
-        case [one] | one:
-            turn = one
+        case [{"content": _} | {"role": _} as turn]:
+            pass
     beside = kept_keys(turn, name) if isinstance(turn, Mapping) and "type" not in turn else {}
-    if not beside:
+    if not isinstance(turn, Mapping) or not beside:
         return text(answer_text(value, name), name), ""
     words = answer_text({"role": turn.get("role"), "content": turn.get("content")}, name)
     return words, json.dumps(beside, ensure_ascii=False)

@@ -57,7 +57,7 @@ class VisualQa:
     def build(self, output: Path) -> dict[str, Any]:
         """Write media and rows; return the number of rows by split."""
         log, files = BuildLog(self.bad_rows), SplitFiles(output, f".{self.form}")
-        read = {self.columns.get(name, name) for name in OURS} | {*self.keep, *ALWAYS}
+        read = {(self.columns or {}).get(name, name) for name in OURS} | {*self.keep, *ALWAYS}
         unread: Counter[str] = Counter()
         rows, root = readable_rows(self.source, self.root, log, self.subset)
         media = MediaWriter(root, output)
