@@ -72,7 +72,7 @@ def test_rows_of_llama_factory():
     alpaca = {"instruction": "What is", "input": "it?", "output": "a dog", "kto_tag": False}
     assert read_row(alpaca, "llama_factory") == {
         "question": "What is\nit?",
-        "answer": "a dog",
+        "completion": "a dog",
         "label": False,
     }
     assert write_row(read_row(alpaca, "llama_factory"), "llama_factory")["kto_tag"] is False

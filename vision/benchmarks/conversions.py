@@ -81,7 +81,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
             sides = [side for side in ("chosen", "rejected") if row.get(side) is not None]
             ours |= {side: _answer(row[side], side) for side in sides}
             if row.get("kto_tag") is not None:  # of KTO: whether the one answer is desirable
-                ours["label"] = row["kto_tag"]
+                ours |= {"label": row["kto_tag"], "completion": ours.pop("answer", "")}
     if answer is not None:
         answer = answers_of({"answer": answer})
         if ours.get("answer", answer) != answer:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.plain_text import PlainText, each_text, inside
 from mmrl.core.tensor import cat_padded
-from mmrl.core.types import Message, Part, Prompt, reading
+from mmrl.core.types import Message, Outcome, Part, Prompt, reading
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.chat_template import ChatTemplate, Tools
 from mmrl.vision.models.media_arguments import EDGES, digest_of, media_arguments, size_limits
@@ -166,6 +166,31 @@ class PromptEncoder:
         """Tokenize an answer, with its end token once, whether the text brings it or not: (T,)."""
         self.check_answer(text)
         return torch.tensor([*self.plain.ids(self.without_end(text)), self.end[0]])
+
+    def recorded(self, prompt: Prompt, outcome: Outcome) -> tuple[str, Tensor]:
+        """Return the text and the tokens (T,) of a recorded answer, its end token included.
+
+        Calls and thoughts beside its text are written by the chat template. Raises ValueError where that
+        leaves them out, or begins an answer otherwise than the prompt does.
+        """
+        text = self.without_end(outcome.text or "")
+        if not outcome.extra:
+            return text, self.answer(text)
+        self.check_answer(outcome.extra)
+        turn = Message("assistant", (Part(text),), outcome.extra)
+        messages = (*prompt.messages, turn)
+        check_keys(messages, lambda turns: self._render(turns, answers=False), self._keys)
+        before = self._render(list(map(template_message, self.replies(prompt.messages))))
+        whole = self._render(list(map(template_message, self.replies(messages))), answers=False)
+        if not whole.startswith(before):
+            raise ValueError(
+                "the chat template of the model writes an answer with calls or thoughts behind another "
+                "prompt; write them into the content, in the words of the model"
+            )
+        ids = self.plain.tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"]
+        ends = [place for place, token in enumerate(ids) if token in self.end]
+        tokens = torch.tensor(ids[: ends[-1] + 1] if ends else [*ids, self.end[0]])
+        return self.text(tokens), tokens
 
     def without_end(self, text: str) -> str:
         """Drop the end token, and white space after it, that a recorded answer brings along."""

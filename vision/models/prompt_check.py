@@ -32,9 +32,12 @@ class PromptCheck:
     def __call__(self, prompt: Prompt) -> None:
         """Check a prompt and its recorded answers."""
         with reading(prompt):
-            answers = (
-                [one.text for one in prompt.answers if one.text] if type(prompt.answers) is tuple else []
-            )
+            recorded = prompt.answers if type(prompt.answers) is tuple else ()
+            answers = [
+                self.encoder.recorded(prompt, one)[0] if one.extra else one.text
+                for one in recorded
+                if one.text or one.extra
+            ]
             for text in answers:
                 self.encoder.check_answer(text)
             self.encoder.check_text(prompt)

@@ -211,9 +211,9 @@ class Tokens:
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Turn a recorded answer into a row, its end token included."""
-        text = outcome.text and self.prompt_encoder.without_end(outcome.text)
         with reading(prompt):
-            ids, encoded = self.prompt_encoder.answer(text or ""), self.prompt_encoder.encode(prompt)
+            text, ids = self.prompt_encoder.recorded(prompt, outcome)
+            encoded = self.prompt_encoder.encode(prompt)
             check_length(encoded.next_position + len(ids) - 1, self.core.config)
         tags = {"finish": "stop", **outcome.tags}
         answer = Outcome(text=text, end=len(ids), tags=tags, recorded=outcome.recorded)
