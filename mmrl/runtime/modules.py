@@ -132,12 +132,15 @@ def keep_training_precision(model: nn.Module, *, now: bool = False) -> None:
 
 def widest_dtype(model: nn.Module, folder: Path) -> torch.dtype:
     """Find the widest floating dtype of a model and of the safetensors files in a folder."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            stored = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        try:
+            with safe_open(path, "pt") as file:
+                stored = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"cannot read the weights in '{path}': {error}") from error
         dtypes |= {STORED[name] for name in stored if name in STORED}
     return max(dtypes, key=lambda dtype: dtype.itemsize)
 

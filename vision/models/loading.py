@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
@@ -25,6 +25,7 @@ from mmrl.runtime.weights import (
     check_base,
     check_settings,
     load_whole,
+    read_adapter,
 )
 from mmrl.vision.models.model_families import check_family
 from mmrl.vision.models.processor import PromptEncoder
@@ -95,7 +96,7 @@ def check_folders(model: str, adapter: str = "") -> None:
         return
     modules = dict(whole.named_modules())
     with _source("adapter", adapter) as source:
-        weights, _ = _read_adapter(Path(source) / ADAPTER)
+        weights, _ = read_adapter(Path(source) / ADAPTER)
         owners = {name.removeprefix("base_model.model.").partition(".lora_")[0]: name for name in weights}
         if foreign := sorted(name for owner, name in owners.items() if owner not in modules):
             raise ValueError(
@@ -256,7 +257,8 @@ def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | N
         for option, (wanted, saved) in asked.items():
             if wanted not in (None, saved):
                 raise ValueError(f"it has {option} {saved}, not {wanted}; set `{option}: {saved}`")
-        weights, base = _read_adapter(Path(file))
+        weights, header = read_adapter(Path(file))
+        base = header.get(BASE, "")
         own = base_hash(model.parameters()) if base else ""
         check_base(base, own, name)
         named, given = config.base_model_name_or_path or "", model.config.name_or_path
@@ -279,10 +281,10 @@ def load_adapter_weights(adapter: nn.Module, folder: Path, name: str = "default"
     """
     from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
-    weights, base = _read_adapter(folder / ADAPTER)
-    check_adapter(weights, get_peft_model_state_dict(adapter, adapter_name=name), folder)
+    weights, header = read_adapter(folder / ADAPTER)
     check_settings(PeftConfig.from_pretrained(str(folder)), adapter.peft_config[name], folder)
-    check_base(base, vars(adapter).get(BASE, ""), folder)
+    check_adapter(weights, get_peft_model_state_dict(adapter, adapter_name=name), folder)
+    check_base(header.get(BASE, ""), vars(adapter).get(BASE, ""), folder)
     set_peft_model_state_dict(adapter, weights, adapter_name=name)
 
 
@@ -294,18 +296,6 @@ def save_adapter(adapter: nn.Module, folder: Path) -> None:
     if base := vars(adapter).get(BASE, ""):
         for file in folder.rglob(ADAPTER):  # adapters of several roles have a folder each
             save_file(load_file(file), file, {"format": "pt", BASE: base})
-
-
-def _read_adapter(file: Path) -> tuple[dict[str, Tensor], str]:
-    """Read the weights of an adapter, and the hash of the weights below it ("" where it has none)."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as opened:
-            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            return weights, (opened.metadata() or {}).get(BASE, "")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read the adapter '{file}': {error}") from error
 
 
 def checkpoint_layers(model: nn.Module) -> None:
