@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from mmrl.config.loading import ConfigError
 from mmrl.runtime.content_hash import of_tensors
-from mmrl.runtime.modules import placement
+from mmrl.runtime.modules import DTYPES, placement, stored_dtypes
 
+FEW_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F4")  # of safetensors; without scales they are other numbers
 BASE = "mmrl_base_weights"  # in the header of an adapter: a hash of the frozen weights below it
 # Settings of a `LoraConfig` that decide what the weights of an adapter do.
 EFFECTIVE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
@@ -31,17 +32,49 @@ def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
     """Load a model of transformers or diffusers from safetensors.
 
     `kind` is the class, `options` are those of its `from_pretrained`. Raises `ValueError` where the files
-    lack weights or cannot be read: transformers would begin with random numbers in their place.
+    lack weights, have other shapes, hold NaN or integers, or cannot be read: transformers would begin with
+    random or rounded numbers in their place. A folder that holds an adapter too is refused, as transformers
+    would put it on the model.
     """
     from safetensors import SafetensorError
 
     place = f"{source}/{options['subfolder']}" if "subfolder" in options else str(source)
     try:
         model, report = kind.from_pretrained(
-            str(source), use_safetensors=True, output_loading_info=True, **options
+            str(source),
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
         )
+        stored = stored_dtypes(Path(place)) if Path(place).is_dir() else {}
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"its weights cannot be read from '{place}': {error}") from error
+    if getattr(model, "peft_config", None):
+        raise ValueError(
+            f"'{place}' holds an adapter (adapter_config.json) beside a model; keep each in a folder of its "
+            "own, and name that of the adapter as `policy.adapter`"
+        )
+    if odd := sorted(report["mismatched_keys"]):
+        name, saved, own = odd[0]
+        raise ValueError(
+            f"{len(odd)} weights in '{place}' have other shapes than those of {type(model).__name__}, the "
+            f"first is '{name}' with {list(saved)}, not {list(own)}: its config.json is of another model"
+        )
+    weights = dict(model.named_parameters())
+    low = sorted(name for name, dtype in stored.items() if dtype in FEW_BITS)
+    if low and not (getattr(model.config, "quantization_config", None)):
+        raise ValueError(
+            f"{len(low)} weights in '{place}' are stored in few bits, the first is '{low[0]}' in "
+            f"{stored[low[0]]}, but its config.json has no `quantization_config` that tells their scale; "
+            "fetch the folder anew, or dequantise it"
+        )
+    sound = lambda w: w.is_meta or w.dtype not in DTYPES.values() or bool(w.isfinite().all())
+    if broken := sorted(name for name, weight in weights.items() if not sound(weight)):
+        raise ValueError(
+            f"{len(broken)} of {len(weights)} weights in '{place}' hold NaN or infinity, the first is "
+            f"'{broken[0]}'; take an earlier checkpoint"
+        )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"the files in '{place}' lack {len(missing)} of the {len(model.state_dict())} weights of "
@@ -81,24 +114,32 @@ def lora_config(settings: Mapping[str, Any], folder: str | Path) -> Any:
     from peft import LoraConfig
 
     try:
-        config, usual = LoraConfig(**settings), LoraConfig()
+        return check_trainable(LoraConfig(**settings), folder)
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"the adapter in '{folder}' has settings that peft does not take: {error}"
         ) from error
+
+
+def check_trainable(config: Any, folder: str | Path) -> Any:
+    """Return a `LoraConfig` whose adapter can be trained further; raise `ValueError` for another.
+
+    The reference is the model without the adapter, so nothing else may change with it.
+    """
     if str(config.init_lora_weights).startswith(REWRITING):
         raise ConfigError(
             f"the adapter in '{folder}' began with init_lora_weights '{config.init_lora_weights}', which "
             "changes the base weights; save it as an ordinary adapter with peft"
         )
-    odd = [
-        f"{field.name}: {getattr(config, field.name)!r}"
-        for field in dataclasses.fields(config)
-        if field.name not in (*EFFECTIVE, *PAST) and getattr(config, field.name) != getattr(usual, field.name)
-    ]
-    if odd:
+    usual = type(config)()
+    kept = (field.name for field in dataclasses.fields(config) if field.name not in (*EFFECTIVE, *PAST))
+    values = {name: (getattr(config, name) or None, getattr(usual, name) or None) for name in kept}
+    if odd := [f"{name}: {value!r}" for name, (value, plain) in values.items() if value != plain]:
         raise ConfigError(
-            f"the adapter in '{folder}' has {', '.join(odd)}, which cannot be trained further here"
+            f"the adapter in '{folder}' has {', '.join(odd)}, which cannot be trained further here; merge it "
+            "into the model with peft (`merge_and_unload`), and name the merged folder as `policy.model`"
         )
     return config
 
@@ -139,6 +180,8 @@ def base_hash(frozen: Iterable[Tensor]) -> str:
     Empty for float16, which rounds otherwise, for weights in few bits, and for those with shapes alone.
     """
     frozen = list(frozen)
-    if placement().empty or any(not w.is_floating_point() or w.dtype == torch.float16 for w in frozen):
+    if placement().empty or any(
+        w.is_meta or not w.is_floating_point() or w.dtype == torch.float16 for w in frozen
+    ):
         return ""
     return of_tensors(tensor.detach().to(torch.bfloat16) for tensor in frozen)[:16]

@@ -24,6 +24,7 @@ from mmrl.runtime.weights import (
     check_adapter,
     check_base,
     check_settings,
+    check_trainable,
     load_whole,
     read_adapter,
 )
@@ -37,10 +38,12 @@ ADAPTER = "adapter_model.safetensors"
 @contextmanager
 def _source(what: str, name: str) -> Iterator[str]:
     """Resolve the name of a model folder; errors inside the block name what could not be loaded."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         yield model_source(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the {what} '{name}': {error}") from error
+    except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
+        raise ConfigError(f"cannot load the {what} '{name}': {error}") from error
 
 
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
@@ -92,17 +95,12 @@ def check_folders(model: str, adapter: str = "") -> None:
             return  # quantisers need a device
         maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
         whole = load_whole(maker, source, device_map={"": "meta"}, trust_remote_code=False)
-    if not adapter or not (Path(adapter).expanduser() / ADAPTER).is_file():
-        return
-    modules = dict(whole.named_modules())
-    with _source("adapter", adapter) as source:
-        weights, _ = read_adapter(Path(source) / ADAPTER)
-        owners = {name.removeprefix("base_model.model.").partition(".lora_")[0]: name for name in weights}
-        if foreign := sorted(name for owner, name in owners.items() if owner not in modules):
-            raise ValueError(
-                f"it is of another model: {len(foreign)} of its {len(owners)} modules are not in "
-                f"{type(whole).__name__}, the first is of '{foreign[0]}'"
-            )
+    with _source("adapter", adapter or model) as source:
+        local = adapter and Path(source).is_dir()  # of the hub: its files may not be here yet
+    if local:
+        with warnings.catch_warnings():  # weights with shapes alone take no numbers
+            warnings.simplefilter("ignore")
+            load_adapter(whole, adapter)
 
 
 def _check_known(config: Any) -> None:
@@ -253,6 +251,7 @@ def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | N
             raise ValueError(
                 f"it is an adapter of the kind {config.peft_type}, and only LoRA is trained here"
             )
+        check_trainable(config, name)
         asked = {"lora_rank": (rank or config.r, config.r), "lora_alpha": (alpha, config.lora_alpha)}
         for option, (wanted, saved) in asked.items():
             if wanted not in (None, saved):
