@@ -54,6 +54,49 @@ def test_a_damaged_file_is_one_clear_line(checkpoint, tmp_path):
         Tokens(model=str(folder))
 
 
+def few_bits(dtype):
+    return lambda weights: {n: v.to(dtype) if v.ndim == 2 else v for n, v in weights.items()}
+
+
+def cut(weights):
+    return {n: v[:8].clone() if "layers.0.mlp.gate" in n else v for n, v in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (few_bits(torch.int8), r"28 weights .* stored in few bits, the first is 'lm_head.weight' in I8"),
+        (few_bits(torch.float8_e4m3fn), "stored in few bits, .* no `quantization_config`"),
+        (
+            cut,
+            r"1 weights .* other shapes .* '\S+gate_proj.weight' with \[8, 32\], not \[64, 32\]",
+        ),
+    ],
+    ids=["int8", "fp8", "shapes"],
+)
+def test_weights_that_would_be_other_numbers_are_refused(checkpoint, tmp_path, change, message):
+    folder = changed(checkpoint(FAMILY), tmp_path / "model", FILE, change)
+    for read in (lambda: Tokens(model=str(folder)), lambda: loading.check_folders(str(folder))):
+        with pytest.raises(ConfigError, match=message):
+            read()
+
+
+def test_a_model_with_nan_is_refused(checkpoint, tmp_path):
+    spoil = lambda weights: {n: v * torch.nan if "layers.1.mlp.up" in n else v for n, v in weights.items()}
+    folder = changed(checkpoint(FAMILY), tmp_path / "model", FILE, spoil)
+    with pytest.raises(ConfigError, match=r"1 of \d+ weights .* hold NaN .* first is '\S+up_proj"):
+        Tokens(model=str(folder))
+
+
+def test_a_configuration_that_transformers_refuses_is_one_clear_line(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint(FAMILY), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (config.get("text_config") or config)["num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"cannot load the model (.|\n)*num_hidden_layers"):
+        loading.check_folders(str(folder))
+
+
 def test_tied_weights_are_not_missing(checkpoint):
     for family in ("gemma3", "smolvlm", FAMILY):
         loading.check_folders(str(checkpoint(family)))
@@ -81,7 +124,7 @@ def adapter(checkpoint, tmp_path):
     ("change", "message"),
     [
         (lambda weights: dict(list(weights.items())[:3]), "25 weights are on one side only"),
-        (lambda weights: {}, "28 weights are on one side only"),
+        (lambda weights: {}, "holds no weights"),
         (lambda weights: {n.replace("mlp", "moe"): v for n, v in weights.items()}, "on one side only"),
         (lambda weights: {n: v.fill_(torch.nan) for n, v in weights.items()}, "28 of 28 weights .* hold NaN"),
         (lambda weights: {n: v[:, :1].contiguous() for n, v in weights.items()}, "does not fit"),
@@ -89,9 +132,54 @@ def adapter(checkpoint, tmp_path):
     ids=["half", "none", "another model", "nan", "shapes"],
 )
 def test_an_adapter_that_does_not_fit_is_refused(checkpoint, adapter, tmp_path, change, message):
-    folder = changed(adapter, tmp_path / "other", ADAPTER, change)
-    with pytest.raises(ValueError, match=message):
-        Tokens(model=str(checkpoint(FAMILY)), adapter=str(folder))
+    folder, model = changed(adapter, tmp_path / "other", ADAPTER, change), str(checkpoint(FAMILY))
+    for read in (
+        lambda: Tokens(model=model, adapter=str(folder)),
+        lambda: loading.check_folders(model, str(folder)),  # `mmrl check`
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bias": "lora_only"}, "has bias: 'lora_only', which cannot be trained .*`merge_and_unload`"),
+        ({"modules_to_save": ["lm_head"]}, "has modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "changes the base weights"),
+        ({"peft_type": "IA3"}, "only LoRA is trained here"),
+        ({"target_modules": ["nothing"]}, "Target modules {'nothing'} not found"),
+    ],
+)
+def test_an_adapter_that_changes_more_than_its_own_weights_is_refused(
+    checkpoint, adapter, tmp_path, settings, message
+):
+    folder, model = changed(adapter, tmp_path / "other", ADAPTER, dict, **settings), str(checkpoint(FAMILY))
+    for read in (
+        lambda: Tokens(model=model, adapter=str(folder)),
+        lambda: loading.check_folders(model, str(folder)),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read()
+
+
+def test_a_missing_or_old_folder_of_an_adapter_is_found_without_weights(checkpoint, adapter):
+    model = str(checkpoint(FAMILY))
+    loading.check_folders(model, str(adapter))
+    with pytest.raises(ConfigError, match="there is no folder '.*/nowhere'"):
+        loading.check_folders(model, str(adapter.parent / "nowhere"))
+    (adapter / ADAPTER).rename(adapter / "adapter_model.bin")
+    with pytest.raises(ConfigError, match="an adapter_model.bin is not read"):
+        loading.check_folders(model, str(adapter))
+
+
+def test_a_model_folder_that_holds_an_adapter_too_is_refused(checkpoint, adapter, tmp_path):
+    folder = shutil.copytree(checkpoint(FAMILY), tmp_path / "both")
+    for name in (ADAPTER, "adapter_config.json"):
+        shutil.copy(adapter / name, folder / name)
+    for read in (lambda: Tokens(model=str(folder)), lambda: loading.check_folders(str(folder))):
+        with pytest.raises(ConfigError, match="holds an adapter .* beside a model"):
+            read()
 
 
 def test_an_adapter_belongs_to_the_weights_it_was_trained_over(checkpoint, adapter, tmp_path):

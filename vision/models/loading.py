@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
@@ -24,7 +24,9 @@ from mmrl.runtime.weights import (
     check_adapter,
     check_base,
     check_settings,
+    check_trainable,
     load_whole,
+    read_adapter,
 )
 from mmrl.vision.models.model_families import check_family
 from mmrl.vision.models.processor import PromptEncoder
@@ -36,10 +38,12 @@ ADAPTER = "adapter_model.safetensors"
 @contextmanager
 def _source(what: str, name: str) -> Iterator[str]:
     """Resolve the name of a model folder; errors inside the block name what could not be loaded."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         yield model_source(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the {what} '{name}': {error}") from error
+    except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
+        raise ConfigError(f"cannot load the {what} '{name}': {error}") from error
 
 
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
@@ -91,17 +95,12 @@ def check_folders(model: str, adapter: str = "") -> None:
             return  # quantisers need a device
         maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
         whole = load_whole(maker, source, device_map={"": "meta"}, trust_remote_code=False)
-    if not adapter or not (Path(adapter).expanduser() / ADAPTER).is_file():
-        return
-    modules = dict(whole.named_modules())
-    with _source("adapter", adapter) as source:
-        weights, _ = _read_adapter(Path(source) / ADAPTER)
-        owners = {name.removeprefix("base_model.model.").partition(".lora_")[0]: name for name in weights}
-        if foreign := sorted(name for owner, name in owners.items() if owner not in modules):
-            raise ValueError(
-                f"it is of another model: {len(foreign)} of its {len(owners)} modules are not in "
-                f"{type(whole).__name__}, the first is of '{foreign[0]}'"
-            )
+    with _source("adapter", adapter or model) as source:
+        local = adapter and Path(source).is_dir()  # of the hub: its files may not be here yet
+    if local:
+        with warnings.catch_warnings():  # weights with shapes alone take no numbers
+            warnings.simplefilter("ignore")
+            load_adapter(whole, adapter)
 
 
 def _check_known(config: Any) -> None:
@@ -252,11 +251,13 @@ def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | N
             raise ValueError(
                 f"it is an adapter of the kind {config.peft_type}, and only LoRA is trained here"
             )
+        check_trainable(config, name)
         asked = {"lora_rank": (rank or config.r, config.r), "lora_alpha": (alpha, config.lora_alpha)}
         for option, (wanted, saved) in asked.items():
             if wanted not in (None, saved):
                 raise ValueError(f"it has {option} {saved}, not {wanted}; set `{option}: {saved}`")
-        weights, base = _read_adapter(Path(file))
+        weights, header = read_adapter(Path(file))
+        base = header.get(BASE, "")
         own = base_hash(model.parameters()) if base else ""
         check_base(base, own, name)
         named, given = config.base_model_name_or_path or "", model.config.name_or_path
@@ -279,10 +280,10 @@ def load_adapter_weights(adapter: nn.Module, folder: Path, name: str = "default"
     """
     from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
-    weights, base = _read_adapter(folder / ADAPTER)
-    check_adapter(weights, get_peft_model_state_dict(adapter, adapter_name=name), folder)
+    weights, header = read_adapter(folder / ADAPTER)
     check_settings(PeftConfig.from_pretrained(str(folder)), adapter.peft_config[name], folder)
-    check_base(base, vars(adapter).get(BASE, ""), folder)
+    check_adapter(weights, get_peft_model_state_dict(adapter, adapter_name=name), folder)
+    check_base(header.get(BASE, ""), vars(adapter).get(BASE, ""), folder)
     set_peft_model_state_dict(adapter, weights, adapter_name=name)
 
 
@@ -294,18 +295,6 @@ def save_adapter(adapter: nn.Module, folder: Path) -> None:
     if base := vars(adapter).get(BASE, ""):
         for file in folder.rglob(ADAPTER):  # adapters of several roles have a folder each
             save_file(load_file(file), file, {"format": "pt", BASE: base})
-
-
-def _read_adapter(file: Path) -> tuple[dict[str, Tensor], str]:
-    """Read the weights of an adapter, and the hash of the weights below it ("" where it has none)."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as opened:
-            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            return weights, (opened.metadata() or {}).get(BASE, "")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read the adapter '{file}': {error}") from error
 
 
 def checkpoint_layers(model: nn.Module) -> None:
