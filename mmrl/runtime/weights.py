@@ -51,6 +51,29 @@ def check_adapter(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], fold
             f"or differ in shape, the first is {odd[0]}; was it trained on this model, and are `lora_rank` "
             "and `freeze_vision_tower` the same?"
         )
+    check_finite(weights, folder)
+
+
+def check_adapter_file(weights: Mapping[str, Tensor], model: nn.Module, folder: str | Path) -> None:
+    """Raise `ValueError` where a saved adapter is of another model, has half of a pair, or holds NaN."""
+    modules = dict(model.named_modules())
+    owners = {name.removeprefix("base_model.model.").partition(".lora_")[0]: name for name in weights}
+    if not weights:
+        raise ValueError(f"the adapter in '{folder}' holds no weights")
+    if foreign := sorted(name for owner, name in owners.items() if owner not in modules):
+        raise ValueError(
+            f"it is of another model: {len(foreign)} of its {len(owners)} modules are not in "
+            f"{type(model).__name__}, the first is of '{foreign[0]}'"
+        )
+    pairs = {name: name.replace("lora_A", "lora_B") for name in weights if "lora_A" in name}
+    pairs |= {name: name.replace("lora_B", "lora_A") for name in weights if "lora_B" in name}
+    if lone := sorted(name for name, other in pairs.items() if other not in weights):
+        raise ValueError(f"it lacks the other half of {len(lone)} weights, the first is '{lone[0]}'")
+    check_finite(weights, folder)
+
+
+def check_finite(weights: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Raise `ValueError` where weights of a saved adapter hold NaN or infinity."""
     if broken := sorted(name for name, value in weights.items() if not value.isfinite().all()):
         raise ValueError(
             f"{len(broken)} of {len(weights)} weights of the adapter in '{folder}' hold NaN or infinity, the "

@@ -22,6 +22,7 @@ from mmrl.runtime.weights import (
     BASE,
     base_hash,
     check_adapter,
+    check_adapter_file,
     check_base,
     check_settings,
     load_whole,
@@ -75,33 +76,44 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     return model.eval()  # without dropout, in training too
 
 
-def check_folders(model: str, adapter: str = "") -> None:
+def check_folders(model: str, adapter: str = "") -> nn.Module | None:
     """Raise `ValueError` where the folder of a model lacks weights, or an adapter fits another model.
 
-    Only headers of the model's files are read, and only what is on this machine.
+    Only headers of the model's files are read, and only what is on this machine. Returns the model without
+    numbers, where its folder is here.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if objects.is_object(model) or not Path(model).expanduser().is_dir():
-        return  # the files of a model of the hub may not be here yet
+        return None  # the files of a model of the hub may not be here yet
     with _source("model", model) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _check_known(config)
         if quantized_by(config):
-            return  # quantisers need a device
+            return None  # quantisers need a device
         maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
         whole = load_whole(maker, source, device_map={"": "meta"}, trust_remote_code=False)
-    if not adapter or not (Path(adapter).expanduser() / ADAPTER).is_file():
+    if adapter and (folder := Path(adapter).expanduser()).is_dir():
+        files = [path for path in (folder / ADAPTER, *folder.glob(f"*/{ADAPTER}")) if path.is_file()]
+        with _source("adapter", adapter):
+            if not files:
+                raise ValueError(f"it holds no '{ADAPTER}'")
+            for file in files:  # of several roles each has one
+                check_adapter_file(_read_adapter(file)[0], whole, file.parent)
+    return whole
+
+
+def check_same_shapes(model: str, start: str) -> None:
+    """Raise `ValueError` where the model in a folder, of first weights, is another one than `model`."""
+    own, first = check_folders(model), check_folders(start)
+    if own is None or first is None:
         return
-    modules = dict(whole.named_modules())
-    with _source("adapter", adapter) as source:
-        weights, _ = _read_adapter(Path(source) / ADAPTER)
-        owners = {name.removeprefix("base_model.model.").partition(".lora_")[0]: name for name in weights}
-        if foreign := sorted(name for owner, name in owners.items() if owner not in modules):
-            raise ValueError(
-                f"it is of another model: {len(foreign)} of its {len(owners)} modules are not in "
-                f"{type(whole).__name__}, the first is of '{foreign[0]}'"
-            )
+    held = [{(name, *value.shape) for name, value in one.state_dict().items()} for one in (own, first)]
+    if odd := sorted(held[0] ^ held[1]):
+        raise ValueError(
+            f"the weights in '{start}' are of another model than '{model}': {len(odd)} are in one of them "
+            f"only or differ in shape, the first is {odd[0]}"
+        )
 
 
 def _check_known(config: Any) -> None:
