@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmrl.config.loading import ConfigError
 from mmrl.core.types import Prompt, PromptError
@@ -15,6 +16,9 @@ from mmrl.data.row_prompts import chosen, uids_of
 from mmrl.runtime.content_hash import of_prompts
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import write_whole
+
+if TYPE_CHECKING:
+    from mmrl.training.trainer import Run
 
 FILE = "unreadable.json"
 log = logging.getLogger("mmrl")
@@ -45,7 +49,8 @@ class Unreadable:
     def agree(self, processes: Processes) -> bool:
         """Return whether any process caught one; every process has to call this."""
         mine, self.caught = self.caught, None
-        told = processes.tell([mine.uid, str(mine)] if mine else [])
+        # Written anew, because an error of a Ray worker is shown with its traceback.
+        told = processes.tell([mine.uid, str(PromptError(mine.uid, mine.reason))] if mine else [])
         new = {uid: reason for uid, reason in filter(None, told)}
         for uid, reason in new.items():
             if self.drops and uid not in self.found and processes.main:
@@ -56,6 +61,14 @@ class Unreadable:
     def rest(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Leave out the prompts that could not be read."""
         return [prompt for prompt in prompts if prompt.uid not in self.found]
+
+    def left(self, run: Run, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Leave out the prompts that could not be read, or raise, with a note in the folder of the run."""
+        if not self.drops:
+            if run.processes.main:
+                self.note(run.folder, run.pieces.made["data"])
+            raise self.error()
+        return self.rest(prompts)
 
     def error(self) -> ConfigError:
         """Make the error about the prompts that could not be read."""

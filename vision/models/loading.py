@@ -27,7 +27,7 @@ from mmrl.runtime.weights import (
     check_settings,
     load_whole,
 )
-from mmrl.vision.models.model_families import check_family
+from mmrl.vision.models.model_families import check_family, num_positions
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.text_processor import TextProcessor
 
@@ -390,3 +390,6 @@ def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
             f"the model '{name}' is of type '{kinds[0]}' and the policy of type '{kinds[1]}', whose encoded "
             "images it reads; name a model of the same type"
         )
+    # A prompt that is too long for this model is unreadable before an answer is made to it.
+    limits = {num_positions(model.config), policy.prompt_encoder.limit} - {0}
+    policy.prompt_encoder.limit = min(limits, default=0)

@@ -222,7 +222,7 @@ class Tokens:
         text = outcome.text and self.prompt_encoder.without_end(outcome.text)
         with reading(prompt):
             ids, encoded = self.prompt_encoder.answer(text or ""), self.prompt_encoder.encode(prompt)
-            check_length(encoded.next_position + len(ids) - 1, self.core.config)
+            check_length(encoded.next_position + len(ids) - 1, self.prompt_encoder.limit)
         tags = {"finish": "stop", **outcome.tags}
         answer = Outcome(text=text, end=len(ids), tags=tags, recorded=outcome.recorded)
         row = TokenRow(encoded, ids)
