@@ -66,7 +66,7 @@ def _asked(run: Run, prompts: list[Prompt]) -> list[Prompt]:
             cast(Asking, run.method.engine).ask(mine)
         if not run.unreadable.agree(run.processes):
             break
-        prompts = run.unreadable.left(run, prompts)
+        prompts = run.without_unreadable(prompts)
     return prompts
 
 

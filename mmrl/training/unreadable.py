@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mmrl.config.loading import ConfigError
 from mmrl.core.types import Prompt, PromptError
@@ -16,9 +15,6 @@ from mmrl.data.row_prompts import chosen, uids_of
 from mmrl.runtime.content_hash import of_prompts
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import write_whole
-
-if TYPE_CHECKING:
-    from mmrl.training.trainer import Run
 
 FILE = "unreadable.json"
 log = logging.getLogger("mmrl")
@@ -61,14 +57,6 @@ class Unreadable:
     def rest(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Leave out the prompts that could not be read."""
         return [prompt for prompt in prompts if prompt.uid not in self.found]
-
-    def left(self, run: Run, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Leave out the prompts that could not be read, or raise, with a note in the folder of the run."""
-        if not self.drops:
-            if run.processes.main:
-                self.note(run.folder, run.pieces.made["data"])
-            raise self.error()
-        return self.rest(prompts)
 
     def error(self) -> ConfigError:
         """Make the error about the prompts that could not be read."""
