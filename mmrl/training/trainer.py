@@ -324,7 +324,6 @@ class Run:
         raise self.unreadable.error()
 
     # ---- checkpoints
-
     def saves_at(self, step: int) -> bool:
         """Return whether a checkpoint is due after so many steps."""
         every = self.config.save_steps
