@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmrl.config.loading import ConfigError
+from mmrl.cli import main
+from mmrl.config.loading import ConfigError, merge
 from mmrl.rewards.text_models import load_text_model
 from mmrl.vision.models import loading
 from mmrl.vision.models.model_families import check_family
 from mmrl.vision.policies.tokens import Tokens
 from tests.rewards import tiny_text
+from tests.support.toys import plan
 
 FAMILY = "qwen2_5_vl"
 FILE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
@@ -228,3 +230,61 @@ def test_models_without_images_in_the_place_of_tokens_are_refused(kind, message)
     config = getattr(transformers, f"{kind}Config")()
     with pytest.raises(ConfigError, match=message):
         check_family(config, transformers.MODEL_MAPPING[type(config)])
+
+
+# ---- what `mmrl check` opens
+
+
+@pytest.fixture
+def checked(checkpoint, tmp_path, capsys):
+    """Run `mmrl check` on a run of the policy with other keys, and give its exit code and its words."""
+    rows = [{"question": f"Is it {word}?", "answer": word} for word in ("one", "two", "three")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    usual = {
+        "policy": {"name": "vision.tokens", "model": str(checkpoint(FAMILY)), "dtype": "float32"},
+        "data": {"name": "vision.visual_qa", "path": str(tmp_path / "rows.jsonl")},
+        "rollout": {"engine": ["vision.generate"]},
+        "rewards": ["vision.short_answer"],
+    }
+
+    def check(**changes):
+        (tmp_path / "run.yaml").write_text(json.dumps(plan(tmp_path / "out", **merge(usual, changes))))
+        return main(["check", str(tmp_path / "run.yaml")]), capsys.readouterr().out
+
+    return check
+
+
+def test_first_weights_and_references_are_opened(checkpoint, adapter, checked, tmp_path):
+    whole, lacking = (
+        str(checkpoint(FAMILY)),
+        str(changed(checkpoint(FAMILY), tmp_path / "lacking", FILE, without("layers.1"))),
+    )
+    nan = changed(adapter, tmp_path / "nan", ADAPTER, lambda w: {n: v.fill_(torch.nan) for n, v in w.items()})
+    half = changed(adapter, tmp_path / "half", ADAPTER, lambda w: dict(list(w.items())[::2]))
+    other = changed(
+        adapter, tmp_path / "foreign", ADAPTER, lambda w: {n.replace("mlp", "moe"): v for n, v in w.items()}
+    )
+    teacher = lambda model: {"references": {"big": {"name": "vision.teacher", "model": model}}}
+    critic = {"name": "vision.critic", "policy": {"name": "vision.tokens", "model": lacking}}
+    second = {
+        "name": "second_model",
+        "advantage": ["total"],
+        "objective": "value_regression",
+        "policy": critic,
+    }
+    lora = {"policy": {"lora_rank": 2}}
+    assert checked(init_from=whole) == checked(**teacher(whole)) == checked(**lora, init_from=str(adapter))
+    for changes, words in (
+        ({"init_from": str(tmp_path / "nowhere")}, "which is no folder"),
+        ({"init_from": lacking}, "lack "),
+        ({"init_from": str(checkpoint("gemma3"))}, "are of another model than"),
+        ({**lora, "init_from": whole}, "it holds no 'adapter_model.safetensors'"),
+        ({**lora, "init_from": str(other)}, "it is of another model"),
+        ({**lora, "init_from": str(nan)}, "hold NaN"),
+        ({**lora, "init_from": str(half)}, "lacks the other half"),
+        (teacher("/models/none"), "references.big.model is '/models/none', which does not exist here"),
+        (teacher(lacking), "references.big: "),
+        ({"references": {"value": {**second, "policy": critic}}}, "references.value.policy.policy: "),
+    ):
+        code, said = checked(**changes)
+        assert code == 2 and words in said, (changes, said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from mmrl.runtime.weights import (
     load_whole,
     read_adapter,
 )
-from mmrl.vision.models.model_families import check_family
+from mmrl.vision.models.model_families import check_family, num_positions
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.text_processor import TextProcessor
 
@@ -79,28 +80,47 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     return model.eval()  # without dropout, in training too
 
 
-def check_folders(model: str, adapter: str = "") -> None:
+def check_folders(model: str, adapter: str = "") -> nn.Module | None:
     """Raise `ValueError` where the folder of a model lacks weights, or an adapter fits another model.
 
-    Only headers of the model's files are read, and only what is on this machine.
+    Only headers of the model's files are read, and only what is on this machine. Returns the model without
+    numbers, where its folder is here.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if objects.is_object(model) or not Path(model).expanduser().is_dir():
-        return  # the files of a model of the hub may not be here yet
+        return None  # the files of a model of the hub may not be here yet
     with _source("model", model) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _check_known(config)
         if quantized_by(config):
-            return  # quantisers need a device
+            return None  # quantisers need a device
         maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
         whole = load_whole(maker, source, device_map={"": "meta"}, trust_remote_code=False)
-    with _source("adapter", adapter or model) as source:
-        local = adapter and Path(source).is_dir()  # of the hub: its files may not be here yet
+    if not adapter:
+        return whole
+    with _source("adapter", adapter) as source:
+        local = Path(source).is_dir()  # of the hub: its files may not be here yet
     if local:
+        roles = sorted(file.parent for file in Path(source).glob(f"*/{ADAPTER}"))  # each has one
         with warnings.catch_warnings():  # weights with shapes alone take no numbers
             warnings.simplefilter("ignore")
-            load_adapter(whole, adapter)
+            for folder in [source] if (Path(source) / ADAPTER).is_file() else roles or [source]:
+                load_adapter(copy.deepcopy(whole), str(folder))
+    return whole
+
+
+def check_same_shapes(model: str, start: str) -> None:
+    """Raise `ValueError` where the model in a folder, of first weights, is another one than `model`."""
+    own, first = check_folders(model), check_folders(start)
+    if own is None or first is None:
+        return
+    held = [{(name, *value.shape) for name, value in one.state_dict().items()} for one in (own, first)]
+    if odd := sorted(held[0] ^ held[1]):
+        raise ValueError(
+            f"the weights in '{start}' are of another model than '{model}': {len(odd)} are in one of them "
+            f"only or differ in shape, the first is {odd[0]}"
+        )
 
 
 def _check_known(config: Any) -> None:
@@ -367,3 +387,6 @@ def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
             f"the model '{name}' is of type '{kinds[0]}' and the policy of type '{kinds[1]}', whose encoded "
             "images it reads; name a model of the same type"
         )
+    # A prompt that is too long for this model is unreadable before an answer is made to it.
+    limits = {num_positions(model.config), policy.prompt_encoder.limit} - {0}
+    policy.prompt_encoder.limit = min(limits, default=0)

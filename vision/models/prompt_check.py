@@ -8,7 +8,7 @@ from typing import Any
 
 from mmrl.core.types import Media, Prompt, reading
 from mmrl.data.media import upright_size
-from mmrl.vision.models.model_families import check_length, num_positions
+from mmrl.vision.models.model_families import check_length
 from mmrl.vision.models.processor import PromptEncoder
 
 SIZES = 1 << 16  # of images that stay known
@@ -24,8 +24,8 @@ class PromptCheck:
     """
 
     def __init__(self, encoder: PromptEncoder) -> None:
-        self.encoder, self.config = encoder, encoder.core.config
-        self.limit = num_positions(self.config)
+        self.encoder = encoder
+        self.limit = encoder.limit
         self._forms: set[Any] = set()
         self._features = lru_cache(SIZES)(self._features_of)
 
@@ -54,7 +54,7 @@ class PromptCheck:
             if self.limit and features + texts + said + self._around * len(prompt.messages) >= self.limit:
                 encoded = self.encoder.encode(prompt)
                 longest = max((len(self.encoder.answer(text)) for text in answers), default=1)
-                check_length(encoded.next_position + longest - 1, self.config)
+                check_length(encoded.next_position + longest - 1, self.limit)
 
     @cached_property
     def _around(self) -> int:
