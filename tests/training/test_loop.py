@@ -364,7 +364,7 @@ def test_other_policies_are_asked_as_often_on_every_process(tmp_path):
 
 
 def test_a_step_reports_its_micro_batches(tmp_path):
-    run = build(parse(plan(tmp_path / "run", max_steps=1), Config), quiet=True)
+    run = toy_run(tmp_path, max_steps=1)
     seen = []
     run.report.console.work = lambda *told: seen.append(told)
     train(run)
