@@ -603,6 +603,14 @@ def test_a_page_of_pieces_says_options_needs_variants_and_papers(hooks):
     assert "(https://arxiv.org/abs/2512.02556)" in penalty
 
 
+def test_the_page_of_keys_has_words_for_every_key(hooks):
+    rows = [line.split(" | ") for line in hooks.generated()["keys.md"].splitlines() if line.startswith("| `")]
+    assert len(rows) > 60
+    for name, _, words, kind in rows:
+        assert len(words) > 3, f"{name}: write a comment behind the field in mmrl/config/schema.py"
+        assert not re.search(r"`|\[[A-Z]|None|tuple|anything(?!:)", kind) or "](#" in kind, (name, kind)
+
+
 def test_the_index_of_papers_holds_every_paper_of_the_variants(hooks):
     made = hooks.generated()
     for path in (ROOT / "configs" / "variants").glob("*.yaml"):

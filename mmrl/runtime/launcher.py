@@ -21,7 +21,7 @@ def check_joined() -> None:
         command = (
             f"accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes {number}"
             if torch.accelerator.is_available()
-            else f"ACCELERATE_USE_CPU=true torchrun --nproc_per_node {number}"  # there is no GPU for the former
+            else f"ACCELERATE_USE_CPU=true torchrun --nproc_per_node {number}"
         )
         raise ConfigError(
             f"{words}, but accelerate sees one process, so several runs would write into one folder; start "
