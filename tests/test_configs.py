@@ -36,7 +36,7 @@ HOME = Path(__file__).parents[1]
 CONFIGS = HOME / "configs"
 VARIANTS = METHODS
 RUNS = sorted(path for folder in ("train", "evaluate", "build") for path in (CONFIGS / folder).glob("*.yaml"))
-SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|\bTRL\b|\bverl\b|Williams 1992")
+SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|\bTRL\b|\bverl\b|Williams 1992|\bUnpublished\b")
 
 
 def each(paths: list[Path]) -> Any:
@@ -82,9 +82,15 @@ def test_a_mistake_inside_a_variant_is_found_where_it_stands(tmp_path, text, mes
 def test_a_variant_is_short_and_names_its_source(path):
     lines = path.read_text().splitlines()
     settings = [line for line in lines if not line.startswith("#")]
-    assert 1 <= len(settings) <= 8 and len(lines) <= 14 and max(map(len, lines)) <= 110
+    assert 1 <= len(settings) <= 8 and len(lines) <= 14 and max(map(len, lines)) <= 110, (
+        f"{path}: {len(settings)} lines of settings, {len(lines)} in all, the longest of "
+        f"{max(map(len, lines))} characters; write at most 8, 14 and 110, lists and mappings on one line"
+    )
     head = " ".join(line for line in lines[:3] if line.startswith("#"))
-    assert lines[0].startswith("# ") and SOURCE.search(head)
+    assert lines[0].startswith("# ") and SOURCE.search(head), (
+        f"{path}: begin with a comment that names the method and its source, such as '# GSPO (arXiv "
+        "2507.18071): what it does.'; a method of your own says 'Unpublished'"
+    )
 
 
 @each(RUNS)

@@ -227,7 +227,12 @@ def numbers(target) -> dict[str, float]:
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_numbers_by_default_are_those_of_the_papers_and_libraries(kind):
     found = {entry.full_name: numbers(entry.target) for entry in library_pieces(kind)}
-    assert {name: options for name, options in found.items() if options} == DEFAULTS[kind]
+    found = {name: options for name, options in found.items() if options}
+    wrong = {name for name in found.keys() | DEFAULTS[kind] if found.get(name) != DEFAULTS[kind].get(name)}
+    assert not wrong, (
+        f"DEFAULTS['{kind}'] of tests/test_defaults.py must hold, with their source in a comment: "
+        + (", ".join(f"'{name}': {found.get(name) or 'nothing'}" for name in sorted(wrong)))
+    )
 
 
 def test_switches_are_off_but_where_a_method_has_them_on():
@@ -238,7 +243,7 @@ def test_switches_are_off_but_where_a_method_has_them_on():
             options = inspect.signature(made).parameters.items()
             on |= {f"{entry.full_name}.{name}" for name, one in options if one.default is True}
     turning = {"consistent", "balance", "first_step"}
-    assert on == {f"turning_points.{name}" for name in turning} | {
+    wanted = {f"turning_points.{name}" for name in turning} | {
         "sliding_window.roll_back",
         "selected_by_difficulty.shuffle",
         "group_median.drop_pivot",
@@ -248,6 +253,10 @@ def test_switches_are_off_but_where_a_method_has_them_on():
         "uniform.shuffle",
         "vade.thompson",
     }
+    assert on == wanted, (
+        f"{sorted(on ^ wanted)}: a switch is False by default, unless its method has it on and "
+        "tests/test_defaults.py lists it here"
+    )
 
 
 def test_rewards_closer_than_1e_8_are_equal():

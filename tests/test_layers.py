@@ -135,14 +135,20 @@ EACH = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) f
 
 @EACH
 def test_every_module_has_a_wing(path):
-    assert place_of(name_of(path)).wing in ORDER, f"{path.relative_to(ROOT)} stands in no wing"
+    assert place_of(name_of(path)).wing in ORDER, (
+        f"{path.relative_to(ROOT)} stands in no wing; move it into a folder of ORDER, or name it in "
+        "TOP_LEVEL of tests/test_layers.py"
+    )
 
 
 @EACH
 def test_a_wing_imports_only_from_lower_ones(path):
     mine = ORDER.index(place_of(name_of(path)).wing)
     for found, place in ours(path):
-        assert ORDER.index(place.wing) <= mine, where(path, found)
+        assert ORDER.index(place.wing) <= mine, (
+            f"{where(path, found)}, of the higher wing '{place.wing}'; import from "
+            f"{', '.join(ORDER[: mine + 1])} alone"
+        )
 
 
 @EACH
@@ -150,7 +156,9 @@ def test_a_piece_imports_no_other_kind_of_piece(path):
     mine = place_of(name_of(path))
     for found, place in ours(path):
         if mine.home and place.home:
-            assert place.home == mine.home, where(path, found)
+            assert place.home == mine.home, (
+                f"{where(path, found)}, another kind of piece; take it as an option, or move it to core"
+            )
 
 
 @EACH
@@ -158,20 +166,22 @@ def test_what_a_package_shares_imports_no_piece(path):
     mine = place_of(name_of(path))
     if mine.scope and not mine.home:
         for found, place in ours(path):
-            assert not place.home, where(path, found)
+            assert not place.home, f"{where(path, found)}, a piece; what pieces share imports none"
 
 
 @EACH
 def test_siblings_never_import_each_other(path):
     mine = place_of(name_of(path))
     for found, place in ours(path):
-        assert place.scope in ("", mine.scope), where(path, found)
+        assert place.scope in ("", mine.scope), f"{where(path, found)}; move what both need to mmrl/"
 
 
 @EACH
 def test_the_library_imports_neither_examples_nor_tests(path):
     for found in imports_of(path):
-        assert found.top not in ("examples", "tests", "benchmarks"), where(path, found)
+        assert found.top not in ("examples", "tests", "benchmarks"), (
+            f"{where(path, found)}, which is not installed; move what is needed to mmrl/"
+        )
 
 
 @EACH
@@ -179,7 +189,9 @@ def test_imports_at_load_are_light(path):
     """Only torch, omegaconf, einops and the standard library, so that a look-up of names stays quick."""
     allowed = LIGHT | {"mmrl"} | sys.stdlib_module_names
     for found in imports_of(path):
-        assert not found.at_load or found.top in allowed, f"{where(path, found)} outside a function"
+        assert not found.at_load or found.top in allowed, (
+            f"{where(path, found)} outside a function; import it inside the function that needs it"
+        )
 
 
 def test_heavy_packages_are_imported_somewhere():
@@ -220,18 +232,22 @@ def circles() -> list[list[str]]:
 
 
 def test_no_circle_of_files():
-    assert circles() == []
+    assert not circles(), f"files import each other: {circles()}; move what they share to a third one"
 
 
 @EACH
 def test_a_file_and_its_functions_are_of_a_size_to_read(path):
     text = path.read_text()
-    assert text.count("\n") <= LINES, f"{text.count(chr(10))} lines; at most {LINES}"
+    here = path.relative_to(ROOT)
+    assert text.count("\n") <= LINES, f"{here} has {text.count(chr(10))} lines; split it, at most {LINES}"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = (ast.get_docstring(node, clean=False) or "").splitlines()
             lines = node.end_lineno - node.lineno + 1 - len(docstring)
-            assert lines <= FUNCTION, f"'{node.name}' has {lines} lines; at most {FUNCTION}"
+            assert lines <= FUNCTION, (
+                f"{here}:{node.lineno}: '{node.name}' has {lines} lines without its docstring; split it, "
+                f"at most {FUNCTION}"
+            )
 
 
 # ---- the reader of imports itself

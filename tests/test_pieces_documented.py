@@ -32,13 +32,19 @@ def undocumented(entry: Entry) -> set[str]:
 @EACH
 def test_the_first_line_of_a_piece_is_short(entry):
     first = (inspect.getdoc(entry.target) or "").partition("\n")[0]
-    assert 0 < len(first) <= FIRST_LINE, f"{len(first)} characters: {first}"
+    assert 0 < len(first) <= FIRST_LINE, (
+        f"{entry.target.__module__}: the first line of the docstring of {entry.kind} '{entry.full_name}' has "
+        f"{len(first)} characters; write 1 to {FIRST_LINE}: {first}"
+    )
 
 
 @EACH
 def test_every_option_of_a_piece_is_documented(entry):
     missing = undocumented(entry)
-    assert not missing, f"`Args:` lacks {', '.join(sorted(missing))}"
+    assert not missing, (
+        f"{entry.target.__module__}: the block `Args:` of {entry.kind} '{entry.full_name}' lacks "
+        f"{', '.join(sorted(missing))}; write a line for each with meaning, unit and range"
+    )
 
 
 def test_an_args_block_is_read_up_to_its_end():

@@ -54,12 +54,12 @@ def test_replaced_names_and_phrases_do_not_occur(path):
     text = path.read_text()
     found = [word for word in GONE if re.search(rf"(?<![\w]){word}(?![\w])", text)]
     found += [phrase for phrase in PHRASES if re.search(phrase, text)]
-    assert found == []
+    assert not found, f"{path.relative_to(ROOT)} has {found}: replaced words; say it otherwise"
 
 
 @pytest.mark.parametrize("kind", sorted(HOMES))
 def test_no_piece_has_a_replaced_name(kind):
-    assert {entry.name for entry in pieces(kind)} & (NAMES | set(GONE)) == set()
+    assert {entry.name for entry in pieces(kind)} & (NAMES | set(GONE)) == set(), "rename it"
 
 
 def test_no_kind_has_a_replaced_name():

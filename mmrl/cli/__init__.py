@@ -21,6 +21,8 @@ from mmrl import __version__
 from mmrl.cli import completion
 from mmrl.cli.command import COMMANDS, one_line
 from mmrl.config.loading import ConfigError, expanded, nearest
+from mmrl.core.progress import showing
+from mmrl.reporting.console import ProgressLines
 
 PROSE = {"prompt", "message", "overrides"}  # arguments that are never a path; configurations expand their own
 
@@ -42,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         _expand_paths(given)
-        return given.command(given) or 0
+        with showing(ProgressLines()):
+            return given.command(given) or 0
     except ConfigError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2

@@ -126,11 +126,16 @@ def test_a_number_is_found_inside_a_range_and_a_union_and_not_inside_a_list():
 @pytest.mark.parametrize(("entry", "name"), EACH, ids=[f"{e.kind}-{e.full_name}-{n}" for e, n in EACH])
 def test_every_number_of_a_piece_has_a_range_which_its_default_is_in(entry: Entry, name: str):
     hints, parameter = entry.hints, entry.options[name]
-    assert name in hints, "the type of every option can be read"
+    where = f"{entry.target.__module__}: the option `{name}` of {entry.kind} '{entry.full_name}'"
+    assert name in hints, f"{where} has no type that can be read; annotate it"
     wanted = hints[name]
     if not numeric(wanted):
         return
-    assert bounded(wanted) or f"{entry.full_name}.{name}" in FREE
+    assert bounded(wanted) or f"{entry.full_name}.{name}" in FREE, (
+        f"{where} is a number without a range; use a type of mmrl.config.ranges such as "
+        f"NonNegativeFloat, or, if any finite number is right, add "
+        f"'{entry.full_name}.{name}' to FREE in tests/config/test_ranges.py"
+    )
     if parameter.default is not inspect.Parameter.empty:
         assert convert(parameter.default, wanted, name) == parameter.default
     assert all(mark.option in entry.options for mark in marks(wanted, AtMost))

@@ -27,11 +27,17 @@ TESTS = "\n".join(path.read_text() for path in HERE.rglob("test_*.py") if path !
 # ---- every piece
 
 
+def place(entry):
+    return f"{entry.target.__module__}: the {entry.kind} '{entry.full_name}'"
+
+
 @NAMED
 def test_a_piece_has_a_docstring_of_whole_sentences(entry):
-    assert entry.summary, "no docstring"
-    assert entry.summary[0].isupper()
-    assert entry.summary.rstrip(")").endswith((".", ":")), entry.summary
+    assert entry.summary, f"{place(entry)} has no docstring; write one sentence"
+    assert entry.summary[0].isupper() and entry.summary.rstrip(")").endswith((".", ":")), (
+        f"{place(entry)}: begin the docstring with a capital and end its first sentence with a full stop, "
+        f"not {entry.summary!r}"
+    )
 
 
 @NAMED
@@ -39,27 +45,34 @@ def test_options_are_keyword_only_and_typed(entry):
     kinds = inspect.Parameter
     for name, parameter in inspect.signature(entry.target).parameters.items():
         assert parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD), (
-            f"'{name}' passes anything through"
+            f"{place(entry)} takes *args or **kwargs in '{name}'; name every option"
         )
         optional = parameter.default is not kinds.empty
         assert parameter.kind is kinds.KEYWORD_ONLY or not optional, (
-            f"the option '{name}' is not keyword-only"
+            f"{place(entry)}: the option '{name}' is not keyword-only; put `*` before the options"
         )
-        assert parameter.annotation is not kinds.empty, f"'{name}' has no type"
+        assert parameter.annotation is not kinds.empty, (
+            f"{place(entry)}: the parameter '{name}' has no type; annotate it, as `{name}: Tensor`"
+        )
 
 
 @NAMED
 def test_a_piece_stands_in_the_home_of_its_kind(entry):
     packages = [SCOPES[entry.scope]] if entry.scope else WINGS
     homes = tuple(f"{package}.{HOMES[entry.kind]}." for package in packages)
-    assert f"{entry.target.__module__}.".startswith(homes)
-    assert entry.name == entry.name.lower()
+    assert f"{entry.target.__module__}.".startswith(homes), (
+        f"{place(entry)} stands outside of the home of its kind; move it into {' or '.join(homes)}"
+    )
+    assert entry.name == entry.name.lower(), f"{place(entry)}: write the name in lower case"
 
 
 @NAMED
 def test_a_piece_is_tested_by_its_own_name(entry):
     own = {entry.name, inspect.unwrap(entry.target).__name__}
-    assert any(re.search(rf"\b{re.escape(name)}\b", TESTS) for name in own), f"no test says {sorted(own)}"
+    assert any(re.search(rf"\b{re.escape(name)}\b", TESTS) for name in own), (
+        f"{place(entry)}: no file tests/**/test_*.py names {' or '.join(sorted(own))}; write a test with "
+        "numbers that a reader can check"
+    )
 
 
 def test_the_base_pieces_are_there():
