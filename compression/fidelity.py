@@ -34,6 +34,7 @@ class Fidelity:
         return (
             f"{self.agreement:.1%} of {self.num_tokens} tokens agree, KL {self.kl:.4f} nats (worst "
             f"{self.worst_kl:.3f}), {self.nbytes:,} bytes for {self.full_nbytes:,}"
+            + (": LARGER than without" if self.nbytes > self.full_nbytes else "")
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.loading import ConfigError
-from mmrl.runtime.content_hash import of_tensors
-from mmrl.runtime.modules import keep_training_precision, placement
+from mmrl.runtime.modules import keep_training_precision
+from mmrl.runtime.weights import (
+    BASE,
+    base_hash,
+    check_adapter,
+    check_base,
+    check_settings,
+    lora_config,
+    read_adapter,
+)
 
 # diffusers' names of the adapter's file, of this network in it, and of the settings in the file's header
 FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."
 SETTINGS = "lora_adapter_metadata"
-BASE = "mmrl_base_weights"  # in the header: a hash of the frozen weights, which other programs pass over
-# Settings that decide what the weights of an adapter do. Of one that goes on, all of them are kept.
-EFFECTIVE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
-# Settings that do not matter once the weights are there; the names of weights tell which modules have some.
-PAST = (
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-    "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "init_lora_weights",
-    "layers_to_transform", "layers_pattern", "runtime_config", "ensure_weight_tying",
-)  # fmt: skip
 NUMBER = re.compile(r"\d+")  # of a block
-REWRITING = (
-    "pissa",
-    "olora",
-    "corda",
-    "eva",
-    "loftq",
-    "lora_ga",
-)  # first weights that change those of the base
 
 
 def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
@@ -92,7 +83,7 @@ def save_lora(network: nn.Module, folder: Path) -> None:
 
     settings = {name: _plain(value) for name, value in network.peft_config["default"].to_dict().items()}
     header = {"format": "pt", SETTINGS: json.dumps({f"{PREFIX}{name}": v for name, v in settings.items()})}
-    if base := base_hash(network):
+    if base := _base_of(network):
         header[BASE] = base
     weights = get_peft_model_state_dict(network)
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,26 +107,9 @@ def load_lora(network: nn.Module, folder: Path) -> None:
     weights, config, _, base = read_lora(folder)
     current = get_peft_model_state_dict(network)  # shares memory with the network's weights
     own = network.peft_config["default"]
-    pairs = {name: (getattr(config, name) or None, getattr(own, name) or None) for name in EFFECTIVE}
-    settings = [f"{name} {saved}, not {here}" for name, (saved, here) in pairs.items() if saved != here]
-    shapes = [{(name, *value.shape) for name, value in held.items()} for held in (current, weights)]
-    if odd := sorted(shapes[0] ^ shapes[1]):
-        raise ConfigError(
-            f"the adapter in '{folder}' does not fit the network: {len(odd)} weights are on one side only or "
-            f"differ in shape, the first is {odd[0]}; is `lora_rank` the same, and the model? Settings that "
-            f"differ: {'; '.join(settings) or 'none'}"
-        )
-    if settings:
-        raise ConfigError(
-            f"the adapter in '{folder}' was trained with {'; '.join(settings)}; set `lora_rank` and "
-            "`lora_alpha` as they were, or, for other settings, name the folder as `adapter` of the policy"
-        )
-    here = base_hash(network)
-    if base and here and base != here:
-        raise ConfigError(
-            f"the adapter in '{folder}' was trained over other weights than those of the model (their hashes "
-            f"are {base} and {here}); set `policy.model` to the model that it was trained over"
-        )
+    check_settings(config, own, folder)
+    check_adapter(weights, current, folder)
+    check_base(base, _base_of(network), folder)
     for name, value in current.items():
         value.copy_(weights[name])
 
@@ -146,34 +120,22 @@ def read_lora(folder: Path) -> tuple[dict[str, Tensor], Any, bool, str]:
     Without settings in the header, every module is scaled by 1, as diffusers reads such files. Raises
     `ValueError` for what is no LoRA of the network alone, or has settings that cannot be trained further.
     """
-    from safetensors import SafetensorError, safe_open
-
     if not (file := folder / FILE).is_file():
         raise ConfigError(f"there is no adapter in '{folder}'; wanted the file '{FILE}'")
+    weights, header = read_adapter(file)
     try:
-        with safe_open(file, framework="pt") as opened:
-            header = opened.metadata() or {}
-            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         settings = json.loads(header.get(SETTINGS, "{}"))
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read the adapter '{file}': {error}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"cannot read the settings of the adapter '{file}': {error}") from error
     if foreign := sorted(name for name in weights if not name.startswith(PREFIX) or ".lora_" not in name):
         raise ConfigError(
             f"'{file}' holds {len(foreign)} weights that are no LoRA of the pipeline's transformer in the "
             f"form of peft, the first is '{foreign[0]}'; load it with `load_lora_weights` and `fuse_lora` in "
             "diffusers, and save the whole pipeline"
         )
-    if not weights:
-        raise ConfigError(f"'{file}' holds no weights")
     weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}
-    sound = lambda value: value.is_floating_point() and value.isfinite().all()
-    if broken := sorted(name for name, value in weights.items() if not sound(value)):
-        raise ConfigError(
-            f"{len(broken)} of {len(weights)} weights of the adapter in '{folder}' hold NaN, infinity or no "
-            f"floating-point numbers, the first is '{broken[0]}'; take an earlier checkpoint"
-        )
     settings = {key.removeprefix(PREFIX): value for key, value in settings.items() if key.startswith(PREFIX)}
-    config = _config_of(settings or _inferred(weights, folder), folder)
+    config = lora_config(settings or _inferred(weights, folder), folder)
     return weights, config, bool(settings), header.get(BASE, "")
 
 
@@ -189,46 +151,9 @@ def _inferred(weights: dict[str, Tensor], folder: Path) -> dict[str, Any]:
     return get_peft_kwargs(ranks, None, weights)
 
 
-def _config_of(settings: dict[str, Any], folder: Path) -> Any:
-    """Make peft's configuration; raise `ValueError` for settings that it lacks, or that are not kept here."""
-    from peft import LoraConfig
-
-    try:
-        config, usual = LoraConfig(**settings), LoraConfig()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the adapter in '{folder}' has settings that peft does not take: {error}"
-        ) from error
-    if str(config.init_lora_weights).startswith(REWRITING):
-        raise ConfigError(
-            f"the adapter in '{folder}' began with init_lora_weights '{config.init_lora_weights}', which "
-            "changes the base weights; save it as an ordinary adapter with peft"
-        )
-    odd = [
-        f"{field.name}: {getattr(config, field.name)!r}"
-        for field in dataclasses.fields(config)
-        if field.name not in (*EFFECTIVE, *PAST) and getattr(config, field.name) != getattr(usual, field.name)
-    ]
-    if odd:
-        raise ConfigError(
-            f"the adapter in '{folder}' has {', '.join(odd)}, which cannot be trained further here"
-        )
-    return config
-
-
-def base_hash(network: nn.Module) -> str:
-    """Hash the frozen weights below an adapter, rounded to bfloat16, so that float32 has the same hash.
-
-    Empty for float16, which rounds otherwise, and for weights that have shapes alone.
-    """
-    frozen = [value for name, value in network.named_parameters() if ".lora_" not in name]
-    if placement().empty or any(value.dtype == torch.float16 for value in frozen):
-        return ""
-    known = vars(network).get(BASE)
-    if known is None:  # once: they stay as they are
-        known = vars(network)[BASE] = of_tensors(_rounded(frozen))[:16]
-    return known
-
-
-def _rounded(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    return (tensor.detach().to(torch.bfloat16) for tensor in tensors)
+def _base_of(network: nn.Module) -> str:
+    """Hash the frozen weights below an adapter, once: they stay as they are."""
+    if BASE not in vars(network):
+        frozen = (value for name, value in network.named_parameters() if ".lora_" not in name)
+        vars(network)[BASE] = base_hash(frozen)
+    return vars(network)[BASE]

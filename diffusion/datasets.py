@@ -15,7 +15,7 @@ from mmrl.data.dataset_io import DataRow, Rows, named_rows, read_prompts, text_l
 from mmrl.data.fields import RowError, listed, mapping, number, text
 from mmrl.data.media import MAX_IMAGE_PIXELS
 from mmrl.data.separated import SEPARATED
-from mmrl.data.text_files import CAPTION, Scores, line_uid, recorded_prompts, text_of
+from mmrl.data.text_files import CAPTION, Scores, holds_objects, line_uid, recorded_prompts, text_of
 from mmrl.diffusion.image_io import image_size, load_image, load_video
 
 
@@ -47,7 +47,7 @@ def prompts(
         raise ConfigError(
             f"'{path}' is read by the names of its columns, not as '{format}'; leave out `format`"
         )
-    as_json = in_memory or table or (format or source.suffix.lstrip(".")) in ("jsonl", "json")
+    as_json = in_memory or (format == "jsonl" if format else holds_objects(source))
 
     def make(row: DataRow, number: int) -> Prompt:
         if not as_json:

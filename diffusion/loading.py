@@ -22,6 +22,7 @@ from mmrl.runtime.modules import (
     placement,
     widest_dtype,
 )
+from mmrl.runtime.weights import load_whole
 
 LIBRARIES = (None, "diffusers", "transformers")  # where the parts of a pipeline may come from
 
@@ -61,7 +62,7 @@ def check_weights(name: str) -> None:
     with _explained(f"the pipeline '{name}'"):
         source, parts = _parts_of(name)
         for part, kind in _networks_in(parts).items():
-            _load_whole(kind, source, part, device_map={"": "meta"})
+            load_whole(kind, source, subfolder=part, device_map={"": "meta"})
 
 
 def check_plain(pipe: Any) -> None:
@@ -78,11 +79,9 @@ def check_plain(pipe: Any) -> None:
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
     """Turn the errors of files that cannot be read into a `ValueError` that says what they are of."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot load {what}: {error}") from error
 
 
@@ -121,7 +120,7 @@ def _read_pipeline(name: str, dtype: str) -> Any:
         networks = {
             part: _of_config(kind, source, part, wanted)
             if placement().empty
-            else _load_whole(kind, source, part, dtype=wanted, device_map=on)
+            else load_whole(kind, source, subfolder=part, dtype=wanted, device_map=on)
             for part, kind in _networks_in(parts).items()
         }
         library = importlib.import_module("diffusers")
@@ -135,21 +134,6 @@ def _read_pipeline(name: str, dtype: str) -> Any:
             **absent,
             **networks,
         )
-
-
-def _load_whole(kind: Any, source: str | Path, part: str, **options: Any) -> nn.Module:
-    """Load a network of a pipeline; raise `ValueError` where its files lack weights."""
-    options |= {"subfolder": part, "output_loading_info": True}
-    with _explained(f"'{source}/{part}'"):
-        network, report = kind.from_pretrained(str(source), use_safetensors=True, **options)
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(
-            f"the files in '{source}/{part}' lack {len(missing)} of the {len(network.state_dict())} weights "
-            f"of {kind.__name__}, the first is '{missing[0]}'"
-            + (f"; they hold '{min(report['unexpected_keys'])}'" if report["unexpected_keys"] else "")
-            + "; without them it would begin with random numbers: fetch or save the folder anew"
-        )
-    return network
 
 
 def _check_no_code(parts: Mapping[str, Any]) -> None:
@@ -197,5 +181,5 @@ def load_network(network: nn.Module, folder: Path) -> None:
     # The folder holds trained weights in float32; read in the widest precision, nothing is lost.
     with _explained(f"the pipeline in '{folder}'"):
         widest = widest_dtype(network, folder / "transformer")
-        saved = _load_whole(type(network), folder, "transformer", dtype=widest)
+        saved = load_whole(type(network), folder, subfolder="transformer", dtype=widest)
     copy_weights(network, saved)

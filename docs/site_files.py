@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import json
 import re
+import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from site_pieces import code, page_of, prose
 
 from mmrl.config import schema
+from mmrl.config.keys import comments_of, describe_type
 from mmrl.config.methods import PAPER, Method, all_methods
 from mmrl.config.registry import HOMES, SCOPES, pieces
 from mmrl.trl.names import BOTH, DPO, GRPO, MODEL, NEUTRAL, REFUSED
@@ -96,17 +98,6 @@ PARTS = {
     "EvaluateConfig": "An evaluation (mmrl evaluate)",
     "BuildConfig": "Something to build (mmrl build)",
 }
-KINDS = {
-    "Piece": "piece",
-    "Piece | None": "piece",
-    "tuple[Piece, ...]": "list of pieces",
-    "Mapping[str, Piece]": "pieces by name",
-    "Any": "number or schedule",
-    "str": "text",
-    "int": "whole number",
-    "float": "number",
-    "bool": "true or false",
-}
 
 
 def keys_page() -> str:
@@ -119,19 +110,21 @@ def keys_page() -> str:
         told = "" if told == f"{title}." else prose(told)
         parts.append(f"## {title} {{#{name.lower()}}}\n\n{told}\n")
         parts.append("| key | default | | type |\n| --- | --- | --- | --- |")
-        parts += keys_of(nodes[name], getattr(schema, name), lines)
+        parts += keys_of(nodes[name], getattr(schema, name))
         parts.append("")
     return "\n".join(parts)
 
 
-def keys_of(node: ast.ClassDef, owner: type, lines: list[str]) -> Iterator[str]:
+def keys_of(node: ast.ClassDef, owner: type) -> Iterator[str]:
     """Write a line for every field of a dataclass, with the comment behind it."""
     ends = {item.target.id: item for item in node.body if isinstance(item, ast.AnnAssign)}
+    hints = typing.get_type_hints(owner, include_extras=True)
     for one in dataclasses.fields(owner):
-        _, _, comment = lines[ends[one.name].end_lineno - 1].partition("  # ")
-        note = ast.unparse(ends[one.name].annotation)
-        kind = KINDS.get(note) or code(note) if note not in PARTS else f"[{note.lower()}](#{note.lower()})"
-        yield f"| `{one.name}` | {value_of(one)} | {prose(comment)} | {kind} |"
+        comment = comments_of(owner).get(one.name, "")
+        note = ast.unparse(ends[one.name].annotation).removesuffix(" | None")
+        kind = f"[{note.lower()}](#{note.lower()})" if note in PARTS else describe_type(hints[one.name])
+        words = prose(comment) or ("keys of its own, below" if note in PARTS else "")
+        yield f"| `{one.name}` | {value_of(one)} | {words} | {kind} |"
 
 
 def value_of(one: dataclasses.Field) -> str:

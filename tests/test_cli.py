@@ -163,7 +163,11 @@ def test_an_evaluation_leaves_the_numbers_of_a_run_alone(file, tmp_path, capsys,
     with hold(run):  # while it trains
         assert main(["evaluate", path, "policy.length=2"]) == 0
     assert {name: (run / name).read_bytes() for name in written} == written
-    assert rewards_in(run) == trained and rewards_in(run / "evaluation") != before != trained
+    assert rewards_in(run) == trained and rewards_in(run / "evaluation") == before != trained
+    assert rewards_in(run / "evaluation-2") != before
+    capsys.readouterr()
+    assert main(["evaluate", path, "policy.length=2"]) == main(["evaluate", path]) == 0  # the same ones again
+    assert not (run / "evaluation-3").exists()
     refused = f"'{run}' was made by `mmrl train`, and `mmrl evaluate` does not write into it"
     assert refused in failure(capsys, 2, "evaluate", path, f"output_dir={run}")
     assert "was made by `mmrl evaluate`" in failure(capsys, 2, "train", path, f"output_dir={run}/evaluation")
@@ -197,7 +201,7 @@ def test_two_evaluations_are_compared_answer_by_answer(file, tmp_path, capsys):
     assert "there are no predictions in" in failure(capsys, 2, "compare", str(tmp_path), paths[0])
 
 
-def test_evaluate_reads_files_without_training(tmp_path):
+def test_evaluate_reads_files_without_training(tmp_path, capsys):
     path = tmp_path / "evaluate.yaml"
     raw = {
         "policy": "tests.support.toys:ToyText",
@@ -211,7 +215,12 @@ def test_evaluate_reads_files_without_training(tmp_path):
     path.write_text(json.dumps(raw))
     assert main(["check", str(path)]) == 0
     assert main(["evaluate", str(path), "evaluation.num_generations=1"]) == 0
-    assert (tmp_path / "measured" / "evaluation.json").exists()
+    measured = tmp_path / "measured" / "evaluation.json"
+    before = measured.read_bytes()
+    assert "holds another evaluation: evaluation.num_generations is 1 there" in failure(
+        capsys, 2, "evaluate", str(path)
+    )
+    assert measured.read_bytes() == before
 
 
 def test_build_writes_what_it_is_told(tmp_path, capsys):

@@ -37,7 +37,7 @@ HOME = Path(__file__).parents[1]
 CONFIGS = HOME / "configs"
 VARIANTS = METHODS
 RUNS = sorted(path for folder in ("train", "evaluate", "build") for path in (CONFIGS / folder).glob("*.yaml"))
-SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|\bTRL\b|\bverl\b|Williams 1992")
+SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|\bTRL\b|\bverl\b|Williams 1992|\bUnpublished\b")
 
 
 def each(paths: list[Path]) -> Any:

@@ -69,6 +69,9 @@ class Case:
     def kind(self) -> str:
         return self.entry.kind
 
+    def __str__(self) -> str:
+        return f"the {self.kind} '{self.entry.full_name}' of {self.entry.target.__module__}"
+
     @property
     def piece(self) -> Piece:
         label = "wanted" if self.kind == "sampler" else "right"  # a column of the prompts, a reward
@@ -360,9 +363,17 @@ def test_chains_and_filters_change_nothing_and_draw_nothing(case):
     table, piece = table_of(), case.make()
     before = bits(table)
     stream = torch.get_rng_state()
-    assert bits(piece(table)) == bits(piece(table))
-    assert bits(table) == before
-    assert torch.equal(torch.get_rng_state(), stream)
+    first = bits(piece(table))
+    assert_pure(case, first, bits(piece(table)), before, bits(table), stream)
+
+
+def assert_pure(case, first, second, before, after, stream):
+    """Compare two calls, what was given before and after them, and the state of the random numbers."""
+    assert after == before, f"{case} changes what it is given; make new tensors, as `table.put` does"
+    assert second == first, f"{case} gives another result when it is called again; keep nothing between calls"
+    assert torch.equal(torch.get_rng_state(), stream), (
+        f"{case} draws from torch's global generator; draw from an option named `generator`"
+    )
 
 
 def weighed(case):
@@ -394,11 +405,10 @@ def test_objectives_and_their_parts_change_nothing_and_draw_nothing(case):
     before = bits(given)
     stream = torch.get_rng_state()
     first = piece(*given)
-    assert bits(piece(*given)) == bits(first)
-    assert bits(given) == before
-    assert torch.equal(torch.get_rng_state(), stream)
+    assert_pure(case, bits(first), bits(piece(*given)), before, bits(given), stream)
     if case.kind != "objective":
-        assert first.shape == (() if case.kind == "compare" else batch.mask.shape)
+        wanted = () if case.kind == "compare" else batch.mask.shape
+        assert first.shape == wanted, f"{case} returns the shape {(*first.shape,)}; return {(*wanted,)}"
 
 
 # ---- extremes
@@ -411,8 +421,10 @@ def test_chains_stay_finite(case, extreme):
     if extreme == "dropped":  # a filter that kept nothing
         table = table.select(torch.zeros(len(table), dtype=torch.bool))
     credit = case.make()(table)
-    assert len(credit) == len(table)
-    assert credit.values[credit.valid].isfinite().all()
+    assert len(credit) == len(table), f"{case} returns {len(credit)} of {len(table)} rows; keep all of them"
+    assert credit.values[credit.valid].isfinite().all(), (
+        f"{case} gives NaN or infinity for '{extreme}' rows; give 0 to groups that cannot be compared"
+    )
 
 
 @each(PARTS + OBJECTIVES)
@@ -428,7 +440,10 @@ def test_objectives_stay_finite(case, extreme):
         mask[1] = 0
         batch = batch.replace(mask=mask, advantage=batch.advantage * mask)
     for found in learn(policy, objective, [batch.blank() if extreme == "blank" else batch], 9):
-        assert found.isfinite().all()
+        assert found.isfinite().all(), (
+            f"{case}: loss or gradient is NaN or infinite for '{extreme}' rows; limit log-ratios before "
+            "`exp`, as `log_ratio.clamp(-20.0, 20.0)`, and divide by nothing that may be 0"
+        )
 
 
 # ---- saved

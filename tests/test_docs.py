@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
@@ -18,11 +19,18 @@ import torch
 from mmrl.api.configuration import configuration
 from mmrl.build import build, check, make_chain
 from mmrl.config import schema
+from mmrl.config.loading import read
+from mmrl.config.methods import Method, comment_of
 from mmrl.config.registry import HOMES, find
-from mmrl.config.schema import Config, parse
+from mmrl.config.schema import Config, as_plain, parse
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.training.loop import train
 from mmrl.vision.media.media_reader import MediaReader
+from tests import test_configs as configs
+from tests import test_contracts as contracts
+from tests import test_pieces_documented as documented
+from tests.config import test_ranges as ranges
+from tests.config import test_registry as registry
 from tests.diagnostics.test_doctor import MISTAKES
 from tests.support.configs import library_pieces
 from tests.support.doc_blocks import (
@@ -37,6 +45,7 @@ from tests.support.doc_blocks import (
     make_targets,
     run,
 )  # fmt: skip
+from tests.support.rules import piece_name, violations
 from tests.support.tables import reward_table
 from tests.support.toy_flow import flow_plan
 from tests.support.toys import plan
@@ -230,6 +239,65 @@ def test_the_surrogate_example_trains(module, reader):
     before = toy.policy.table.detach().clone()
     train(toy)
     assert not torch.equal(before, toy.policy.table)
+
+
+ADVANTAGE = "docs/howto/advantage.md"
+
+
+def rules_of_a_piece(entry) -> None:
+    """Apply what the tests of every piece of the library ask for."""
+    rules = (
+        registry.test_a_piece_has_a_docstring_of_whole_sentences,
+        registry.test_options_are_keyword_only_and_typed,
+        registry.test_a_piece_stands_in_the_home_of_its_kind,
+        registry.test_a_piece_is_tested_by_its_own_name,
+        documented.test_the_first_line_of_a_piece_is_short,
+        documented.test_every_option_of_a_piece_is_documented,
+    )
+    found = [what for one in rules for what in violations(one.check, entry)]
+    found += [what for name in entry.options for what in ranges.problems_of(entry, name, set())]
+    assert not found, f"{piece_name(entry)}: {found}"
+    case = contracts.Case(entry)
+    contracts.test_objectives_and_their_parts_change_nothing_and_draw_nothing(case)
+    contracts.test_two_processes_give_the_gradients_of_one(case)
+    for extreme in ("far", "very far", "equal", "alone", "empty row", "blank"):
+        contracts.test_objectives_stay_finite(case, extreme)
+
+
+def test_the_surrogate_of_the_page_keeps_the_rules_of_the_repository(module, reader):
+    module(ADVANTAGE, "objectives/squared.py")
+    entry = find("surrogate", "squared")
+    rules_of_a_piece(entry)
+    importlib.import_module("test_squared").test_squared()
+    path = reader / "methods" / "squared.yaml"
+    assert [*violations(configs.test_a_variant_is_short_and_names_its_source.check, path)] == []
+    method = Method(path, comment_of(path.read_text()), as_plain(read(path)))
+    assert method.differs == "squared log-ratio in place of the clip; no KL." and method.pieces()
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "told"),
+    [
+        ("strength: NonNegativeFloat = 0.5", "strength: int = 1", "annotate a type of mmrl/config/ranges.py"),
+        ("batch: Batch, *, ", "batch: Batch, ", "put `*` before the options"),
+        ("log_ratio: Tensor", "log_ratio", "annotate it, as `log_ratio: Tensor`"),
+        (".clamp(-20.0, 20.0)", "", "limit log-ratios before `exp`"),
+        ("    return -", "    batch.advantage.mul_(2)\n    return -", "changes what it is given"),
+        ("    return -", "    torch.rand(1)\n    return -", "an option named `generator`"),
+        ("+ strength * held.square()", "* torch.ones(1, 1, 1)", "returns the shape"),
+        ('"""Follow', '"""follow', "begin the docstring with a capital"),
+    ],
+)
+def test_rules_that_a_new_piece_breaks_say_what_to_write(text, wrong, told, module, monkeypatch):
+    block = example(ADVANTAGE, "objectives/squared.py")
+    broken = block.text.replace(text, wrong).replace("from torch", "import torch\nfrom torch")
+    assert broken.count(wrong)
+    rest = [one for one in BLOCKS[ADVANTAGE] if one is not block]
+    monkeypatch.setitem(BLOCKS, ADVANTAGE, [replace(block, text=broken), *rest])
+    module(ADVANTAGE, "objectives/squared.py")
+    with pytest.raises(AssertionError, match=re.escape(told)) as error:
+        rules_of_a_piece(find("surrogate", "squared"))
+    assert "mmrl.objectives.squared" in str(error.value)
 
 
 def test_the_engine_example_asks_with_its_hint_and_keeps_groups(module):
@@ -534,6 +602,14 @@ def test_a_page_of_pieces_says_options_needs_variants_and_papers(hooks):
     penalty = hooks.generated()["pieces/penalty.md"]
     assert "Reads: of the policy `dt`, `mean`, `std`; of the policy named by `against` `mean`." in penalty
     assert "(https://arxiv.org/abs/2512.02556)" in penalty
+
+
+def test_the_page_of_keys_has_words_for_every_key(hooks):
+    rows = [line.split(" | ") for line in hooks.generated()["keys.md"].splitlines() if line.startswith("| `")]
+    assert len(rows) > 60
+    for name, _, words, kind in rows:
+        assert len(words) > 3, f"{name}: write a comment behind the field in mmrl/config/schema.py"
+        assert not re.search(r"`|[A-Z]|tuple", kind), (name, kind)
 
 
 def test_the_index_of_papers_holds_every_paper_of_the_variants(hooks):

@@ -46,6 +46,11 @@ class Teacher:
         device = next(policy.module.parameters()).device
         self.module: nn.Module = policy.reading_with(loaded, dtype).to(device)
 
+    @staticmethod
+    def check_folders(options: Mapping[str, Any]) -> None:
+        """Raise `ValueError` where the folder of the teacher lacks weights."""
+        loading.check_folders(str(options.get("model", "")))
+
     @torch.no_grad()
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
         width = batch.mask.shape[1]

@@ -68,6 +68,8 @@ def _four_bits(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: Featur
 
 def _adapted(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureIndex) -> Tensor:
     """Compute a LoRA layer: y = W x + scaling * B A x, with W and B sliced by rows, W and A by columns."""
+    if linear.lora_variant:  # DoRA and the like scale whole rows of W
+        return _whole(linear, x, rows, columns)
     out = sliced_linear(linear.base_layer, x, rows=rows, columns=columns)
     if linear.disable_adapters or linear.merged:  # merged: the base weight contains the adapter
         return out

@@ -11,7 +11,7 @@ from typing import Any
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import builder
 from mmrl.core.rng import Stream, seeded
-from mmrl.data.text_files import CAPTION, objects, text_of
+from mmrl.data.text_files import captions
 
 
 def word_tokenizer(texts: Iterable[str], max_length: int) -> Any:
@@ -47,7 +47,7 @@ class TinyFlowModel:
     tokens are the words of `texts`.
 
     Args:
-        texts: File of rows with a `prompt`.
+        texts: File of prompts, as `diffusion.prompts` reads it: text, JSON lines, CSV or TSV.
         side: Of the images, pixels.
         patch: Side of the transformer's patches, pixels.
         width: Of the transformer.
@@ -84,7 +84,7 @@ class TinyFlowModel:
         from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
         from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-        texts = objects(Path(self.texts), lambda row: text_of(row, CAPTION))
+        texts = captions(Path(self.texts))
         tokenizer = word_tokenizer(texts, self.text_length)
         text_config = CLIPTextConfig(
             vocab_size=len(tokenizer),

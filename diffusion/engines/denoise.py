@@ -20,6 +20,7 @@ from mmrl.config.ranges import (
     PositiveShare,
 )
 from mmrl.config.registry import engine
+from mmrl.core.progress import advance
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
 from mmrl.diffusion.flow_math import ODE_STEPS
@@ -177,10 +178,11 @@ class Denoise:
     def follow(self, plans: Sequence[DenoisingPlan], first: int = 0) -> Rollouts:
         """Denoise the plans' latents, from step `first` of the schedule on."""
         size = self.batch_size or len(plans) or 1
-        batches = (plans[at : at + size] for at in range(0, len(plans), size))
-        return tuple(row for batch in batches for row in self._denoise(batch, first))
+        batches = [plans[at : at + size] for at in range(0, len(plans), size)]
+        named = ((f"denoising, batch {i + 1} of {len(batches)}", batch) for i, batch in enumerate(batches))
+        return tuple(row for work, batch in named for row in self._denoise(batch, first, work))
 
-    def _denoise(self, plans: Sequence[DenoisingPlan], first: int) -> list[Trajectory]:
+    def _denoise(self, plans: Sequence[DenoisingPlan], first: int, work: str) -> list[Trajectory]:
         policy, (low, high) = self.policy, plans[0].window
         conditions = []
         for plan in plans:
@@ -202,6 +204,7 @@ class Denoise:
             else:
                 latents = self.advance(conditioning, latents, times[i], times[i + 1])
             check_finite(latents, [plan.prompt.uid for plan in plans], i)
+            advance(work, i + 1 - first, len(times) - 1 - first)
             # Without stochastic steps nothing reads the path but its end.
             path = [*path, latents.cpu()] if high > low else [latents.cpu()]
         logps = torch.stack(logp, 1) if logp else torch.zeros(len(plans), 0)  # (B, T)

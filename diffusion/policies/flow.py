@@ -135,16 +135,22 @@ class Flow:
     # ---- before a weight is loaded
 
     @staticmethod
-    def check_folders(options: Mapping[str, Any]) -> None:
-        """Raise `ValueError` where the pipeline, its files or those of the adapter do not fit the options."""
+    def check_folders(options: Mapping[str, Any], start: str = "") -> None:
+        """Raise `ValueError` where the files of the pipeline or the adapter, or in `start`, do not fit.
+
+        `start` is a folder of first weights.
+        """
         model, adapter = str(options.get("model", "")), str(options.get("adapter") or "")
         if Path(model).expanduser().is_dir():
             check_negative(
                 model, family_of(loading.class_of(model)), str(options.get("negative_prompt") or "")
             )
             loading.check_weights(model)
-        if adapter and Path(adapter).is_dir():
-            adapters.read_lora(Path(adapter))
+        for folder in filter(None, (adapter, start)):
+            if Path(folder).is_dir() and (adapter or options.get("lora_rank")):
+                adapters.read_lora(Path(folder))
+            elif Path(folder).is_dir():
+                loading.check_weights(folder)
 
     @staticmethod
     def check_answers(options: Mapping[str, Any], prompts: Sequence[Prompt]) -> dict[int, str]:

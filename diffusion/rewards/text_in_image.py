@@ -32,7 +32,8 @@ class TextInImage:
 
     As in Flow-GRPO (arXiv 2505.05470). The text is what is between the first quotes of the prompt, see
     `quoted`; spaces and case do not matter, nor how Unicode writes a letter. All text recognised with a
-    confidence above 0 is joined. An image that shows the text and more earns 1; otherwise the edit distance,
+    confidence above 0 is joined in the order of the recogniser, so that lines in another order cost edits, as
+    in the source. An image that shows the text and more earns 1; otherwise the edit distance,
     at most the length of the text, is taken off. Of a video every fourth frame is read, and must show the
     text alone; frames that earn nothing are left out of the mean. A prompt without quotes is an error, an
     empty text earns 0 (our reading), and so does an image at which the recogniser fails.

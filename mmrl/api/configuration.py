@@ -256,8 +256,9 @@ def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[s
     return {}
 
 
-def _weighted(pieces: Sequence[Any], weights: Sequence[float]) -> list[dict[str, Any]]:
+def _weighted(pieces: Sequence[Any], weights: float | Sequence[float]) -> list[dict[str, Any]]:
     """Give rewards their weights, in order."""
+    weights = as_list(weights)
     if len(weights) != len(pieces):
         raise ConfigError(f"`reward_weights` has {len(weights)} numbers for {len(pieces)} rewards")
     return [

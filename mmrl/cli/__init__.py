@@ -21,6 +21,8 @@ from mmrl import __version__
 from mmrl.cli import completion
 from mmrl.cli.command import COMMANDS, one_line
 from mmrl.config.loading import ConfigError, expanded, nearest
+from mmrl.core.progress import showing
+from mmrl.reporting.console import ProgressLines
 
 PROSE = {"prompt", "message", "overrides"}  # arguments that are never a path; configurations expand their own
 
@@ -29,14 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     commands = parser()
     completion.complete(commands)
-    given = commands.parse_args(arguments)
+    given, late = commands.parse_known_args(arguments)
+    # argparse takes one run of files and changes; those after a flag belong to the same list.
+    place = next((name for name in ("configs", "overrides") if hasattr(given, name)), "")
+    if late and (not place or any(text.startswith("-") for text in late)):
+        commands.error(f"unrecognized arguments: {' '.join(late)}")
+    if late:
+        setattr(given, place, [*getattr(given, place), *late])
     # `python -m mmrl` finds modules in the working directory, so the console script must as well.
     sys.path.append(str(Path.cwd()))
     quiet_progress_bars()
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         _expand_paths(given)
-        return given.command(given) or 0
+        with showing(ProgressLines()):
+            return given.command(given) or 0
     except ConfigError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2

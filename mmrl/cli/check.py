@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mmrl.cli import completion
@@ -87,8 +88,9 @@ def check_file(
         stages = load_stages(path, overrides)
 
         def check_stage(i: int) -> None:
-            check_run(stages[i].config)
-            look_at(stages[i].config)
+            check_run(config := stages[i].config)
+            made = [stage.config.output_dir for stage in stages[:i]]  # not there yet
+            look_at(replace(config, init_from="") if config.init_from in made else config)
 
         on_each([stage.place for stage in stages], check_stage)
     else:

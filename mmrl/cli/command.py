@@ -103,14 +103,17 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def one_line(error: Exception) -> str:
-    """Write the message of an error as one line."""
-    return " ".join(line.strip() for line in str(error).splitlines())
+    """Write the message of an error as one line, without control characters of what it quotes."""
+    return printable(" ".join(line.strip() for line in str(error).splitlines()))
 
 
 def for_terminal(text: str) -> str:
     """Replace control characters of a model's text where the output is a terminal, which would obey them."""
-    if not sys.stdout.isatty():
-        return text
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def printable(text: str) -> str:
+    """Replace the characters of a text that show nothing themselves, but for line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from mmrl.cli.command import CONFIG, OVERRIDES, argument, command, print_table
+from mmrl.cli.command import CONFIG, OVERRIDES, argument, command, print_table, printable
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import BuildConfig, as_plain, load
 
@@ -76,7 +76,7 @@ def check_data(given: argparse.Namespace) -> int:
     print_table(["check", "found", "what it looks for"], *table)
     for entry, findings in by_check:
         for finding in findings[: given.show]:
-            print(f"{entry.full_name}: {finding.place}: {finding.what}")
+            print(f"{entry.full_name}: {printable(f'{finding.place}: {finding.what}')}")
         if len(findings) > given.show:
             print(f"{entry.full_name}: and {len(findings) - given.show} more")
     wrong = sum(len(findings) for _, findings in by_check)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmrl.cli import completion
 from mmrl.cli.command import OVERRIDES, argument, command, print_measured, print_table
+from mmrl.config.changes import describe, differences
 from mmrl.config.loading import ConfigError, read
-from mmrl.config.schema import Config, EvaluateConfig, load
+from mmrl.config.schema import Config, EvaluateConfig, as_plain, load
 
 if TYPE_CHECKING:
     from mmrl.runtime.distributed import Processes
@@ -45,7 +48,8 @@ def evaluate(given: argparse.Namespace) -> None:
 
     The folder of a run stands for its configuration with the model of its last checkpoint, and of a run in
     stages for that of the last stage that is finished. What is measured of a run, also by its file, goes into
-    `evaluation` in its folder, beside the evaluations of the training. Every answer lies in
+    `evaluation` in its folder, beside the evaluations of the training, and another evaluation of the run into
+    `evaluation-2`. An `output_dir` that holds another evaluation is refused. Every answer lies in
     `predictions.parquet` there, or in a file of `predictions/` for each setting.
     """
     from mmrl.build import load_evaluator
@@ -58,18 +62,20 @@ def evaluate(given: argparse.Namespace) -> None:
     from mmrl.runtime.files import check_free
     from mmrl.runtime.folders import check_owner
 
-    config, weights = _config_of(given.config, given.overrides)
-    folder = Path(config.output_dir)
+    config, weights, own = _config_of(given.config, given.overrides)
+    facts = {**as_plain(replace(config, output_dir="")), "weights": str(weights or "")}
+    facts = json.loads(json.dumps(facts, default=str))
+    folder = _folder_of(Path(config.output_dir), facts, own=own)
     check_owner(folder, "evaluate", WRITES)
     check_free(folder)
     if isinstance(config, EvaluateConfig) and config.settings:
         check_settings(config)
-        with _writing(folder, Processes()):
+        with _writing(folder, Processes(), facts):
             show_settings(compare(config, folder))
         return
     evaluator = load_evaluator(config, weights)
     processes, predictions = evaluator.processes, evaluation_file(folder)
-    with _writing(folder, processes):
+    with _writing(folder, processes, facts):
         measured = evaluator.measure()
         with processes.agreeing("writing predictions"):
             write_predictions(predictions, measured, world=processes.world, images=THUMBNAILS)
@@ -85,29 +91,56 @@ def evaluate(given: argparse.Namespace) -> None:
         print(f"warning: {warning}")
 
 
+def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
+    """Find the folder of an evaluation: one that holds another gets a number behind its name if it is `own`.
+
+    Raises ConfigError where the user named the folder of another evaluation.
+    """
+    from mmrl.runtime.folders import mark_of
+
+    tried = folder
+    for number in count(2):
+        found = mark_of(tried).get("of")
+        changed = {} if found is None else differences(found, facts)
+        if not changed:
+            break
+        if not own:
+            raise ConfigError(
+                f"'{folder}' holds another evaluation: {describe(changed, 'there', 'here')}; name another "
+                "output_dir, or delete that folder"
+            )
+        tried = folder.with_name(f"{folder.name}-{number}")
+    if tried != folder:
+        print(f"'{folder}' holds another evaluation; this one goes into '{tried}'")
+    return tried
+
+
 @contextmanager
-def _writing(folder: Path, processes: Processes) -> Iterator[None]:
+def _writing(folder: Path, processes: Processes, facts: Mapping[str, Any]) -> Iterator[None]:
     """Lock the folder of an evaluation, and mark it as one."""
     from mmrl.runtime.files import locked
     from mmrl.runtime.folders import mark
 
     with locked(folder, processes):
         if processes.main:
-            mark(folder, "evaluate")
+            mark(folder, "evaluate", of=facts)
         yield
 
 
-def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateConfig, Path | None]:
-    """Read a configuration; of a run's folder also the model folder whose weights its policy gets, if any."""
+def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateConfig, Path | None, bool]:
+    """Read a configuration, of a run's folder with the model folder whose weights its policy gets, if any.
+
+    The last value says whether the output folder is one of mmrl's choice.
+    """
     from mmrl.inference.sources import resolve
 
     given = any(text.startswith("output_dir=") for text in overrides)
     if not Path(name).is_dir():
         if "rollout" not in read(name, overrides):
-            return load(name, overrides, EvaluateConfig), None
+            return load(name, overrides, EvaluateConfig), None, False
         config = load(name, overrides, Config)
         home = config.output_dir if given else str(Path(config.output_dir) / "evaluation")
-        return replace(config, output_dir=home), None
+        return replace(config, output_dir=home), None, not given
     source = resolve(name, overrides)
     if source.run is None:
         raise ConfigError(
@@ -116,7 +149,7 @@ def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateCo
         )
     print(f"model: {source.run / f'checkpoint-{source.step}'}")
     folder = source.config.output_dir if given else str(source.run / "evaluation")
-    return replace(source.config, output_dir=folder), source.weights
+    return replace(source.config, output_dir=folder), source.weights, not given
 
 
 @command(

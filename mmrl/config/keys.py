@@ -48,7 +48,7 @@ class Key:
 
 def keys_of(kind: type, place: str = "") -> Iterator[Key]:
     """Walk over the keys of a configuration dataclass and of its sections, in their order."""
-    hints, comments = hints_of(kind), _comments(kind)
+    hints, comments = hints_of(kind), comments_of(kind)
     for field in dataclasses.fields(kind):
         wanted = hints[field.name]
         if dataclasses.is_dataclass(wanted) and wanted is not Piece:
@@ -60,7 +60,7 @@ def keys_of(kind: type, place: str = "") -> Iterator[Key]:
 
 
 @cache
-def _comments(kind: type) -> Mapping[str, str]:
+def comments_of(kind: type) -> Mapping[str, str]:
     """Read the comment of every field: that behind it, else the lines of comment above it."""
     lines = inspect.getsource(schema).splitlines()
     nodes = [node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef)]

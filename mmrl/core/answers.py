@@ -6,24 +6,37 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any
 
 from mmrl.core.answer_text import answer_part, marks, plain, spelled
 
-WORDS = {
-    "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
-    "seven": "7", "eight": "8", "nine": "9", "ten": "10",
-}  # fmt: skip
+COUNTS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+WORDS = {word: str(value) for value, word in enumerate(COUNTS)}
+TEENS = [
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 ARTICLES = {"a", "an", "the"}
 CONNECTED = {"and", "or", "nor", "to", "vs", "versus", "is", "was"}  # no nouns: a letter stands before these
 OPTIONAL = {"$", "€", "£", "¥", "₹", "₩", "°", "'", '"'}  # units that may be left out, but not exchanged
 SCALES = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "percent": Fraction(1, 100)} | {
     name: Fraction(10) ** power
-    for name, power in {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}.items()
-}
+    for name, power in {
+        "hundred": 2, "thousand": 3, "k": 3, "million": 6, "m": 6, "billion": 9, "b": 9, "bn": 9,
+        "trillion": 12,
+    }.items()
+}  # fmt: skip
 DIGITS = 300  # most digits, and largest exponent, of a number that is read
 
 # A comma that does not group thousands is a decimal comma; so is one after dots that group them.
@@ -40,10 +53,28 @@ NUMBER = re.compile(
     rf"(?P<whole>\d++ (?=\d++\s?/\s?\d))?(?P<number>{_LITERAL})"
     r"(?:e(?P<e>[-+]?\d++)(?![\w.])|\s?\*\s?10\s?\^\s?\(?(?P<ten>[-+]?\d++)\)?)?"
     rf"(?:\s?/\s?(?P<under>{_LITERAL}))?(?P<power>\^\(?[-+]?\d++\)?)?"
-    r"(?:\s?(?P<scale>[%‰]|per ?cent\b|thousand\b|million\b|billion\b|trillion\b))?",
+    r"(?:\s?(?P<scale>[%‰]|per ?cent\b|hundred\b|thousand\b|million\b|billion\b|trillion\b)"
+    r"|(?P<short>(?-i:[kKMB]|bn))(?![^\W_]))?",
     re.IGNORECASE,
 )
 _LIST = re.compile(r"(?:[\s,;&.()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)  # what stands between its numbers
+NEGATED = r"(?:\b(?:not|never|isn't|aren't|wasn't|cannot be|can't be|instead of|rather than))"
+DENIED = re.compile(rf"(?:{NEGATED}|\b(?:more|less|fewer|greater|smaller|larger) than)[\s(]*$", re.IGNORECASE)
+# What makes a number behind it another one, or none: a denial, a bound, a function.
+BOUND = re.compile(
+    rf"(?:{NEGATED}|\b(?:more|less|fewer|greater|smaller|other|larger) than|(?:^|\s|(?<![<\w/])[a-z])[<>]=?"
+    r"|\b(?:sqrt|log|ln|lg|exp|sin|cos|tan)|\dx)[\s(]*$",
+    re.IGNORECASE,
+)
+# What makes a number before it a part of a formula: a variable, a root, a sum without an end.
+FACTOR = re.compile(r"(?:[ixzne]|sqrt)(?![^\W_])|x\d|\s?[π√±]|\+(?!\s?\w)")
+AREA = re.compile(r"(?<![^\W\d_])([cdkm]?m|in|ft|yd|mi|units?)\^?\(?([23])\)?(?!\w|\.\d)")  # 5 cm^2 is no 2
+JOINED = re.compile(r"\s*(?:,?\s*\b(?:and|or|to|through)\b|[&~→])\s*", re.IGNORECASE)  # 3 or 5
+_COUNT = rf"(?:{'|'.join([*COUNTS, *TEENS, *TENS])})"
+COUNTED = re.compile(
+    rf"\b(minus |negative )?({_COUNT}(?:(?: and)?[- ](?:{_COUNT}|hundred|thousand))*)\b", re.IGNORECASE
+)
+_PRONOUN = re.compile(r"\b(?:no|the|this|that|which|any|each|every) $", re.IGNORECASE)
 MINUS = re.compile(r"(?<![\w)])(?<!\d )(?:minus|negative) (?=[\d.])", re.IGNORECASE)
 INSIDE = re.compile(r"(?<=[(\[{])\s*+-?[\d.]++(?:,-?[\d.]++)++\s*+(?=[)\]}])")  # (3,4) is two numbers
 SPACED = re.compile(r"\s*[-+]?\W?[1-9]\d{0,2}(?: \d{3})+(?:[.,]\d+)?\s*[%°\w]*\s*")  # 10 000 and nothing else
@@ -135,6 +166,12 @@ def _mark(token: re.Match, text: str) -> str:
             return (mark if before[1] else "′") if before and single else ""
         if mark in "%‰" or mark in OPTIONAL:
             return mark
+        if mark == "!":  # of a factorial, in an answer without words
+            return (
+                mark
+                if re.search(r"[\d)]$", text[: token.start()]) and not re.search(r"[^\W\d_]{2}", text)
+                else ""
+            )
         if mark == "|":  # of a table where space is around it
             return mark if re.search(r"\S\|$|\|\S", text[max(0, token.start() - 1) : token.end() + 1]) else ""
         return mark if unicodedata.category(mark)[0] == "S" and mark not in "~`™®©¨´" else ""
@@ -206,32 +243,70 @@ def number_in(text: str) -> Fraction | None:
     5 % is 1/20, 1/2 and ½ are fractions, 2 million and 2e6 and 2 * 10^6 are one number. Of 2*3, 3-5 and the
     list "3, 5" no number is read, of "2*3 = 6" the 6.
     """
-    text = readable(text)
+    text = _in_digits(text)
     numbers = list(NUMBER.finditer(text))
+    while len(numbers) > 1 and DENIED.search(text[: numbers[-1].start()][-20:]):  # 5, not 4
+        numbers.pop()
     if not numbers:
-        words = words_of(text) if len(text) < 100 else []
-        return Fraction(words[0]) if len(words) == 1 and words[0].isdigit() and words[0].isascii() else None
-    several = len(numbers) > 1 and _LIST.fullmatch(NUMBER.sub("", text))
+        return None
+    several = len(numbers) > 1 and (
+        _LIST.fullmatch(NUMBER.sub("", text))
+        or JOINED.fullmatch(text, numbers[-2].end(), numbers[-1].start())
+    )
     return None if several or _in_expression(numbers[-1], text) else _value(numbers[-1])
+
+
+def _in_digits(text: str) -> str:
+    """Write an answer as plain text, and where it has no digits its numbers in words, such as twenty-one."""
+    text = AREA.sub(lambda unit: unit[1] + "²³"[int(unit[2]) - 2], readable(text))
+    if len(text) > 2000 or any(char.isdigit() for char in text):
+        return text
+    return COUNTED.sub(_counted, text)
+
+
+def _counted(match: re.Match) -> str:
+    """Write a number in digits that stands there in words; words that make no number stay."""
+    before, after = match.string[: match.start()][-10:], match.string[match.end() :]
+    if match[0].lower() == "one" and (_PRONOUN.search(before) or after.startswith(" of ")):
+        return match[0]
+    total = part = 0
+    for word in re.split(r"[- ]", match[2].lower()):
+        if word in ("hundred", "thousand"):
+            if not part or (word == "hundred" and part > 9):
+                return match[0]
+            part *= 100 if word == "hundred" else 1000
+            total, part = (total + part, 0) if word == "thousand" else (total, part)
+        elif word != "and":
+            value = [*COUNTS, *TEENS].index(word) if word not in TENS else 10 * TENS.index(word) + 20
+            # A unit stands after tens, and both stand after hundreds.
+            if part % 100 and not (part % 100 >= 20 and part % 10 == 0 and 0 < value < 10):
+                return match[0]
+            part += value
+    return "-" * bool(match[1]) + str(total + part)
 
 
 def only_number(text: str) -> bool:
     """Whether a text holds one number and no other."""
-    return len(NUMBER.findall(readable(text))) <= 1 and number_in(text) is not None
+    return len(NUMBER.findall(_in_digits(text))) <= 1 and number_in(text) is not None
 
 
 def _in_expression(match: re.Match, text: str) -> bool:
     before = text[max(0, match.start() - 3) : match.start()].rstrip()
     if before[-1:] in ("*", "/", "^") or re.search(r"\d\.$", before):
         return True
-    if before[-1:] in ("+", "-", ":") and re.search(r"[\w)]\s?$", before[:-1]):
+    if re.search(r"[\w)]\s?[-+]$|\d\s?:$", before):
         return True
-    return bool(re.match(r"[*^/]\s?[\w(]|:\d", text[match.end() : match.end() + 3]))
+    after = text[match.end() : match.end() + 8]
+    if after[:1] == "!" and not re.search(r"[^\W\d_]", text):  # 5! is 120, and "There are 5!" is not
+        return True
+    if re.match(r"[*^/]\s?[\w(]|:\d", after) or FACTOR.match(after):
+        return True
+    return BOUND.search(text[max(0, match.start() - 20) : match.start()]) is not None
 
 
 def besides_numbers(text: str) -> set[str]:
     """List the words of a text that are no part of its numbers."""
-    return set(words_of(NUMBER.sub(" ", readable(text)))) - OPTIONAL
+    return set(words_of(NUMBER.sub(" ", _in_digits(text)))) - OPTIONAL
 
 
 def _value(match: re.Match) -> Fraction | None:
@@ -247,89 +322,9 @@ def _value(match: re.Match) -> Fraction | None:
     if not under or (not over and int(power) < 0) or (power != "1" and len(literals[0]) > 6):
         return None
     value = ((over / under) ** int(power) + int(match["whole"] or 0)) * SCALES.get(
-        (match["scale"] or "").lower().replace("per cent", "percent"), 1
+        (match["scale"] or match["short"] or "").lower().replace("per cent", "percent"), 1
     )
     return -value if "-" in (match["sign"], match["inner"]) else value
-
-
-# ---- letters and choices
-
-_PHRASE = r"(?:(?:the |final |correct )*+(?:answer|option|choice)(?: is)?\s?[:=]?\s?\(?)?"
-_ALONE = re.compile(rf"[\s\"'(\[]*+{_PHRASE}([^\W\d_])[\s\"').,:;\]]*+", re.IGNORECASE)
-_LEADING = re.compile(r"[\s\"'(\[]*+([A-Z])(?:\s?[).:\]]|\s-\s)(?![A-Z]\.)")
-_OPTIONS = re.compile(r"^\W*[A-Z]\s?[).:]", re.MULTILINE)
-_LETTER = re.compile(r"(?<![\w'])(?<!\w-)(?<!\b[A-Z]\.)([A-Z])(?!['+#*=\w]|-\w|\.[A-Z])")
-_NAMED = re.compile(r"(?:answer|option|choice)(?: is|:)*\s*\(?([A-Z])(?![\w'+#*]|-\w)", re.IGNORECASE)
-_AFTER = {"is", "was", "are", "and", "or", "because", "since", "as", "not", "but", "seems", "fits", "matches"}
-_SEVERAL = re.compile(r"[\s(\[]*[A-Z](?:\s*(?:,|;|/|&|\band\b)\s*(?:and\s+)?[A-Z])+[\s.)\]]*")
-
-
-def letter_in(text: str) -> str:
-    """Return the letter of a multiple choice that an answer gives; empty without one.
-
-    It is the only letter, the one after "answer", the one before a text such as "B. red", or else the last
-    capital that stands alone. The article A, the pronoun I, and a list such as "A, C" are none.
-    """
-    text = readable(text).strip()
-    if alone := _ALONE.fullmatch(text):
-        return alone[1].upper()
-    if _SEVERAL.fullmatch(text):
-        return ""
-    named = [match[1] for match in _NAMED.finditer(text) if match[1].isupper() and not _is_word(match, text)]
-    if not named and (leading := _LEADING.match(text)) and len(_OPTIONS.findall(text)) < 2:
-        return leading[1]
-    letters = [match[1] for match in _LETTER.finditer(text) if not _is_word(match, text)]
-    return (named or letters or [""])[-1]
-
-
-def _is_word(match: re.Match, text: str) -> bool:
-    """Whether a capital is the article A or the pronoun I."""
-    if match[1] not in "AI":
-        return False
-    follows = re.match(r" ([a-z]+)", text[match.end() : match.end() + 20])
-    return bool(follows and follows[1] not in _AFTER)
-
-
-def choices_in(columns: Mapping[str, Any]) -> dict[str, str]:
-    """Read the choices of a row by their letters, from a list or an object of texts, or ARC's two lists."""
-    found = columns.get("choices")
-    found = columns.get("options") if found is None else found
-    match found:
-        case {"text": [*texts], "label": [*labels]} if len(texts) == len(labels):
-            return {str(label): str(text) for label, text in zip(labels, texts, strict=True)}
-        case Mapping():
-            return {str(label): str(text) for label, text in found.items() if text is not None}
-        case [*texts]:
-            return {chr(ord("A") + i): _unlettered(str(text), i) for i, text in enumerate(texts[:26])}
-    return {}
-
-
-def _unlettered(text: str, place: int) -> str:
-    """Take the letter of a choice off its text."""
-    lettered = _LEADING.match(text)
-    return text[lettered.end() :] if lettered and lettered[1] == chr(ord("A") + place) else text
-
-
-def choice_in(text: str, choices: Mapping[str, str]) -> str:
-    """Return the label of the choice that an answer or a target names; empty where it names none.
-
-    By its text, its letter, its place counted from 0, or as the only text of a choice that occurs in it.
-    """
-    words = words_of(text)
-    known = {label: words_of(choice) for label, choice in choices.items()}
-    equal = [label for label, choice in known.items() if same_words(words, choice)]
-    if equal:
-        return equal[0]
-    labels, letter = {label.upper(): label for label in choices}, letter_in(text)
-    if letter in labels:
-        return labels[letter]
-    if place := re.fullmatch(r"[\s(]*([0-9]{1,3})[\s).]*", plain(text)):
-        numbered = list(choices)[int(place[1]) : int(place[1]) + 1]
-        return place[1] if place[1] in choices else (numbered or [""])[0]  # labels may be 1, 2, 3
-    joined = f" {' '.join(words)} "
-    named = [label for label, choice in known.items() if choice and f" {' '.join(choice)} " in joined]
-    longest = [a for a in named if not any(a != b and set(known[a]) < set(known[b]) for b in named)]
-    return longest[0] if len(longest) == 1 else ""
 
 
 def exact_text(text: str) -> str:

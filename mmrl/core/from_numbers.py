@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ def reward_table(
     ]
     _check_rows([*rows.items(), *given], len(counts))
     weights = {name: 1.0 for name in rows} | dict(weights or {})
+    group = [str(name) for name in group] or ["a"] * len(counts)
     steps = list(length) or [row[-1] for row in ends] or counts
     ends = list(ends) or [range(n - k + 1, n + 1) for n, k in zip(steps, counts, strict=True)]
     stands = padded(ends, ABSENT).long()
@@ -73,18 +74,36 @@ def reward_table(
     scored = {name: torch.where(present, padded(column, NAN), NAN) for name, column in rows.items()}
     learned = tuple(name for name in rows if weights[name])
     values = torch.stack([scored[name] for name in learned], 1)
-    shape = stands.shape
+    return RewardTable(
+        values=values.nan_to_num(),
+        valid=~values.isnan(),
+        weights={name: weights[name] for name in learned},
+        scored=scored,
+        ends=stands,
+        ids=_ids(stands.shape, group, on_policy) | _tag_ids(tags or {}, counts, stands.shape),
+        notes={name: padded(note, NAN) for name, note in (notes or {}).items()},
+        length=torch.tensor(steps),
+        learn=present,
+        uids=tuple(group),
+        process=torch.tensor(list(process) or [0] * len(counts)),
+    )
 
-    def column(of_rows: Iterable[int]) -> Tensor:
-        return torch.tensor(list(of_rows))[:, None].expand(shape)
 
-    ids = {
-        "group": column(name_id(str(name)) for name in group or "a" * len(counts)),
-        "row": column(range(len(counts))),
-        "place": torch.arange(shape[1]).expand(shape),
-        "on_policy": column(int(sampled) for sampled in on_policy or [True] * len(counts)),
+def _ids(shape: torch.Size, group: Sequence[str], on_policy: Sequence[bool]) -> dict[str, Tensor]:
+    """Number groups, rows, places and whether rows were sampled: (N, K) each."""
+    numbers = {
+        "group": [name_id(name) for name in group],
+        "row": list(range(len(group))),
+        "on_policy": [int(sampled) for sampled in on_policy] or [1] * len(group),
     }
-    for name, words in (tags or {}).items():
+    columns = {name: torch.tensor(listed)[:, None].expand(shape) for name, listed in numbers.items()}
+    return columns | {"place": torch.arange(shape[1]).expand(shape)}
+
+
+def _tag_ids(tags: Mapping[str, Sequence], counts: Sequence[int], shape: torch.Size) -> dict[str, Tensor]:
+    """Number the words of every tag: (N, K); a row with one word has it at each of its outcomes."""
+    ids = {}
+    for name, words in tags.items():
         numbers = [[name_id(word) for word in _listed(row)] for row in words]
         ids[name] = padded_ids(
             [row * k if len(row) == 1 else row for row, k in zip(numbers, counts, strict=True)]
@@ -92,19 +111,7 @@ def reward_table(
         if name == TURN:
             turns = padded_ids([[turn_number({TURN: word}) for word in _listed(row)] for row in words])
             ids[ORDER] = turns.expand(shape)
-    return RewardTable(
-        values=values.nan_to_num(),
-        valid=~values.isnan(),
-        weights={name: weights[name] for name in learned},
-        scored=scored,
-        ends=stands,
-        ids=ids,
-        notes={name: padded(note, NAN) for name, note in (notes or {}).items()},
-        length=torch.tensor(steps),
-        learn=present,
-        uids=tuple(str(name) for name in group or "a" * len(counts)),
-        process=torch.tensor(list(process) or [0] * len(counts)),
-    )
+    return ids
 
 
 def padded_ids(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -18,9 +18,10 @@ BREAK = "\udc00"  # half of a surrogate pair: `whole` leaves none in a text
 PRIVATE = range(0xE000, 0xF900)  # characters for private use
 # Special tokens as vocabularies have them, but for <image> and <video>, with which rows mark media.
 COMMON = re.compile(
-    r"<[|\N{FULLWIDTH VERTICAL LINE}][^<>\s]{1,40}?[|\N{FULLWIDTH VERTICAL LINE}]>"
+    r"<[|\N{FULLWIDTH VERTICAL LINE}][^<>\s]{1,40}>|<[^<>\s|]{1,40}[|\N{FULLWIDTH VERTICAL LINE}]>"
     r"|</?s>|<(?:bos|eos|pad|unk|mask)>|<(?:start|end)_of_\w+>|<fake_token_around_image>|<image_soft_token>"
     r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|THINK|IMG|CLS|SEP|MASK|gMASK)\]"
+    r"|\[IMG_(?:BREAK|END)\]|<IMG_CONTEXT>"
 )
 OPEN_CLIP = ("<start_of_text>", "<end_of_text>")  # of its own tokenizer
 SENT = re.compile(rf"{COMMON.pattern}|<(?:image|video|audio)>")

@@ -106,7 +106,8 @@ class Outcome:
     seconds. `end` is the number of steps that made the outcome; None is the whole rollout. `tags` describe
     it, and `recorded` has rewards that were measured before, or by the engine. `tokens` are those of a text
     that is not made of the steps alone, such as a prefix that was completed for a reward. `environment` is
-    the object that a conversation was held with, which rewards written for TRL read.
+    the object that a conversation was held with, which rewards written for TRL read. `extra` holds the calls
+    and thoughts beside the text of a recorded answer, as that of a `Message`.
     """
 
     text: str | None = None
@@ -118,6 +119,7 @@ class Outcome:
     recorded: Mapping[str, float] = field(default_factory=dict)
     tokens: tuple[int, ...] | None = None
     environment: Any = None
+    extra: str = ""
 
     def __post_init__(self) -> None:
         if self.text is not None:

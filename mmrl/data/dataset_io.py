@@ -27,6 +27,7 @@ FORMS = (*WRITTEN, *SEPARATED)
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of one split
 BATCH = 256  # rows of a parquet file in memory at once
 DEEPEST = 64  # levels of lists and objects in a row: code that walks through them is recursive
+HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}  # splits that no training should see
 SHOWN = 10  # bad rows that an error lists
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can escape it, UTF-8 cannot hold it
 log = logging.getLogger("mmrl")
@@ -116,6 +117,7 @@ def read_prompts(
         limit: The most prompts that are made; 0: no limit.
     """
     ids, fields = UniqueIds(), None if reads is None else RowFields(source, reads)
+    splits: dict[str, None] = {}
 
     def prompt_of(row: DataRow, number: int) -> Prompt | None:
         prompt = make(fields.parted(row) if fields else row, number)
@@ -130,12 +132,16 @@ def read_prompts(
             if check is not None:
                 check(prompt)
             ids.add(prompt.uid, row.place)
+            splits[row.split] = None
             return places.add(prompt, row.found, number)
         return None
 
     indices = read_each(source, rows, add_unique, bad_rows, limit)
     if fields:
         fields.tell()
+    if len(splits) > 1 and HELD_OUT & {*splits}:
+        wanted = "'%s' holds the splits %s, and all of them are read; a pattern names one: 'folder/train*'"
+        log.warning(wanted, source, ", ".join(splits))
     return RowPrompts(places, range(len(indices))) if places.files else list(places.kept.values())
 
 
@@ -173,12 +179,16 @@ def row_files(path: Path) -> list[Path]:
     """List the files of a dataset: the file itself, or those in the folder or its subfolder `data`.
 
     JSON lists count only if there are no other files: next to those they are descriptions rather than rows.
+    A path that does not exist may be a pattern in the last part: `data/train-*.parquet`.
     """
     if path.is_file():
         if path.suffix not in FORMS:
             raise SourceError(f"cannot tell what '{path}' holds; rows come as {', '.join(FORMS)}")
         return [path]
     if not path.is_dir():
+        found = [one for one in sorted(path.parent.glob(path.name)) if one.is_dir() or one.suffix in FORMS]
+        if found:
+            return [file for one in found for file in row_files(one)]
         raise SourceError(f"there is no file or folder '{path}'")
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return [path]  # written by `datasets`
@@ -259,20 +269,20 @@ def json_list(path: Path) -> Iterator[DataRow]:
     """Read a file that is one JSON list of objects, or else JSON lines."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(BOM).lstrip()[:1]
-    if start == b"{":  # many benchmarks give JSON lines this suffix
-        yield from json_lines(path)
-        return
-    split = split_of(path)
+    rows, lines = None, start == b"{"  # many benchmarks give JSON lines this suffix
     try:
-        rows = parse_json(path.read_bytes().decode("utf-8-sig"))
-    except (UnicodeDecodeError, RowError) as error:
-        wanted = "UTF-8" if type(error) is UnicodeDecodeError else "JSON"
-        yield DataRow(str(path), split, fault=f"not {wanted}: {error}")
+        rows = None if lines and not next(json_lines(path)).fault else parse_json(read_text_file(path))
+    except RowError as error:
+        if not lines:
+            yield DataRow(str(path), split_of(path), fault=f"not JSON: {error}")
+            return
+    if rows is None and lines:
+        yield from json_lines(path)
         return
     if type(rows) is not list:
         raise SourceError(f"'{path}' must hold a list of objects, not {short(rows)}")
     for number, columns in enumerate(rows):
-        yield checked(DataRow(f"{path}[{number}]", split, columns))
+        yield checked(DataRow(f"{path}[{number}]", split_of(path), columns))
 
 
 @contextmanager

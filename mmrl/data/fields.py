@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from string import Formatter
 from typing import Any
 
+WRITTEN = re.compile(r"\s*[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?\s*", re.ASCII)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _SHORT.maxlevel = 3
@@ -41,19 +42,33 @@ def is_number(value: Any) -> bool:
 
 
 def number(value: Any, name: str) -> float:
-    """Return a finite number as a float."""
+    """Return a finite number as a float; a cell of CSV writes it as a text."""
+    if type(value) is str and WRITTEN.fullmatch(value):
+        value = float(value)
     if not is_number(value):
         raise RowError(f"wanted a finite number as `{name}`, got {short(value)}")
     return float(value)
 
 
 def listed(value: Any, name: str, size: int | None = None) -> list[Any]:
-    """Return the value as a list if it is one, of `size` entries if that is given."""
-    match value:
-        case list() | tuple() if size in (None, len(value)):
-            return list(value)
+    """Return the value as a list if it is one, of `size` entries if that is given; a text may be its JSON."""
+    found = unpacked(value)
+    match found:
+        case list() | tuple() if size in (None, len(found)):
+            return list(found)
     wanted = "a list" if size is None else f"a list of {size}"
     raise RowError(f"wanted {wanted} as `{name}`, got {short(value)}")
+
+
+def unpacked(value: Any) -> Any:
+    """Return the list that a text holds as JSON, as cells of CSV have it; any other value as it is."""
+    if type(value) is str and value.lstrip().startswith("["):
+        try:
+            found = parse_json(value)
+        except RowError:
+            return value
+        return found if type(found) is list else value
+    return value
 
 
 def mapping(value: Any, name: str) -> Mapping[str, Any]:

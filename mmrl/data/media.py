@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 import struct
@@ -22,6 +23,11 @@ MAX_IMAGE_PIXELS = 100_000_000
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 ORIENTATION = 0x0112  # tag of EXIF
 CHANNELS = (1, 3, 4)
+# An address that holds a file in base64, or such text alone, told from a path by what PNG, JPEG, GIF and WebP
+# begin with.
+HELD = re.compile(
+    r"(?P<address>data:(?:image|video)/[^,]*;base64,|(?=(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s]{200}))"
+)
 # ffmpeg's names of containers. None of them reads other files: no playlists, lists of files or descriptions
 # of streams (hls, concat, image2, dash, sdp), whatever a file is called.
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
@@ -29,6 +35,20 @@ CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
 
 class MediaError(RowError):
     """An image or a video that cannot be used. The message names the file."""
+
+
+def held_or_named(text: str) -> bytes | str:
+    """Give the bytes that a text holds in base64, after `data:` or alone, or the path that it names.
+
+    `file://` before a path is left out. Raises `MediaError` for other addresses.
+    """
+    if held := HELD.match(text):
+        with decoding(f"{text[:40]}...", "base64", (ValueError,)):
+            return base64.b64decode(text[held.end("address") :])
+    path = text.removeprefix("file://")
+    if "://" in path:
+        raise MediaError(f"'{path[:200]}' is an address, and nothing is downloaded; name a local file")
+    return path
 
 
 def locate(name: str, root: Path, max_bytes: int = MAX_FILE_BYTES) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmrl.core.tool_calls import ARGUMENTS, call_of
 from mmrl.core.types import Media, Message, Part, Prompt
-from mmrl.data.fields import RowError, listed, mapping, plain, short, text
+from mmrl.data.fields import RowError, listed, mapping, plain, short, text, unpacked
 from mmrl.data.row_fields import has_content
 
 MARKS = re.compile(r"<(image|video)>")  # placeholders for media in texts of datasets
@@ -135,8 +135,21 @@ def _without_null(value: Any) -> Any:
     return value
 
 
+def plain_part(part: Any) -> Any:
+    """Write a part of the kinds `image_url` and `video_url`, as OpenAI has them, as an image or a video."""
+    match part:
+        case {"type": ("image_url" | "video_url") as kind, **rest}:
+            keys = {key: item for key, item in rest.items() if item is not None and key != "text"}
+            address, own = keys.pop(kind, None), kind.removesuffix("_url")
+            address = address.get("url") if isinstance(address, Mapping) else address
+            if isinstance(address, str) and not keys:
+                return {"type": own, own: address}
+    return part
+
+
 def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
     """Write the parts of a message as one text with marks, and list its places."""
+    content = plain_part(content)
     match content:
         case str():
             return _heard(content), [(kind, None) for kind in MARKS.findall(content)]
@@ -207,10 +220,12 @@ def asked_of(fields: Mapping[str, Any]) -> Any:
 
     `messages` may go on with one answer. Raises RowError where the columns say different things.
     """
+    talks: dict[str, Any] = {name: spoken(fields[name]) for name in (*ASKED, "messages") if name in fields}
+    fields = {**fields, **talks}
     asked = next((fields[name] for name in ASKED if has_content(fields.get(name))), fields.get("prompt"))
     if any(has_content(fields.get(name)) and fields[name] != asked for name in ASKED):
         raise RowError(f"the row asks in {' and '.join(ASKED)}, and not the same; keep one of them")
-    messages = fields.get("messages")
+    messages: Any = fields.get("messages")
     if has_content(messages):
         if has_content(asked):
             before = as_turns(asked, "prompt")
@@ -227,6 +242,15 @@ def asked_of(fields: Mapping[str, Any]) -> Any:
     if _words(turns[0].get("content")) != system:
         raise RowError(f"the column `system`, {short(system)}, is not the system prompt of the messages")
     return turns
+
+
+def spoken(value: Any) -> Any:
+    """Return the messages that a text holds as JSON, as cells of CSV do; any other value as it is."""
+    found = unpacked(value)
+    talk = (
+        type(found) is list and found and all(isinstance(turn, Mapping) and "role" in turn for turn in found)
+    )
+    return found if talk else value
 
 
 def as_turns(value: Any, name: str) -> list[Any]:
@@ -271,11 +295,27 @@ def _asks(turns: Sequence[Any]) -> bool:
     return any(mapping(turn, "message").get("role") != "assistant" for turn in turns)
 
 
+def recorded_turn(value: Any, name: str) -> tuple[str, str]:
+    """Read a recorded answer: its text, and calls and thoughts beside that as JSON, empty without any.
+
+    Raises RowError for what `answer_text` refuses, and for an answer that says nothing.
+    """
+    value = turn = spoken(value)
+    match value:
+        case [{"content": _} | {"role": _} as turn]:
+            pass
+    beside = kept_keys(turn, name) if isinstance(turn, Mapping) and "type" not in turn else {}
+    if not isinstance(turn, Mapping) or not beside:
+        return text(answer_text(value, name), name), ""
+    words = answer_text({"role": turn.get("role"), "content": turn.get("content")}, name)
+    return words, json.dumps(beside, ensure_ascii=False)
+
+
 def answer_text(value: Any, name: str) -> str:
     """Read an answer: a text, one message of the assistant, or its parts.
 
     Raises RowError for several messages or answers, for words of another role, and for a call or a thought
-    beside the content, because an answer is a text.
+    beside the content, which `recorded_turn` reads.
     """
     match value:
         case str() as words:

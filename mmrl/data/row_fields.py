@@ -25,6 +25,10 @@ ONCE = "the row asks in more than one column; keep the one that is meant"
 SHOWN = "this data set shows no media of that column"
 PAIRS = "`vision.preference_pairs` reads pairs, a rejected answer in each row"
 TOOLKIT = "`mmrl build` converts rows of other toolkits (`vision.converted`)"
+KTO = (
+    "keep the rows of wanted answers, or make pairs of them; or learn from single answers by KTO, with the "
+    "reward `{name: precomputed, key: label}`, the chain `[total, kto_kl_rows]` and 2 generations"
+)
 # Columns that say what a model is asked, shown or taught, by TRL, LLaMA-Factory, ms-swift, verl, LLaVA and
 # OpenAI: a row without them is another row.
 ASKING: dict[str, str] = {
@@ -43,7 +47,8 @@ JUDGING: dict[str, str] = {
     **dict.fromkeys(("rejected_response", "rejected_messages", "response", "output"), TOOLKIT),
     **dict.fromkeys(("reward_model", "objects"), TOOLKIT),
     **dict.fromkeys(("completion", "completions"), "`vision.conversations` reads one recorded answer"),
-    **dict.fromkeys(("label", "labels", "kto_tag"), "keep the rows of wanted answers, or make pairs of them"),
+    **dict.fromkeys(("label", "kto_tag"), KTO),
+    "labels": "keep the rows of wanted answers, or make pairs of them",
     "choices": "write them into the question, or read rows with `vision.visual_qa`",
 }
 
@@ -128,6 +133,12 @@ class RowFields:
 
     def tell(self) -> None:
         """Name the other columns that nobody reads, once."""
-        if self.unread:
-            names = ", ".join(f"{name} ({count})" for name, count in sorted(self.unread.items()))
-            log.warning("nothing reads these columns of '%s', with so many rows: %s", self.source, names)
+        warn_unread(self.unread, self.source)
+
+
+def warn_unread(columns: Mapping[str, int], source: Any, advice: str = "") -> None:
+    """Name columns with content that nobody reads, each with its number of rows, if there are any."""
+    if columns:
+        names = ", ".join(f"{name} ({count})" for name, count in sorted(columns.items()))
+        more = advice and f"; {advice}"
+        log.warning("nothing reads these columns of '%s', with so many rows: %s%s", source, names, more)

@@ -16,6 +16,8 @@ LONGEST = 1 << 27  # characters of a cell
 def separated_rows(path: Path, split: str) -> Iterator[DataRow]:
     """Read rows by the names in the first line; cells are texts, and empty ones None.
 
+    A data set reads a number, or a list written as JSON, where it declares one.
+
     A row with more or fewer cells than there are names is faulty. Columns without a name, such as the index
     that pandas writes, are left out. Raises `SourceError` for a file without rows, or with a name twice.
     """

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmrl.core.types import Message, Outcome, Part, Prompt
-from mmrl.data.dataset_io import DataRow, named_rows, read_each, read_prompts
+from mmrl.data.dataset_io import DataRow, named_rows, read_each, read_prompts, text_lines
 from mmrl.data.fields import RowError, text, uid_of
 from mmrl.data.media import locate
 from mmrl.data.row_fields import Column
+from mmrl.data.separated import SEPARATED
 
 T = TypeVar("T")
 Scores = tuple[Mapping[str, float], ...]
@@ -21,6 +22,18 @@ CAPTION = ("prompt", "caption")
 def objects(path: Path, read: Callable[[Mapping[str, Any]], T]) -> list[T]:
     """Read one JSON object a line through `read`; an error names all rows that cannot be used."""
     return read_each(path, named_rows(path), lambda row, _: read(row.columns))
+
+
+def holds_objects(path: Path) -> bool:
+    """Whether rows of a file have names: JSON lines, CSV and TSV do; any other suffix is one text a line."""
+    return path.suffix in (".jsonl", ".json", *SEPARATED)
+
+
+def captions(path: Path) -> list[str]:
+    """Read the texts of a file of prompts: one a line, or the `prompt` (or `caption`) of every row."""
+    if holds_objects(path):
+        return objects(path, lambda row: text_of(row, CAPTION))
+    return [row.columns["line"].strip() for row in text_lines(path)]
 
 
 def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:

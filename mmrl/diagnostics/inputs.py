@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from glob import has_magic
 from itertools import islice
 from pathlib import Path
 from string import Formatter
@@ -15,7 +16,7 @@ from mmrl.config.consistency import evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import find
 from mmrl.config.reward_adapters import is_trl
-from mmrl.config.schema import Config, EvaluateConfig, Piece, held_fields
+from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import FORMS, Rows
@@ -23,6 +24,7 @@ from mmrl.data.fields import RowError
 from mmrl.data.named_columns import named_columns
 from mmrl.data.readable import with_inner
 from mmrl.data.row_fields import MEDIA_COLUMNS, NAMED
+from mmrl.runtime.checkpoint import model_folder
 
 FIRST = 20  # rows whose columns are looked at
 OFFERED = (
@@ -38,12 +40,13 @@ def check_inputs(config: Config | EvaluateConfig) -> None:
     """Raise `ConfigError` with every file, folder and column that a run would miss; loads no weights."""
     if findings := list(_absent(config)):
         raise ConfigError("; ".join(findings))
-    check_folders = getattr(find("policy", config.policy.name).target, "check_folders", None)
-    if check_folders is not None:  # of a policy that knows what its files have to hold
-        try:
-            check_folders(config.policy.options)
-        except ValueError as error:
-            raise ConfigError(f"policy: {error}") from error
+    start = str(model_folder(config.init_from)) if isinstance(config, Config) and config.init_from else ""
+    for place, target, options in _models(config):
+        if check_folders := getattr(target, "check_folders", None):  # it knows what its files have to hold
+            try:
+                check_folders(options, **({"start": start} if start and place == "policy" else {}))
+            except (ValueError, OSError) as error:
+                raise ConfigError(f"{place}: {error}") from error
     evaluated = evaluation_of(config).evaluation.rewards
     rewards = {
         "data": ("rewards", _given(config).get("rewards", ())),
@@ -103,16 +106,33 @@ def _data(config: Config | EvaluateConfig) -> list[tuple[str, Piece]]:
     return [(place, given[place]) for place in ("data", "evaluation.data") if place in given]
 
 
+def _models(config: Config | EvaluateConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """List the policy and the models of references, each with its place and its options."""
+
+    def within(kind: str, piece: Piece, place: str) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+        yield place, find(kind, piece.name).target, piece.options
+        if (inner := piece.options.get("policy")) is not None:
+            yield from within("policy", as_piece(inner, f"{place}.policy"), f"{place}.policy")
+
+    yield from within("policy", config.policy, "policy")
+    for name, piece in _given(config).get("references", {}).items():
+        yield from within("reference", piece, f"references.{name}")
+
+
 def _absent(config: Config | EvaluateConfig) -> Iterator[str]:
     """Describe the files and folders that are named but do not exist here."""
-    for option in ("model", "adapter"):
-        match config.policy.options.get(option):
-            case str(name) if name and _is_local(name) and not Path(name).exists():
-                yield f"policy.{option} is '{name}', which does not exist here; name a folder, or OWNER/NAME"
+    for place, _, options in _models(config):
+        for option in ("model", "adapter"):
+            match options.get(option):
+                case str(name) if name and _is_local(name) and not Path(name).exists():
+                    given = f"{place}.{option} is '{name}'"
+                    yield f"{given}, which does not exist here; name a folder, or OWNER/NAME"
     for place, data in (inner for known in _data(config) for inner in with_inner(*known)):
         for option in ("path", "root"):
             match data.options.get(option):
                 case str(name) if name and not objects.is_object(name) and not Path(name).exists():
+                    if option == "path" and has_magic(name):  # a pattern of files, which its reader looks for
+                        continue
                     yield f"{place}.{option} is '{name}', which does not exist here; set {place}.{option}=..."
 
 

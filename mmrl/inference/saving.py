@@ -25,7 +25,8 @@ from mmrl.runtime.weights import load_whole
 
 LOW_BIT = ("Linear4bit", "Linear8bitLt")
 # `model_type` of a folder with transforms, which transformers does not know: it must not load it as whole.
-PRUNED = "mmrl_pruned"
+# What it says then quotes the type, so the type says how the folder is loaded.
+PRUNED = "mmrl_pruned: load this folder with mmrl.load_pruned(folder) or mmrl.load_engine(folder)"
 
 
 @runtime_checkable

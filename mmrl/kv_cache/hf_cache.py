@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -104,6 +105,24 @@ def make_cache(
     layout, heads, layer = PromptLayout(visual, mask), text.num_key_value_heads, derive(QuantizedLayer)
     recipes = map(recipe.for_layer, range(text.num_hidden_layers))
     return derive(PromptCache)([layer(each, layout, heads, size, fused=fused) for each in recipes])
+
+
+LARGER: list[str] = []  # what was said of larger caches, once in a process
+
+
+def warn_of_larger(cache: Any, config: Any, tokens: int, dtype: torch.dtype) -> None:
+    """Warn, once, that a cache of prompts holds more bytes than the exact keys and values would."""
+    text, held = config.get_text_config(decoder=True), getattr(cache, "nbytes", 0)
+    if not held:  # a cache that does not count
+        return
+    exact = 2 * text.num_hidden_layers * text.num_key_value_heads * head_size(text) * tokens * dtype.itemsize
+    if held > exact and not LARGER:
+        LARGER.append(
+            f"the KV cache holds {held:,} bytes for {tokens} tokens of prompts, more than the {exact:,} "
+            "bytes without it: codes, scales and tables cost more than they save on few tokens; "
+            "leave out `cache`, or read longer prompts"
+        )
+        warnings.warn(LARGER[0], stacklevel=2)
 
 
 def share_prefix(filled: Any, recorded: list[Tensor], mask: Tensor) -> Any | None:

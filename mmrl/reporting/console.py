@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Group
 
+SILENCE = 30.0  # seconds without a line after which the work inside a step is printed
 PAUSE = 5.0  # seconds between plain lines, where there is no terminal
 SHOWN = [
     "reward", "reward_std", "rewards/margins", "rewards/accuracies", "kl", "entropy",
@@ -36,6 +38,7 @@ class Console:
         self.first: Mapping[str, float] = {}
         self.last: Mapping[str, float] = {}
         self.warnings: list[str] = []
+        self.working, self.spoke = "", time.monotonic()  # inside the step, and when something was printed
 
     def begin(self, step: int, first: Mapping[str, float] | None = None) -> None:
         """Start at a step; `first` has the metrics of the run's first step, where it is resumed."""
@@ -60,14 +63,20 @@ class Console:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a finished step."""
-        self.first, self.last = self.first or dict(metrics), metrics
+        self.first, self.last, self.working = self.first or dict(metrics), metrics, ""
         if self.live is not None:
             self.progress.update(self.task, completed=step + 1)
         elif not self.quiet and (time.monotonic() > self.printed + PAUSE or step + 1 == self.max_steps):
             self.printed = time.monotonic()
             values = "  ".join(f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics)
             left = (self.max_steps - step - 1) * metrics.get("step_time", 0.0)
-            print(f"{self.title} {step + 1}/{self.max_steps}  {values}  eta {left:.0f} s", flush=True)
+            self.say(f"{self.title} {step + 1}/{self.max_steps}  {values}  eta {left:.0f} s")
+
+    def work(self, work: str, done: int, total: int) -> None:
+        """Show how far the work inside a step is: below the bar, or as a line after 30 s of silence."""
+        self.working = f"{work} {done}/{total}"
+        if self.live is None and time.monotonic() > self.spoke + SILENCE:
+            self.say(f"{self.title}: {self.working}")
 
     def panel(self) -> Group:
         """Lay out the progress bar, last values next to the first, and the last warnings."""
@@ -86,7 +95,8 @@ class Console:
         if len(self.warnings) > len(texts):
             texts.append(f"and {len(self.warnings) - len(texts)} before")
         warnings = [Text(f"! {text}", style="yellow") for text in texts]
-        return Group(self.progress, *([table] if table.row_count else []), *warnings)
+        working = [Text(self.working, style="dim")] if self.working else []
+        return Group(self.progress, *working, *([table] if table.row_count else []), *warnings)
 
     def warn(self, text: str) -> None:
         """Print a warning and keep it below the table."""
@@ -98,6 +108,7 @@ class Console:
         if self.live is not None:
             self.live.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif not self.quiet:
+            self.spoke = time.monotonic()
             print(text, flush=True)
 
     def end(self) -> None:
@@ -105,6 +116,21 @@ class Console:
         if self.live is not None:
             self.live.stop()
             self.live = None
+
+
+class ProgressLines:
+    """Progress of a command without steps: a line on standard error every 5 s, or every 30 s in a log."""
+
+    def __init__(self) -> None:
+        self.spoke = time.monotonic()
+        self.quiet = os.environ.get("RANK", "0") != "0"  # of several processes the first one speaks
+
+    def __call__(self, work: str, done: int, total: int) -> None:
+        """Print how far some work is, unless a line was printed just now."""
+        now = time.monotonic()
+        if not self.quiet and now > self.spoke + (PAUSE if sys.stderr.isatty() else SILENCE):
+            self.spoke = now
+            print(f"{work} {done}/{total}", file=sys.stderr, flush=True)
 
 
 def on_terminal() -> bool:

@@ -13,20 +13,19 @@ from mmrl.config.reward_adapters import OwnAnswer
 from mmrl.core.answer_text import answer_part
 from mmrl.core.answers import (
     besides_numbers,
-    choice_in,
-    choices_in,
     exact_text,
-    letter_in,
     number_in,
     only_number,
     same_words,
     targets_of,
     words_of,
 )
+from mmrl.core.choices import choice_in, choices_in, letter_in
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.formulas import formula_key, same_formula
 
 AnswerForm = Literal["exact", "text", "words", "number", "letter", "choice", "math"]
+CURRENCIES = frozenset("$€£¥₹₩")  # may be left out, and not exchanged
 MATH = {FORM_PACKAGE: "math"}  # what the form `math` needs, for the registry
 log = logging.getLogger("mmrl")
 _said: set[str] = set()
@@ -98,7 +97,12 @@ def is_right(
 def _same_number(answer: str, wanted: str, tolerance: float) -> bool:
     """Whether the last number is right; words beside a wanted one, such as a unit, may only be left out."""
     number, value = number_in(answer), number_in(wanted)
+    if number is None and words_of(answer) == ["none"]:
+        number, answer = Fraction(0), ""
     if number is None or value is None or abs(number - value) > Fraction(str(tolerance)) * abs(value):
+        return False
+    money = [CURRENCIES.intersection(text) for text in (answer, wanted)]
+    if all(money) and money[0] != money[1]:
         return False
     words, said = besides_numbers(wanted), besides_numbers(answer)
     return not said or words <= said

@@ -10,7 +10,7 @@ import torch
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import comparable_outcomes, log_metric
-from mmrl.core.answers import choices_in
+from mmrl.core.choices import choices_in
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.answers import MATH, AnswerForm, comparable

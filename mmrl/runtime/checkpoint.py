@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmrl.config.loading import ConfigError
 from mmrl.runtime.content_hash import of_file
 from mmrl.runtime.files import flush, in_one_line, remove
 from mmrl.runtime.folders import mark_of
@@ -150,3 +151,16 @@ def _clear(path: Path, how: Callable[[Path], None], warn: Callable[[str], None])
         how(path)
     except OSError as error:
         warn(f"cannot remove the old folder '{path}': {in_one_line(error)}; remove it by hand to free room")
+
+
+def model_folder(path: str) -> Path:
+    """Find the model in the folder of a run (its latest checkpoint), of a checkpoint or of a model."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"'init_from' is '{path}', which is no folder; name that of a run or of a model")
+    if latest := finished(folder):
+        return latest[0] / MODEL
+    if (folder / "config.yaml").exists() and not (folder / MODEL).is_dir():
+        raise ConfigError(f"'init_from' is '{path}', a run without a checkpoint; name one that has saved")
+    inner = folder / MODEL
+    return inner if inner.is_dir() else folder

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from mmrl.config.schema import ConfigError
 
 
@@ -16,11 +18,14 @@ def check_joined() -> None:
     if not number and os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in os.environ:
         number, words = "N", "MASTER_ADDR is set as for several processes"
     if words:
+        command = (
+            f"accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes {number}"
+            if torch.accelerator.is_available()
+            else f"ACCELERATE_USE_CPU=true torchrun --nproc_per_node {number}"
+        )
         raise ConfigError(
             f"{words}, but accelerate sees one process, so several runs would write into one folder; start "
-            "with `accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes "
-            f"{number} -m mmrl ...`, or without a GPU with `ACCELERATE_USE_CPU=true torchrun "
-            f"--nproc_per_node {number} -m mmrl ...`; unset {words.split()[0]} to start one process"
+            f"with `{command} -m mmrl ...`; unset {words.split()[0]} to start one process"
         )
 
 

@@ -130,15 +130,24 @@ def keep_training_precision(model: nn.Module, *, now: bool = False) -> None:
                 parameter.data = parameter.data.float()  # the Parameter stays, which others may refer to
 
 
+def stored_dtypes(folder: Path) -> dict[str, str]:
+    """Read the dtype of every weight in the safetensors files of a folder, by safetensors' names."""
+    from safetensors import SafetensorError, safe_open
+
+    dtypes: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"cannot read the weights in '{path}': {error}") from error
+    return dtypes
+
+
 def widest_dtype(model: nn.Module, folder: Path) -> torch.dtype:
     """Find the widest floating dtype of a model and of the safetensors files in a folder."""
-    from safetensors import safe_open
-
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            stored = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-        dtypes |= {STORED[name] for name in stored if name in STORED}
+    dtypes |= {STORED[name] for name in set(stored_dtypes(folder).values()) if name in STORED}
     return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,32 +10,74 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.config.loading import ConfigError
 from mmrl.runtime.content_hash import of_tensors
-from mmrl.runtime.modules import placement
+from mmrl.runtime.modules import DTYPES, placement, stored_dtypes
 
+FEW_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F4")  # of safetensors; without scales they are other numbers
 BASE = "mmrl_base_weights"  # in the header of an adapter: a hash of the frozen weights below it
 # Settings of a `LoraConfig` that decide what the weights of an adapter do.
 EFFECTIVE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
+# Settings that do not matter once the weights are there; the names of weights tell which modules have some.
+PAST = (
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "init_lora_weights",
+    "layers_to_transform", "layers_pattern", "runtime_config", "ensure_weight_tying",
+)  # fmt: skip
+# Starts of `init_lora_weights` that change the weights of the base too.
+REWRITING = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 
 
 def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
     """Load a model of transformers or diffusers from safetensors.
 
     `kind` is the class, `options` are those of its `from_pretrained`. Raises `ValueError` where the files
-    lack weights or cannot be read: transformers would begin with random numbers in their place.
+    lack weights, have other shapes, hold NaN or integers, or cannot be read: transformers would begin with
+    random or rounded numbers in their place. A folder that holds an adapter too is refused, as transformers
+    would put it on the model.
     """
     from safetensors import SafetensorError
 
+    place = f"{source}/{options['subfolder']}" if "subfolder" in options else str(source)
     try:
         model, report = kind.from_pretrained(
-            str(source), use_safetensors=True, output_loading_info=True, **options
+            str(source),
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
         )
+        stored = stored_dtypes(Path(place)) if Path(place).is_dir() else {}
     except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"its weights cannot be read: {error}") from error
-    if missing := sorted(report["missing_keys"]):
-        part = f"/{options['subfolder']}" if "subfolder" in options else ""
+        raise ValueError(f"its weights cannot be read from '{place}': {error}") from error
+    if getattr(model, "peft_config", None):
         raise ValueError(
-            f"the files in '{source}{part}' lack {len(missing)} of the {len(model.state_dict())} weights of "
+            f"'{place}' holds an adapter (adapter_config.json) beside a model; keep each in a folder of its "
+            "own, and name that of the adapter as `policy.adapter`"
+        )
+    if odd := sorted(report["mismatched_keys"]):
+        name, saved, own = odd[0]
+        raise ValueError(
+            f"{len(odd)} weights in '{place}' have other shapes than those of {type(model).__name__}, the "
+            f"first is '{name}' with {list(saved)}, not {list(own)}: its config.json is of another model"
+        )
+    weights = dict(model.named_parameters())
+    low = sorted(name for name, dtype in stored.items() if dtype in FEW_BITS)
+    if low and not (getattr(model.config, "quantization_config", None)):
+        raise ValueError(
+            f"{len(low)} weights in '{place}' are stored in few bits, the first is '{low[0]}' in "
+            f"{stored[low[0]]}, but its config.json has no `quantization_config` that tells their scale; "
+            "fetch the folder anew, or dequantise it"
+        )
+    sound = lambda w: w.is_meta or w.dtype not in DTYPES.values() or bool(w.isfinite().all())
+    if broken := sorted(name for name, weight in weights.items() if not sound(weight)):
+        raise ValueError(
+            f"{len(broken)} of {len(weights)} weights in '{place}' hold NaN or infinity, the first is "
+            f"'{broken[0]}'; take an earlier checkpoint"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"the files in '{place}' lack {len(missing)} of the {len(model.state_dict())} weights of "
             f"{type(model).__name__}, the first is '{missing[0]}'"
             + (f"; they hold '{min(report['unexpected_keys'])}'" if report["unexpected_keys"] else "")
             + "; without them it would begin with random numbers: fetch or save the folder anew"
@@ -42,19 +85,73 @@ def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
     return model
 
 
+def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the weights of an adapter and the header of its file.
+
+    Raises `ValueError` for a file that is damaged, empty, or holds NaN, infinity or whole numbers.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as opened:
+            header = opened.metadata() or {}
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot read the adapter '{file}': {error}") from error
+    if not weights:
+        raise ConfigError(f"'{file}' holds no weights")
+    sound = lambda value: value.is_floating_point() and value.isfinite().all()
+    if broken := sorted(name for name, value in weights.items() if not sound(value)):
+        raise ConfigError(
+            f"{len(broken)} of {len(weights)} weights of the adapter in '{file.parent}' hold NaN, infinity "
+            f"or no floating-point numbers, the first is '{broken[0]}'; take an earlier checkpoint"
+        )
+    return weights, header
+
+
+def lora_config(settings: Mapping[str, Any], folder: str | Path) -> Any:
+    """Make peft's `LoraConfig`; raise `ValueError` for settings that peft or this toolkit cannot train."""
+    from peft import LoraConfig
+
+    try:
+        return check_trainable(LoraConfig(**settings), folder)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the adapter in '{folder}' has settings that peft does not take: {error}"
+        ) from error
+
+
+def check_trainable(config: Any, folder: str | Path) -> Any:
+    """Return a `LoraConfig` whose adapter can be trained further; raise `ValueError` for another.
+
+    The reference is the model without the adapter, so nothing else may change with it.
+    """
+    if str(config.init_lora_weights).startswith(REWRITING):
+        raise ConfigError(
+            f"the adapter in '{folder}' began with init_lora_weights '{config.init_lora_weights}', which "
+            "changes the base weights; save it as an ordinary adapter with peft"
+        )
+    usual = type(config)()
+    kept = (field.name for field in dataclasses.fields(config) if field.name not in (*EFFECTIVE, *PAST))
+    values = {name: (getattr(config, name) or None, getattr(usual, name) or None) for name in kept}
+    if odd := [f"{name}: {value!r}" for name, (value, plain) in values.items() if value != plain]:
+        raise ConfigError(
+            f"the adapter in '{folder}' has {', '.join(odd)}, which cannot be trained further here; merge it "
+            "into the model with peft (`merge_and_unload`), and name the merged folder as `policy.model`"
+        )
+    return config
+
+
 def check_adapter(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], folder: str | Path) -> None:
-    """Raise `ValueError` where a saved adapter lacks weights of `own`, has others, or holds NaN."""
+    """Raise `ValueError` where a saved adapter lacks weights of `own` or has others."""
     shapes = [{(name, *value.shape) for name, value in held.items()} for held in (own, weights)]
     if odd := sorted(shapes[0] ^ shapes[1]):
-        raise ValueError(
+        raise ConfigError(
             f"the adapter in '{folder}' does not fit the policy's: {len(odd)} weights are on one side only "
-            f"or differ in shape, the first is {odd[0]}; was it trained on this model, and are `lora_rank` "
-            "and `freeze_vision_tower` the same?"
-        )
-    if broken := sorted(name for name, value in weights.items() if not value.isfinite().all()):
-        raise ValueError(
-            f"{len(broken)} of {len(weights)} weights of the adapter in '{folder}' hold NaN or infinity, the "
-            f"first is '{broken[0]}'; take an earlier checkpoint"
+            f"or differ in shape, the first is {odd[0]}; was it trained on this model, and are its options "
+            "(`lora_rank`, layers, `freeze_vision_tower`) the same?"
         )
 
 
@@ -62,7 +159,7 @@ def check_settings(saved: Any, own: Any, folder: str | Path) -> None:
     """Raise `ValueError` where two `LoraConfig` make other models of the same weights."""
     pairs = {name: (getattr(saved, name) or None, getattr(own, name) or None) for name in EFFECTIVE}
     if odd := [f"{name} {then}, not {now}" for name, (then, now) in pairs.items() if then != now]:
-        raise ValueError(
+        raise ConfigError(
             f"the adapter in '{folder}' was trained with {'; '.join(odd)}; set `lora_rank` and `lora_alpha` "
             "as they were, or, for other settings, name the folder as `adapter` of the policy"
         )
@@ -71,7 +168,7 @@ def check_settings(saved: Any, own: Any, folder: str | Path) -> None:
 def check_base(base: str, own: str, folder: str | Path) -> None:
     """Raise `ValueError` where an adapter was trained over other weights, by the hashes of both."""
     if base and own and base != own:
-        raise ValueError(
+        raise ConfigError(
             f"the adapter in '{folder}' was trained over other weights than those of the model (their hashes "
             f"are {base} and {own}); set `policy.model` to the model that it was trained over"
         )
@@ -83,6 +180,8 @@ def base_hash(frozen: Iterable[Tensor]) -> str:
     Empty for float16, which rounds otherwise, for weights in few bits, and for those with shapes alone.
     """
     frozen = list(frozen)
-    if placement().empty or any(not w.is_floating_point() or w.dtype == torch.float16 for w in frozen):
+    if placement().empty or any(
+        w.is_meta or not w.is_floating_point() or w.dtype == torch.float16 for w in frozen
+    ):
         return ""
     return of_tensors(tensor.detach().to(torch.bfloat16) for tensor in frozen)[:16]

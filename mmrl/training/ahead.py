@@ -31,7 +31,7 @@ def ask_ahead(run: Run) -> None:
     try:
         prompts = run.unreadable.rest(run.method.sampler.draw(size.num_prompts, size.num_generations))
         _check_unchanged(run, prompts)
-        run.ahead = _ask(run, prompts, run.pieces.clock) if prompts else None
+        run.ahead = _ask(run, prompts, run.pieces.clock)
     finally:
         run.stream.step = step
 
@@ -42,34 +42,44 @@ def drawn(run: Run, missing: int) -> list[Prompt]:
     if ahead is None:
         return run.method.sampler.draw(missing, run.config.rollout.num_generations) if missing > 0 else []
     prompts = [run.prompts_by_uid[uid] for uid in ahead.uids]
-    if not ahead.asked:
-        _ask_again(run, ahead, prompts)
-    return prompts
+    return prompts if ahead.asked else _ask_again(run, ahead, prompts)
 
 
-def _ask(run: Run, prompts: Sequence[Prompt], clock: Clock) -> Ahead:
-    mine, _ = run.processes.share(prompts, RewardTable.empty())
-    with run.processes.agreeing("asking for rollouts"), run.acting():
+def _ask(run: Run, prompts: list[Prompt], clock: Clock) -> Ahead | None:
+    """Ask for rollouts with the weights of now; None where no prompt can be read."""
+    with run.acting():
         # Process 0 saves them; of shards every process has its own.
         saves = run.processes.main or run.processes.shards
         weights = tuple(map(kept, run.method.trained)) if saves else ()
-        with run.processes.sampling(run.method.engine):
+        prompts = _asked(run, prompts)
+        if prompts:
+            run.processes.compare(run.method.engine)
+    return Ahead(tuple(prompt.uid for prompt in prompts), weights, clock) if prompts else None
+
+
+def _asked(run: Run, prompts: list[Prompt]) -> list[Prompt]:
+    """Ask the engine; return the prompts without those that turned out to be unreadable, or raise."""
+    while prompts:
+        mine, _ = run.processes.share(prompts, RewardTable.empty())
+        sampling = run.processes.sampling(run.method.engine)
+        with run.processes.agreeing("asking for rollouts"), run.unreadable.catching(), sampling:
             cast(Asking, run.method.engine).ask(mine)
-    with run.acting():
-        run.processes.compare(run.method.engine)
-    return Ahead(tuple(prompt.uid for prompt in prompts), weights, clock)
+        if not run.unreadable.agree(run.processes):
+            break
+        prompts = run.without_unreadable(prompts)
+    return prompts
 
 
-def _ask_again(run: Run, ahead: Ahead, prompts: Sequence[Prompt]) -> None:
+def _ask_again(run: Run, ahead: Ahead, prompts: list[Prompt]) -> list[Prompt]:
     """Ask once more, with the weights of that time, what was asked before the run was stopped."""
     now = [p.detach().clone() for p in run.method.trained]
     clock, run.pieces.clock = run.pieces.clock, ahead.clock
     try:
         _copy(run, taken_up(tuple(ahead.weights), run.method.trained))
-        mine, _ = run.processes.share(prompts, RewardTable.empty())
-        with run.processes.agreeing("asking for rollouts"), run.processes.sampling(run.method.engine):
-            cast(Asking, run.method.engine).ask(mine)
-        run.processes.compare(run.method.engine)
+        prompts = _asked(run, prompts)
+        if prompts:
+            run.processes.compare(run.method.engine)
+        return prompts
     finally:
         _copy(run, now)
         run.pieces.clock = clock

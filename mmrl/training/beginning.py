@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from mmrl.config.changes import inside
-from mmrl.config.loading import ConfigError
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
 from mmrl.runtime.distributed import Processes
@@ -70,19 +69,6 @@ def _carry(run: Run, folder: Path) -> None:
             "need the same pieces there; leave out of `carry` what does not fit"
         ) from error
     run.report.console.say(f"carried over from {folder}: {', '.join(carried)}")
-
-
-def model_folder(path: str) -> Path:
-    """Find the model in the folder of a run (its latest checkpoint), of a checkpoint or of a model."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigError(f"'init_from' is '{path}', which is no folder; name that of a run or of a model")
-    if latest := checkpoint.finished(folder):
-        return latest[0] / checkpoint.MODEL
-    if (folder / "config.yaml").exists() and not (folder / checkpoint.MODEL).is_dir():
-        raise ConfigError(f"'init_from' is '{path}', a run without a checkpoint; name one that has saved")
-    inner = folder / checkpoint.MODEL
-    return inner if inner.is_dir() else folder
 
 
 def together(processes: Processes, work: Callable[[], T]) -> T:

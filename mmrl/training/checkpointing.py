@@ -25,7 +25,7 @@ from mmrl.runtime.folders import MARK, check_owner, content, mark, mark_of
 from mmrl.runtime.fsdp import gathered, whole
 from mmrl.runtime.stages import check_alone
 from mmrl.runtime.watchdog import ProcessFailed
-from mmrl.training.beginning import begin_from, model_folder, together
+from mmrl.training.beginning import begin_from, together
 from mmrl.training.record import Changes, changed_code, changed_defaults, changed_versions, name_of, record_of
 from mmrl.training.trainer import Best, Run
 from mmrl.training.unreadable import FILE, taken_out
@@ -188,7 +188,7 @@ def _load_latest(run: Run, changed: Changes) -> int:
             "overwrite_output_dir=true to throw what is there away"
         )
     if run.config.init_from:
-        begin_from(run, model_folder(run.config.init_from))
+        begin_from(run, checkpoint.model_folder(run.config.init_from))
     return 0
 
 
@@ -254,7 +254,7 @@ def look(config: Config) -> None:
     if not config.overwrite_output_dir:
         _changes(config, folder, record_of(config), lambda text: None)
     if config.init_from and (config.overwrite_output_dir or not _begun(folder)):
-        start = model_folder(config.init_from)
+        start = checkpoint.model_folder(config.init_from)
         if config.carry and not (start.parent / checkpoint.STATE).is_file():
             raise ConfigError(
                 f"'carry' names {', '.join(config.carry)}, but '{config.init_from}' (init_from) has weights "

@@ -90,11 +90,7 @@ def readable(run: Run, missing: int, table: RewardTable) -> Any:
         while prompts:
             if done := made_and_scored(run, prompts, table):
                 return done
-            if not run.unreadable.drops:
-                if run.processes.main:
-                    run.unreadable.note(run.folder, run.pieces.made["data"])
-                raise run.unreadable.error()
-            prompts = run.unreadable.rest(prompts)
+            prompts = run.without_unreadable(prompts)
         if not drawn_now:
             return None
     raise ConfigError(f"none of the prompts of {DRAWS} draws can be read: {run.unreadable.error()}")

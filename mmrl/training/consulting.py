@@ -8,7 +8,7 @@ from functools import partial
 from mmrl.config.binding import Pieces
 from mmrl.config.registry import Needs
 from mmrl.core.protocols import Consulting, LogProbs, Policy
-from mmrl.core.types import Outcome, Prompt
+from mmrl.core.types import Outcome, Prompt, PromptError, Trajectory
 from mmrl.runtime.distributed import Processes
 from mmrl.training.loop import consult
 
@@ -23,13 +23,24 @@ def values_of(
 ) -> list[float]:
     """Return a second model's value before the first step of an answer to each prompt.
 
-    Every process computes them, and those of the first count, so that all agree to the last bit.
+    Every process computes them, and those of the first count, so that all agree to the last bit. A prompt
+    that cannot be read has the mean of the others: what to do with it is known when it is asked.
     """
-    batch = policy.collate(tuple(policy.encode(prompt, Outcome(text="")) for prompt in prompts))
+    rows, unread = dict[int, Trajectory](), None
+    for place, prompt in enumerate(prompts):
+        try:
+            rows[place] = policy.encode(prompt, Outcome(text=""))
+        except PromptError as error:
+            unread = error
+    if unread is not None and not rows:
+        raise unread
+    batch = policy.collate(tuple(rows.values()))
     needs = Needs(others={"value": frozenset({"value"})})
     batch = consult({"value": model}, batch, needs, micro_batch_steps, processes.even)
     values = batch.others["value"].extra["value"][:, 0].double()
-    return processes.tell(values.tolist())[0]
+    read = dict(zip(rows, processes.tell(values.tolist())[0], strict=True))
+    mean = sum(read.values()) / len(read)
+    return [read.get(place, mean) for place in range(len(prompts))]
 
 
 def connect(

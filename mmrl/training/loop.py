@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmrl.config.binding import Bound
 from mmrl.config.registry import Needs
+from mmrl.core.progress import advance, showing
 from mmrl.core.protocols import LogProbs
 from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.step_table import Batch, StepOutput, spread
@@ -34,7 +35,8 @@ def train(run: Run) -> bool:
     trains in the same folder.
     """
     asked = listening(not run.report.console.quiet)
-    with run.processes.watching(), asked as stop, locked(run.folder, run.processes):
+    shown = showing(run.report.console.work)
+    with shown, run.processes.watching(), asked as stop, locked(run.folder, run.processes):
         start = resume(run)
         run.tell("train_begin")
         run.begin(start)
@@ -142,7 +144,9 @@ def consult(
     others = dict(batch.others)
     for name, policy in policies.items():
         columns_of: dict[str, Tensor] = {}  # (N, T, ...), filled micro-batch by micro-batch
-        for (rows, steps), counts, _ in even(list(batch.cuts(micro_batch_steps, Unit.STEP))):
+        cuts = list(batch.cuts(micro_batch_steps, Unit.STEP))
+        for number, ((rows, steps), counts, _) in enumerate(even(cuts)):
+            advance(f"evaluating the policy '{name}', micro-batches", min(number, len(cuts)), len(cuts))
             with torch.no_grad():
                 output = policy(batch.select(rows, steps), needs.others.get(name, frozenset()))
             for key, value in {"logp": output.logp, **output.extra}.items() if counts else ():
@@ -177,7 +181,8 @@ def accumulate(learning: Learning, part: Batch) -> None:
     guard, processes, policy, needs = learning.guard, learning.processes, learning.policy, learning.needs
     guard.forget()  # of a pass that ran out of memory
     micros = largest_first(part.split(guard.micro_batch_steps, needs.unit))
-    for micro, counts, last in processes.even(micros):
+    for number, (micro, counts, last) in enumerate(processes.even(micros)):
+        advance("learning, micro-batches", min(number, len(micros)), len(micros))
         micro = micro.on(processes.device)
         with processes.accumulating(policy.module, last):
             loss, metrics = learning.objective(policy(micro, needs.extra), micro)

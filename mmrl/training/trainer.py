@@ -315,8 +315,15 @@ class Run:
         data, counts = self.pieces.made["data"], self.pieces.made["prompts"]
         write_prompts(self.folder, data, counts.columns(), beliefs)
 
-    # ---- checkpoints
+    def without_unreadable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Leave out prompts that turned out to be unreadable, or note them in the folder and raise."""
+        if self.unreadable.drops:
+            return self.unreadable.rest(prompts)
+        if self.processes.main:
+            self.unreadable.note(self.folder, self.pieces.made["data"])
+        raise self.unreadable.error()
 
+    # ---- checkpoints
     def saves_at(self, step: int) -> bool:
         """Return whether a checkpoint is due after so many steps."""
         every = self.config.save_steps

@@ -45,7 +45,8 @@ class Unreadable:
     def agree(self, processes: Processes) -> bool:
         """Return whether any process caught one; every process has to call this."""
         mine, self.caught = self.caught, None
-        told = processes.tell([mine.uid, str(mine)] if mine else [])
+        # Written anew, because an error of a Ray worker is shown with its traceback.
+        told = processes.tell([mine.uid, str(PromptError(mine.uid, mine.reason))] if mine else [])
         new = {uid: reason for uid, reason in filter(None, told)}
         for uid, reason in new.items():
             if self.drops and uid not in self.found and processes.main:

@@ -182,7 +182,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {  # what to do, and the value
     "tf32": ("Set torch.backends.cuda.matmul.allow_tf32 in the program.", (False,)),
     "trust_remote_code": ("Models run no code of their repository here.", (False,)),
     "cast_lm_head_to_fp32": ("For a head in float32: `policy.dtype`.", (False,)),
-    "torch_compile": ("Nothing is compiled here.", (False,)),
     "auto_find_batch_size": ("Set `learn.micro_batch_steps`; `mmrl estimate-memory` tells it.", (False,)),
     "average_tokens_across_devices": ("Losses are averaged over all processes.", (True,)),
     "parallelism_config": (_LAUNCH, ()),
@@ -229,7 +228,7 @@ _NEUTRAL = {
     "entropy_target",
     "How memory or time is spent; results are the same.": "ds3_gather_for_generation pad_to_multiple_of "
     "gradient_checkpointing_kwargs activation_checkpointing_kwargs activation_offloading "
-    "torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache "
+    "torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache "
     "torch_empty_cache_steps per_device_eval_batch_size eval_accumulation_steps bf16_full_eval "
     "fp16_full_eval padding_free precompute_ref_log_probs precompute_ref_batch_size dataset_num_proc "
     "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "

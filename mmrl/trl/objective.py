@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_mapping
 from mmrl.trl.given import (
-    ABSENT_LOSSES,
     DIVERGENCES,
     DPO_LOSSES,
     GRPO_LOSSES,
@@ -22,12 +21,9 @@ from mmrl.trl.names import NAMES
 
 def objective(given: Given) -> Change:
     """`loss_type`: the surrogate and the aggregation, or the comparisons of pairs."""
-    for name in given.losses:
-        if name in ABSENT_LOSSES and name != "sft" or name not in {**GRPO_LOSSES, **DPO_LOSSES, "sft": ""}:
-            known = ", ".join({**GRPO_LOSSES, **DPO_LOSSES, "sft": ""})
-            raise ConfigError(f"'loss_type={name!r}' of TRL is not here; there are {known}")
     if given.pairs:
         return pairs(given)
+    _check_losses(given, [*GRPO_LOSSES, *DPO_LOSSES, "sft"])
     threshold = given["off_policy_mask_threshold"]
     if "loss_type" not in given and threshold is not None:
         raise ConfigError(
@@ -103,8 +99,15 @@ def length(given: Given) -> Change:
     return change | ({"objective.aggregation.max_completion_length": longest} if fixed else {})
 
 
+def _check_losses(given: Given, known: Sequence[str]) -> None:
+    for name in given.losses:
+        if name not in known:
+            raise ConfigError(f"'loss_type={name!r}' of TRL is not here; there are {', '.join(known)}")
+
+
 def pairs(given: Given) -> Change:
     """The comparisons of DPO: new ones where `loss_type` names them, else options of those that there are."""
+    _check_losses(given, [*DPO_LOSSES, "sft"])
     options, reward = _pair_options(given), _implicit_reward(given)
     if "loss_type" not in given:
         there = given.at("objective.compare") or [""]

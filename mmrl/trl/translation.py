@@ -103,9 +103,9 @@ def translated(
             continue
         change |= part
         decided |= set(part) if rules[rule] else set()
-    if problems:
+    if problems := list(dict.fromkeys(problems)):
         count = f"{len(problems)} arguments of TRL cannot be taken:\n  " if len(problems) > 1 else ""
-        raise ConfigError(count + ";\n  ".join(dict.fromkeys(problems)))
+        raise ConfigError(count + ";\n  ".join(problems))
     return Translated(change, frozenset(decided), _differences(given, asked, complete))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mmrl.advantages.pairs import best_vs_worst, bilevel_pairs, corrupted_as_rejected, kto_kl_rows
+from mmrl.advantages.shape import total
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -115,6 +116,13 @@ def test_unrelated_rows_stay_beside_the_pair_and_are_noted():
     assert table.notes["unrelated"].tolist() == [[0] * 3, [0] * 3, [1] * 3]
     plain = kto_kl_rows(best_vs_worst(reward_table([0.2, 0.9])))
     assert not plain.notes["unrelated"].any() and plain.values[:, 0, 0].tolist() == [-1, 1]
+
+
+def test_single_answers_are_labelled_by_their_rewards():
+    """KTO without pairs: an answer whose label is 1 or -1, and one to another prompt, in each group."""
+    tags = {"unrelated": ["", "yes", "", "yes"]}
+    table = kto_kl_rows(total(reward_table([1.0, None, -1.0, None], tags=tags, group=[0, 0, 1, 1])))
+    assert table.values[:, 0, 0].tolist() == [1, 0, -1, 0] and table.learn.all()
 
 
 # ---- several rewards and several places at once

@@ -142,6 +142,14 @@ def test_what_does_not_exist_is_named(visual, override, words, capsys):
     assert words in line
 
 
+def test_changes_may_stand_after_a_flag(visual, capsys):
+    assert main(["check", visual, "--data", "data.path=nowhere.jsonl"]) == 2
+    assert "nowhere.jsonl" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["check", visual, "--date", "data.path=nowhere.jsonl"])
+    assert "unrecognized arguments: --date" in capsys.readouterr().err
+
+
 def test_columns_may_be_renamed_and_read_in_templates(visual):
     rewards = "rewards=['tests.cli.test_check:wanting']"
     assert main(["check", visual, rewards, "data.columns={solution: answer}"]) == 0

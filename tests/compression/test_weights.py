@@ -33,11 +33,11 @@ def test_features_of_neighbours_are_slices():
     assert feature_index((), 4) == slice(0, 0) and feature_index(None) is None
 
 
-def _adapted():
+def _adapted(**options):
     from peft import LoraConfig, get_peft_model
 
     layer = nn.ModuleDict({"a": nn.Linear(6, 8)})
-    get_peft_model(layer, LoraConfig(r=2, target_modules=["a"]))
+    get_peft_model(layer, LoraConfig(r=2, target_modules=["a"], **options))
     nn.init.normal_(layer["a"].lora_B["default"].weight)
     return layer["a"]
 
@@ -52,10 +52,11 @@ class Odd(nn.Linear):
         lambda: nn.Linear(6, 8),
         lambda: nn.Linear(6, 8, bias=False),
         _adapted,
+        lambda: _adapted(use_dora=True),
         lambda: Odd(6, 8),
         lambda: UpcastLinear(nn.Linear(6, 8), torch.bfloat16, torch.float32),
     ],
-    ids=["plain", "no bias", "lora", "odd", "upcast"],
+    ids=["plain", "no bias", "lora", "dora", "odd", "upcast"],
 )
 @pytest.mark.parametrize("rows", [None, slice(2, 5), torch.tensor([7, 0, 3])], ids=str)
 @pytest.mark.parametrize("columns", [None, slice(1, 4), torch.tensor([5, 2])], ids=str)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmrl.config.methods import Method, all_methods, named_in, readings, sentences
+from mmrl.config.methods import DIFFERS, Method, all_methods, named_in, readings, sentences
 
 COMMENT = (
     "X-PO (arXiv 2501.00001): what it does, as (arXiv 2402.03300) has it. The factor is our reading. "
@@ -51,8 +51,8 @@ def test_pieces_are_found_where_their_kind_is_expected():
 def test_every_method_has_a_family_and_says_what_differs():
     assert {"grpo", "flow", "preference", "grounding"} <= {found.family for found in all_methods()}
     for found in all_methods():
-        assert len(found.differs) > 5, found.name
-        assert found.pieces(), found.name
+        assert len(found.differs) > 5, f"{found.path}: add a comment '# {DIFFERS}...' at its head"
+        assert found.pieces(), f"{found.path} names no piece; name its `advantage` or `objective`"
 
 
 def test_the_reading_of_a_piece_belongs_to_the_methods_that_name_it():

@@ -33,7 +33,7 @@ WORDS = {word for path in TESTS for word in re.findall(r"\w+", path.read_text())
 def test_a_piece_has_a_docstring_of_whole_sentences(entry):
     summary = entry.summary
     if not (summary[:1].isupper() and summary.rstrip(")").endswith((".", ":"))):
-        yield f"begin the docstring with a whole sentence, not {summary!r}"
+        yield f"begin the docstring with a capital and end a sentence with a full stop, not {summary!r}"
 
 
 @NAMED
@@ -43,9 +43,9 @@ def test_options_are_keyword_only_and_typed(entry):
         if parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
             yield f"'{name}' passes anything through; list the options"
         elif parameter.default is not kinds.empty and parameter.kind is not kinds.KEYWORD_ONLY:
-            yield f"make the option '{name}' keyword-only: put `*` before it"
+            yield f"the option '{name}' is not keyword-only; put `*` before the options"
         if parameter.annotation is kinds.empty:
-            yield f"annotate '{name}' with a type"
+            yield f"'{name}' has no type; annotate it, as `{name}: Tensor`"
 
 
 @NAMED

@@ -30,6 +30,26 @@ def test_json_lines_named_json_are_read_as_lines(tmp_path):
     assert columns(path) == ROWS
 
 
+def test_one_object_over_several_lines_is_named_as_such(tmp_path):
+    path = tmp_path / "nested.json"
+    path.write_text(json.dumps({"data": ROWS}, indent=1))
+    with pytest.raises(RowError, match="must hold a list of objects"):
+        columns(path)
+    path.write_text('{"a": \n{"a": 1}\n')
+    assert [bool(row.fault) for row in Rows(path, tmp_path)] == [True, False]
+
+
+def test_rows_without_an_answer_among_others_are_found(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"answer": NaN}\n{"answer": null}\n{"question": "q"}\n{"answer": 3.0}\n{"target": "x"}\n'
+    )
+    found = [finding.what for finding in empty_answers(Rows(path, tmp_path))]
+    assert found == ["`answer` is nan", *["has no answer; 3 rows of its file have one"] * 2]
+    path.write_text('{"question": "q"}\n{"question": "r"}\n')
+    assert not list(empty_answers(Rows(path, tmp_path)))
+
+
 def test_columns_that_the_first_row_lacks_are_written_to_parquet(tmp_path):
     write_rows(tmp_path / "a.parquet", [{"a": 1}, {"a": 2, "b": "x"}])
     assert columns(tmp_path / "a.parquet") == [{"a": 1, "b": None}, {"a": 2, "b": "x"}]
@@ -52,6 +72,28 @@ def test_a_folder_is_its_files_and_splits_are_their_names(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")  # describes, and holds no rows
     assert [row.split for row in valid_rows(tmp_path)] == ["train", "test", "test"]
     assert split_of(tmp_path / "train-00001-of-00002.parquet") == "train"
+
+
+def test_a_pattern_names_the_files_of_a_split(tmp_path):
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        write_rows(tmp_path / "data" / f"{name}.parquet", ROWS)
+    (tmp_path / "data" / "train.md").write_text("about")
+    found = list(valid_rows(tmp_path / "data" / "train*"))
+    assert [row.split for row in found] == ["train"] * 4
+    with pytest.raises(RowError, match="there is no file or folder"):
+        row_files(tmp_path / "data" / "dev*")
+
+
+def test_splits_that_are_read_together_are_named(tmp_path, caplog):
+    from mmrl.vision.datasets.visual_qa import visual_qa
+
+    for name in ("train", "test"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"question": "What?", "answer": "this"}])
+    assert len(visual_qa(path=str(tmp_path))) == 2
+    assert "holds the splits test, train, and all of them are read" in caplog.text
+    caplog.clear()
+    assert len(visual_qa(path=str(tmp_path / "train*"))) == 1
+    assert not caplog.text
 
 
 def test_a_row_may_name_its_split(tmp_path):
@@ -145,6 +187,7 @@ def test_useless_answers_are_found(tmp_path):
         ("3", "`chosen` and `rejected` are both 'a dog'"),
         ("5", "`chosen` and `rejected` are both 'a dog'"),
         ("6", "`answers` holds no answer"),
+        ("8", "has no answer; 7 rows of its file have one"),
     ]
 
 

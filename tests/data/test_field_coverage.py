@@ -124,7 +124,7 @@ def lost(name, row, home, caplog):
         return None  # what the errors say other tests look at
     read = said(*((p.uid, p.text, [m.extra for m in p.messages], p.target) for p in prompts))
     if not name.startswith("diffusion"):  # whose answers are files
-        read |= said(*(answer.text for prompt in prompts for answer in prompt.answers))
+        read |= said(*((answer.text, answer.extra) for prompt in prompts for answer in prompt.answers))
     return [key for key, value in row.items() if said(value) - read and f"{key} (" not in caplog.text]
 
 

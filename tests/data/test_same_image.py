@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 
 from mmrl.core.types import Outcome
+from mmrl.data.fields import RowError
 from mmrl.data.media import MediaError, to_image, upright_size
 from mmrl.data.object_rows import put_rows
 from mmrl.diffusion.image_io import load_image
@@ -50,8 +52,11 @@ MODES = {
 }
 
 
-def shown(prompt_rows):
-    (prompt,) = conversations(path=prompt_rows)
+Q = {"type": "text", "text": "q"}
+
+
+def shown(prompt_rows, root=""):
+    (prompt,) = conversations(path=prompt_rows, root=root)
     return prompt.media[0].load().pixels
 
 
@@ -69,7 +74,19 @@ def by_every_way(folder, image, options, form):
     yield "file of a row", shown(str(rows))
     for name, value in {"bytes": data, "mapping": {"bytes": data, "path": None}, "object": opened()}.items():
         yield f"{name} in a row", shown(put_rows("rows", [{"prompt": "q", "image": value}], "train"))
-    for name, value in {"path": str(path), "bytes": data, "object": opened()}.items():
+    held, address = base64.b64encode(data).decode(), f"file://{path}"
+    texts = {"data address": f"data:image/{form.lower()};base64,{held}", "file address": address}
+    for name, value in {**texts, **({"base64": held} if len(held) > 250 else {})}.items():
+        yield (
+            f"{name} in a row",
+            shown(put_rows("rows", [{"prompt": "q", "image": value}], "train"), str(folder)),
+        )
+    part = {"type": "image_url", "image_url": {"url": texts["data address"]}}
+    yield (
+        "OpenAI's part",
+        shown(put_rows("rows", [{"prompt": [{"role": "user", "content": [part, Q]}]}], "train")),
+    )
+    for name, value in {"path": str(path), "bytes": data, "object": opened(), **texts}.items():
         yield f"{name} in a chat", reader("image", value, "it").load().pixels
     yield "reply of a tool", as_parts(opened(), "t", limits)[0].media.load().pixels
     yield (
@@ -86,6 +103,15 @@ def test_an_image_is_the_same_pixels_by_every_way(tmp_path, mode):
     wanted = ways.pop("file of a row")
     for way, pixels in ways.items():
         assert torch.equal(pixels, wanted), way
+
+
+@pytest.mark.parametrize(
+    "value", ["https://x.org/a.png", "file:///etc/hostname", "data:image/png;base64,AAAA"]
+)
+def test_addresses_are_no_way_around_the_root(tmp_path, value):
+    with pytest.raises(RowError) as error:
+        shown(put_rows("rows", [{"prompt": "q", "image": value}], "train"), str(tmp_path))
+    assert len(str(error.value)) < 600
 
 
 def test_a_turned_photo_is_upright(tmp_path):

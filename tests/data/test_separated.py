@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from mmrl.config.loading import ConfigError
-from mmrl.data.dataset_io import Rows, SourceError
+from mmrl.data.dataset_io import RowError, Rows, SourceError
 from mmrl.diffusion.datasets import prompts
+from mmrl.vision.benchmarks.grounding_annotations import spans_of
+from mmrl.vision.datasets.boxes import boxes
 from mmrl.vision.datasets.conversations import conversations
+from mmrl.vision.datasets.preference_pairs import preference_pairs
 from mmrl.vision.datasets.visual_qa import visual_qa
 
 
@@ -54,3 +57,24 @@ def test_a_table_is_no_list_of_texts(tmp_path):
 def test_a_damaged_table_is_named(tmp_path, text, words):
     with pytest.raises(SourceError, match=words):
         visual_qa(path=str(written(tmp_path, "a.csv", text)))
+
+
+def test_a_cell_is_a_number_or_a_list_where_the_column_is_one(tmp_path):
+    (asked,) = visual_qa(
+        path=str(
+            written(tmp_path, "a.csv", 'question,answers,choices\nWhat?,"[""a"", ""b""]","[""a"", ""c""]"\n')
+        ),
+        prompt="{question} {choices}",
+    )
+    assert (asked.target, asked.text) == (("a", "b"), "What? A. a\nB. c")
+    (tmp_path / "a.png").write_bytes(b"")
+    path = written(tmp_path, "b.csv", 'image,query,bbox\na.png,a dog,"[1, 2, 3, 4.5]"\n')
+    (boxed,) = boxes(path=str(path))
+    assert boxed.target.boxes == ((1, 2, 3, 4.5),)
+    spans = spans_of({"start": "1.5", "end": "2e1"}, ("spans",))
+    assert spans == ((1.5, 20.0),)
+    pair = "prompt,chosen,rejected,score_chosen,score_rejected\nq,a,b,0.5,-1\n"
+    (prompt,) = preference_pairs(path=str(written(tmp_path, "c.csv", pair)))
+    assert [answer.recorded["score"] for answer in prompt.answers] == [0.5, -1]
+    with pytest.raises(RowError, match="wanted a finite number as `score_chosen`, got '1_0'"):
+        preference_pairs(path=str(written(tmp_path, "c.csv", pair.replace("0.5", "1_0"))))

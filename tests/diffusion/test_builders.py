@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw
 
 from examples.image_rl.easy_vqa_captions import EasyVqaCaptions, crop_around_shape, facts
 from mmrl.core.rng import Stream
+from mmrl.data.text_files import captions
 from mmrl.diffusion.builders.tiny_clip import CaptionedImages, TinyClip, augmented, contrastive_loss
 from mmrl.diffusion.builders.tiny_flow_model import TinyFlowModel, word_tokenizer
 from mmrl.diffusion.datasets import images, prompts
@@ -91,6 +92,23 @@ def test_word_tokenizer_reads_words_as_one_token_each():
     assert tokenizer.convert_ids_to_tokens(ids) == ["<start>", "a", "teal", "circle", "<end>"]
     assert tokenizer.convert_ids_to_tokens(tokenizer("a cat").input_ids)[2] == "<unknown>"
     assert len(tokenizer) == 3 + 5
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("p.txt", "a red circle\n\na blue square\n"),
+        ("p.prompts", "a red circle\na blue square\n"),
+        ("p.jsonl", '{"prompt": "a red circle"}\n{"caption": "a blue square"}\n'),
+        ("p.csv", "id,prompt\n1,a red circle\n2,a blue square\n"),
+        ("p.tsv", "caption\ta\na red circle\t1\na blue square\t2\n"),
+    ],
+)
+def test_the_texts_of_a_builder_are_the_prompts_of_the_data(name, words, tmp_path):
+    (tmp_path / name).write_text(words)
+    read = captions(tmp_path / name)
+    assert read == [prompt.text for prompt in prompts(path=str(tmp_path / name))]
+    assert read == ["a red circle", "a blue square"]
 
 
 @pytest.fixture(scope="module")

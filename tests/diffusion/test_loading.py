@@ -12,16 +12,18 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from mmrl.build import usable_rows
+from mmrl.build import check_data, usable_rows
 from mmrl.config import objects
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import find
-from mmrl.config.schema import Config, Piece, Rollout
+from mmrl.config.schema import Config, Piece, Rollout, parse
 from mmrl.core.rng import Stream
+from mmrl.core.types import Message, Part, Prompt, PromptError
 from mmrl.diffusion import loading
 from tests.diffusion import tiny
 from tests.diffusion.flows import denoise, flow
+from tests.support.toys import plan
 
 PARTS = {"transformer": "SD3Transformer2DModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
 
@@ -172,3 +174,26 @@ def test_recorded_images_of_sizes_that_a_family_cannot_take_are_named(checkpoint
     for prompt in prompts[1:]:
         with pytest.raises(ValueError, match=f"answer of prompt '{prompt.uid}' cannot be learned from"):
             policy.encode(prompt, prompt.answers[0])
+
+
+@pytest.mark.parametrize("name", ["sd3", "qwen_image"])
+def test_prompts_that_are_too_long_are_bad_rows_known_without_weights(checkpoint, tmp_path, caplog, name):
+    """The check lets through what the policy encodes, and names what it refuses."""
+    policy = {"name": "diffusion.flow", "model": str(checkpoint(name)), "max_sequence_length": 256}
+    (tmp_path / "rows.txt").write_text("a red fox\n" + "a red fox " * 400 + "\na blue fox\n")
+    data = {"name": "diffusion.prompts", "path": str(tmp_path / "rows.txt")}
+    reads = flow(checkpoint(name), max_sequence_length=256)
+    check = find("policy", "diffusion.flow").target.prompt_check(policy)
+    ask = lambda text: Prompt("p", (Message("user", (Part(text),)),))
+    for text in ("a red fox", "a red fox " * 400):
+        try:
+            reads.condition(text)
+        except ValueError:
+            with pytest.raises(PromptError, match="'p'"):
+                check(ask(text))
+        else:
+            check(ask(text))
+    with pytest.raises(ConfigError, match=r"rows.txt:2: cannot read the prompt"):
+        check_data(parse(plan(tmp_path / "out", data=data, policy=policy), Config))
+    check_data(parse(plan(tmp_path / "out", data={**data, "bad_rows": "drop"}, policy=policy), Config))
+    assert sum("dropped" in record.message for record in caplog.records) == 1

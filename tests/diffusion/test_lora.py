@@ -121,7 +121,7 @@ def test_the_file_tells_rank_and_alpha_and_holds_the_weights_alone(pipeline, tmp
 def test_an_adapter_of_another_rank_is_refused(pipeline, tmp_path):
     pipe = pipeline("sd3")
     adapters.save_lora(adapted(pipe), tmp_path)
-    with pytest.raises(ValueError, match="does not fit the network: .* `lora_rank`"):
+    with pytest.raises(ValueError, match="was trained with r 2, not 3"):
         adapters.load_lora(adapted(pipe, rank=3), tmp_path)
 
 
@@ -137,7 +137,9 @@ def test_an_adapter_that_lacks_a_weight_is_refused(pipeline, tmp_path):
     adapters.save_lora(adapted(pipe), tmp_path)
     weights = load_file(tmp_path / adapters.FILE)
     gone = sorted(weights)[0]
-    save_file({key: value for key, value in weights.items() if key != gone}, tmp_path / adapters.FILE)
+    with safe_open(tmp_path / adapters.FILE, "pt") as file:
+        header = file.metadata()
+    save_file({key: value for key, value in weights.items() if key != gone}, tmp_path / adapters.FILE, header)
     with pytest.raises(ValueError, match="1 weights are on one side only"):
         adapters.load_lora(adapted(pipe), tmp_path)
 
@@ -245,10 +247,10 @@ def changed(weights, kind):
 
 
 WRONG = {
-    "half": "does not fit the network|has no `lora_B`",
-    "a block": "does not fit the network",
+    "half": "does not fit|has no `lora_B`",
+    "a block": "does not fit",
     "none": "holds no weights",
-    "other names": "of another model|does not fit the network",
+    "other names": "of another model|does not fit",
     "no prefix": "no LoRA of the pipeline's transformer",
     "text encoder": "no LoRA of the pipeline's transformer.*text_encoder",
     "nan": "1 of 30 weights .* hold NaN",

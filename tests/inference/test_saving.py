@@ -46,7 +46,7 @@ def test_a_pruned_folder_cannot_be_loaded_as_the_whole_model(tmp_path):
 
     model = llava(dtype=torch.float32)
     save_transformed(yopo25(model), tmp_path)
-    with pytest.raises(ValueError, match="mmrl_pruned"):
+    with pytest.raises(ValueError, match="mmrl_pruned: load this folder with mmrl.load_pruned"):
         transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
     with pytest.raises(OSError, match="no file named model.safetensors"):
         transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path)

@@ -11,6 +11,7 @@ from torch import nn
 from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.compression.transforms.visual_computation import drop_visual_heads
 from mmrl.core.types import Outcome
+from mmrl.kv_cache import hf_cache
 from mmrl.kv_cache.attention_interface import record_keys
 from mmrl.vision.decoding.prefill import prefill
 from mmrl.vision.decoding.token_steps import distinct_prompts, read_cached
@@ -259,3 +260,14 @@ def test_the_models_own_attention_stands_in_its_config_whatever_happens(exact):
         with pytest.raises(IndexError):
             prefix.read(torch.tensor([[10**6]]))
     assert text._attn_implementation == "sdpa"
+
+
+def test_a_cache_that_is_larger_than_without_says_so_once(monkeypatch, recwarn):
+    monkeypatch.setattr(hf_cache, "LARGER", [])
+    text = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=2, head_dim=8, hidden_size=16)
+    config = SimpleNamespace(get_text_config=lambda decoder: text)
+    exact = 2 * 2 * 2 * 8 * 5 * 4  # keys and values, layers, heads, size, tokens, bytes
+    for held in (None, exact, exact + 1, exact + 2):
+        hf_cache.warn_of_larger(SimpleNamespace(nbytes=held), config, 5, torch.float32)
+    (warned,) = (str(one.message) for one in recwarn)
+    assert f"holds {exact + 1:,} bytes for 5 tokens" in warned and f"the {exact:,} bytes without it" in warned

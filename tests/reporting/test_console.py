@@ -13,7 +13,8 @@ import sys
 import pytest
 from rich.console import Console as Screen
 
-from mmrl.reporting.console import Console
+from mmrl.core.progress import advance, showing
+from mmrl.reporting.console import Console, ProgressLines
 
 
 def drawn(console: Console, width: int = 100) -> str:
@@ -108,7 +109,8 @@ def test_the_last_warnings_stay_in_sight(terminal, capsys):
 
 
 PROGRAM = """
-from mmrl.reporting.console import Console
+from mmrl.core.progress import advance, showing
+from mmrl.reporting.console import Console, ProgressLines
 console = Console("grounding", 3)
 console.begin(0)
 for step in range(3):
@@ -139,3 +141,48 @@ def test_a_real_terminal_gets_the_table_and_its_cursor_back():
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert "3/3" in plain and "warning: smoke" in plain and "! smoke" in plain
     assert re.search(r"reward +1 +0 +\+1", plain)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Let a test set the seconds."""
+    seconds = [0.0]
+    monkeypatch.setattr("mmrl.reporting.console.time.monotonic", lambda: seconds[0])
+    return seconds
+
+
+def test_the_work_inside_a_step_is_a_line_after_thirty_seconds_of_silence(capsys, clock):
+    console = Console("lighthouse", 200)
+    console.begin(0)
+    said = []
+    for clock[0] in range(0, 100, 5):
+        with showing(console.work):
+            advance("denoising, batch 1 of 8", int(clock[0]), 100)
+        said.append(bool(capsys.readouterr().out))
+    assert [at * 5 for at, spoke in enumerate(said) if spoke] == [35, 70]
+    console.step(0, {"reward": 1.0})
+    assert console.working == ""
+    advance("nobody shows this", 1, 2)
+    Console("other", 1, quiet=True).work("denoising", 1, 2)
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_the_work_inside_a_step_stands_below_the_bar(terminal):
+    console = Console("lighthouse", 200)
+    console.begin(0)
+    console.work("denoising, batch 1 of 8", 3, 10)
+    console.live.stop()
+    assert "denoising, batch 1 of 8 3/10" in drawn(console)
+    console.step(0, {"reward": 1.0})
+    assert "denoising" not in drawn(console)
+
+
+def test_a_command_without_steps_shows_progress_on_standard_error(capsys, clock):
+    shown = ProgressLines()
+    for clock[0] in (1, 31, 40, 62):
+        shown("generating, batch 1 of 2, tokens", int(clock[0]), 64)
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.splitlines() == [
+        "generating, batch 1 of 2, tokens 31/64",
+        "generating, batch 1 of 2, tokens 62/64",
+    ]

@@ -11,7 +11,8 @@ import pytest
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.answer_text import answer_part
-from mmrl.core.answers import choice_in, choices_in, letter_in, number_in, targets_of, words_of
+from mmrl.core.answers import number_in, targets_of, words_of
+from mmrl.core.choices import choice_in, choices_in, letter_in
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.answers import FormOfData, infer_form, is_right
@@ -128,6 +129,64 @@ def test_no_target_pays_nothing_and_is_named(target, caplog, monkeypatch):
     assert "'short_answer' compares with a right answer, and prompt 'p' has none" in caplog.text
 
 
+NOT_SAID = {
+    "number": {
+        "5": "5!|3 to 5|either 3 or 5|not 5|it is not 5|5k|>5|x<5|5+|√5|log 5|5x|5i|5π|0x5|2x5",
+        "$5": "€5|£5",
+        "None": "0|zero",
+        "25 cm^2": "25 m^2|25 cm",
+        "2": "twenty-two|no two or three|the one on the left",
+    },
+    "letter": {
+        "A": "not A|the answer is not A|Answer: A and B|A, B|AB|An apple",
+        "B": "A or B|both A and B|it isn't B|A and B|neither A nor B|"
+        "it is not A or B|all except B|(A) or (B)|A B",
+        "C": "vitamin C|A B C",
+        "D": "A B C D|A\nB\nC\nD|A/D|rather than D",
+    },
+    "text": {"5": "5!", "None": "0|zero", "0": "None", "red": "not red|red and blue"},
+    "choice": {"red": "not red|it isn't red|red or blue|A or B", "blue": "rather than blue"},
+}
+SAID = {
+    "number": {
+        "5": "it is 5|five|five apples|There are 5!|5 cm|−5+10 = 5|I see 2 and 3, so 5|"
+        "the five of them|5, not 4|5 (more than 4)",
+        "12": "Twelve|１２|१२|1.2e1",
+        "21": "twenty-one|it is 21.",
+        "-5": "minus five|negative 5|−5|Answer: -5",
+        "0": "None.|zero",
+        "25": "25 cm^2|25 cm²|The area is 25 m2.",
+        "25 cm^2": "25|25 cm²",
+        "500": "five hundred|5 hundred",
+        "5000": "5k|five thousand|5 000|5,000",
+        "1": "one|there is one dog|only one",
+        "120": "one hundred and twenty",
+    },
+    "letter": {
+        "B": "B, because A is red|答案是B|选B。|Not A. It is B.|It is not A but B|B!|"
+        "the answer is (B)|B\n\nExplanation: A is red.|B (not A)|B rather than A|"
+        "Options are A, B and C. Answer: B"
+    },
+    "choice": {"blue": "not red but blue|B", "red": "A|the red one"},
+}
+
+
+@pytest.mark.parametrize("form", NOT_SAID)
+def test_what_denies_or_joins_the_target_earns_nothing(form):
+    columns = {"choices": ["red", "blue"]}
+    for target, texts in NOT_SAID[form].items():
+        for text in texts.split("|"):
+            assert given(target, text, form=form, columns=columns) == 0, (target, text)
+
+
+@pytest.mark.parametrize("form", SAID)
+def test_what_says_the_target_in_a_sentence_is_right(form):
+    columns = {"choices": ["red", "blue"]}
+    for target, texts in SAID[form].items():
+        for text in texts.split("|"):
+            assert given(target, text, form=form, columns=columns) == 1, (target, text)
+
+
 def test_targets_of_rows_become_texts():
     assert targets_of(("cat", ["kitty", None])) == ["cat", "kitty"] and targets_of(3.0) == ["3"]
     assert targets_of(numpy.array([1.0, 2.5])) == ["1", "2.5"] and targets_of(numpy.int64(4)) == ["4"]
@@ -160,7 +219,7 @@ def test_numbers_letters_and_choices_are_read():
         "A is right": "A",
         "(c)": "C",
         "Answer: D": "D",
-        "A or B": "B",
+        "A or B": "",
     }
     assert {text: letter_in(text) for text in letters} == letters
     chosen = {

@@ -479,6 +479,17 @@ def test_world_size_alone_is_refused_too(monkeypatch):
         Processes()
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_advice_is_a_command_for_the_devices_that_are_there(gpu, monkeypatch):
+    """`accelerate launch` on a machine without a GPU must not be told to use `accelerate launch`."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: gpu)
+    with pytest.raises(ConfigError) as error:
+        check_joined()
+    assert ("start with `accelerate launch" in str(error.value)) is gpu
+    assert ("`ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2" in str(error.value)) is not gpu
+
+
 def test_machines_that_accelerate_does_not_join_are_refused(monkeypatch):
     """As `accelerate launch --cpu --num_machines 2` starts them."""
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")

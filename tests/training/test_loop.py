@@ -361,3 +361,12 @@ def test_other_policies_are_asked_as_often_on_every_process(tmp_path):
     found = consult({"ref": counting}, batch, run.method.needs, 8, even).others["ref"].logp
     assert len(asked) == len(list(batch.cuts(8, Unit.STEP))) + 2
     assert torch.equal(found, alone)
+
+
+def test_a_step_reports_its_micro_batches(tmp_path):
+    run = toy_run(tmp_path, max_steps=1)
+    seen = []
+    run.report.console.work = lambda *told: seen.append(told)
+    train(run)
+    learned = [told for told in seen if told[0] == "learning, micro-batches"]
+    assert learned and learned[0][1] == 0 and all(done < total for _, done, total in learned)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Message, Part, Prompt, PromptError
 from mmrl.data.dataset_io import Rows, read_prompts
 from mmrl.reporting import html
+from mmrl.runtime.distributed import Processes
+from mmrl.training import consulting
 from mmrl.training.loop import train
 from tests.support.toys import ToyGenerate, toy_run
 
@@ -105,3 +109,55 @@ def test_an_evaluation_drops_it_or_names_it(tmp_path, caplog):
         run_of(tmp_path, good, evaluation={"data": held}).evaluator.measure()
     measured = run_of(tmp_path, good, evaluation={"data": {**held, "bad_rows": "drop"}}).evaluator.measure()
     assert sorted(measured.table.uids) == ["p0", "p1", "p3", "p4", "p5", "p6", "p7"]
+
+
+class ChoosyAhead(Choosy):
+    """Cannot read them when it is asked a step ahead."""
+
+    begun = None
+
+    def ask(self, prompts):
+        self.begun = self.rollout(prompts)
+
+    def rollout(self, prompts):
+        begun, self.begun = self.begun, None
+        return super().rollout(prompts) if begun is None else begun
+
+
+@pytest.mark.parametrize("bad", [(3,), (2, 3)])
+def test_what_is_asked_a_step_ahead_is_dropped_or_named(tmp_path, bad):
+    path, _ = written(tmp_path, bad=bad)
+    engine = {
+        "engine": [f"{__name__}:ChoosyAhead"],
+        "max_staleness": 1,
+        "num_prompts": 2,
+        "num_generations": 2,
+    }
+    ahead = {"rollout": engine, "objective": {"step_weight": ["truncated_importance"]}}
+    data = {"data": {"name": f"{__name__}:rows", "path": str(path), "bad_rows": "drop"}}
+    usual = {"sampler": [{"name": "uniform", "shuffle": False}], "save_steps": 1, "max_steps": 6}
+    with pytest.raises(ConfigError, match="cut short. Set `bad_rows: drop`"):
+        train(toy_run(tmp_path / "out", **ahead, **usual, data={**data["data"], "bad_rows": "error"}))
+    run = toy_run(tmp_path / "out", **ahead, **usual, **data)
+    train(run)
+    assert run.progress.step == 6
+
+
+def test_a_second_model_values_it_as_the_others(monkeypatch):
+    def encode(prompt, outcome):
+        if prompt.text == "unreadable":
+            raise PromptError(prompt.uid, "its image is cut short")
+        return prompt
+
+    values = {"a": 1.0, "b": 4.0}
+    consulted = lambda models, rows, *rest: SimpleNamespace(
+        others={"value": SimpleNamespace(extra={"value": torch.tensor([[values[row.uid]] for row in rows])})}
+    )
+    monkeypatch.setattr(consulting, "consult", consulted)
+    policy = SimpleNamespace(encode=encode, collate=lambda rows: rows)
+    beside = {"policy": policy, "model": None, "processes": Processes(), "micro_batch_steps": 1}
+    asked = [Prompt(uid, (Message("user", (Part(text),)),)) for uid, text in
+             (("a", "x"), ("c", "unreadable"), ("b", "x"))]  # fmt: skip
+    assert consulting.values_of(asked, **beside) == [1.0, 2.5, 4.0]
+    with pytest.raises(PromptError):
+        consulting.values_of(asked[1:2], **beside)

@@ -131,6 +131,23 @@ def test_all_errors_are_told_at_once() -> None:
     assert all(name in str(error.value) for name in wrong)
 
 
+@pytest.mark.parametrize("loss", [["x"], ["sigmoid", "grpo"]])
+def test_a_loss_that_pairs_do_not_have_is_refused_by_name(loss: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"^'loss_type='{loss[-1]}'' of TRL is not here; there are sigmoid"):
+        of({"loss_type": loss}, "dpo")
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"reward_weights": 0.3}, {"torch_compile_backend": "inductor"}, {"torch_compile": True}]
+)
+def test_arguments_mean_the_same_by_an_object_a_dictionary_and_a_file(
+    arguments: dict[str, Any], tmp_path: Any
+) -> None:
+    config = trl.GRPOConfig(output_dir="out", use_cpu=True, **arguments)
+    by_file = of_file(tmp_path, {"output_dir": "out", **arguments}, data={"path": ROWS})
+    assert of(config) == of({"output_dir": "out", **arguments}) == by_file
+
+
 def test_all_errors_of_a_file_are_told_at_once(tmp_path: Any) -> None:
     wrong = {"rollouts": {}, "max_steps": "many", "rollout": {"num_prompt": 3}, "data": {"path": ROWS}}
     with pytest.raises(ConfigError) as error:

@@ -66,6 +66,16 @@ def test_boxes_as_corner_and_size(home):
     assert one(home, form="size").target.boxes == ((20, 10, 120, 60),)
 
 
+def test_rows_in_shares_or_thousandths_are_pixels(home):
+    shares = {**ROW, "bbox": [0.1, 0.1, 0.5, 0.5]}
+    assert one(home, shares, given="shares").target.boxes == ((20, 10, 100, 50),)
+    row = {**ROW, "bbox": [100, 100, 400, 400]}
+    prompt = one(home, row, given="thousandths", form="size", coordinates="thousandths", demo="{answer}")
+    assert prompt.target.boxes == ((20, 10, 100, 50),) and prompt.answers[0].text == "[100, 100, 500, 500]"
+    with pytest.raises(RowError, match="inside of one pixel; for shares set `given: shares`"):
+        read(home, shares)
+
+
 def test_objects_have_labels_and_may_be_none(home):
     found = [{"bbox_2d": [0, 0, 10, 10], "label": "Cat"}, {"bbox": [5, 5, 9, 9], "label": "dog"}]
     row = {"image": "a.png", "query": "cats and dogs", "objects": found}

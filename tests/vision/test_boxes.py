@@ -11,7 +11,13 @@ import pytest
 
 from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.benchmarks import boxes
-from mmrl.vision.benchmarks.boxes import Boxes, mean_average_precision, parse_box, parse_detections
+from mmrl.vision.benchmarks.boxes import (
+    Boxes,
+    mean_average_precision,
+    parse_box,
+    parse_detections,
+    parse_point,
+)
 from mmrl.vision.rewards.boxes import box_iou, detection_map
 
 HUGE = "9" * 400
@@ -115,6 +121,17 @@ def test_readers_differ_in_blocks_and_numbers():
     assert parse_box("[5, 6, 7, 8]") == (5, 6, 7, 8)
     assert parse_box("[5, 6, 7, 8]", "vlm_r1") is None
     assert parse_box('<answer>{"bbox_2d": [5, 6, 7, 8]}</answer>', "vlm_r1") == (5, 6, 7, 8)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(1,2),(3.5,4)", "<|box_start|>(1, 2), (3.5, 4)<|box_end|>", "[1., 2, 3.5, 4.0]", "[+1,２,３.5,4]"],
+)
+def test_boxes_are_read_as_models_write_them(text):
+    assert parse_box(text) == (1, 2, 3.5, 4) and parse_point(text) == (2.25, 3)
+    assert parse_box("[.1, .2, 0.3, .4]") == (0.1, 0.2, 0.3, 0.4)
+    assert parse_box("[−1, 2, 3, 4]") == (-1, 2, 3, 4) and parse_box("[1,2],[3,4],[5,6]") == (1, 2, 3, 4)
+    assert parse_point("(1, 2) or (3, 4)") == (1, 2)
 
 
 # ---- detection

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.tool_calls import parse_calls
@@ -15,6 +16,7 @@ from mmrl.core.types import Prompt
 from mmrl.vision.call_formats import encode_with_tools, parser_of
 from mmrl.vision.checks.prompt_agreement import prompt_agreement
 from mmrl.vision.models import processor
+from mmrl.vision.models.processor import PromptEncoder
 from tests.vision.template_cases import encoder_of, medium, plain, says, templates
 from tests.vision.test_media_conditioning import examined
 
@@ -215,9 +217,44 @@ def test_a_template_without_what_is_needed_is_refused_by_name():
         gemma.encode(Prompt("a", CASES["system"]))
 
 
+def test_an_empty_message_is_no_error_of_the_model(encoders):
+    prompt = Prompt("a", (system(""), user("one")))
+    for name in ("gemma4_v2", "qwen3", "llama3"):
+        encoder = encoders[name]
+        assert "[]" not in encoder.tokenizer.decode(encoder.encode(prompt).ids)
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["the tokenizer adds BOS", "it adds none"])
+@pytest.mark.parametrize("sees", [True, False], ids=["images", "text"])
+def test_named_templates_are_read_as_transformers_reads_them(begins, sees):
+    """A tokenizer may have one template for tools and one for all else, and add BOS or not."""
+    named = {"default": templates()["llama3"], "tool_use": templates()["llama3_1"]}
+    encoder = encoder_of(named["tool_use"], sees=sees)
+    owner = encoder.processor if sees else encoder.tokenizer
+    owner.chat_template = named if not sees else named["tool_use"]
+    if not begins:
+        encoder.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A")
+    encoder = PromptEncoder(encoder.processor, encoder.core)
+    for case, tools in (("system", ()), ("calls", (TOOL,)), ("turns and calls", (TOOL,))):
+        prompt = Prompt(case, CASES.get(case) or TOLD[case])
+        ids = encoder.encode(prompt, tools).ids
+        assert any(torch.equal(ids, one) for one in of_transformers(encoder, prompt, tools)), case
+        assert int((ids == encoder.tokenizer.bos_token_id).sum()) <= 1
+
+
 def test_the_mark_of_an_answer_is_a_word_that_occurs_nowhere(encoders):
     encoder = encoders["qwen3_vl"]
     read = encoder.encode(Prompt("a", CASES["question"]))
     reply = user("qz0zq qz1zq \x02 qzfirstzq qzsecondzq")
     shown = encoder.tokenizer.decode(encoder.extend(read, encoder.answer("two"), reply).ids)
     assert shown.count(reply.text) == 1 and shown.count("<|im_start|>user") == 2
+
+
+def test_tools_that_a_template_leaves_out_beside_a_system_message_are_named():
+    template = templates()["qwen3_vl"]
+    (start,) = (line for line in template.splitlines() if line.startswith("{%- if tools"))
+    unheard = template.replace(start, "{%- if tools and messages[0].role != 'system' %}", 1)
+    encoder = encoder_of(unheard, sees=True)
+    encoder.encode(Prompt("a", TOLD["tools"]), (TOOL,))
+    with pytest.raises(ValueError, match="prompt 'b': .* leaves out the tools crop beside .* system, user"):
+        encoder.encode(Prompt("b", TOLD["system and tools"]), (TOOL,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from datasets import Dataset, DatasetDict
 from PIL import Image
@@ -10,6 +12,7 @@ from mmrl.config.reward_adapters import from_trl
 from mmrl.core.types import Outcome
 from mmrl.data.dataset_io import RowError, write_rows
 from mmrl.data.object_rows import put_rows
+from mmrl.data.row_fields import NAMED, NamedColumns
 from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.datasets.preference_pairs import preference_pairs
 from mmrl.vision.models.processor import template_message
@@ -228,13 +231,16 @@ def test_converted_pairs_have_a_question_and_a_system_prompt(home):
         ({"prompt": "a", "chosen": [SAID, SECOND], "rejected": [BLUE]}, "no words of the assistant"),
         ({"prompt": "a", "chosen": {"role": "user", "content": "x"}, "rejected": "y"}, "of the role 'user'"),
         ({"prompt": "a", "chosen": [SECOND, SAID], "rejected": [FIRST, BLUE]}, "not the one that `chosen`"),
-        ({"prompt": "a", "chosen": "red", "rejected": ["blue", "green"]}, "`rejected`, got 2 answers"),
+        ({"prompt": "a", "chosen": ["blue", "green"], "rejected": "red"}, "`chosen`, got 2 answers"),
         ({"prompt": "a", "chosen": "red", "rejected": [SAID]}, "that differ, got 'red' twice"),
         (
             {"prompt": "a", "messages": [SECOND], "chosen": "red", "rejected": "b"},
             "is not the one of `messages`",
         ),
-        ({"prompt": "a", "chosen": {**SAID, "thinking": "so"}, "rejected": "blue"}, "`thinking` beside"),
+        (
+            {"prompt": "a", "chosen": {**SAID, "loss": False}, "rejected": "blue"},
+            "the key `loss` of",
+        ),
         ({"prompt": "a", "chosen": "x", "rejected": "y", "rejected_images": ["b.png"]}, "`rejected_images`"),
     ],
 )
@@ -264,6 +270,66 @@ def test_keys_of_earlier_turns_reach_the_chat_template(home):
     assert hash(prompt.messages) == hash(read(home, {"prompt": turns})[0].messages)
 
 
+def test_calls_and_thoughts_beside_an_answer_stay(home):
+    turn = {**SAID, "content": None, "tool_calls": [{"name": "crop", "arguments": {}}]}
+    turn["reasoning_content"] = "I look."
+    for row in ({"messages": [FIRST, turn]}, {"prompt": [FIRST], "completion": [turn]}):
+        (answer,) = read(home, row)[0].answers
+        kept = json.loads(answer.extra)
+        assert (answer.text, kept["reasoning_content"]) == ("", "I look.")
+        assert kept["tool_calls"][0]["function"]["name"] == "crop"
+    pair = {"prompt": [FIRST], "chosen": [{**SAID, "reasoning_content": "why"}], "rejected": [SAID]}
+    chosen, rejected = read(home, pair, dataset=preference_pairs)[0].answers
+    assert (chosen.text, rejected.text, rejected.extra) == ("red", "red", "")
+    with pytest.raises(RowError, match="differ"):
+        read(home, {**pair, "rejected": pair["chosen"]}, dataset=preference_pairs)
+
+
+def test_messages_written_as_json_are_messages(home):
+    for row in (
+        {"messages": json.dumps([FIRST, SAID])},
+        {"prompt": json.dumps([FIRST]), "completion": "red"},
+    ):
+        (prompt,) = read(home, row)
+        assert shown(prompt) == [("user", ["a"])] and prompt.answers[0].text == "red"
+    sides = {"chosen": json.dumps([FIRST, SAID]), "rejected": json.dumps([FIRST, BLUE])}
+    (pair,) = read(home, sides, dataset=preference_pairs)
+    assert shown(pair) == [("user", ["a"])] and [a.text for a in pair.answers] == ["red", "blue"]
+    assert shown(read(home, {"prompt": '["a", 1] is a list'})[0]) == [("user", ['["a", 1] is a list'])]
+
+
+def test_every_rejected_answer_makes_a_pair(home):
+    row = {
+        "id": "q",
+        "prompt": "a",
+        "chosen": "b",
+        "rejected": ["c", "d", "e"],
+        "score_rejected": [0, 0.5, 0.2],
+    }
+    prompts = read(
+        home, row, {**row, "id": "p", "rejected": "c", "score_rejected": 0}, dataset=preference_pairs
+    )
+    assert [prompt.uid for prompt in prompts] == ["q", "q/2", "q/3", "p"]
+    for _ in range(2):  # made again from their rows
+        shown = [[answer.text for answer in prompt.answers] for prompt in prompts]
+        assert shown == [["b", "c"], ["b", "d"], ["b", "e"], ["b", "c"]]
+    assert prompts[1].answers[1].recorded["score"] == 0.5
+    with pytest.raises(RowError, match="differ"):
+        read(home, {**row, "rejected": ["c", "b"], "score_rejected": None}, dataset=preference_pairs)
+
+
+def test_the_label_of_a_row_of_kto_is_recorded(home):
+    rows = [{"prompt": [FIRST], "completion": [SAID], "label": label} for label in (True, False)]
+    with pytest.raises(RowError, match="key: label"):
+        read(home, *rows)
+    named = NAMED.set(NamedColumns(frozenset({"label"})))
+    try:
+        answers = [prompt.answers[0] for prompt in read(home, *rows)]
+    finally:
+        NAMED.reset(named)
+    assert [answer.recorded for answer in answers] == [{"label": 1}, {"label": -1}]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -273,8 +339,8 @@ def test_keys_of_earlier_turns_reach_the_chat_template(home):
             "cannot read `prompt.1..tool_calls`",
         ),
         (
-            {"messages": [FIRST, {**SAID, "tool_calls": [{"name": "x"}]}]},
-            "has `tool_calls` beside its content",
+            {"messages": [FIRST, {**SAID, "function_call": {"name": "x"}}]},
+            "nothing reads the key `function_call`",
         ),
         ({"prompt": [FIRST], "completion": [SAID, SECOND, BLUE]}, "wanted one answer as `completion`, got 3"),
         ({"prompt": [FIRST, SAID]}, "the prompt ends with words of the assistant"),

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from mmrl.data.dataset_io import RowError, valid_rows, write_rows
-from mmrl.vision.benchmarks.conversions import describe_llama_factory, read_row, write_row
+from mmrl.vision.benchmarks.conversions import describe_llama_factory, read_row, toolkit_of, write_row
 from mmrl.vision.builders.converted import Converted
 
 OURS = {"question": "What is it?", "answer": "a dog", "images": ["a.png"], "system": "Be brief."}
@@ -72,7 +72,7 @@ def test_rows_of_llama_factory():
     alpaca = {"instruction": "What is", "input": "it?", "output": "a dog", "kto_tag": False}
     assert read_row(alpaca, "llama_factory") == {
         "question": "What is\nit?",
-        "answer": "a dog",
+        "completion": "a dog",
         "label": False,
     }
     assert write_row(read_row(alpaca, "llama_factory"), "llama_factory")["kto_tag"] is False
@@ -214,3 +214,26 @@ def test_converted_describes_itself_to_llama_factory(source, tmp_path):
     info = json.loads((tmp_path / "lf" / "dataset_info.json").read_text())
     assert info["lf_train"]["file_name"] == "train.json"
     assert len(json.loads((tmp_path / "lf" / "train.json").read_text())) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "toolkit"),
+    [
+        *[(name, "ms_swift") for name in ("ms-swift", "MS_Swift", "swift", "modelscope/ms-swift")],
+        *[
+            (name, "llama_factory")
+            for name in ("LLaMA-Factory", "llamafactory", "LLaMA Factory", "llama_factory")
+        ],
+        *[(name, "verl") for name in ("verl", "veRL", "VERL")],
+        ("mmrl", "mmrl"),
+    ],
+)
+def test_a_toolkit_goes_by_any_spelling_of_its_name(name, toolkit):
+    assert toolkit_of(name, "source_form") == toolkit
+
+
+def test_an_unknown_toolkit_is_refused_with_the_names():
+    with pytest.raises(
+        ValueError, match=r"`source_form` is 'trl'; wanted mmrl, verl, ms_swift .*LLaMA-Factory"
+    ):
+        Converted(source="rows.jsonl", source_form="trl")

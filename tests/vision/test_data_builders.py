@@ -387,3 +387,11 @@ def test_pope_questions_want_objects(tmp_path):
     write_rows(tmp_path / "a.jsonl", [{"image": "a.png", "objects": ["dog"]}])
     with pytest.raises(RowError, match="no image of .* has 3 objects"):
         PopeQuestions(stream=Stream(), source=str(tmp_path / "a.jsonl")).build(tmp_path)
+
+
+def test_columns_that_a_build_does_not_keep_are_named_once(tmp_path, caplog):
+    rows = [{"question": "q", "answer": "a", "hint": "h", "level": level, "note": None} for level in (1, 2)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    VisualQa(source=str(tmp_path / "train.jsonl"), keep=("level",)).build(tmp_path / "ours")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("with so many rows: hint (2); name those that are needed in `keep`")

@@ -208,6 +208,11 @@ def test_a_corpus_without_mentions_is_0_and_no_crash():
         ("I do not know", NO, NEITHER, NEITHER),
         ("yes <answer>no</answer>", YES, NEITHER, NO),
         ("Nobody knows", YES, NEITHER, NEITHER),
+        ("not yes", NO, NEITHER, NEITHER),
+        ("Yes/No", YES, NEITHER, NEITHER),
+        ("yes or no", NO, NEITHER, NEITHER),
+        ("neither yes nor no", NO, NEITHER, NEITHER),
+        ("ＹＥＳ, no doubt", NO, NEITHER, YES),
     ],
 )
 def test_parse_yes_no(text, pope, exact, first):

@@ -104,7 +104,7 @@ def test_an_image_of_an_unknown_form_is_found(home, image):
 
 def test_parts_of_messages_must_hold_their_medium_in_a_known_form(home):
     part = lambda **held: {"messages": [{"role": "user", "content": [held]}]}
-    rows = [part(type="image", url="a.png"), part(type="image_url", image_url="a.png"), part(type="image")]
+    rows = [part(type="image", url="a.png"), part(type="image_url", image_url=5), part(type="image")]
     assert [place for place, _ in found(unreadable_media, home, *rows)] == ["train.jsonl:1", "train.jsonl:2"]
 
 

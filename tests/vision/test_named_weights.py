@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmrl.config.loading import ConfigError
+from mmrl.cli import main
+from mmrl.config.loading import ConfigError, merge
 from mmrl.rewards.text_models import load_text_model
 from mmrl.vision.models import loading
 from mmrl.vision.models.model_families import check_family
 from mmrl.vision.policies.tokens import Tokens
 from tests.rewards import tiny_text
+from tests.support.toys import plan
 
 FAMILY = "qwen2_5_vl"
 FILE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
@@ -54,6 +56,49 @@ def test_a_damaged_file_is_one_clear_line(checkpoint, tmp_path):
         Tokens(model=str(folder))
 
 
+def few_bits(dtype):
+    return lambda weights: {n: v.to(dtype) if v.ndim == 2 else v for n, v in weights.items()}
+
+
+def cut(weights):
+    return {n: v[:8].clone() if "layers.0.mlp.gate" in n else v for n, v in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (few_bits(torch.int8), r"28 weights .* stored in few bits, the first is 'lm_head.weight' in I8"),
+        (few_bits(torch.float8_e4m3fn), "stored in few bits, .* no `quantization_config`"),
+        (
+            cut,
+            r"1 weights .* other shapes .* '\S+gate_proj.weight' with \[8, 32\], not \[64, 32\]",
+        ),
+    ],
+    ids=["int8", "fp8", "shapes"],
+)
+def test_weights_that_would_be_other_numbers_are_refused(checkpoint, tmp_path, change, message):
+    folder = changed(checkpoint(FAMILY), tmp_path / "model", FILE, change)
+    for read in (lambda: Tokens(model=str(folder)), lambda: loading.check_folders(str(folder))):
+        with pytest.raises(ConfigError, match=message):
+            read()
+
+
+def test_a_model_with_nan_is_refused(checkpoint, tmp_path):
+    spoil = lambda weights: {n: v * torch.nan if "layers.1.mlp.up" in n else v for n, v in weights.items()}
+    folder = changed(checkpoint(FAMILY), tmp_path / "model", FILE, spoil)
+    with pytest.raises(ConfigError, match=r"1 of \d+ weights .* hold NaN .* first is '\S+up_proj"):
+        Tokens(model=str(folder))
+
+
+def test_a_configuration_that_transformers_refuses_is_one_clear_line(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint(FAMILY), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (config.get("text_config") or config)["num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"cannot load the model (.|\n)*num_hidden_layers"):
+        loading.check_folders(str(folder))
+
+
 def test_tied_weights_are_not_missing(checkpoint):
     for family in ("gemma3", "smolvlm", FAMILY):
         loading.check_folders(str(checkpoint(family)))
@@ -81,7 +126,7 @@ def adapter(checkpoint, tmp_path):
     ("change", "message"),
     [
         (lambda weights: dict(list(weights.items())[:3]), "25 weights are on one side only"),
-        (lambda weights: {}, "28 weights are on one side only"),
+        (lambda weights: {}, "holds no weights"),
         (lambda weights: {n.replace("mlp", "moe"): v for n, v in weights.items()}, "on one side only"),
         (lambda weights: {n: v.fill_(torch.nan) for n, v in weights.items()}, "28 of 28 weights .* hold NaN"),
         (lambda weights: {n: v[:, :1].contiguous() for n, v in weights.items()}, "does not fit"),
@@ -89,9 +134,54 @@ def adapter(checkpoint, tmp_path):
     ids=["half", "none", "another model", "nan", "shapes"],
 )
 def test_an_adapter_that_does_not_fit_is_refused(checkpoint, adapter, tmp_path, change, message):
-    folder = changed(adapter, tmp_path / "other", ADAPTER, change)
-    with pytest.raises(ValueError, match=message):
-        Tokens(model=str(checkpoint(FAMILY)), adapter=str(folder))
+    folder, model = changed(adapter, tmp_path / "other", ADAPTER, change), str(checkpoint(FAMILY))
+    for read in (
+        lambda: Tokens(model=model, adapter=str(folder)),
+        lambda: loading.check_folders(model, str(folder)),  # `mmrl check`
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bias": "lora_only"}, "has bias: 'lora_only', which cannot be trained .*`merge_and_unload`"),
+        ({"modules_to_save": ["lm_head"]}, "has modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "changes the base weights"),
+        ({"peft_type": "IA3"}, "only LoRA is trained here"),
+        ({"target_modules": ["nothing"]}, "Target modules {'nothing'} not found"),
+    ],
+)
+def test_an_adapter_that_changes_more_than_its_own_weights_is_refused(
+    checkpoint, adapter, tmp_path, settings, message
+):
+    folder, model = changed(adapter, tmp_path / "other", ADAPTER, dict, **settings), str(checkpoint(FAMILY))
+    for read in (
+        lambda: Tokens(model=model, adapter=str(folder)),
+        lambda: loading.check_folders(model, str(folder)),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read()
+
+
+def test_a_missing_or_old_folder_of_an_adapter_is_found_without_weights(checkpoint, adapter):
+    model = str(checkpoint(FAMILY))
+    loading.check_folders(model, str(adapter))
+    with pytest.raises(ConfigError, match="there is no folder '.*/nowhere'"):
+        loading.check_folders(model, str(adapter.parent / "nowhere"))
+    (adapter / ADAPTER).rename(adapter / "adapter_model.bin")
+    with pytest.raises(ConfigError, match="an adapter_model.bin is not read"):
+        loading.check_folders(model, str(adapter))
+
+
+def test_a_model_folder_that_holds_an_adapter_too_is_refused(checkpoint, adapter, tmp_path):
+    folder = shutil.copytree(checkpoint(FAMILY), tmp_path / "both")
+    for name in (ADAPTER, "adapter_config.json"):
+        shutil.copy(adapter / name, folder / name)
+    for read in (lambda: Tokens(model=str(folder)), lambda: loading.check_folders(str(folder))):
+        with pytest.raises(ConfigError, match="holds an adapter .* beside a model"):
+            read()
 
 
 def test_an_adapter_belongs_to_the_weights_it_was_trained_over(checkpoint, adapter, tmp_path):
@@ -140,3 +230,61 @@ def test_models_without_images_in_the_place_of_tokens_are_refused(kind, message)
     config = getattr(transformers, f"{kind}Config")()
     with pytest.raises(ConfigError, match=message):
         check_family(config, transformers.MODEL_MAPPING[type(config)])
+
+
+# ---- what `mmrl check` opens
+
+
+@pytest.fixture
+def checked(checkpoint, tmp_path, capsys):
+    """Run `mmrl check` on a run of the policy with other keys, and give its exit code and its words."""
+    rows = [{"question": f"Is it {word}?", "answer": word} for word in ("one", "two", "three")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    usual = {
+        "policy": {"name": "vision.tokens", "model": str(checkpoint(FAMILY)), "dtype": "float32"},
+        "data": {"name": "vision.visual_qa", "path": str(tmp_path / "rows.jsonl")},
+        "rollout": {"engine": ["vision.generate"]},
+        "rewards": ["vision.short_answer"],
+    }
+
+    def check(**changes):
+        (tmp_path / "run.yaml").write_text(json.dumps(plan(tmp_path / "out", **merge(usual, changes))))
+        return main(["check", str(tmp_path / "run.yaml")]), capsys.readouterr().out
+
+    return check
+
+
+def test_first_weights_and_references_are_opened(checkpoint, adapter, checked, tmp_path):
+    whole, lacking = (
+        str(checkpoint(FAMILY)),
+        str(changed(checkpoint(FAMILY), tmp_path / "lacking", FILE, without("layers.1"))),
+    )
+    nan = changed(adapter, tmp_path / "nan", ADAPTER, lambda w: {n: v.fill_(torch.nan) for n, v in w.items()})
+    half = changed(adapter, tmp_path / "half", ADAPTER, lambda w: dict(list(w.items())[::2]))
+    other = changed(
+        adapter, tmp_path / "foreign", ADAPTER, lambda w: {n.replace("mlp", "moe"): v for n, v in w.items()}
+    )
+    teacher = lambda model: {"references": {"big": {"name": "vision.teacher", "model": model}}}
+    critic = {"name": "vision.critic", "policy": {"name": "vision.tokens", "model": lacking}}
+    second = {
+        "name": "second_model",
+        "advantage": ["total"],
+        "objective": "value_regression",
+        "policy": critic,
+    }
+    lora = {"policy": {"lora_rank": 2}}
+    assert checked(init_from=whole) == checked(**teacher(whole)) == checked(**lora, init_from=str(adapter))
+    for changes, words in (
+        ({"init_from": str(tmp_path / "nowhere")}, "which is no folder"),
+        ({"init_from": lacking}, "lack "),
+        ({"init_from": str(checkpoint("gemma3"))}, "are of another model than"),
+        ({**lora, "init_from": whole}, "it holds no 'adapter_model.safetensors'"),
+        ({**lora, "init_from": str(other)}, "it is of another model"),
+        ({**lora, "init_from": str(nan)}, "hold NaN"),
+        ({**lora, "init_from": str(half)}, "lacks the other half"),
+        (teacher("/models/none"), "references.big.model is '/models/none', which does not exist here"),
+        (teacher(lacking), "references.big: "),
+        ({"references": {"value": {**second, "policy": critic}}}, "references.value.policy.policy: "),
+    ):
+        code, said = checked(**changes)
+        assert code == 2 and words in said, (changes, said)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
 from transformers.video_utils import VideoMetadata
 
-from mmrl.core.types import Frames, Media, Message, Part, Prompt
+from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.vision.models import processor as processor_module
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.policies.tokens import Tokens
@@ -277,3 +278,32 @@ def test_a_processor_does_not_enlarge_the_frames_of_a_small_budget(checkpoint, f
     ]
     # 56 pixels are four patches of 14; the lower limit of 128 squares of 28 would make 24 of them.
     assert grid.tolist() == [[2, 4, 4]]
+
+
+CALLING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_calls_and_thoughts_beside_a_recorded_answer_are_written_by_the_template(exact):
+    policy = exact("qwen2_5_vl")
+    processor = copy.copy(policy.processor)
+    processor.tokenizer = copy.copy(processor.tokenizer)
+    processor.chat_template = processor.tokenizer.chat_template = CALLING
+    encoder = PromptEncoder(processor, policy.core)
+    prompt = Prompt("p", (Message("user", (Part("what is it"),)),))
+    call = {"type": "function", "function": {"name": "crop", "arguments": {"a": 1}}}
+    extra = json.dumps({"reasoning_content": "I look <|im_end|>", "tool_calls": [call]})
+    text, ids = encoder.recorded(prompt, Outcome(text="red", extra=extra))
+    end = encoder.end[0]
+    assert ids[-1] == end and (ids == end).sum() == 1  # the words of the row are no control token
+    assert text.startswith("<think>I look") and "</think>red<call>" in text and '"crop"' in text
+    plain, tokens = encoder.recorded(prompt, Outcome(text="red<|im_end|>"))
+    assert plain == "red" and torch.equal(tokens, encoder.answer("red"))
+    with pytest.raises(ValueError, match="does not read `name`"):
+        encoder.recorded(prompt, Outcome(text="red", extra=json.dumps({"name": "Ada"})))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ import torch
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
+from mmrl.core.types import PromptError
+from mmrl.vision.policies.tokens import Tokens
 from mmrl.vision.references import Teacher
+from tests.vision import tiny
 from tests.vision.test_tokens import learning, loaded, recorded, said, shaken
 
 FAMILY = "qwen2_5_vl"
@@ -77,3 +82,16 @@ def test_a_teacher_that_reads_other_tokens_is_refused(pair, checkpoint, tmp_path
     tokenizer.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="has another vocabulary"):
         Teacher(learner, model=str(tmp_path / "other"))
+
+
+def test_what_is_too_long_for_a_teacher_is_unreadable(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint(FAMILY), tmp_path / "short")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 20
+    (folder / "config.json").write_text(json.dumps(config))
+    policy = Tokens(model=str(checkpoint(FAMILY)), dtype="float32")
+    long = tiny.ask("p", "the quick brown fox " * 9)
+    policy.prompt_encoder.encode(long)
+    Teacher(policy, model=str(folder), dtype="float32")
+    with pytest.raises(PromptError, match="'q'.* positions, and the model has 20"):
+        policy.prompt_encoder.encode(replace(long, uid="q"))

@@ -228,7 +228,7 @@ def test_without_an_adapter_the_language_model_learns_and_the_tower_when_asked(c
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"lora_rank": 4}, "differ in shape"),
+        ({"lora_rank": 4}, "was trained with r 2, not 4"),
         ({"lora_rank": 2, "freeze_vision_tower": False}, "on one side only"),
         ({"lora_rank": 2, "lora_alpha": 16.0}, "was trained with lora_alpha 4.0, not 16.0"),
     ],

@@ -173,7 +173,7 @@ def test_short_answer_of_numbers(target, text, tolerance, wanted):
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("B", 1.0), ("(B) second", 1.0), ("A or B", 1.0), ("A", 0.0), ("Both", 0.0), ("b", 1.0), ("A, B", 0.0)],
+    [("B", 1.0), ("(B) second", 1.0), ("A or B", 0.0), ("A", 0.0), ("Both", 0.0), ("b", 1.0), ("A, B", 0.0)],
 )
 def test_short_answer_of_letters(text, wanted):
     assert judged("B", text, form="letter") == wanted
@@ -183,3 +183,23 @@ def test_the_last_block_counts_before_a_box_before_the_text():
     assert answer_part("<a>1</a> <A>2</A>", "a") == "2"
     assert answer_part(r"\boxed{1} \boxed{2} 3", "answer") == "2"
     assert words_of("The dog's 3.5 km, an hour!") == ["dog's", "3.5", "km", "hour"]
+
+
+def test_a_number_is_the_place_of_a_choice_where_another_choice_reads_like_it(home):
+    rows = [
+        {**ROW, "choices": ["1", "2", "3"], "answer": 1},
+        {**ROW, "choices": ["1", "2", "3"], "answer": "1"},
+    ]
+    rows += [{**ROW, "choices": [1, 2, 3], "answer": 1}, {**ROW, "choices": ["a", "b"], "answer": 1}]
+    prompts = read(home, *({**row, "id": str(i)} for i, row in enumerate(rows)))
+    assert [prompt.target for prompt in prompts] == ["B", "1", "1", "1"]
+    right = [[short_answer([p], [Outcome(text=t)], form="choice")[0] for t in "AB"] for p in prompts]
+    assert right == [[0, 1], [1, 0], [1, 0], [0, 1]]
+
+
+def test_the_ten_answers_of_vqa_are_read(home):
+    answers = [
+        {"answer": word, "answer_confidence": "yes", "answer_id": i} for i, word in enumerate(("a", "b"))
+    ]
+    row = {key: value for key, value in ROW.items() if key != "answer"}
+    assert read(home, {**row, "answers": answers})[0].target == ("a", "b")

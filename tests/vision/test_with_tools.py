@@ -17,7 +17,7 @@ from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.chat import blocks_of
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call, CallError, parse_calls, without_calls
-from mmrl.core.types import Message, Part
+from mmrl.core.types import Message, Part, PromptError
 from mmrl.training.score import score
 from mmrl.vision.decoding import decoding
 from mmrl.vision.engines import generate as generate_module
@@ -291,7 +291,7 @@ def test_a_conversation_ends_at_the_context_of_the_model(policy, scripted):
     assert finish(told) == ("context", "0") and told.length == first and told.steps.suffix is None
     (cut,) = scripted(script, max_context=prompt + 5).rollout(asked()[:1])
     assert finish(cut) == ("length", "0") and cut.length == 5
-    with pytest.raises(ValueError, match=f"prompt 'p0' has {prompt} tokens with its tools"):
+    with pytest.raises(PromptError, match=f"prompt 'p0' has {prompt} tokens with its tools"):
         scripted(script, max_context=prompt).rollout(asked()[:1])
     assert scripted(script).context == 2048  # `max_position_embeddings` of the tiny model
 

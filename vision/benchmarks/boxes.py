@@ -12,7 +12,7 @@ from decimal import Decimal
 from itertools import accumulate
 from typing import Any, Literal
 
-from mmrl.core.answer_text import answer_part, tagged
+from mmrl.core.answer_text import answer_part, spelled, tagged
 from mmrl.vision.benchmarks.qvhighlights import THRESHOLDS
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
@@ -25,8 +25,9 @@ NEAR_ONE = 1 - 1e-10  # the highest IoU that a match may be asked for, as in pyc
 POSITION, COMPLETENESS = 0.7, 0.3  # weights of `detection_score`; the accuracy of labels weighs 0
 NOWHERE = ((0.0, 0.0, 0.0, 0.0), "")  # a detection that cannot be read: it matches nothing
 
-_NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
-_BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}[\])]")
+_NUMBER = r"\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+))\s*"
+# One bracket, or two corners as Qwen2-VL writes them: (1, 2), (3, 4).
+_BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:,|[\])]\s*,?\s*[\[(]){_NUMBER},{_NUMBER}[\])]")
 _PUBLISHED = re.compile(r"\[(\d+),\s*(\d+),\s*(\d+),\s*(\d+)]")
 _POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}[\])]")
 
@@ -68,14 +69,15 @@ def is_box(box: Sequence[float]) -> bool:
 def parse_box(text: str, reader: Reader = "ours") -> Box | None:
     """Parse the box of an answer, in its own coordinates; None if there is no valid one.
 
-    It is the first `[left, top, right, bottom]` in the last answer block, or in the whole text without such a
-    block (our reading). `vlm_r1` reads as the reward of VLM-R1 (arXiv 2504.07615): the first four whole
-    numbers in brackets in the first answer block only.
+    It is the first `[left, top, right, bottom]`, or `(left, top), (right, bottom)` as Qwen2-VL writes it, in
+    the last answer block, or in the whole text without such a block (our reading). `vlm_r1` reads as the
+    reward of VLM-R1 (arXiv 2504.07615): the first four whole numbers in brackets in the first answer block
+    only.
     """
     if reader == "vlm_r1":
         match = _PUBLISHED.search((tagged(text, "answer") or [""])[0])
     else:
-        match = _BOX.search(answer_part(text))
+        match = _BOX.search(spelled(answer_part(text)))
     if match is None:
         return None
     left, top, right, bottom = (float(number) for number in match.groups())
@@ -85,8 +87,10 @@ def parse_box(text: str, reader: Reader = "ours") -> Box | None:
 
 def parse_point(text: str) -> tuple[float, float] | None:
     """Parse the point of an answer: the first `[x, y]`, or the middle of the first box; None without one."""
-    searched = answer_part(text)
-    point = _POINT.search(searched)
+    searched = spelled(answer_part(text))
+    point, corners = _POINT.search(searched), _BOX.search(searched)
+    if point and corners and point.start() == corners.start():
+        point = None  # the first corner of a box
     if point and math.isfinite(float(point[1])) and math.isfinite(float(point[2])):
         return float(point[1]), float(point[2])
     box = parse_box(text)

@@ -36,6 +36,13 @@ SUFFIXES: dict[Toolkit, str] = {
     "ms_swift": ".jsonl",
     "llama_factory": ".json",
 }
+# Other names of the toolkits, without case, blanks, hyphens and underscores.
+NAMES: dict[str, Toolkit] = {
+    "mmrl": "mmrl",
+    **dict.fromkeys(("verl", "volcengineverl"), "verl"),
+    **dict.fromkeys(("msswift", "swift", "modelscopemsswift", "modelscopeswift"), "ms_swift"),
+    **dict.fromkeys(("llamafactory", "hiyougallamafactory"), "llama_factory"),
+}
 # The columns of a conversation; without one those of a question, which follows `history`, and of its answer.
 CONVERSATIONS = {
     "verl": (("prompt",), (), ""),
@@ -48,6 +55,16 @@ CONVERTED = {
     "ms_swift": "messages query response history rejected_response rejected_messages solution",
     "llama_factory": "conversations messages instruction input output history chosen rejected kto_tag",
 }
+
+
+def toolkit_of(name: str, place: str) -> Toolkit:
+    """Read the name of a toolkit as it is spelled anywhere: `ms-swift`, `LLaMA-Factory`."""
+    if found := NAMES.get(re.sub(r"[\W_]", "", name).lower()):
+        return found
+    raise ValueError(
+        f"`{place}` is '{name}'; wanted mmrl, verl, ms_swift (also ms-swift, swift) or llama_factory (also "
+        "LLaMA-Factory, llamafactory)"
+    )
 
 
 def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
@@ -81,7 +98,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
             sides = [side for side in ("chosen", "rejected") if row.get(side) is not None]
             ours |= {side: _answer(row[side], side) for side in sides}
             if row.get("kto_tag") is not None:  # of KTO: whether the one answer is desirable
-                ours["label"] = row["kto_tag"]
+                ours |= {"label": row["kto_tag"], "completion": ours.pop("answer", "")}
     if answer is not None:
         answer = answers_of({"answer": answer})
         if ours.get("answer", answer) != answer:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from mmrl.core.answer_text import answer_part
+from mmrl.core.answer_text import answer_part, spelled
 
 YES, NO, NEITHER = 1.0, 0.0, -1.0
 Form = Literal["pope", "exact", "first_word"]
+_BOTH = r"(?:yes|no)\s*(?:/|\b(?:or|and|nor)\b)\s*(?:yes|no)\b"
+# The first yes or no; `word` where it is neither one of both nor denied.
+FIRST = re.compile(
+    rf"\b(?:(?:not|neither|cannot say|can't say)\s+(?:yes|no)\b|{_BOTH}|(?P<word>yes|no)\b)", re.IGNORECASE
+)
 
 
 def parse_yes_no(text: str, form: Form = "pope") -> float:
@@ -17,15 +22,16 @@ def parse_yes_no(text: str, form: Form = "pope") -> float:
     `pope` parses as POPE's script does (arXiv 2305.10355): the text up to the first full stop means no if
     one of its words is No, no or not, else yes. So "Yes, there is no doubt." means no, and an empty answer
     means yes. `exact` accepts only Yes and No, spelt so, as AMBER's script does (arXiv 2311.07397).
-    `first_word` takes the first yes or no of any case, in the last answer block if there is one.
+    `first_word` takes the first yes or no of any case, in the last answer block if there is one; "yes or no"
+    and "not yes" are neither.
     """
     if form == "pope":
         words = text.partition(".")[0].replace(",", "").split(" ")  # as the script: not at line breaks
         return NO if {"No", "no", "not"} & {*words} else YES
     if form == "exact":
         return {"Yes": YES, "No": NO}.get(text, NEITHER)
-    word = re.search(r"\b(yes|no)\b", answer_part(text).lower())
-    return NEITHER if word is None else YES if word[1] == "yes" else NO
+    word = FIRST.search(spelled(answer_part(text)))
+    return {"yes": YES, "no": NO}.get((word["word"] or "").lower(), NEITHER) if word else NEITHER
 
 
 def with_article(name: str) -> str:

@@ -16,6 +16,7 @@ from mmrl.vision.benchmarks.conversions import (
     Toolkit,
     describe_llama_factory,
     read_row,
+    toolkit_of,
     write_row,
 )
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, readable_rows
@@ -32,17 +33,22 @@ class Converted:
 
     Args:
         source: A file or folder of rows.
-        source_form: Toolkit whose rows the source contains.
-        form: Toolkit to write rows for.
+        source_form: Toolkit whose rows the source contains: `mmrl`, `verl`, `ms_swift` or `llama_factory`, in
+            any spelling (`ms-swift`, `LLaMA-Factory`).
+        form: Toolkit to write rows for, by the same names.
         root: Folder of the media; by default that of the rows.
         bad_rows: Rows that cannot be converted raise (`error`) or are listed in the manifest (`drop`).
     """
 
     source: str
-    source_form: Toolkit
-    form: Toolkit = "mmrl"
+    source_form: str
+    form: str = "mmrl"
     root: str = ""
     bad_rows: Literal["error", "drop"] = "error"
+
+    def __post_init__(self) -> None:
+        self.theirs: Toolkit = toolkit_of(self.source_form, "source_form")
+        self.ours: Toolkit = toolkit_of(self.form, "form")
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write media and rows; return the number of rows by split."""
@@ -57,23 +63,21 @@ class Converted:
                 log.kept[row.split] += 1
         info = {}
         for split, written in splits.items():
-            name = f"{split}{SUFFIXES[self.form]}"
+            name = f"{split}{SUFFIXES[self.ours]}"
             write_rows(output / name, written)
             columns = sorted({column for row in written for column in row})  # rows may differ in columns
             info[f"{output.name}_{split}"] = describe_llama_factory(columns, name)
-        if self.form == "llama_factory" and info:
+        if self.ours == "llama_factory" and info:
             (output / "dataset_info.json").write_text(json.dumps(info, indent=2) + "\n")
-        return log.finish(
-            output, {"source": Path(self.source).name, "from": self.source_form, "to": self.form}
-        )
+        return log.finish(output, {"source": Path(self.source).name, "from": self.theirs, "to": self.ours})
 
     def _row(self, row: DataRow, number: int, media: MediaWriter) -> dict[str, Any]:
-        ours = read_row(row.columns, self.source_form)
+        ours = read_row(row.columns, self.theirs)
         for name in MEDIA:
             if ours.get(name):
                 ours[name] = [media.put(medium) for medium in media_refs(ours[name], name[:-1], name)]
-        converted = plain(write_row(ours, self.form), "row")  # before bytes of images, which JSON lacks
-        if self.form == "verl":
+        converted = plain(write_row(ours, self.ours), "row")  # before bytes of images, which JSON lacks
+        if self.ours == "verl":
             # `split` and `index` as in the scripts of verl; entries of the row itself win.
             converted["extra_info"] = {"split": row.split, "index": number, **converted["extra_info"]}
             if paths := converted.get("images"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import builder
 from mmrl.data.dataset_io import DataRow
 from mmrl.data.fields import RowError, listed, plain, text, uid_of
+from mmrl.data.row_fields import ALWAYS, has_content, warn_unread
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, SplitFiles, readable_rows
 from mmrl.vision.media.media_root import media_refs
 from mmrl.vision.media.prompts import answer_of, answers_of
@@ -30,7 +32,7 @@ class VisualQa:
             hub.
         columns: Maps the target columns (id, question, answer, answers, choices, image, images, video,
             videos) to those of the source; columns of the same name need no entry.
-        keep: Other columns to keep.
+        keep: Other columns to keep; those with content that are not kept are named once.
         root: Folder of the media; by default that of the rows.
         subset: Configuration name of a data set of the hub.
         form: File format of the output.
@@ -55,15 +57,19 @@ class VisualQa:
     def build(self, output: Path) -> dict[str, Any]:
         """Write media and rows; return the number of rows by split."""
         log, files = BuildLog(self.bad_rows), SplitFiles(output, f".{self.form}")
+        read = {(self.columns or {}).get(name, name) for name in OURS} | {*self.keep, *ALWAYS}
+        unread: Counter[str] = Counter()
         rows, root = readable_rows(self.source, self.root, log, self.subset)
         media = MediaWriter(root, output)
         for row in rows:
             with log.dropping(row.place):
                 files.add(row.split, self._row(row, media, log.kept[row.split]))
                 log.kept[row.split] += 1
+                unread.update(name for name in row.columns.keys() - read if has_content(row.columns[name]))
                 if log.kept.total() == self.limit:  # never at a limit of 0, because a row was just counted
                     break
         files.close()
+        warn_unread(unread, self.source, "name those that are needed in `keep`")
         return log.finish(output, {"source": self.source, "columns": self.columns})
 
     def _row(self, row: DataRow, media: MediaWriter, number: int) -> dict[str, Any]:

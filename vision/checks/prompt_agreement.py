@@ -12,7 +12,7 @@ from torch import Tensor
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import check
 from mmrl.core.types import Message, Prompt
-from mmrl.diagnostics.context import Examined, Finding
+from mmrl.diagnostics.context import Examined, Finding, spelled
 from mmrl.vision.models.media_arguments import media_arguments
 from mmrl.vision.models.plain_inputs import first_difference, plain_inputs
 from mmrl.vision.models.processor import UNUSED, PromptEncoder
@@ -26,6 +26,8 @@ def prompt_agreement(examined: Examined, *, prompts: PositiveInt = 8) -> Iterato
 
     The conversation is made anew from the prompt, with each message as a text or as blocks, whichever the
     template writes in full. Not asked of tools, and of texts that hold control tokens, which are words here.
+    What transformers itself would get wrong is looked at too: a prompt that begins twice or ends as an answer
+    does, and a generation_config that ends answers otherwise than the template.
 
     Args:
         prompts: Prompts that are compared, of different forms first.
@@ -40,12 +42,37 @@ def prompt_agreement(examined: Examined, *, prompts: PositiveInt = 8) -> Iterato
     for prompt in list(chosen.values())[:prompts]:
         plain = as_transformers(encoder, prompt)
         ids = encoder.encode(prompt).ids
+        wrong = _wrong_marks(encoder, ids)
         if plain and (difference := first_difference(ids, plain["input_ids"][0], encoder.tokenizer)):
+            wrong = f"is not what transformers makes of its messages: {difference}"
+        if wrong:
             yield Finding(
-                f"prompt '{prompt.uid}' is not what transformers makes of its messages: {difference}",
+                f"prompt '{prompt.uid}' {wrong}",
                 "see that chat template, tokenizer and processor are the model's own and of one release",
             )
             return
+    config = getattr(getattr(examined.policy, "model", None), "generation_config", None)
+    eos = getattr(config, "eos_token_id", None)
+    named = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    if named and not {*named} & {*encoder.end}:
+        words = [[encoder.tokenizer.decode(token) for token in ids] for ids in (encoder.end, named)]
+        yield Finding(
+            f"answers end with {spelled(words[0])}, and the generation_config of the model names "
+            f"{spelled(words[1])}: whoever serves the trained model would not stop at the end of an answer",
+            "set `eos_token_id` in generation_config.json to the tokens that the chat template writes",
+        )
+
+
+def _wrong_marks(encoder: PromptEncoder, ids: Tensor) -> str:
+    """Say what is wrong with the first and the last tokens of a prompt (S,); empty where nothing is."""
+    first, words = ids[:2].tolist(), encoder.tokenizer.decode
+    special = encoder.special_tokens().difference(encoder.placeholders)  # images may begin a prompt
+    if len(first) == 2 and first[0] == first[1] and first[0] in special:
+        return f"begins with {words(first[0])!r} twice"
+    last = next((token for token in reversed(ids.tolist()) if words(token).strip()), None)
+    if last in encoder.end:
+        return f"ends with {words(last)!r}, the end of an answer: nothing begins an answer after it"
+    return ""
 
 
 def as_transformers(encoder: PromptEncoder, prompt: Prompt) -> dict[str, Tensor]:

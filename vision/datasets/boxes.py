@@ -59,6 +59,7 @@ def boxes(
     prompt: str = ASK,
     demo: str = "",
     form: Literal["corners", "size"] = "corners",
+    given: Literal["pixels", "thousandths", "shares"] = "pixels",
     coordinates: Coordinates = "pixels",
     patch: PositiveInt = 28,
     min_pixels: PositiveInt = 3136,
@@ -68,7 +69,7 @@ def boxes(
 ) -> Sequence[Prompt]:
     """Read images with boxes: expressions that refer to one, elements of a screen, or objects to detect.
 
-    A row has `image`, a `query`, and `bbox` (four numbers, in pixels of the image) or `objects`, a list of
+    A row has `image`, a `query`, and `bbox` (four numbers) or `objects`, a list of
     `{"bbox_2d": [...], "label": "dog"}`, which may be empty. A row of VLM-R1 (arXiv 2504.07615) has
     `conversations` instead: a question, and as the answer four numbers, a JSON list of objects, or None. The
     target is what `vision.box_iou`, `vision.detection_map` and `vision.click_proximity` read.
@@ -81,6 +82,7 @@ def boxes(
         demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty for none.
         form: Whether four numbers of a row are left, top, right and bottom (`corners`), or left, top, width
             and height (`size`), as in COCO.
+        given: What the numbers of rows count: `pixels`, or `thousandths` or `shares` of the image's size.
         coordinates: What answers are given in: `pixels` of the image; `thousandths` of its size, as by
             Qwen2-VL and Qwen3-VL; `shares` of its size; or `resized`, pixels of the image as the processor of
             Qwen2.5-VL resizes it, which VLM-R1 converts back.
@@ -104,7 +106,10 @@ def boxes(
         unit = (1.0, 1.0)
         if coordinates != "pixels":
             unit = _unit(_size_of(shown), coordinates, patch, min_pixels, max_pixels)
-        pairs = [(_box(box, form, name), label) for box, label, name in found]
+        scale = (
+            (1.0, 1.0) if given == "pixels" else _unit(_size_of(shown), given, patch, min_pixels, max_pixels)
+        )
+        pairs = [(_box(box, form, name, scale), label) for box, label, name in found]
         target = Boxes(tuple(box for box, _ in pairs), tuple(label for _, label in pairs), unit)
         words = {**row.others, **fields, "query": query, "units": UNITS[coordinates]}
         # The question of a conversation is a whole prompt already.
@@ -156,13 +161,15 @@ def _published(answer: Any) -> list[tuple[Any, str, str]]:
     return [(answer, "", name)]
 
 
-def _box(value: Any, form: str, name: str) -> Box:
+def _box(value: Any, form: str, name: str, scale: tuple[float, float]) -> Box:
     left, top, right, bottom = (number(edge, f"{name}[{i}]") for i, edge in enumerate(listed(value, name, 4)))
     box = (left, top, right, bottom) if form == "corners" else (left, top, left + right, top + bottom)
     if not is_box(box):
         wanted = "left < right and top < bottom" if form == "corners" else "a width and height above 0"
         raise RowError(f"wanted a box with {wanted} as `{name}`, got {short(value)}")
-    return box
+    if scale == (1.0, 1.0) and max(box) <= 1 and any(edge % 1 for edge in box):
+        raise RowError(f"`{name}`, {short(value)}, lies inside of one pixel; for shares set `given: shares`")
+    return Boxes((), unit=scale).in_pixels(box)
 
 
 def _size_of(medium: Media) -> tuple[int, int]:

@@ -10,8 +10,8 @@ from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import data
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
-from mmrl.data.fields import RowError, is_number, listed, mapping, short, text, uid_of
-from mmrl.data.messages import ASKED, answer_text, as_turns, asked_of, read_messages
+from mmrl.data.fields import RowError, is_number, listed, mapping, short, uid_of
+from mmrl.data.messages import ASKED, as_turns, asked_of, read_messages, recorded_turn
 from mmrl.data.row_fields import declared, has_content
 from mmrl.vision.media.media_root import COLUMNS, MediaRoot, media_refs
 from mmrl.vision.media.video import FrameSampling
@@ -63,7 +63,7 @@ def conversations(
             **row.columns,
             **{ours: row.columns.get(theirs) for ours, theirs in (columns or {}).items()},
         }
-        asked, answers = _asked(fields)
+        asked, answers = _asked({**row.others, **fields})
         if system_prompt:
             turns = as_turns(asked, "prompt")
             if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
@@ -104,7 +104,10 @@ def _asked(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome, ...]]:
         asked, answer = turns[:-1], turns[-1:]
     if answer is None:
         return asked, ()
-    return asked, (Outcome(text=text(answer_text(answer, "completion"), "completion")),)
+    words, extra = recorded_turn(answer, "completion")
+    label = fields.get("label", fields.get("kto_tag"))
+    worth = {"label": 1.0 if label else -1.0} if label in (True, False) else {}  # of KTO; 1 and 0, too
+    return asked, (Outcome(text=words, recorded=worth, extra=extra),)
 
 
 def _target(fields: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +13,19 @@ from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts
-from mmrl.data.fields import RowError, mapping, number, short, text, uid_of
-from mmrl.data.messages import ASKED, answer_text, as_turns, asked_of, holds_media, read_messages, same_words
+from mmrl.data.fields import RowError, listed, mapping, number, short, uid_of, unpacked
+from mmrl.data.messages import (
+    ASKED,
+    as_turns,
+    asked_of,
+    holds_media,
+    read_messages,
+    recorded_turn,
+    same_words,
+    spoken,
+)
 from mmrl.data.row_fields import has_content
+from mmrl.data.row_files import Found, RowFile
 from mmrl.vision.media.media_root import MediaRoot, decode_image, media_refs
 from mmrl.vision.media.video import FrameSampling
 
@@ -38,11 +48,12 @@ def preference_pairs(
     """Read preference pairs in TRL's columns: `prompt`, `chosen`, `rejected`, and `images` or `image`.
 
     Texts may be messages; `chosen` and `rejected` are one answer each, or conversations that part before
-    their last turn, whose prompt is what both begin with. The prompt may also stand in `question` or
-    `messages`, with a `system` prompt before it, as in converted rows. Images are paths or encoded; those
-    inside parquet are decoded when they are used. The answers, the chosen one first, differ, and
-    record `preferred`, 1 and 0, and `score`: `score_chosen` and `score_rejected` of the row, or `preferred`
-    without them.
+    their last turn, whose prompt is what both begin with. A list of rejected answers makes a pair of each,
+    the second with the id `id/2`; `score_rejected` may be a list of as many. The prompt may also stand in
+    `question` or `messages`, with a `system` prompt before it, as in converted rows. The chat template writes
+    calls and thoughts beside an answer. Images are paths or encoded; those inside parquet are decoded when
+    they are used. The answers, the chosen one first, differ, and record `preferred`, 1 and 0, and `score`:
+    `score_chosen` and `score_rejected` of the row, or `preferred` without them.
 
     Args:
         path: jsonl, JSON, parquet, or a folder of these.
@@ -61,7 +72,8 @@ def preference_pairs(
         kept = {key: value for key, value in row.all.items() if key not in LEFT_OUT}
         asked, *sides = _shared(columns)
         answers = tuple(_answer(columns, *both) for both in zip(SIDES, sides, strict=True))
-        if (answers[0].text or "").strip() == (answers[1].text or "").strip():
+        said = [((answer.text or "").strip(), answer.extra) for answer in answers]
+        if said[0] == said[1]:
             raise RowError(f"wanted `chosen` and `rejected` that differ, got {short(answers[0].text)} twice")
         read = media.reader(row.place, FrameSampling())
         messages = read_messages(asked, list(_images(row, media)), read)
@@ -71,30 +83,57 @@ def preference_pairs(
             return None
         return Prompt(uid_of(columns, f"{row.split}#{position}"), messages, None, answers, kept)
 
-    rows = Rows(source, media.root)
+    rows = (part for row in Rows(source, media.root) for part in _each_rejected(row))
     prompts = read_prompts(source, rows, make, reads=READS, bad_rows=bad_rows, limit=limit)
     if close:
         log.warning("left out %d pairs of '%s' that are less than %g apart", close, source, min_gap)
     return prompts
 
 
+@dataclass(frozen=True)
+class _RejectedFile:
+    """A file of rows that gives each row with one of its rejected answers."""
+
+    file: RowFile
+    place: int
+
+    def row(self, found: Found) -> DataRow:
+        return list(_each_rejected(self.file.row(found._replace(file=self.file))))[self.place]
+
+
+def _each_rejected(row: DataRow) -> Iterator[DataRow]:
+    """Make a row of each rejected answer, where a row has several: texts, or lists of messages."""
+    several, scores = unpacked(row.columns.get("rejected")), unpacked(row.columns.get("score_rejected"))
+    if not (isinstance(several, list) and len(several) > 1 and all(type(s) in (str, list) for s in several)):
+        yield row
+        return
+    for place, rejected in enumerate(several):
+        own: dict[str, Any] = {"rejected": rejected}
+        if isinstance(scores, list):
+            own["score_rejected"] = listed(scores, "score_rejected", len(several))[place]
+        if place and row.columns.get("id") is not None:
+            own["id"] = f"{row.columns['id']}/{place + 1}"
+        found = row.found and row.found._replace(file=_RejectedFile(row.found.file, place))
+        yield replace(row, columns={**row.columns, **own}, found=found)
+
+
 def _answer(columns: Mapping[str, Any], side: str, value: Any) -> Outcome:
-    answer = text(answer_text(value, side), side)
+    words, extra = recorded_turn(value, side)
     preferred, score = float(side == "chosen"), columns.get(f"score_{side}")
     score = preferred if score is None else number(score, f"score_{side}")
-    return Outcome(text=answer, recorded={"preferred": preferred, "score": score})
+    return Outcome(text=words, extra=extra, recorded={"preferred": preferred, "score": score})
 
 
 def _shared(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Return prompt, chosen and rejected; turns that both conversations begin with belong to the prompt."""
     if has_content(columns.get("conversations")) and not has_content(columns.get("chosen_answer")):
         raise RowError("nothing reads the column `conversations` of a pair; convert it (`vision.converted`)")
-    asked, sides = asked_of(columns), [columns.get(side) for side in SIDES]
+    asked, sides = asked_of(columns), [spoken(columns.get(side)) for side in SIDES]
     known = as_turns(asked, "prompt") if has_content(asked) else []
     if known and mapping(known[-1], "prompt").get("role") == "assistant":
         # `messages` may repeat the chosen conversation, as in UltraFeedback.
         last = sides[0][-1] if _is_conversation(sides[0]) else sides[0]
-        if answer_text(known[-1], "messages") != answer_text(last, "chosen"):
+        if recorded_turn(known[-1], "messages") != recorded_turn(last, "chosen"):
             raise RowError(f"the prompt ends with an answer, {short(known[-1])}, that is not the chosen one")
         asked = known = known[:-1]
     chosen, rejected = (_conversation(known, side, name) for side, name in zip(sides, SIDES, strict=True))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.progress import advance
 from mmrl.vision.decoding.decoding import COMPACT, LogitsReader, draw_tokens
 from mmrl.vision.decoding.stop_strings import StopStrings
 from mmrl.vision.models.processor import EncodedPrompt
@@ -93,7 +94,9 @@ def grow(
     those of `draw_tokens`. Returns None for a branch whose parent ended before it parts.
     """
     forest, token = Forest(reader, branches, ends, stops), None
-    for t in range(max(branch.limit for branch in branches)):
+    longest = max(branch.limit for branch in branches)
+    for t in range(longest):
+        advance("generating branches, tokens", t, longest)
         logits = forest.part(t, reader.read(token))
         if not len(logits):
             break

@@ -133,6 +133,8 @@ def prefill(
             **type_arguments(core.config, ids),
             **merge_media([prompt.media for prompt in prompts], device),
         )
+    if make_cache:
+        hf_cache.warn_of_larger(cache, core.config, ids.numel(), core.get_input_embeddings().weight.dtype)
     shared = hf_cache.share_prefix(cache, recorded, mask) if recorded else None
     ends = torch.stack([prompt.positions[:, -1] for prompt in prompts], 1)  # (A, P)
     return Prefix(

@@ -21,6 +21,7 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, ShareBelowOne
 from mmrl.config.registry import engine
 from mmrl.core.onednn import onednn
+from mmrl.core.progress import advance
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.runtime.modules import LOW, evaluating
@@ -134,7 +135,8 @@ class Generate:
         finished: list[Trajectory] = []
         with self._running():
             for at in range(0, len(rows), size):
-                finished += self._answer(rows[at : at + size], begin)
+                work = f"generating, batch {at // size + 1} of {-(-len(rows) // size)}, tokens"
+                finished += self._answer(rows[at : at + size], begin, work)
         return tuple(finished)
 
     @torch.no_grad()
@@ -196,7 +198,7 @@ class Generate:
         ):
             yield
 
-    def _answer(self, rows: Sequence[GenerationRequest], begin: BeginReading) -> list[Trajectory]:
+    def _answer(self, rows: Sequence[GenerationRequest], begin: BeginReading, work: str) -> list[Trajectory]:
         """Sample one batch, a token of every row at a time, until all rows have ended."""
         device, encoder = self.policy.core.get_input_embeddings().weight.device, self.policy.prompt_encoder
         options: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
@@ -212,6 +214,7 @@ class Generate:
         awaited = any(row.on_stop for row in rows)
         for t in range(len(uniform)):
             logits = reader.read(token)
+            advance(work, t, len(uniform))
             token, *values = draw_tokens(logits, uniform[t], **options)
             notes.append(token, *values, *([self._confidence(logits)] if self.confidence_top_k else []))
             found = torch.isin(token, ends)

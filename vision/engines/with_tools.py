@@ -20,7 +20,7 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call, CallError, parse_calls
-from mmrl.core.types import Message, Part, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Message, Part, Prompt, PromptError, Rollouts, Trajectory
 from mmrl.engines.replay import CHANGED
 from mmrl.vision.call_formats import encode_with_tools, parser_of
 from mmrl.vision.conversation import CALL, Conversation, Replies, images_of
@@ -136,12 +136,13 @@ class WithTools:
         }
 
     def _encode(self, prompt: Prompt, schemas: Tools) -> EncodedPrompt:
-        """Encode a prompt with tools; raises ValueError where it leaves no place for an answer."""
+        """Encode a prompt with tools; raises PromptError where it leaves no place for an answer."""
         read = encode_with_tools(self.policy.prompt_encoder, prompt, schemas)
         if len(read.ids) >= self.context:
-            raise ValueError(
+            raise PromptError(
+                prompt.uid,
                 f"prompt '{prompt.uid}' has {len(read.ids)} tokens with its tools, and a conversation holds "
-                f"{self.context} (`max_context`); leave the prompt out, or show smaller images"
+                f"{self.context} (`max_context`); leave the prompt out, or show smaller images",
             )
         return read
 

@@ -11,7 +11,7 @@ import torch
 
 from mmrl.core.types import Frames, Media
 from mmrl.data.fields import RowError, short
-from mmrl.data.media import MediaError, as_rgb, is_image, to_image
+from mmrl.data.media import MediaError, as_rgb, held_or_named, is_image, to_image
 from mmrl.data.object_rows import as_png
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image
 from mmrl.vision.media.video import FrameSampling
@@ -45,8 +45,10 @@ class MediaReader:
         for anything else, and for a file that is missing.
         """
         match value:
-            case str() | Path():
-                return self._file(kind, str(value), place)
+            case str() | Path() if isinstance(held := held_or_named(str(value)), str):
+                return self._file(kind, held, place)
+            case str():
+                return self(kind, held_or_named(value), place)
             case bytes(data) | {"bytes": bytes(data)}:
                 return (self.root or MediaRoot(Path())).medium(MediaRef(kind, "", data), place, self.sampling)
             case {"path": str(path)}:
@@ -61,8 +63,6 @@ class MediaReader:
         return Media("image", place, lambda: decode_image(data, place), data)
 
     def _file(self, kind: str, path: str, place: str) -> Media:
-        if "://" in path:
-            raise MediaError(f"{place} is the address '{path}', and nothing is downloaded; name a local file")
         root, name = self.root, path
         if root is None:
             chosen = Path(path).expanduser().resolve()  # a link that the caller chose may lead anywhere

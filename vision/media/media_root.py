@@ -12,8 +12,8 @@ import torch
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.types import Frames, Media, Readable
 from mmrl.data.fields import RowError, short
-from mmrl.data.media import MediaError, locate, read_image
-from mmrl.data.messages import ReadMedia
+from mmrl.data.media import MediaError, held_or_named, locate, read_image
+from mmrl.data.messages import ReadMedia, plain_part
 from mmrl.data.stored_bytes import byte_file
 from mmrl.vision.media.video import FrameSampling, read_video
 
@@ -177,6 +177,9 @@ def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
                 path, data = fields.get("path", fields.get(kind)), fields.get("bytes")
             case _:
                 path, data = item, None
+        if isinstance(path, str) and not data:
+            held = held_or_named(path)
+            path, data = (None, held) if isinstance(held, bytes) else (held, data)
         match path, data:
             case ((str() | None), bytes()) if data:
                 yield MediaRef(kind, path or "", data)
@@ -209,6 +212,7 @@ def _file_names(value: Any) -> Iterator[MediaRef]:
 
 
 def _in_messages(value: Any, name: str) -> Iterator[MediaRef]:
+    value = plain_part(value)
     match value:
         case {"type": str(kind)} if kind.startswith(("image", "video")):
             keys = [key for key, item in value.items() if key not in ("type", "text") and item is not None]

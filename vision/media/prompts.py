@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
-from mmrl.data.fields import RowError, is_number, listed, short, text
+from mmrl.data.fields import RowError, is_number, listed, short, text, unpacked
 from mmrl.vision.media.media_root import MediaRoot
 
 NOISE_STEPS = 1000
@@ -58,17 +58,30 @@ def root_of(root: str, answers: str, what: str) -> MediaRoot:
 def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
     """Read the reference answer of a row (`answer`), or all of them (`answers`)."""
     name = "answers" if columns.get("answer") is None and columns.get("answers") is not None else "answer"
-    match columns.get(name):
+    given = columns.get(name)
+    match unpacked(given) if name == "answers" else given:
         case []:
             raise RowError(f"wanted at least one answer as `{name}`, got {short(columns[name])}")
         case [*values]:
             return tuple(answer_of(value, f"{name}[{i}]") for i, value in enumerate(values))
+        case int() as place if place in _contested(columns.get("choices")):
+            return ascii_uppercase[place]
         case value:
             return answer_of(value, name)
 
 
+def _contested(choices: Any) -> list[int]:
+    """List the places of choices whose number is the text of another choice: a number there is the place."""
+    texts = choices if isinstance(choices, list) and all(type(choice) is str for choice in choices) else []
+    return [
+        place for place in range(min(len(texts), 26)) if str(place) in texts and texts[place] != str(place)
+    ]
+
+
 def answer_of(value: Any, name: str) -> str:
-    """Convert a text, number or boolean (yes, no) to a text."""
+    """Convert a text, number, boolean (yes, no), or one answer of VQAv2, to a text."""
+    if isinstance(value, Mapping) and "answer" in value:  # beside the confidence and number of who gave it
+        value = value["answer"]
     if value is True or value is False:
         return "yes" if value else "no"
     return str(value) if is_number(value) else text(value, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
@@ -24,9 +25,11 @@ from mmrl.runtime.weights import (
     check_adapter,
     check_base,
     check_settings,
+    check_trainable,
     load_whole,
+    read_adapter,
 )
-from mmrl.vision.models.model_families import check_family
+from mmrl.vision.models.model_families import check_family, num_positions
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.text_processor import TextProcessor
 
@@ -36,10 +39,12 @@ ADAPTER = "adapter_model.safetensors"
 @contextmanager
 def _source(what: str, name: str) -> Iterator[str]:
     """Resolve the name of a model folder; errors inside the block name what could not be loaded."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         yield model_source(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the {what} '{name}': {error}") from error
+    except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
+        raise ConfigError(f"cannot load the {what} '{name}': {error}") from error
 
 
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
@@ -75,33 +80,47 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     return model.eval()  # without dropout, in training too
 
 
-def check_folders(model: str, adapter: str = "") -> None:
+def check_folders(model: str, adapter: str = "") -> nn.Module | None:
     """Raise `ValueError` where the folder of a model lacks weights, or an adapter fits another model.
 
-    Only headers of the model's files are read, and only what is on this machine.
+    Only headers of the model's files are read, and only what is on this machine. Returns the model without
+    numbers, where its folder is here.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if objects.is_object(model) or not Path(model).expanduser().is_dir():
-        return  # the files of a model of the hub may not be here yet
+        return None  # the files of a model of the hub may not be here yet
     with _source("model", model) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _check_known(config)
         if quantized_by(config):
-            return  # quantisers need a device
+            return None  # quantisers need a device
         maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
         whole = load_whole(maker, source, device_map={"": "meta"}, trust_remote_code=False)
-    if not adapter or not (Path(adapter).expanduser() / ADAPTER).is_file():
-        return
-    modules = dict(whole.named_modules())
+    if not adapter:
+        return whole
     with _source("adapter", adapter) as source:
-        weights, _ = _read_adapter(Path(source) / ADAPTER)
-        owners = {name.removeprefix("base_model.model.").partition(".lora_")[0]: name for name in weights}
-        if foreign := sorted(name for owner, name in owners.items() if owner not in modules):
-            raise ValueError(
-                f"it is of another model: {len(foreign)} of its {len(owners)} modules are not in "
-                f"{type(whole).__name__}, the first is of '{foreign[0]}'"
-            )
+        local = Path(source).is_dir()  # of the hub: its files may not be here yet
+    if local:
+        roles = sorted(file.parent for file in Path(source).glob(f"*/{ADAPTER}"))  # each has one
+        with warnings.catch_warnings():  # weights with shapes alone take no numbers
+            warnings.simplefilter("ignore")
+            for folder in [source] if (Path(source) / ADAPTER).is_file() else roles or [source]:
+                load_adapter(copy.deepcopy(whole), str(folder))
+    return whole
+
+
+def check_same_shapes(model: str, start: str) -> None:
+    """Raise `ValueError` where the model in a folder, of first weights, is another one than `model`."""
+    own, first = check_folders(model), check_folders(start)
+    if own is None or first is None:
+        return
+    held = [{(name, *value.shape) for name, value in one.state_dict().items()} for one in (own, first)]
+    if odd := sorted(held[0] ^ held[1]):
+        raise ValueError(
+            f"the weights in '{start}' are of another model than '{model}': {len(odd)} are in one of them "
+            f"only or differ in shape, the first is {odd[0]}"
+        )
 
 
 def _check_known(config: Any) -> None:
@@ -252,11 +271,13 @@ def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | N
             raise ValueError(
                 f"it is an adapter of the kind {config.peft_type}, and only LoRA is trained here"
             )
+        check_trainable(config, name)
         asked = {"lora_rank": (rank or config.r, config.r), "lora_alpha": (alpha, config.lora_alpha)}
         for option, (wanted, saved) in asked.items():
             if wanted not in (None, saved):
                 raise ValueError(f"it has {option} {saved}, not {wanted}; set `{option}: {saved}`")
-        weights, base = _read_adapter(Path(file))
+        weights, header = read_adapter(Path(file))
+        base = header.get(BASE, "")
         own = base_hash(model.parameters()) if base else ""
         check_base(base, own, name)
         named, given = config.base_model_name_or_path or "", model.config.name_or_path
@@ -279,10 +300,10 @@ def load_adapter_weights(adapter: nn.Module, folder: Path, name: str = "default"
     """
     from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
-    weights, base = _read_adapter(folder / ADAPTER)
-    check_adapter(weights, get_peft_model_state_dict(adapter, adapter_name=name), folder)
+    weights, header = read_adapter(folder / ADAPTER)
     check_settings(PeftConfig.from_pretrained(str(folder)), adapter.peft_config[name], folder)
-    check_base(base, vars(adapter).get(BASE, ""), folder)
+    check_adapter(weights, get_peft_model_state_dict(adapter, adapter_name=name), folder)
+    check_base(header.get(BASE, ""), vars(adapter).get(BASE, ""), folder)
     set_peft_model_state_dict(adapter, weights, adapter_name=name)
 
 
@@ -294,18 +315,6 @@ def save_adapter(adapter: nn.Module, folder: Path) -> None:
     if base := vars(adapter).get(BASE, ""):
         for file in folder.rglob(ADAPTER):  # adapters of several roles have a folder each
             save_file(load_file(file), file, {"format": "pt", BASE: base})
-
-
-def _read_adapter(file: Path) -> tuple[dict[str, Tensor], str]:
-    """Read the weights of an adapter, and the hash of the weights below it ("" where it has none)."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as opened:
-            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            return weights, (opened.metadata() or {}).get(BASE, "")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read the adapter '{file}': {error}") from error
 
 
 def checkpoint_layers(model: nn.Module) -> None:
@@ -378,3 +387,6 @@ def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
             f"the model '{name}' is of type '{kinds[0]}' and the policy of type '{kinds[1]}', whose encoded "
             "images it reads; name a model of the same type"
         )
+    # A prompt that is too long for this model is unreadable before an answer is made to it.
+    limits = {num_positions(model.config), policy.prompt_encoder.limit} - {0}
+    policy.prompt_encoder.limit = min(limits, default=0)

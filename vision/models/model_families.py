@@ -255,9 +255,9 @@ def num_positions(config: Any) -> int:
     return limit
 
 
-def check_length(length: int, config: Any) -> None:
-    """Raise ValueError for a prompt that leaves no position of a model for an answer."""
-    if (limit := num_positions(config)) and length >= limit:
+def check_length(length: int, limit: int) -> None:
+    """Raise ValueError for a prompt that leaves none of the positions of a model (0: any) for an answer."""
+    if limit and length >= limit:
         raise ValueError(
             f"it takes {length} positions, and the model has {limit}, answers included; shorten it"
         )

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.plain_text import PlainText, each_text, inside
 from mmrl.core.tensor import cat_padded
-from mmrl.core.types import Message, Part, Prompt, reading
+from mmrl.core.types import Message, Outcome, Part, Prompt, reading
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.chat_template import ChatTemplate, Tools
 from mmrl.vision.models.media_arguments import EDGES, digest_of, media_arguments, size_limits
-from mmrl.vision.models.model_families import check_length, family_of, token_types
+from mmrl.vision.models.model_families import check_length, family_of, num_positions, token_types
 from mmrl.vision.models.plain_inputs import check_ids, plain_inputs
 from mmrl.vision.models.recorded_keys import check_keys
 
@@ -73,6 +73,7 @@ class PromptEncoder:
             self.pixels = {**size, **pixels}
         # No answer may contain these: the model would expect media for them.
         self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
+        self.limit = num_positions(core.config)  # of this model, and of others that read its prompts
         self._words = self._media_words()
         self._answer_words = list(map(self.tokenizer.decode, self.placeholders))
         self.plain = PlainText(self.tokenizer, self._words)
@@ -167,6 +168,31 @@ class PromptEncoder:
         self.check_answer(text)
         return torch.tensor([*self.plain.ids(self.without_end(text)), self.end[0]])
 
+    def recorded(self, prompt: Prompt, outcome: Outcome) -> tuple[str, Tensor]:
+        """Return the text and the tokens (T,) of a recorded answer, its end token included.
+
+        Calls and thoughts beside its text are written by the chat template. Raises ValueError where that
+        leaves them out, or begins an answer otherwise than the prompt does.
+        """
+        text = self.without_end(outcome.text or "")
+        if not outcome.extra:
+            return text, self.answer(text)
+        self.check_answer(outcome.extra)
+        turn = Message("assistant", (Part(text),), outcome.extra)
+        messages = (*prompt.messages, turn)
+        check_keys(messages, lambda turns: self._render(turns, answers=False), self._keys)
+        before = self._render(list(map(template_message, self.replies(prompt.messages))))
+        whole = self._render(list(map(template_message, self.replies(messages))), answers=False)
+        if not whole.startswith(before):
+            raise ValueError(
+                "the chat template of the model writes an answer with calls or thoughts behind another "
+                "prompt; write them into the content, in the words of the model"
+            )
+        ids = self.plain.tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"]
+        ends = [place for place, token in enumerate(ids) if token in self.end]
+        tokens = torch.tensor(ids[: ends[-1] + 1] if ends else [*ids, self.end[0]])
+        return self.text(tokens), tokens
+
     def without_end(self, text: str) -> str:
         """Drop the end token, and white space after it, that a recorded answer brings along."""
         words = tuple(word for end in self.ends.tokens if (word := self.tokenizer.decode(end)).strip())
@@ -224,13 +250,11 @@ class PromptEncoder:
         alike = self.plain.mark not in text and self._marked(tools) == tuple(tools)
         if alike and form not in self._compared and len(self._compared) < FORMS:
             formed = self.template.formed(messages, tools)
-            check_ids(
-                prompt,
-                inputs["input_ids"],
-                plain_inputs(self.processor, formed, tools, media),
-                self.tokenizer,
-            )
-            self._compared.add(form)
+            # Of an empty text transformers makes an empty list, which some templates print: [].
+            if all(message["content"] or "tool_calls" in message for message in formed):
+                plain = plain_inputs(self.processor, formed, tools, media)
+                check_ids(prompt, inputs["input_ids"], plain, self.tokenizer)
+                self._compared.add(form)
         return inputs
 
     def check_text(self, prompt: Prompt) -> None:
@@ -247,7 +271,16 @@ class PromptEncoder:
         """Write a prompt in the words of the chat template; raises ValueError where that refuses it."""
         try:
             check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
-            return self._render(list(map(template_message, self.replies(prompt.messages, tools))), tools)
+            text = self._render(list(map(template_message, self.replies(prompt.messages, tools))), tools)
+            names = [tool.get("function", tool)["name"] for tool in tools] if self.knows_tools(tools) else []
+            if lost := [name for name in names if name not in text]:
+                roles = ", ".join(message.role for message in prompt.messages)
+                raise ValueError(
+                    f"the chat template of the model leaves out the tools {', '.join(lost)} beside messages "
+                    f"of the roles {roles}; write what the system says into the question, or save the model "
+                    "with a template that lists them"
+                )
+            return text
         except ValueError as error:
             raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
 
@@ -255,7 +288,7 @@ class PromptEncoder:
         self.check_text(prompt)
         inputs = self.processor_inputs(prompt, tools)
         positions = family_of(self.core.config).positions(self.core, inputs)
-        check_length(int(positions.max()) + 1, self.core.config)
+        check_length(int(positions.max()) + 1, self.limit)
         media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
         return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
 

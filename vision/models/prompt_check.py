@@ -8,7 +8,7 @@ from typing import Any
 
 from mmrl.core.types import Media, Prompt, reading
 from mmrl.data.media import upright_size
-from mmrl.vision.models.model_families import check_length, num_positions
+from mmrl.vision.models.model_families import check_length
 from mmrl.vision.models.processor import PromptEncoder
 
 SIZES = 1 << 16  # of images that stay known
@@ -24,17 +24,20 @@ class PromptCheck:
     """
 
     def __init__(self, encoder: PromptEncoder) -> None:
-        self.encoder, self.config = encoder, encoder.core.config
-        self.limit = num_positions(self.config)
+        self.encoder = encoder
+        self.limit = encoder.limit
         self._forms: set[Any] = set()
         self._features = lru_cache(SIZES)(self._features_of)
 
     def __call__(self, prompt: Prompt) -> None:
         """Check a prompt and its recorded answers."""
         with reading(prompt):
-            answers = (
-                [one.text for one in prompt.answers if one.text] if type(prompt.answers) is tuple else []
-            )
+            recorded = prompt.answers if type(prompt.answers) is tuple else ()
+            answers = [
+                self.encoder.recorded(prompt, one)[0] if one.extra else one.text
+                for one in recorded
+                if one.text or one.extra
+            ]
             for text in answers:
                 self.encoder.check_answer(text)
             self.encoder.check_text(prompt)
@@ -51,7 +54,7 @@ class PromptCheck:
             if self.limit and features + texts + said + self._around * len(prompt.messages) >= self.limit:
                 encoded = self.encoder.encode(prompt)
                 longest = max((len(self.encoder.answer(text)) for text in answers), default=1)
-                check_length(encoded.next_position + longest - 1, self.config)
+                check_length(encoded.next_position + longest - 1, self.limit)
 
     @cached_property
     def _around(self) -> int:

@@ -40,7 +40,7 @@ from mmrl.vision.decoding.token_steps import (
 )
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.media.media_reader import MediaReader
-from mmrl.vision.models import loading
+from mmrl.vision.models import loading, steering
 from mmrl.vision.models.chat_template import ChatTemplate
 from mmrl.vision.models.model_families import check_length
 from mmrl.vision.models.processor import PromptEncoder, pixel_limits
@@ -139,9 +139,17 @@ class Tokens:
         )
 
     @staticmethod
-    def check_folders(options: Mapping[str, Any]) -> None:
-        """Raise `ValueError` where weights that options name are missing or of another model."""
-        loading.check_folders(str(options.get("model", "")), str(options.get("adapter") or ""))
+    def check_folders(options: Mapping[str, Any], start: str = "") -> None:
+        """Raise `ValueError` where weights that options name, or in `start`, are missing or of another model.
+
+        `start` is a folder of first weights.
+        """
+        model, adapter = str(options.get("model", "")), str(options.get("adapter") or "")
+        loading.check_folders(model, adapter)
+        if start and (adapter or options.get("lora_rank")):
+            loading.check_folders(model, start)
+        elif start and not (Path(start) / steering.FILE).is_file():
+            loading.check_same_shapes(model, start)
 
     @staticmethod
     def prompt_check(options: Mapping[str, Any]) -> Callable[[Prompt], None]:
@@ -211,10 +219,10 @@ class Tokens:
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Turn a recorded answer into a row, its end token included."""
-        text = outcome.text and self.prompt_encoder.without_end(outcome.text)
         with reading(prompt):
-            ids, encoded = self.prompt_encoder.answer(text or ""), self.prompt_encoder.encode(prompt)
-            check_length(encoded.next_position + len(ids) - 1, self.core.config)
+            text, ids = self.prompt_encoder.recorded(prompt, outcome)
+            encoded = self.prompt_encoder.encode(prompt)
+            check_length(encoded.next_position + len(ids) - 1, self.prompt_encoder.limit)
         tags = {"finish": "stop", **outcome.tags}
         answer = Outcome(text=text, end=len(ids), tags=tags, recorded=outcome.recorded)
         row = TokenRow(encoded, ids)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmrl.config.registry import check
 from mmrl.core.plain_text import COMMON
-from mmrl.data.dataset_io import RowError, Rows, UniqueIds
+from mmrl.data.dataset_io import DataRow, RowError, Rows, UniqueIds
 from mmrl.diagnostics.context import Finding
 
 ANSWERS = ("answer", "solution", "ground_truth", "chosen", "rejected")
@@ -36,20 +38,29 @@ def duplicate_ids(rows: Rows) -> Iterator[Finding]:
 
 @check(on="data")
 def empty_answers(rows: Rows) -> Iterator[Finding]:
-    """Find rows whose answer is empty, or whose chosen and rejected answers are the same."""
+    """Find rows whose answer is empty or missing, or whose chosen and rejected answers are the same."""
+    having = Counter(row.source for row in rows.valid() if _answers(row))
     for row in rows.valid():
+        if having[row.source] and not _answers(row):
+            yield Finding(f"has no answer; {having[row.source]} rows of its file have one", place=row.place)
         texts = {
             name: text_of(row.columns[name]).strip() for name in ANSWERS if row.columns.get(name) is not None
         }
         for name, text in texts.items():
-            if not text:
-                yield Finding(f"`{name}` is empty", place=row.place)
+            value = row.columns[name]
+            if not text or isinstance(value, float) and not math.isfinite(value):
+                yield Finding(f"`{name}` is {value if text else 'empty'}", place=row.place)
         chosen = texts.get("chosen")
         if chosen and chosen == texts.get("rejected"):
             yield Finding(f"`chosen` and `rejected` are both {chosen[:60]!r}", place=row.place)
         answers = row.columns.get("answers")
         if type(answers) is list and not any(text_of(answer).strip() for answer in answers):
             yield Finding("`answers` holds no answer", place=row.place)
+
+
+def _answers(row: DataRow) -> list[str]:
+    named = (*ANSWERS, "answers", "target", "messages", "conversations", "completion")
+    return [name for name in named if row.columns.get(name) is not None]
 
 
 @check(on="data")

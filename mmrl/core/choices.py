@@ -1,0 +1,117 @@
+"""The choice that an answer or a target names: by its letter, its text, or its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mmrl.core.answer_text import plain
+from mmrl.core.answers import NEGATED, readable, same_words, words_of
+
+_PHRASE = r"(?:(?:the |final |correct )*+(?:answer|option|choice)(?: is)?\s?[:=]?\s?\(?)?"
+_ALONE = re.compile(rf"[\s\"'(\[]*+{_PHRASE}([^\W\d_])[\s\"').,:;!\]]*+", re.IGNORECASE)
+_LEADING = re.compile(
+    r"[\s\"'(\[]*+([A-Z])(?:\s?[).:\]]|\s-\s|\s*\n|,?\s(?=because\b|since\b|as\b))(?![A-Z]\.)"
+)
+_OPTIONS = re.compile(r"^\W*[A-Z]\s?[).:]", re.MULTILINE)
+# Scripts without spaces between words, such as Chinese, may stand right before and behind a letter.
+_SPACELESS = "\u2e80-\u9fff\uac00-\ud7a3"
+_WORD = rf"[^\W{_SPACELESS}]"
+_LETTER = re.compile(rf"(?<!{_WORD})(?<!')(?<!\w-)(?<!\b[A-Z]\.)([A-Z])(?!['+#*=]|{_WORD}|-\w|\.[A-Z])")
+_NAMED = re.compile(r"(?:answer|option|choice)(?: is|:)*\s*\(?([A-Z])(?![\w'+#*]|-\w)", re.IGNORECASE)
+_AFTER = {"is", "was", "are", "and", "or", "because", "since", "as", "not", "but", "seems", "fits", "matches"}
+_JOINED = r"[\s()\[\].]*(?:(?:,|;|/|&|\b(?:and|or|nor)\b)[\s()\[\]]*)*"
+_SEVERAL = re.compile(rf"[\s(\[]*[A-Z](?:{_JOINED}\b[A-Z]\b)+[\s.)\]]*")
+# Words after which a letter is no answer: a denial, or a thing that is called by a letter.
+_DENIED = re.compile(
+    rf"(?:{NEGATED}|\b(?:except|nor|neither|unlike|vitamin|hepatitis|type|grade)) "
+    r"(?:the |for |option |choice |answer |be )*\(?",
+    re.IGNORECASE,
+)
+
+
+def letter_in(text: str) -> str:
+    """Return the letter of a multiple choice that an answer gives; empty without one.
+
+    It is the only letter, the one after "answer", the one before a text such as "B. red", or else the last
+    capital that stands alone. The article A, the pronoun I, a denied letter ("not B"), and letters of a list
+    such as "A, C" or "A or B" are none.
+    """
+    text = readable(text).strip()
+    if alone := _ALONE.fullmatch(text):
+        return alone[1].upper()
+    if _SEVERAL.fullmatch(text):
+        return ""
+    named = [match for match in _NAMED.finditer(text) if match[1].isupper() and not _is_word(match, text)]
+    if not named and (leading := _LEADING.match(text)) and len(_OPTIONS.findall(text)) < 2:
+        return leading[1]
+    letters = [match for match in _LETTER.finditer(text) if not _is_word(match, text)]
+    if not (chosen := [match for match in named or letters if not _denied(text[: match.start(1)])][-1:]):
+        return ""
+    start, end = chosen[0].span(1)
+    for one, other in zip(letters, letters[1:], strict=False):
+        between = text[one.end(1) : other.start(1)]
+        beside = one[1] != other[1] and "." not in between and re.fullmatch(_JOINED, between)
+        if beside and start in (one.start(1), other.start(1)):
+            return ""
+    return text[start:end]
+
+
+def _denied(before: str) -> bool:
+    """Whether a denial ends right here: "not", "isn't", "rather than"."""
+    return any(match.end() == len(before) for match in _DENIED.finditer(before, max(0, len(before) - 60)))
+
+
+def _is_word(match: re.Match, text: str) -> bool:
+    """Whether a capital is the article A or the pronoun I."""
+    if match[1] not in "AI":
+        return False
+    follows = re.match(r" ([a-z]+)", text[match.end() : match.end() + 20])
+    return bool(follows and follows[1] not in _AFTER)
+
+
+def choices_in(columns: Mapping[str, Any]) -> dict[str, str]:
+    """Read the choices of a row by their letters, from a list or an object of texts, or ARC's two lists."""
+    found = columns.get("choices")
+    found = columns.get("options") if found is None else found
+    match found:
+        case {"text": [*texts], "label": [*labels]} if len(texts) == len(labels):
+            return {str(label): str(text) for label, text in zip(labels, texts, strict=True)}
+        case Mapping():
+            return {str(label): str(text) for label, text in found.items() if text is not None}
+        case [*texts]:
+            return {chr(ord("A") + i): _unlettered(str(text), i) for i, text in enumerate(texts[:26])}
+    return {}
+
+
+def _unlettered(text: str, place: int) -> str:
+    """Take the letter of a choice off its text."""
+    lettered = _LEADING.match(text)
+    return text[lettered.end() :] if lettered and lettered[1] == chr(ord("A") + place) else text
+
+
+def choice_in(text: str, choices: Mapping[str, str]) -> str:
+    """Return the label of the choice that an answer or a target names; empty where it names none.
+
+    By its text, its letter, its place counted from 0, or as the only text of a choice that occurs in it.
+    """
+    words = words_of(text)
+    known = {label: words_of(choice) for label, choice in choices.items()}
+    equal = [label for label, choice in known.items() if same_words(words, choice)]
+    if equal:
+        return equal[0]
+    labels, letter = {label.upper(): label for label in choices}, letter_in(text)
+    if letter in labels:
+        return labels[letter]
+    if place := re.fullmatch(r"[\s(]*([0-9]{1,3})[\s).]*", plain(text)):
+        numbered = list(choices)[int(place[1]) : int(place[1]) + 1]
+        return place[1] if place[1] in choices else (numbered or [""])[0]  # labels may be 1, 2, 3
+    joined = f" {' '.join(words)} "
+    named = [
+        label
+        for label, choice in known.items()
+        if choice and (at := joined.rfind(f" {' '.join(choice)} ")) >= 0 and not _denied(joined[: at + 1])
+    ]
+    longest = [a for a in named if not any(a != b and set(known[a]) < set(known[b]) for b in named)]
+    return longest[0] if len(longest) == 1 else ""

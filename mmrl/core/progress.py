@@ -1,0 +1,26 @@
+"""Progress of work inside a step: whoever shows it sets a function, and loops over batches call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+Show = Callable[[str, int, int], None]
+_SHOW: ContextVar[Show | None] = ContextVar("show", default=None)
+
+
+def advance(work: str, done: int, total: int) -> None:
+    """Report that `done` of `total` parts of some work are done; nothing happens where nobody shows it."""
+    if show := _SHOW.get():
+        show(work, done, total)
+
+
+@contextmanager
+def showing(show: Show) -> Iterator[None]:
+    """Call `show(work, done, total)` for every report inside the block, in this thread."""
+    token = _SHOW.set(show)
+    try:
+        yield
+    finally:
+        _SHOW.reset(token)
