@@ -13,11 +13,10 @@ from mmrl.config.registry import engine
 from mmrl.config.reward_adapters import tagged
 from mmrl.config.schema import ConfigError
 from mmrl.core.protocols import Engine
-from mmrl.core.types import Message, Part, Prompt, Rollouts, Trajectory
+from mmrl.core.types import CHANGED, Message, Part, Prompt, Rollouts, Trajectory
 from mmrl.data.hints import ATTEMPT, TAG, WANTED, WROTE, with_hint
 from mmrl.data.hints import TEMPLATE as HINT_TEMPLATE
 from mmrl.data.templates import TextTemplate, quoted
-from mmrl.engines.replay import CHANGED
 
 ROLE, HINTER, REASONER = "role", "hinter", "reasoner"
 GATE = "hint_gate"  # name of the recorded reward

@@ -17,8 +17,7 @@ from mmrl.config.reward_adapters import tagged
 from mmrl.config.schema import ConfigError
 from mmrl.core.answers import exact_text
 from mmrl.core.rng import Stream
-from mmrl.core.types import Part, Prompt, Rollouts, Trajectory
-from mmrl.engines.replay import CHANGED
+from mmrl.core.types import CHANGED, Part, Prompt, Rollouts, Trajectory
 from mmrl.vision.engines.generate import Generate
 
 Role = Literal["draft", "distil", "refine"]

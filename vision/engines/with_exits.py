@@ -13,8 +13,7 @@ from torch import Tensor
 from mmrl.config.ranges import NonNegativeInt, PositiveInt
 from mmrl.config.registry import engine
 from mmrl.core.rng import Stream
-from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.engines.replay import CHANGED
+from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
 from mmrl.vision.decoding.branching import Branch, Grown
 from mmrl.vision.engines.generate import Generate
 

@@ -17,15 +17,13 @@ from mmrl.config.registry import engine
 from mmrl.config.reward_adapters import Scoring
 from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN
-from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.engines.replay import CHANGED
+from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
 from mmrl.runtime.ray_rewards import with_actors
 from mmrl.runtime.reward_calls import call_all, checked
-from mmrl.vision.conversation import CALL, Conversation, images_of
+from mmrl.vision.conversation import CALL, INSTEAD, Conversation, copied, images_of
 from mmrl.vision.decoding.decoding import inverse_cdf
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.engines.with_turn_branches import INSTEAD, copied
 from mmrl.vision.tool_replies import shrunk
 
 SCORE = "step_reward"  # under which the sum of the rewards of a step is recorded

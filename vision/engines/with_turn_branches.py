@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
@@ -16,15 +16,9 @@ from mmrl.config.ranges import DividesGenerations, PositiveInt
 from mmrl.config.registry import engine
 from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN
-from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.engines.replay import CHANGED
-from mmrl.vision.conversation import Conversation
+from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
+from mmrl.vision.conversation import INSTEAD, Conversation, copied
 from mmrl.vision.engines.with_tools import WithTools
-
-INSTEAD = (
-    "it takes the place of `vision.with_tools`, with the same `tool`; the state of an environment cannot be "
-    "copied, so that conversations with environments cannot part"
-)
 
 
 @engine(sets_tags={EPISODE, TURN, "state", "finish", "branch", CHANGED})
@@ -155,13 +149,6 @@ class WithTurnBranches(WithTools):
         *before, last = row.outcomes
         last = replace(last, tags={**last.tags, "branch": state})
         return replace(row, outcomes=(*before, last), notes={**row.notes, "node": node})
-
-
-def copied(talk: Conversation, index: int) -> Conversation:
-    """Copy a conversation between two turns, so that it can go on under another number."""
-    values = {field.name: getattr(talk, field.name) for field in fields(talk)}
-    lists = {name: list(value) for name, value in values.items() if isinstance(value, list)}
-    return replace(talk, index=index, **lists)
 
 
 def _key(talk: Conversation) -> tuple[str, int]:

@@ -14,9 +14,8 @@ from torch import Tensor
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import engine
 from mmrl.core.rng import Stream
-from mmrl.core.types import Prompt, Rollouts, Trajectory
+from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
 from mmrl.data.unfinished import BEGUN, NOTED, UNFINISHED
-from mmrl.engines.replay import CHANGED
 from mmrl.vision.decoding.decoding import GenerationRequest
 from mmrl.vision.decoding.token_steps import Suffix
 from mmrl.vision.engines.generate import Generate
