@@ -353,11 +353,11 @@ def explains(name: str) -> set[str]:
 # What toys do not write, and which file does: a step not taken, a GPU's memory, a model with two engines.
 RARE = {
     **{f"hints/{name}": "mmrl/samplers/hints.py" for name in ("prompts", "solved", "share")},
-    **{f"experiences{what}": "mmrl/samplers/experience.py" for what in ("", "/changes", "/unread")},
-    "reflection/prompts": "mmrl/samplers/reflection.py",
-    **{f"examples/{name}": "mmrl/samplers/solved_examples.py" for name in ("prompts", "solved")},
+    **{f"experiences{what}": "mmrl/papers/training_free_grpo.py" for what in ("", "/changes", "/unread")},
+    "reflection/prompts": "mmrl/papers/r3.py",
+    **{f"examples/{name}": "mmrl/papers/xrpo.py" for name in ("prompts", "solved")},
     **{
-        f"augmentation/{kind}_{what}": "vision/samplers/difficulty_augmentation.py"
+        f"augmentation/{kind}_{what}": "mmrl/papers/deepvideo_r1.py"
         for kind in ("noise", "hint")
         for what in ("prompts", "mean")
     },
@@ -365,10 +365,10 @@ RARE = {
     "judge/unread": "mmrl/rewards/asking.py",
     "judge/mass": "mmrl/rewards/judge.py",
     **{f"pairwise_judge/{name}": "mmrl/rewards/pairwise_judge.py" for name in ("consistency", "first")},
-    "tournament/consistency": "mmrl/rewards/tournament.py",
-    "checklist/misquoted": "mmrl/rewards/checklist.py",
-    **{f"rubric/{name}": "mmrl/rewards/rubric.py" for name in ("version", "criteria", "unread")},
-    **{f"barrier/{{name}}/{what}": "mmrl/advantages/barrier.py" for what in ("slack", "weight")},
+    "tournament/consistency": "mmrl/papers/arena_rl.py",
+    "checklist/misquoted": "mmrl/papers/cm2.py",
+    **{f"rubric/{name}": "mmrl/papers/amaris.py" for name in ("version", "criteria", "unread")},
+    **{f"barrier/{{name}}/{what}": "mmrl/papers/c_morl.py" for what in ("slack", "weight")},
     **{f"tools/{name}": "vision/engines/with_tools.py" for name in ("turns", "calls", "errors")},
     **{f"game/{name}": "mmrl/engines/play.py" for name in ("turns", "unfinished")},
     "game/share_of_turns/{role}": "mmrl/engines/play.py",
@@ -385,10 +385,10 @@ RARE = {
             "idle_seconds",
         )
     },
-    "reversed/{metric}": "mmrl/objectives/bidirectional.py",
-    "sampler/unfinished": "mmrl/samplers/unfinished.py",
+    "reversed/{metric}": "mmrl/papers/yapo.py",
+    "sampler/unfinished": "mmrl/papers/t_ppo.py",
     "skipped_updates": "mmrl/training/trainer.py",
-    "sampler/score": "mmrl/samplers/variance_aware.py",  # reads tokens, which the toys do not note
+    "sampler/score": "mmrl/papers/mmr1_vas.py",  # reads tokens, which the toys do not note
     "eval_peak_memory_bytes": "mmrl/training/evaluate.py",
     **{
         f"rollout/{name}": "compression/engines.py"

@@ -7,9 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl.advantages.hierarchy import hae, hae_with_switches
 from mmrl.advantages.normalize import group_center, group_normalize, leave_one_out
-from mmrl.advantages.role_stages import Alternate, RoleBaseline
 from mmrl.advantages.roles import alignment, sibling_shape, unique_center
 from mmrl.advantages.select import returns
 from mmrl.advantages.shape import scale, total
@@ -38,6 +36,8 @@ from mmrl.config.loading import read
 from mmrl.config.schema import as_piece
 from mmrl.core.rng import Stream
 from mmrl.core.tensor import rarity
+from mmrl.papers.hiper import hae, hae_with_switches
+from mmrl.papers.vision_zero import Alternate, RoleBaseline
 from tests.support.configs import method_file
 from tests.support.tables import assert_rows, reward_table
 
