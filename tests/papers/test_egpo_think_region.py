@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmrl.core.types import Outcome
-from mmrl.vision.engines.think_region import WithAnswerRegion, WithThinkRegion
+from mmrl.papers.egpo import WithAnswerRegion, WithThinkRegion
 from tests.vision import mixed
 
 FAMILY = "qwen2_5_vl"

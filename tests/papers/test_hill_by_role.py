@@ -13,9 +13,9 @@ from mmrl.build import build, load_engine
 from mmrl.config.schema import Config, ConfigError, parse
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Part, Prompt
+from mmrl.papers.hill import ByRole
 from mmrl.reporting import html
 from mmrl.training.loop import train
-from mmrl.vision.engines.by_role import ByRole
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.policies.tokens import Tokens
 from tests.runtime.test_real_processes import SPEAKING

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mmrl.samplers.diversity import (
+from mmrl.papers.mmr1_vas import (
     DIVERSITY,
     distinct_3,
     edit_distance,

@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.config.loading import ConfigError
 from mmrl.core.types import Message, Part, Prompt
-from mmrl.samplers.wordings import WithWordings
+from mmrl.papers.ps_grpo import WithWordings
 
 
 def prompt(uid="p", **columns):

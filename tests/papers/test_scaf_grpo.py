@@ -7,9 +7,9 @@ import torch
 
 from mmrl.core.rng import Stream
 from mmrl.data.hints import with_hint
+from mmrl.papers.hill import WithHintReliance
 from mmrl.papers.scaf_grpo import WithoutHints
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.engines.hint_reliance import WithHintReliance
 from tests.vision.test_contrastive_decoding import FAMILY, pictures, plainly
 
 

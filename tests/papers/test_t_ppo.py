@@ -7,8 +7,7 @@ import json
 import torch
 
 from mmrl.core.rng import Stream
-from mmrl.data.unfinished import BEGUN
-from mmrl.papers.t_ppo import WithUnfinished
+from mmrl.papers.t_ppo import BEGUN, WithUnfinished
 from mmrl.samplers.uniform import Uniform
 from tests.support.tables import reward_table
 from tests.support.toys import prompts

@@ -12,12 +12,11 @@ from mmrl.build import build
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, parse
 from mmrl.core.rng import Stream
-from mmrl.papers.t_ppo import WithUnfinished
+from mmrl.papers.t_ppo import WithUnfinished, WithWindow
 from mmrl.samplers.uniform import Uniform
 from mmrl.training.loop import train
 from mmrl.training.score import score
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.engines.with_window import WithWindow
 from tests.vision.test_contrastive_decoding import pictures
 from tests.vision.test_inner_runs import plan, questions
 

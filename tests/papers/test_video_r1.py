@@ -12,11 +12,10 @@ from mmrl.advantages.shape import total
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
-from mmrl.papers.video_r1 import WithShuffledFrames
+from mmrl.papers.video_r1 import WithShuffledFrames, temporal_contrast
 from mmrl.training.collect import collect
 from mmrl.training.loop import learnable, update
 from mmrl.training.score import score
-from mmrl.vision.advantages.temporal_contrast import temporal_contrast
 from mmrl.vision.engines.generate import Generate
 from tests.support.resuming import EVERYTHING, assert_alike, killed, resumed
 from tests.support.tables import assert_rows, reward_table

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from mmrl.build import build
 from mmrl.config.schema import Config, ConfigError, parse
 from mmrl.core.rng import Stream
+from mmrl.papers.yapo import steering
 from mmrl.training.loop import train
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.models.steering import Steering, reversed_steering, steering_of
-from mmrl.vision.transforms.steering import steering
 from tests.vision import mixed
 from tests.vision.test_inner_runs import plan, questions
 from tests.vision.test_tokens import EVERY, learning, loaded, recorded, said
