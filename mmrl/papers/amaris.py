@@ -1,4 +1,10 @@
-"""A reward by weighted criteria that change while training: a model judges, remembers failures, and edits."""
+"""AMARIS (arXiv 2605.18592): a model judges by weighted criteria, remembers failures, and edits the criteria.
+
+Title: AMARIS: A Memory-Augmented Rubric Improvement System for Rubric-Based Reinforcement Learning
+Formula: reward = sum_c w_c s_c / sum_c w_c, with scores s_c in [0, 1]; every `update_every` rounds at most
+one change.
+Our reading: all numbers, the texts and the form of changes; only the abstract was read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""A reward by a tournament: a model compares few pairs of a group, and an answer earns by its rank."""
+"""ArenaRL (arXiv 2601.06487): a judge compares few pairs of a group, and an answer earns by its rank.
+
+Title: ArenaRL: Scaling RL for Open-Ended Agents via Tournament-based Relative Ranking
+Formula: reward = (r_max - r) / (r_max - 1), with the rank r from 1 after a seeded bracket.
+Our reading: equal answers share a rank, empty ones come last, unread comparisons are ties, both orders are
+averaged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""An advantage function with constraints: rewards whose mean must not fall below a threshold."""
+"""C-MORL (arXiv 2410.02236): one reward is raised while the others stay above thresholds.
+
+Title: C-MORL: Multi-Objective Reinforcement Learning through Efficient Discovery of Pareto Front
+Formula: weight of a reward with the threshold d: 1 / (t s), with the slack s = max(J - d, floor) and its
+mean J.
+Our reading: J is a running mean; thresholds are given as numbers.
+"""
 
 from __future__ import annotations
 

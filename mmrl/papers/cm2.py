@@ -1,4 +1,9 @@
-"""A reward of binary criteria: another model checks each, and quotes where an answer meets it."""
+"""CM2 (arXiv 2602.12268): a model checks binary criteria one by one, and quotes where an answer meets each.
+
+Title: CM2: Reinforcement Learning with Checklist Rewards for Multi-Turn and Multi-Step Agentic Tool Use
+Formula: reward = sum of the weights of what a turn meets first / sum of all weights.
+Our reading: quotes are checked, weights are divided by their sum, and what a turn met stays met.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""A sampler that asks prompts again, harder or easier by how they were answered (DeepVideo-R1)."""
+"""DeepVideo-R1 (arXiv 2506.07464): prompts are asked again, harder or easier by how they were answered.
+
+Title: DeepVideo-R1: Video Reinforcement Fine-Tuning via Difficulty-aware Regressive GRPO
+Formula: difficulty = mean reward of the latest `window` prompts - mean reward of the prompt.
+Our reading: sizes of noise and hints; departs: answers to plain prompts are learned from too. The loss is
+in `reg_grpo`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Engines whose rollouts become preference pairs: partly noised images, and segments of a video."""
+"""DenseDPO (arXiv 2506.03517): pairs of videos from one partly noised video, compared segment by segment.
+
+Title: DenseDPO: Fine-Grained Temporal Preference Optimization for Video Diffusion Models
+Formula: x_n = (1 - eta) x_0 + eta noise at the step n = round(eta S) of S; a pair for every segment.
+Our reading: the step is the one whose time is nearest to `eta`; the first recorded answer is taken.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""An advantage function that limits the length of answers by how often their prompt is solved."""
+"""DLER (arXiv 2510.15110): the limit of length is shorter for prompts that are solved often.
+
+Title: DLER: Doing Length pEnalty Right - Incentivizing More Intelligence per Token via Reinforcement
+Learning
+Formula: limit = shortest + (longest - shortest) (1 - acc); the reward beyond it is 0.
+Our reading: the formula, and that acc is a running mean of the prompt's reward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A curriculum over sources that follows how fast the reward of each rises."""
+"""GEAR (arXiv 2509.24096): a curriculum over sources follows how fast the reward of each rises.
+
+Title: GEAR: A General Evaluation Framework for Abductive Reasoning
+Formula: p(source) ~ max(velocity, 0) + floor; velocity: moving average of changes of its mean reward.
+Our reading: throughout, since only the abstract was read; its objectives are sources.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""An advantage function that scales by how a label compares with what is usual of its category."""
+"""GRPO-S of DR-IRL (arXiv 2503.18991): advantages are scaled against what is usual of a category.
+
+Title: Inverse Reinforcement Learning with Dynamic Reward Scaling for LLM Alignment
+Formula: A' = A sigmoid(x) / sigmoid(mean of x over the category), x the hardness or the gap of rewards.
+Our reading: means are over all that a run has seen; a gap is the largest less the smallest reward of a
+group.
+"""
 
 from __future__ import annotations
 

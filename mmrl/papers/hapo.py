@@ -1,4 +1,9 @@
-"""An engine that samples uncertain tokens at a higher temperature than sure ones."""
+"""HAPO (arXiv 2509.16591): uncertain tokens are sampled at a higher temperature than sure ones.
+
+Title: From Uniform to Heterogeneous: Tailoring Policy Optimization to Every Token's Nature
+Formula: T_t = T (1 + tau h_t), with the entropy h_t on a scale from -1 to 1.
+Our reading: the scale is that of the entropies noted in the round before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""An engine in which a second role writes hints for prompts that failed, and learns to."""
+"""HiLL (arXiv 2604.00698): a second role writes hints for prompts that failed, and learns to.
+
+Title: Learning to Hint for Reinforcement Learning
+Formula: reliance = mean log p(y | x) - mean log p(y | x, hint), below 0 where an answer relies on its hint.
+Our reading: one model with two adapters, the text of the question, and that the first failed answer is
+shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Hierarchical advantages of conversations in which a plan is made and followed."""
+"""HiPER (arXiv 2602.16165): advantages of plans, of their actions, and of decisions to keep a plan.
+
+Title: HiPER: Hierarchical Reinforcement Learning with Explicit Credit Assignment for Large Language Model
+Agents
+Formula: A_t = e_t + gamma lam A_(t+1), e_t = r_t + gamma V_next - V_t; plans: A_k = E_k + gamma^d
+lam_segment A_(k+1).
+Our reading: a decision takes no time, and a reward on it counts for it alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""An engine that answers from drafts of its own: rounds of drafts, a short text made of them, an answer."""
+"""PDR (arXiv 2510.01123): rounds of drafts, a short text made of them, and an answer.
+
+Title: Rethinking Thinking Tokens: LLMs as Improvement Operators
+Formula: y ~ p(. | x, C_R), with C_r a bounded text made of the drafts y_1..y_M ~ p(. | x, C_(r-1)).
+Our reading: sizes and texts; only notes on the paper were read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Rewards of answers that say the same however a question is worded."""
+"""PS-GRPO (arXiv 2510.04392): answers earn for saying the same however a question is worded.
+
+Title: Improving Consistency in Retrieval-Augmented Systems with Group Similarity Rewards
+Formula: reward_i = mean of similarity(y_i, y_j) over the answers j to other wordings.
+Our reading: the mean over all other answers, and the number of wordings; only the abstract was read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A sampler that shows prompts one of their earlier answers: a wrong one to reflect on, or the best one."""
+"""R3 (arXiv 2601.19620): prompts that went badly are asked again with one of their own answers.
+
+Title: R^3: Replay, Reflection, and Ranking Rewards for LLM Reinforcement Learning
+Formula: reflect where the mean of a prompt's remembered rewards is below `threshold`.
+Our reading: the threshold, the texts, the window, and that the newest wrong answer is shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Regression of group-normalised log-ratios on group-normalised rewards (Reg-GRPO)."""
+"""Reg-GRPO (arXiv 2506.07464): log-ratios of a group are regressed on its advantages.
+
+Title: DeepVideo-R1: Video Reinforcement Fine-Tuning via Difficulty-aware Regressive GRPO
+Formula: L = mean over the group of (A - (rho - mean rho) / sqrt(var rho + delta))^2, rho the log-ratio of a
+row.
+Our reading: `delta`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""An engine that answers every prompt once more with the most likely tokens, as a baseline."""
+"""ReMax (arXiv 2310.10505): the most likely answer to a prompt is the baseline of the sampled ones.
+
+Title: ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language
+Models
+Formula: A = r(x, y) - r(x, y_greedy).
+Our reading: none in this file.
+"""
 
 from __future__ import annotations
 

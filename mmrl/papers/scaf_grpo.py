@@ -1,4 +1,9 @@
-"""An engine that learns answers to prompts with hints as answers to the prompts without them."""
+"""Scaf-GRPO (arXiv 2510.19807): answers to prompts with hints are learned as answers to the bare prompts.
+
+Title: Scaf-GRPO: Scaffolded Group Relative Policy Optimization for Enhancing LLM Reasoning
+Formula: ratio = p(y | x) / p_old(y | x) for y ~ p_old(. | x, hint).
+Our reading: none in this file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The step engine of conversations with tools: several candidates of every turn, of which one goes on."""
+"""SLATE (arXiv 2602.23440): candidates of every turn are scored, and the conversation goes on from one.
+
+Title: Truncated Step-Level Sampling with Process Rewards for Retrieval-Augmented Reasoning
+Formula: p(candidate j) = softmax(A / choice_temperature), A = (R - mean) / (std + eps).
+Our reading: turns of several conversations count alike.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The tree engine of text: answers to a prompt that part from each other."""
+"""SPO tree (arXiv 2505.23564): answers to a prompt part from each other in a tree.
+
+Title: Segment Policy Optimization: Effective Segment-Level Credit Assignment in RL for Large Language
+Models
+Formula: V(node) = mean reward of the leaves below; A(part) = V(its end) - V(its start), by `tree_values`.
+Our reading: none in this file.
+"""
 
 from __future__ import annotations
 

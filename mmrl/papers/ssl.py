@@ -1,4 +1,9 @@
-"""A reward shaper that adds tiers of proximity to outcomes."""
+"""SSL (arXiv 2601.22491): tiers of proximity are added to outcomes.
+
+Title: SSL: Sweet Spot Learning for Differentiated Guidance in Agentic Optimization
+Formula: reward + alpha min(floor(zones s), zones - 1) / (zones - 1), with the proximity s in [0, 1].
+Our reading: the bounds of the zones and `alpha`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""A sampler that asks first for the rest of answers that a window cut."""
+"""T-PPO (arXiv 2506.15050): answers are cut at a window, and go on in the next step.
+
+Title: Truncated Proximal Policy Optimization
+Formula: y_k ~ p(. | x, y_(<k)), at most `window` tokens a step; each is learned from in the step that
+sampled it.
+Our reading: the window; groups of one prompt are not kept together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A sampler that puts a growing list of experiences before every prompt, and what makes the list grow."""
+"""Training-free GRPO (arXiv 2510.08191): a list of experiences before every prompt grows, and no weight is learned.
+
+Title: Training-Free Group Relative Policy Optimization
+Formula: E <- E + f(groups whose rewards differ); y ~ p(. | E, x).
+Our reading: the summary of each answer and their comparison are one question; both texts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Triage of recorded conversations: a quality from counted signals, and draws by quality."""
+"""Signals (arXiv 2604.00356): recorded conversations have a quality from counted signals, and are drawn by it.
+
+Title: Signals: Trajectory Sampling and Triage for Agentic Interactions
+Formula: score = 50 + weighted counts of signals, in tiers from 75 (excellent) to below 25 (severe).
+Our reading: signals come as a column; clearly good and clearly bad conversations are the informative ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""A reward of unit tests that written code passes; the tests run on a server, never in this process."""
+"""VeRPO (arXiv 2601.03525): code is rewarded for the unit tests that it passes, which a server runs.
+
+Title: VeRPO: Verifiable Dense Reward Policy Optimization for Code Generation
+Formula: reward = sum_j w_j [passes j], w_j = exp(-alpha p_j) / (N_j + eps), N_j = sum_l exp(-(p_j - p_l)^2
+/ (2 sigma^2)).
+Our reading: the weights of tests.
+"""
 
 from __future__ import annotations
 

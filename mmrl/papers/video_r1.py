@@ -1,4 +1,10 @@
-"""An engine that also answers copies of videos whose frames are shuffled (T-GRPO of Video-R1)."""
+"""Video-R1 (arXiv 2503.21776): a bonus for answers that need the order of the frames (T-GRPO).
+
+Title: Video-R1: Reinforcing Video Reasoning in MLLMs
+Formula: reward + bonus for right answers where p(ordered) >= min_ratio p(shuffled) over a group.
+Our reading: one order for all answers to a prompt; departs: single frames are shuffled before the
+processor.
+"""
 
 from __future__ import annotations
 

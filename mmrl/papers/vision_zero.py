@@ -1,4 +1,9 @@
-"""Advantage functions that remember: running baselines of roles, and stages that learn in turn."""
+"""Vision-Zero (arXiv 2509.25541): running baselines of roles, and stages that learn in turn.
+
+Title: Vision-Zero: Scalable VLM Self-Improvement via Strategic Gamified Self-Play
+Formula: b = decay b + (1 - decay) mean r of the role; A = r - b.
+Our reading: means are over all games of a collection; a role without any reward keeps its b.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A sampler that shows prompts without a right answer how similar prompts were solved."""
+"""XRPO (arXiv 2510.06672): prompts that failed are asked again with similar solved examples.
+
+Title: XRPO: Pushing the limits of GRPO with Targeted Exploration and Exploitation
+Formula: x' = x + the k solved questions with the largest cosine similarity to x.
+Our reading: similarity of word counts, and that a prompt is asked again the next time it is drawn.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The objective of steering vectors, which learns from adding and from subtracting them."""
+"""YaPO (arXiv 2601.08441): a steering vector is added, and subtracted with pairs swapped.
+
+Title: YaPO: Learnable Sparse Activation Steering Vectors for Domain Adaptation
+Formula: h' = h + dec(relu(z + s v)) - dec(z), z the features of h; L = (L(v; w, l) + L(-v; l, w)) / 2.
+Our reading: the mean of both directions, where the papers (BiPO, arXiv 2406.00045) draw one for every
+batch.
+"""
 
 from __future__ import annotations
 
