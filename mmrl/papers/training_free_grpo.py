@@ -1,4 +1,4 @@
-"""Training-free GRPO (arXiv 2510.08191): a list of experiences before every prompt grows, and no weight is learned.
+"""Training-free GRPO (arXiv 2510.08191): a list before every prompt grows, and no weight is learned.
 
 Title: Training-Free Group Relative Policy Optimization
 Formula: E <- E + f(groups whose rewards differ); y ~ p(. | E, x).
