@@ -20,8 +20,8 @@ DIFFERS = "Differs from GRPO: "
 # What people ask for by name, in the order of tables; every other method stands with its paper.
 ASKED_FOR = (
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "gdpo", "ppo",
-    "gigpo", "on_policy_distillation", "dpo", "tempsamp_r1", "urpa", "flow_grpo", "flow_grpo_fast", "flow_cps",
-    "mix_grpo", "grpo_guard", "tp_grpo", "awm", "diffusion_nft", "vgpo", "gdro",
+    "gigpo", "on_policy_distillation", "dpo", "tempsamp_r1", "urpa", "flow_grpo", "flow_grpo_fast",
+    "flow_cps", "mix_grpo", "grpo_guard", "tp_grpo", "awm", "diffusion_nft", "vgpo", "gdro",
 )  # fmt: skip
 PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}  # keys that name no kind
 

@@ -194,12 +194,10 @@ def kind(
         of = {name: frozenset(of_others) for name in others}
         sets = frozenset(extra), of, frozenset(notes), frozenset(tags)
         needs = Needs(unit, *sets, turns or every_turn, every_turn)
-        if on not in stages:
-            known = ", ".join(filter(None, stages)) or "none"
-            raise ValueError(f"a {name} declares `on`, one of {known}, not '{on}'")
-        if scope not in SCOPES:
-            known = ", ".join(filter(None, SCOPES))
-            raise ValueError(f"the `scope` of the kind {name} is one of {known}, not '{scope}'")
+        for option, value, allowed in (("on", on, stages), ("scope", scope, SCOPES)):
+            if value not in allowed:
+                known = ", ".join(filter(None, allowed)) or "none"
+                raise ValueError(f"a {name} declares `{option}`, one of {known}, not '{value}'")
 
         def enter(target: Callable) -> Callable:
             module = target.__module__

@@ -40,7 +40,7 @@ def test_every_piece_of_a_paper_is_found_in_its_source():
 
 
 def test_a_scope_is_one_of_the_packages():
-    with pytest.raises(ValueError, match="`scope` of the kind engine is one of vision, .*, not 'sound'"):
+    with pytest.raises(ValueError, match="a engine declares `scope`, one of vision, .*, not 'sound'"):
         engine(scope="sound")
 
 
