@@ -7,8 +7,12 @@ import sys
 
 import pytest
 
-from mmrl.config import papers
+import mmrl.papers
+from mmrl.config import papers, registry
 from mmrl.config.registry import HOMES, engine, pieces
+from tests.support.doc_blocks import ROOT, blocks_of
+
+PAGE = (ROOT / "docs" / "howto" / "paper.md").read_text()
 
 SOURCE = """@advantage
 def halved(table): ...
@@ -60,3 +64,17 @@ def test_a_run_that_names_no_paper_imports_none():
 def test_a_run_that_names_a_paper_imports_it_alone():
     assert imported_after("find('advantage', 'barrier')") == "mmrl.papers.c_morl"
     assert imported_after("find('engine', 'vision.with_greedy')") == "mmrl.papers.remax"
+
+
+def test_a_new_paper_is_found_without_a_list(tmp_path, monkeypatch):
+    (block,) = [one for one in blocks_of(PAGE, "paper.md") if one.file == "papers/median_grpo.py"]
+    (tmp_path / "median_grpo.py").write_text(block.text)
+    monkeypatch.setattr(papers, "FOLDER", tmp_path)
+    monkeypatch.setattr(mmrl.papers, "__path__", [*mmrl.papers.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "PIECES", dict(registry.PIECES))
+    papers.defined.cache_clear()
+    try:
+        assert registry.find("advantage", "median_center").full_name == "median_center"
+    finally:
+        papers.defined.cache_clear()
+        sys.modules.pop("mmrl.papers.median_grpo", None)
