@@ -17,7 +17,7 @@ from site_pieces import code, page_of, prose
 
 from mmrl.config import schema
 from mmrl.config.keys import comments_of, describe_type
-from mmrl.config.methods import PAPER, Method, all_methods
+from mmrl.config.methods import PAPER, Method, tables
 from mmrl.config.registry import HOMES, SCOPES, pieces
 from mmrl.trl.names import BOTH, DPO, GRPO, MODEL, NEUTRAL, REFUSED
 
@@ -39,17 +39,16 @@ FAMILIES = {"grpo": "GRPO"}  # titles that are more than the name of the folder
 
 
 def methods_table() -> str:
-    """Make a table of methods for every family, from the comments at the head of their files."""
+    """Make tables of methods from the heads of their files: the ones asked for by name, then the papers."""
     parts = []
-    for family in dict.fromkeys(method.family for method in all_methods()):
-        title = FAMILIES.get(family, family.capitalize())
+    for name, methods in tables().items():
+        title = FAMILIES.get(name, name.capitalize())
         parts += [f"### {title}\n", "| method | paper | what differs from GRPO | our reading |"]
         parts.append("| --- | --- | --- | --- |")
-        for method in all_methods():
-            if method.family == family:
-                papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in method.papers)
-                link = f"[{method.name}](../configs/methods/{family}/{method.path.name})"
-                parts.append(f"| {link} | {papers} | {method.differs} | {readings_of(method)} |")
+        for method in methods:
+            papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in method.papers)
+            link = f"[{method.name}](../configs/methods/{method.family}/{method.path.name})"
+            parts.append(f"| {link} | {papers} | {method.differs} | {readings_of(method)} |")
         parts.append("")
     return "\n".join(parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Self
 
@@ -19,6 +19,11 @@ from mmrl.vision.tool_replies import Answer, content_of
 
 Replies = list[tuple[Tool | None, Answer]]  # to the calls of a turn, with the tools that were found
 CALL = "call"  # tag `finish` of a turn after which the conversation goes on
+# Engines that part conversations.
+INSTEAD = (
+    "it takes the place of `vision.with_tools`, with the same `tool`; the state of an environment cannot be "
+    "copied, so that conversations with environments cannot part"
+)
 
 
 @dataclass(eq=False)
@@ -160,3 +165,10 @@ def _content_hash(read: EncodedPrompt) -> str:
     for name, tensor in sorted(read.media.items()):
         digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def copied(talk: Conversation, index: int) -> Conversation:
+    """Copy a conversation between two turns, so that it can go on under another number."""
+    values = {field.name: getattr(talk, field.name) for field in fields(talk)}
+    lists = {name: list(value) for name, value in values.items() if isinstance(value, list)}
+    return replace(talk, index=index, **lists)

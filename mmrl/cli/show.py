@@ -72,21 +72,20 @@ def show(given: argparse.Namespace) -> None:
 
 
 def show_methods(family: str | None) -> None:
-    """List methods by family: papers, what differs from GRPO, and what is our reading of a paper."""
-    from mmrl.config.methods import all_methods
+    """List methods, those asked for by name first: papers, what differs from GRPO, and our readings."""
+    from mmrl.config.methods import all_methods, tables
 
     families = dict.fromkeys(method.family for method in all_methods())
     if family is not None and family not in families:
         near, there = nearest(family, families), f"there are {', '.join(families)}"
         raise ConfigError(f"there is no family of methods '{family}'; {near or there}")
-    for name in [family] if family else families:
+    for title, methods in tables(family).items():
         rows = []
-        for method in all_methods():
-            if method.family == name:
-                named = ", ".join(entry.full_name for entry in method.pieces_read_by_us())
-                reading = " ".join([*method.readings, *([f"Of pieces: {named}"] if named else [])])
-                rows.append([method.name, " ".join(method.papers), method.differs, reading])
-        print_table(["name", "arXiv", "what differs from GRPO", "our reading"], *rows, title=name)
+        for method in methods:
+            named = ", ".join(entry.full_name for entry in method.pieces_read_by_us())
+            reading = " ".join([*method.readings, *([f"Of pieces: {named}"] if named else [])])
+            rows.append([method.name, " ".join(method.papers), method.differs, reading])
+        print_table(["name", "arXiv", "what differs from GRPO", "our reading"], *rows, title=title)
         print()
 
 

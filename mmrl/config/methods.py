@@ -17,6 +17,12 @@ from mmrl.config.schema import as_plain
 PAPER = re.compile(r"(?<![\d.\w/])(\d{2}(?:0[1-9]|1[0-2])\.\d{5})(?![\d.]*\d)")  # an id of arXiv since 2015
 READING = re.compile(r"\bour readings?\b", re.IGNORECASE)
 DIFFERS = "Differs from GRPO: "
+# What people ask for by name, in the order of tables; every other method stands with its paper.
+ASKED_FOR = (
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "gdpo", "ppo",
+    "gigpo", "on_policy_distillation", "dpo", "tempsamp_r1", "urpa", "flow_grpo", "flow_grpo_fast",
+    "flow_cps", "mix_grpo", "grpo_guard", "tp_grpo", "awm", "diffusion_nft", "vgpo", "gdro",
+)  # fmt: skip
 PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}  # keys that name no kind
 
 
@@ -77,6 +83,17 @@ def all_methods() -> tuple[Method, ...]:
     # `mmrl/configs` is the folder itself in an installation, and a link to it in a checkout.
     paths = sorted((Path(__file__).parents[1] / "configs" / "methods").rglob("*.yaml"))
     return tuple(Method(path, comment_of(path.read_text()), as_plain(read(path))) for path in paths)
+
+
+def tables(family: str | None = None) -> dict[str, list[Method]]:
+    """Group methods for tables: those that people ask for by name first, then papers by family."""
+    found = [method for method in all_methods() if family in (None, method.family)]
+    asked = [method for method in found if method.name in ASKED_FOR]
+    grouped = {"asked for by name": sorted(asked, key=lambda method: ASKED_FOR.index(method.name))}
+    for method in found:
+        if method not in asked:
+            grouped.setdefault(method.family, []).append(method)
+    return {title: methods for title, methods in grouped.items() if methods}
 
 
 def comment_of(text: str) -> str:

@@ -2,7 +2,8 @@
 
 Every kind of piece has a home folder and a decorator, made by one line at the end of this file. A name
 without a dot lives in `mmrl/<home>`, `vision.temporal_iou` in `vision/<home>`, `package.module:function`
-anywhere. The first look-up of a kind imports the modules of its home: they import nothing heavy.
+anywhere. The first look-up of a kind imports the modules of its home: they import nothing heavy. A name that
+no home has is looked for in `mmrl/papers`, of which only the file that defines it is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-import re
 import typing
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar, cast, overload
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
+from mmrl.config.papers import import_papers, snake_case
 from mmrl.config.reward_adapters import OwnAnswer, from_trl, is_trl
 from mmrl.config.tool_functions import check_environment, check_tool
 from mmrl.core.types import Unit
@@ -164,6 +165,8 @@ def kind(
         loads: Whether making a piece may read files or load a model, so that checking must not make it.
         factory: Whether a piece that is a class is called for new objects, instead of being made once.
         stages: When pieces may run; a piece declares one of these as `on`.
+
+    A piece of `mmrl/papers` whose name begins with a package declares it: `@engine(scope="vision")`.
     """
     HOMES[name] = home
     MADE.update([name] if made else [])
@@ -186,22 +189,23 @@ def kind(
         on: str = "",
         copies_policy: bool = False,
         own_answer: Callable[..., OwnAnswer | None] | None = None,
+        scope: str = "",
     ) -> Callable:
         of = {name: frozenset(of_others) for name in others}
         sets = frozenset(extra), of, frozenset(notes), frozenset(tags)
         needs = Needs(unit, *sets, turns or every_turn, every_turn)
-        if on not in stages:
-            known = ", ".join(filter(None, stages)) or "none"
-            raise ValueError(f"a {name} declares `on`, one of {known}, not '{on}'")
+        for option, value, allowed in (("on", on, stages), ("scope", scope, SCOPES)):
+            if value not in allowed:
+                known = ", ".join(filter(None, allowed)) or "none"
+                raise ValueError(f"a {name} declares `{option}`, one of {known}, not '{value}'")
 
         def enter(target: Callable) -> Callable:
             module = target.__module__
-            package = next((s for s, home in SCOPES.items() if s and module.startswith(f"{home}.")), "")
-            scope = package if module.partition(".")[0] == "mmrl" else module
-            snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.__name__).lower()
+            package = next((s for s, home in SCOPES.items() if s and module.startswith(f"{home}.")), scope)
+            within = package if module.partition(".")[0] == "mmrl" else module
             _set_declared(target, sets_tags=frozenset(sets_tags), own_answer=own_answer)
             declared = needs, frozenset(of_others), None, packages, on, copies_policy
-            entry = Entry(name, scope, snake_case, target, *declared)
+            entry = Entry(name, within, snake_case(target.__name__), target, *declared)
             known = PIECES.setdefault((name, entry.full_name), entry)
             # A reward that is wrapped by `per_outcome` belongs to the file of the function inside.
             files = [inspect.getsourcefile(inspect.unwrap(piece.target)) for piece in (known, entry)]
@@ -228,8 +232,9 @@ def _set_declared(target: Callable, **declared: Any) -> None:
 
 
 def pieces(kind: str, on: str = "") -> list[Entry]:
-    """List the pieces of a kind by name; with `on` only those that run then."""
+    """List the pieces of a kind by name, those of papers too; with `on` only those that run then."""
     _import_homes(kind)
+    import_papers(kind)
     entries = [entry for (k, _), entry in PIECES.items() if k == kind and on in ("", entry.on)]
     return sorted(entries, key=lambda entry: entry.full_name)
 
@@ -267,11 +272,13 @@ def find(kind: str, name: str) -> Entry:
     `package.module:function` is imported; such a piece needs no decorator.
     """
     _import_homes(kind)
+    if (kind, name) not in PIECES and ":" not in name:
+        import_papers(kind, name)
     if known := PIECES.get((kind, name)):
         return known
-    entries = {entry.full_name: entry for entry in pieces(kind)}
     module, colon, attribute = name.partition(":")
     if not colon:
+        entries = {entry.full_name: entry for entry in pieces(kind)}
         near = difflib.get_close_matches(name, entries, 1) or [n for n in entries if n.split(".")[-1] == name]
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(entries) or 'none'}"
         raise ConfigError(f"no {kind} is called '{name}'; {hint}")
@@ -284,8 +291,8 @@ def find(kind: str, name: str) -> Entry:
         raise ConfigError(f"cannot import the {kind} '{name}': {type(error).__name__}: {error}") from error
     if not callable(target):
         raise ConfigError(f"the {kind} '{name}' must be a function or a class, not {type(target).__name__}")
-    for entry in pieces(kind):  # anew, because the import may have registered it
-        if entry.target is target:
+    for (of_kind, _), entry in PIECES.items():  # the import may have registered it
+        if of_kind == kind and entry.target is target:
             return entry
     if kind == "reward" and is_trl(target):
         # TRL's own keyword arguments come from the data, so none of them is an option.

@@ -15,6 +15,8 @@ from torch import Tensor
 from mmrl.core.plain_text import whole
 from mmrl.core.tool_calls import Call, CallError
 
+CHANGED = "changed"  # tag of rows that no prompt of the data and tokens make again: they are not remembered
+
 
 class Readable(Protocol):
     """Bytes that are read when they are asked for, such as those of an image inside a row."""

@@ -18,8 +18,7 @@ from mmrl.core.episodes import EPISODE, TURN
 from mmrl.core.games import Game, Turn
 from mmrl.core.protocols import Engine, Policy
 from mmrl.core.rng import Stream
-from mmrl.core.types import Message, Prompt, Rollouts, Trajectory
-from mmrl.engines.replay import CHANGED
+from mmrl.core.types import CHANGED, Message, Prompt, Rollouts, Trajectory
 
 FINISH = "finish"
 

@@ -23,13 +23,12 @@ from mmrl.core.protocols import Engine, RecallsRows
 from mmrl.core.reward_table import RewardTable, name_id
 from mmrl.core.rng import Stream
 from mmrl.core.tensor import group_index
-from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.core.types import CHANGED, Outcome, Prompt, Rollouts, Trajectory
 from mmrl.data.row_prompts import uids_of
 
 RECALLED = frozenset({"token", "logp", "temperature"})  # the notes that a rollout is made from again
 TINY = 1e-6  # an advantage that is smaller counts as none
 REPLAY = "replay"  # tag of rows that were brought back
-CHANGED = "changed"  # tag of rows that no prompt of the data and tokens make again: they are not remembered
 
 
 class Memory:

@@ -63,14 +63,15 @@ def test_a_piece_names_the_packages_that_it_needs(capsys):
 def test_methods_are_listed_by_family(capsys):
     assert main(["list", "methods", "--family", "flow"]) == 0
     printed = capsys.readouterr().out
-    assert printed.split()[:3] == ["flow", "name", "arXiv"]
+    assert printed.split()[:6] == ["asked", "for", "by", "name", "name", "arXiv"]
+    assert printed.index("flow_grpo ") < printed.index("flow  ") < printed.index("dance_grpo ")
     line = next(line for line in printed.splitlines() if line.startswith("flow_grpo "))
     assert "2505.05470" in line
     assert not any(line.startswith("dapo") for line in printed.splitlines())
     assert main(["list", "methods"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    titles = [line for line in lines if line in ("flow", "grounding", "grpo")]
-    assert titles == ["flow", "grounding", "grpo"]
+    titles = [line for line in lines if line in ("asked for by name", "flow", "grounding", "grpo")]
+    assert titles == ["asked for by name", "flow", "grounding", "grpo"]
 
 
 def test_one_method_whole(capsys):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmrl.config.methods import DIFFERS, Method, all_methods, named_in, readings, sentences
+from mmrl.config.methods import (
+    ASKED_FOR,
+    DIFFERS,
+    Method,
+    all_methods,
+    named_in,
+    readings,
+    sentences,
+    tables,
+)
 
 COMMENT = (
     "X-PO (arXiv 2501.00001): what it does, as (arXiv 2402.03300) has it. The factor is our reading. "
@@ -58,3 +67,12 @@ def test_every_method_has_a_family_and_says_what_differs():
 def test_the_reading_of_a_piece_belongs_to_the_methods_that_name_it():
     replay = next(found for found in all_methods() if found.name == "skywork_r1v2")
     assert "with_replay" in [entry.full_name for entry in replay.pieces_read_by_us()]
+
+
+def test_methods_that_people_ask_for_stand_first_and_the_others_by_family():
+    first, *rest = tables().items()
+    assert [method.name for method in first[1]] == list(ASKED_FOR)
+    assert [title for title, _ in rest] == ["flow", "grounding", "grpo", "preference"]
+    listed = [method.name for methods in tables().values() for method in methods]
+    assert sorted(listed) == sorted(method.name for method in all_methods())
+    assert all(method.family == "flow" for methods in tables("flow").values() for method in methods)

@@ -50,6 +50,8 @@ def test_options_are_keyword_only_and_typed(entry):
 
 @NAMED
 def test_a_piece_stands_in_the_home_of_its_kind(entry):
+    if entry.target.__module__.startswith("mmrl.papers."):
+        return  # the pieces of a paper stand together, of whatever kind
     packages = [SCOPES[entry.scope]] if entry.scope else WINGS
     homes = tuple(f"{package}.{HOMES[entry.kind]}." for package in packages)
     if not f"{entry.target.__module__}.".startswith(homes):

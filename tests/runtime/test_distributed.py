@@ -226,7 +226,7 @@ PAIR = {
     "references": {"ref": "frozen"},
 }
 ASKED_TWICE = {  # with noise and hints, beside answers to shuffled frames, and learned by Reg-GRPO
-    "data": "tests.vision.test_difficulty_augmentation:filmed",
+    "data": "tests.papers.test_deepvideo_r1:filmed",
     "sampler": [
         "uniform",
         {"name": "vision.difficulty_augmentation", "hint_column": "solution", "max_reward": 0.2},

@@ -68,7 +68,7 @@ SAMPLERS = {
     ],
 }
 AUGMENTED = {  # asks a second time with noise and hints
-    "data": "tests.vision.test_difficulty_augmentation:filmed",
+    "data": "tests.papers.test_deepvideo_r1:filmed",
     "sampler": [
         "uniform",
         {"name": "vision.difficulty_augmentation", "hint_column": "solution", "max_reward": 0.2},

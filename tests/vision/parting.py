@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mmrl.core.tool_calls import Call
-from mmrl.vision.engines.with_step_candidates import WithStepCandidates
+from mmrl.papers.slate import WithStepCandidates
+from mmrl.papers.treecua_dpo import WithTurnBranches
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.engines.with_turn_branches import WithTurnBranches
 from tests.vision.talking import Talkative, calls_of
 
 CALLED = []

@@ -7,9 +7,9 @@ from PIL import Image
 
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.dataset_io import RowError, write_rows
+from mmrl.papers.r1_router import stepwise
 from mmrl.rewards.text import tag_format
 from mmrl.vision.datasets.boxes import boxes
-from mmrl.vision.datasets.stepwise import stepwise
 from mmrl.vision.rewards.boxes import box_iou, detection_map
 
 ROW = {"id": "a", "image": "a.png", "query": "the red one", "bbox": [20, 10, 100, 50]}

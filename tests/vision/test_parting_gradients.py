@@ -10,11 +10,11 @@ from mmrl.core.types import Unit
 from mmrl.vision.decoding import prefix_tree
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.tools.images import crop
+from tests.papers.test_slate import reward
 from tests.vision import mixed, tiny
 from tests.vision.parting import Branching, Stepwise
 from tests.vision.talking import ruled
 from tests.vision.test_prefix_tree import TIGHT, check, precise, weights
-from tests.vision.test_with_step_candidates import reward
 
 OPTIONS = {
     Branching: {"branching": (2, 2)},

@@ -12,13 +12,13 @@ import torch
 from mmrl.compression.transforms.visual_computation import drop_visual_layers
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Trajectory, Unit
+from mmrl.papers.s_grpo import WithExits
+from mmrl.papers.spo_tree import WithBranches
 from mmrl.vision.decoding import prefix_tree, tree_reading
 from mmrl.vision.decoding.prefill import merge_media
 from mmrl.vision.decoding.prefix_tree import Line, Medium, find_tree
 from mmrl.vision.decoding.token_steps import Suffix, TokenRow, TokenSteps
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.engines.with_branches import WithBranches
-from mmrl.vision.engines.with_exits import WithExits
 from mmrl.vision.models.processor import EncodedPrompt
 from mmrl.vision.policies.tokens import Tokens
 from tests.kv_cache.test_prefix import Norm

@@ -20,8 +20,7 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call, CallError, parse_calls
-from mmrl.core.types import Message, Part, Prompt, PromptError, Rollouts, Trajectory
-from mmrl.engines.replay import CHANGED
+from mmrl.core.types import CHANGED, Message, Part, Prompt, PromptError, Rollouts, Trajectory
 from mmrl.vision.call_formats import encode_with_tools, parser_of
 from mmrl.vision.conversation import CALL, Conversation, Replies, images_of
 from mmrl.vision.decoding.decoding import BeginReading, GenerationRequest

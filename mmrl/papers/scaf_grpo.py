@@ -1,0 +1,49 @@
+"""Scaf-GRPO (arXiv 2510.19807): answers to prompts with hints are learned as answers to the bare prompts.
+
+Title: Scaf-GRPO: Scaffolded Group Relative Policy Optimization for Enhancing LLM Reasoning
+Formula: ratio = p(y | x) / p_old(y | x) for y ~ p_old(. | x, hint).
+Our reading: none in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mmrl.config.registry import engine
+from mmrl.core.types import Prompt, Rollouts
+from mmrl.data.hints import TAG, without_hint
+from mmrl.vision.engines.generate import Generate
+
+GIVEN_HINT = ("logp", "entropy")  # notes that hold for the prompt with its hint only
+
+
+@engine(scope="vision")
+class WithoutHints:
+    """Learn the answers to prompts with hints as answers to the bare prompts (Scaf-GRPO's option).
+
+    arXiv 2510.19807. The tokens stay those that were sampled with the hint of `with_hints`; their
+    log-probabilities are those without it, of the policy before the update, so that the ratio begins at 1.
+    The log-probabilities and entropies that the engine noted of such a row are dropped, and the row is
+    off-policy. Rewards see the prompt with its hint. It wraps `vision.generate`.
+    """
+
+    notes: frozenset[str] = frozenset()
+
+    def __init__(self, engine: Generate) -> None:
+        self.engine, self.policy = engine, engine.policy
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Answer every entry, and put the bare prompt before the tokens of hinted answers."""
+        encode = self.policy.prompt_encoder.encode
+        return tuple(
+            replace(
+                row,
+                steps=replace(row.steps, prompt=encode(without_hint(row.prompt))),
+                notes={name: note for name, note in row.notes.items() if name not in GIVEN_HINT},
+                on_policy=False,
+            )
+            if TAG in row.prompt.tags
+            else row
+            for row in self.engine.rollout(prompts)
+        )

@@ -1,0 +1,65 @@
+"""Prompts that are asked again with one of their own answers: a wrong one, or the best one."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmrl.config.loading import ConfigError
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome, Trajectory
+from mmrl.papers.r3 import WithReflection
+from mmrl.samplers.uniform import Uniform
+from tests.support.tables import reward_table
+from tests.support.toys import prompts
+
+
+def reflecting(num=1, **options):
+    return WithReflection(Uniform(prompts(num=num), stream=Stream(), shuffle=False), **options)
+
+
+def answered(sampler, *answers):
+    """Ask the next prompt, give it answers with rewards, and return what was asked."""
+    (*_, prompt) = sampler.draw(1, len(answers))
+    rows = tuple(Trajectory(prompt, prompt.uid, (Outcome(text=text),), None, 1) for text, _ in answers)
+    table = reward_table([reward for _, reward in answers], group=[prompt.uid] * len(answers))
+    sampler.observe(rows, table)
+    return prompt
+
+
+def test_the_newest_wrong_answer_is_shown_while_the_mean_is_low():
+    sampler = reflecting(threshold=0.5, window=4)
+    assert answered(sampler, ("a", 0.0), ("b", 0.4), ("c", 1.0)).text == "say 1"  # mean 0.4667
+    shown = answered(sampler, ("d", 1.0), ("e", 1.0))
+    assert "was wrong:\nb\nFind its mistake" in shown.text and shown.tags == {"hint": "wrong"}
+    assert shown.uid == "p0" and sampler.tell() == {"reflection/prompts": 1.0}
+    # The newest four are 0.4, 1, 1, 1: a mean of 0.85.
+    assert sampler.beliefs() == {"p0": {"mean": 0.85}}
+    assert answered(sampler, ("f", 1.0)).text == "say 1" and sampler.tell() == {"reflection/prompts": 0.0}
+
+
+def test_the_best_answer_so_far_is_a_hint():
+    sampler = reflecting(show="best", threshold=1.0, max_letters=3, template=" Known: {answer}.")
+    answered(sampler, ("bad", 0.0), ("better", 0.5), ("as good", 0.5))
+    assert answered(sampler, ("worse", 0.1)).text == "say 1\n Known: bet."
+    answered(sampler, ("new", 0.6))
+    assert "new" in answered(sampler, ("x", 0.0)).text
+
+
+def test_a_prompt_without_a_wrong_answer_or_a_reward_stays_plain():
+    sampler = reflecting(of="reward", threshold=0.5)
+    answered(sampler, ("a", None), ("b", None))
+    assert not sampler.known and answered(sampler, ("c", 0.5)).text == "say 1"
+    assert answered(sampler, ("d", 0.5)).text == "say 1"
+
+
+def test_what_is_remembered_is_brought_back():
+    sampler = reflecting()
+    answered(sampler, ("a", 0.0))
+    fresh = reflecting()
+    fresh.load_state_dict(sampler.state_dict())
+    assert fresh.known == sampler.known and "a" in fresh.draw(1, 1)[0].text
+
+
+def test_a_template_without_a_place_is_refused():
+    with pytest.raises(ConfigError, match="'template' must contain {answer}"):
+        reflecting(template="think again")

@@ -1,1 +1,0 @@
-"""Advantage functions for media: what an answer owes to the order of frames."""

@@ -1,1 +1,0 @@
-"""Samplers that change the media of prompts."""

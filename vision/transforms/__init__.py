@@ -1,1 +1,0 @@
-"""Transforms of vision-language models."""
