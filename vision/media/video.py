@@ -15,6 +15,8 @@ from torch import Tensor
 from mmrl.core.types import Frames
 from mmrl.data.media import MediaError, opened_video, upright
 
+LATEST = 1 << 62  # a time after all frames: seeking it finds the last key frame
+
 
 @dataclass(frozen=True)
 class FrameSampling:
@@ -108,17 +110,27 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
     stream = container.streams.video[0]
     zero = float(stream.start_time * stream.time_base) if stream.start_time else 0.0
     if stream.duration:
-        return zero, float(stream.duration * stream.time_base)
+        duration = float(stream.duration * stream.time_base)
+        if "mp4" in container.format.name:  # its header adds up times of decoding, and may end too early
+            container.seek(LATEST, stream=stream)
+            duration = max(duration, _last_end(container) - zero)
+            container.seek(stream.start_time or 0, stream=stream)
+        return zero, duration
     # Where frames start late, formats differ in whether a header counts from 0; packets are unambiguous.
     if container.duration and abs(zero) < 0.1:
         return zero, container.duration / 1e6  # microseconds
-    packets = (packet for packet in container.demux(stream) if packet.pts is not None)
-    ends = (float((packet.pts + (packet.duration or 0)) * packet.time_base) for packet in packets)
-    last = max(ends, default=0.0)
+    last = _last_end(container)
     if last <= 0:
         raise MediaError(f"'{path}' does not say how long it lasts, and its packets carry no times")
     container.seek(0)
     return zero, last - zero
+
+
+def _last_end(container: Any) -> float:
+    """Compute the second at which the last frame ends, by the packets from here on; 0 without times."""
+    packets = (packet for packet in container.demux(container.streams.video[0]) if packet.pts is not None)
+    ends = (float((packet.pts + (packet.duration or 0)) * packet.time_base) for packet in packets)
+    return max(ends, default=0.0)
 
 
 def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]:
