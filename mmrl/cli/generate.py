@@ -20,6 +20,7 @@ from mmrl.data.fields import RowError, plain, uid_of
 from mmrl.data.media import MediaError
 from mmrl.inference.session import Session, images_of, to_pil
 from mmrl.inference.sources import ModelSource
+from mmrl.runtime.folders import check_writable
 
 MODEL = argument(
     "model", metavar="CONFIG_OR_MODEL", help="a YAML file, the folder of a run, or a model (folder, hub id)"
@@ -121,6 +122,7 @@ def check_arguments(given: argparse.Namespace) -> None:
     output = given.output
     if output is None:
         return
+    check_writable(output.parent if output.suffix in ROWS else output)
     taken = any(output.iterdir()) if output.is_dir() else output.exists()
     if given.input is not None and output.resolve() == given.input.resolve():
         raise ConfigError(f"'{output}' is the --input; name another --output")

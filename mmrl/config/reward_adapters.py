@@ -153,11 +153,13 @@ class OwnAnswer:
     """The answer that the target of a prompt asks for, in the ways in which it may be written.
 
     Each of `texts` has to earn at least `full` marks; the answer to another target has to earn less. For a
-    reward of images a text is what the image shows.
+    reward of images a text is what the image shows. `unfit` says how the target differs from what the options
+    ask for, where the reward reads it all the same.
     """
 
     texts: tuple[str, ...]
     full: float = 1.0
+    unfit: str = ""
 
 
 def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:

@@ -24,6 +24,7 @@ from mmrl.data.separated import SEPARATED, separated_rows
 T = TypeVar("T")
 WRITTEN = (".jsonl", ".parquet", ".json")
 FORMS = (*WRITTEN, *SEPARATED)
+UNREAD = {".ndjson", ".arrow", ".feather", ".tar", ".zip", ".xlsx", ".tfrecord"}  # of rows in other forms
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of one split
 BATCH = 256  # rows of a parquet file in memory at once
 DEEPEST = 64  # levels of lists and objects in a row: code that walks through them is recursive
@@ -31,6 +32,7 @@ HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}  # splits that 
 SHOWN = 10  # bad rows that an error lists
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can escape it, UTF-8 cannot hold it
 log = logging.getLogger("mmrl")
+_named = set[Path]()  # folders and patterns whose unread files were named
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ def row_files(path: Path) -> list[Path]:
     """List the files of a dataset: the file itself, or those in the folder or its subfolder `data`.
 
     JSON lists count only if there are no other files: next to those they are descriptions rather than rows.
+    Other files that look like rows are named in the log, once.
     A path that does not exist may be a pattern in the last part: `data/train-*.parquet`.
     """
     if path.is_file():
@@ -186,8 +189,9 @@ def row_files(path: Path) -> list[Path]:
             raise SourceError(f"cannot tell what '{path}' holds; rows come as {', '.join(FORMS)}")
         return [path]
     if not path.is_dir():
-        found = [one for one in sorted(path.parent.glob(path.name)) if one.is_dir() or one.suffix in FORMS]
-        if found:
+        listed = sorted(path.parent.glob(path.name))
+        if found := [one for one in listed if one.is_dir() or one.suffix in FORMS]:
+            _name_unread(path, listed, found)
             return [file for one in found for file in row_files(one)]
         raise SourceError(f"there is no file or folder '{path}'")
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -195,8 +199,21 @@ def row_files(path: Path) -> list[Path]:
     listed = sorted(file for home in (path, path / "data") if home.is_dir() for file in home.iterdir())
     for forms in ((".jsonl", ".parquet", *SEPARATED), (".json",)):  # the first that has any
         if files := [file for file in listed if file.suffix in forms]:
+            _name_unread(path, listed, files)
             return files
     raise SourceError(f"the folder '{path}' holds no rows; they come as {', '.join(FORMS)}")
+
+
+def _name_unread(path: Path, listed: Sequence[Path], read: Sequence[Path]) -> None:
+    """Log the files beside those that are read whose names tell of rows, once for each folder or pattern."""
+    tells = lambda file: file.suffix in UNREAD or not {*file.suffixes[:-1]}.isdisjoint(FORMS)
+    unread = [file.name for file in listed if file not in read and tells(file)]
+    if unread and path not in _named:
+        _named.add(path)
+        log.warning(
+            "'%s' is read without %s; unpack or convert them to %s, or move them away",
+            path, ", ".join(unread[:SHOWN]), ", ".join(FORMS),
+        )  # fmt: skip
 
 
 def split_of(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from glob import has_magic
 from itertools import islice
@@ -22,11 +23,12 @@ from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import FORMS, Rows
 from mmrl.data.fields import RowError
 from mmrl.data.named_columns import named_columns
-from mmrl.data.readable import with_inner
+from mmrl.data.readable import drops, with_inner
 from mmrl.data.row_fields import MEDIA_COLUMNS, NAMED
 from mmrl.runtime.checkpoint import model_folder
 
 FIRST = 20  # rows whose columns are looked at
+OPENED = 4  # images, and videos, of those that are decoded
 OFFERED = (
     "prompts",
     "completions",
@@ -59,12 +61,17 @@ def check_inputs(config: Config | EvaluateConfig) -> None:
 
 
 def check_first_rows(config: Config | EvaluateConfig) -> None:
-    """Read the first rows of every data set that is here; raises `ConfigError` where they cannot be used."""
+    """Read the first rows of every data set that is here, and decode their first media.
+
+    Raises `ConfigError` where they cannot be used.
+    """
     token = NAMED.set(named_columns(config))
     try:
         for outer, data in _data(config):
             for place, piece in with_inner(outer, data):
                 prompts = _first_prompts(place, piece)
+                if not drops(data):
+                    _open_media(place, prompts)
                 if piece is data and prompts and place == "data":
                     _check_answers(config, prompts)
     finally:
@@ -82,6 +89,18 @@ def _first_prompts(place: str, piece: Piece) -> Sequence[Prompt]:
         return Pieces(Stream()).make("data", first, place=place)
     except (RowError, OSError) as error:
         raise ConfigError(f"{place}: {error}") from error
+
+
+def _open_media(place: str, prompts: Sequence[Prompt]) -> None:
+    """Decode the first images and videos of a data set; raises `ConfigError` with the one that is broken."""
+    opened: Counter[str] = Counter()
+    for row, medium in ((prompt, medium) for prompt in prompts for medium in prompt.media):
+        opened[medium.kind] += 1
+        if opened[medium.kind] <= OPENED:
+            try:
+                medium.load()
+            except (RowError, OSError) as error:
+                raise ConfigError(f"{place}: row '{row.uid}': {error}") from error
 
 
 def _check_answers(config: Config | EvaluateConfig, prompts: Sequence[Prompt]) -> None:

@@ -38,6 +38,7 @@ class RoundTrip:
         wrong: A sentence for each row whose own target does not earn full marks.
         alike: A sentence for each row that gives full marks to the answers of all rows it was compared with.
         compared: With how many other answers each row was compared, at most.
+        unfit: A sentence for each row whose target is not of the form that the reward is told to read.
     """
 
     place: str
@@ -45,12 +46,14 @@ class RoundTrip:
     wrong: Sequence[str]
     alike: Sequence[str]
     compared: int
+    unfit: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
         """Describe what does not hold, with the first rows by name."""
         for found, what in (
             (self.wrong, "do not give full marks to their own target as the answer"),
             (self.alike, "give full marks to the targets of other rows as well"),
+            (self.unfit, "have a target of another form, which is compared by its words"),
         ):
             if found:
                 more = f"; and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
@@ -157,7 +160,8 @@ def round_trip(bound: Bound, prompts: Sequence[Prompt], place: str) -> RoundTrip
     rows = [(prompt, own) for prompt, own in rows if prompt.uid not in silent]
     sound = [(prompt, own) for prompt, own in rows if own.texts and prompt.uid not in bad]
     alike, compared = _alike(asked, sound)
-    return RoundTrip(place, len(rows), [*wrong, *bad.values()], alike, compared)
+    unfit = [f"row '{prompt.uid}': {own.unfit}" for prompt, own in rows if own.unfit]
+    return RoundTrip(place, len(rows), [*wrong, *bad.values()], alike, compared, unfit)
 
 
 def _alike(asked: Asked, rows: Sequence[tuple[Prompt, OwnAnswer]]) -> tuple[list[str], int]:

@@ -150,16 +150,28 @@ def needed_targets(name: str, prompt: Prompt) -> list[str]:
 ASKED = re.compile(r"<([A-Za-z][\w-]*)>(?=.*?</\1>)", re.DOTALL)
 
 
-def own_text(prompt: Prompt, *, tag: str = "answer") -> OwnAnswer | None:
+def own_text(prompt: Prompt, *, tag: str = "answer", form: AnswerForm | None = None) -> OwnAnswer | None:
     """Write each target as an answer: bare, and in the tags or the box that the prompt asks for."""
+    choices, unfit = choices_in(prompt.columns), ""
     asked = prompt.text[-5000:]
     tags = {name.lower() for name in ASKED.findall(asked)} & {tag.lower(), "answer", "solution"}
     texts = []
     for target in targets_of(prompt.target):
         inside = answer_part(target, tag)
+        unfit = unfit or ("" if _fits(inside, form, choices) else f"{target[:40]!r} is no {form}")
         texts += [target, *(f"<{name}>{inside}</{name}>" for name in sorted(tags))]
         texts += [rf"\boxed{{{inside}}}"] if r"\boxed" in asked else []
-    return OwnAnswer(tuple(texts)) if texts else None
+    return OwnAnswer(tuple(texts), unfit=unfit) if texts else None
+
+
+def _fits(target: str, form: AnswerForm | None, choices: Mapping[str, str]) -> bool:
+    """Whether a target is of a form; words and formulas are compared as they are."""
+    match form:
+        case "number":
+            return only_number(target)
+        case "letter" | "choice":
+            return bool(letter_in(target) or (form == "choice" and choice_in(target, choices)))
+    return True
 
 
 def own_block(prompt: Prompt, *, tag: str = "answer") -> OwnAnswer | None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
@@ -121,6 +123,7 @@ class _Walk:
                 continue
         names = {name for one in codes for name in one.co_names}
         held |= {name: known[name] for name in sorted(names & known.keys() - held.keys())}
+        held |= {module.__name__: module for one in codes for module in _imported(one, known)}
         for name, value in [*held.items()]:
             if isinstance(value, ModuleType) and self._own(value.__name__):
                 held |= {f"{name}.{one}": vars(value)[one] for one in sorted(names & vars(value).keys())}
@@ -154,6 +157,22 @@ class _Walk:
                 elif isinstance(one, (*PLAIN, *CONTAINERS, tuple)) and not name.startswith("__"):
                     self.values.append((name, self.of(one, 1), isinstance(one, PLAIN)))
         return [kind.__qualname__, [self.of(base, 1) for base in kind.__bases__], described]
+
+
+def _imported(code: CodeType, known: Mapping[str, Any]) -> Iterator[ModuleType]:
+    """Import the modules of the user that a function imports when it runs."""
+    steps = list(dis.get_instructions(code))
+    for at, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME":
+            level = steps[at - 2].argval  # the number of dots before the name
+            name = "." * (level if isinstance(level, int) else 0) + step.argval
+            with suppress(Exception):  # a package that is not here, of a branch that is not run
+                name = importlib.util.resolve_name(name, known.get("__package__"))
+                root = name.partition(".")[0]
+                spec = None if root in ("mmrl", *sys.stdlib_module_names) else importlib.util.find_spec(root)
+                places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec else INSTALLED
+                if not any(place in file for place in INSTALLED for file in places):
+                    yield importlib.import_module(name)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

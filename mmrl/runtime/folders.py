@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,10 +48,12 @@ def check_writable(folder: Path) -> None:
         there = there.parent
     if not there.is_dir():
         raise ConfigError(f"'{folder}' cannot be a folder: '{there}' is no folder; name another")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"nothing can be written into '{folder}': '{there}' is read-only here; name another"
-        )
+    try:
+        with tempfile.TemporaryFile(dir=there):  # `os.access` lets root write everywhere, also into /proc
+            pass
+    except OSError as error:
+        reason = f"'{there}' takes no file ({error.strerror})"
+        raise ConfigError(f"nothing can be written into '{folder}': {reason}; name another") from error
 
 
 def check_owner(folder: Path, by: str, writes: Iterable[str] | None = None) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from mmrl.config.loading import ConfigError
 from mmrl.runtime.content_hash import of_tensors
 from mmrl.runtime.modules import DTYPES, placement, stored_dtypes
 
+log = logging.getLogger("mmrl")
+# Weights that older files hold beside those of the model: what is computed anew, and copies of tied ones.
+BUFFERS = re.compile(r"(position_ids|inv_freq|masked_bias|attn\.bias|num_batches_tracked|lm_head\.weight)$")
 FEW_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F4")  # of safetensors; without scales they are other numbers
 BASE = "mmrl_base_weights"  # in the header of an adapter: a hash of the frozen weights below it
 # Settings of a `LoraConfig` that decide what the weights of an adapter do.
@@ -34,7 +39,7 @@ def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
     `kind` is the class, `options` are those of its `from_pretrained`. Raises `ValueError` where the files
     lack weights, have other shapes, hold NaN or integers, or cannot be read: transformers would begin with
     random or rounded numbers in their place. A folder that holds an adapter too is refused, as transformers
-    would put it on the model.
+    would put it on the model. Weights that the model does not use are logged.
     """
     from safetensors import SafetensorError
 
@@ -82,6 +87,12 @@ def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
             + (f"; they hold '{min(report['unexpected_keys'])}'" if report["unexpected_keys"] else "")
             + "; without them it would begin with random numbers: fetch or save the folder anew"
         )
+    if unused := sorted(name for name in report["unexpected_keys"] if not BUFFERS.search(name)):
+        log.warning(
+            "%s does not use %d of the weights in '%s', the first is '%s'; where that is a layer, its "
+            "config.json is of a smaller model",
+            type(model).__name__, len(unused), place, unused[0],
+        )  # fmt: skip
     return model
 
 

@@ -18,7 +18,7 @@ class NoLearning(RuntimeError):
 class LearningSignal:
     """Counts the updates of a run, and speaks up where steps pass without one.
 
-    An update is an optimizer step with a gradient that is not 0.
+    An update is an optimizer step whose gradient and learning rate are not 0.
 
     Args:
         stops: End the run, with `NoLearning`, after `LASTING` first steps without an update.
@@ -31,15 +31,18 @@ class LearningSignal:
     idle: int = 0  # steps since the last one with an update
     weights: str = ""  # hash of the trained weights in the last checkpoint
 
-    def see(self, updates: int, metrics: Mapping[str, float]) -> None:
-        """Count the updates of a step; `metrics` say why there may be none."""
+    def see(self, updates: int, metrics: Mapping[str, float], *, waits: bool = False) -> None:
+        """Count the updates of a step; `metrics` say why there may be none.
+
+        `waits`: a schedule holds the learning rate at 0 for now, which ends no run.
+        """
         self.updates, self.idle = self.updates + updates, 0 if updates else self.idle + 1
         if self.updates and self.idle == LASTING:
             self.warn(f"no weight moved in the last {LASTING} steps: {cause(metrics)}")
         if self.updates or self.idle not in (FIRST, LASTING):
             return
         text = f"nothing was learned in the first {self.idle} steps: {cause(metrics)}"
-        if self.stops and self.idle == LASTING:
+        if self.stops and self.idle == LASTING and not waits:
             raise NoLearning(f"{text}. `learn.on_no_learning: warn` goes on all the same")
         self.warn(text)
 

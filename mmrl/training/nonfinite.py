@@ -91,7 +91,7 @@ class Guard:
     of: str = ""  # name of a second model
     halved: bool = False
     skipped: int = 0  # optimizer steps not taken, of which `learn.max_skipped` are allowed
-    updates: int = 0  # optimizer steps of this step whose gradient was not 0
+    updates: int = 0  # optimizer steps of this step with a gradient and a learning rate above 0
     written: int = 0  # files of rows to blame in this step
     rollouts: Rollouts = ()  # the rows of the batch
     current: Update | None = None  # the update that is under way
@@ -132,7 +132,7 @@ class Guard:
         method.optimizer.step()
         method.optimizer.zero_grad(set_to_none=True)
         self.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
-        self.updates += norm > 0
+        self.updates += norm > 0 and any(group["lr"] for group in method.optimizer.param_groups)
         self.meter.updates += 1  # a skipped update left no sums: `forget` undid them
         return True
 

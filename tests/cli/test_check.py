@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -213,3 +214,13 @@ def test_the_first_rows_are_opened(visual, questions, rows, overrides, words, ca
     assert main(["check", visual, *overrides]) == 2
     (line,) = capsys.readouterr().out.splitlines()
     assert words in line
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda file: file.write_bytes(file.read_bytes()[:60]), Path.unlink], ids=["cut", "missing"]
+)
+def test_the_first_images_are_opened(visual, questions, spoil, capsys):
+    spoil(questions.parent / "a.png")
+    assert main(["check", visual]) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "a.png" in line

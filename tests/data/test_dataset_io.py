@@ -141,6 +141,18 @@ def test_files_that_hold_no_rows_are_refused(tmp_path, name, text, message):
         columns(tmp_path / name)
 
 
+def test_files_that_are_not_read_are_named_once(tmp_path, caplog):
+    names = ["a.jsonl", "b.jsonl.gz", "c.ndjson", "d.png", "e.txt", "f.json", "a.tar.gz"]
+    for name in names:
+        (tmp_path / name).write_text("{}\n")
+    for _ in range(2):
+        assert row_files(tmp_path) == [tmp_path / "a.jsonl"]
+    (said,) = caplog.messages
+    assert "is read without b.jsonl.gz, c.ndjson; " in said
+    row_files(tmp_path / "*l*")
+    assert "without b.jsonl.gz" in caplog.messages[1]
+
+
 def test_folders_without_rows_are_refused(tmp_path):
     with pytest.raises(RowError, match="holds no rows"):
         row_files(tmp_path)

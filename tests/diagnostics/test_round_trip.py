@@ -121,6 +121,22 @@ def test_a_target_earns_full_marks_at_its_own_row_alone(name):
         assert trip.rows == (COUNT // 2 if options.get("of") == "value" else len(prompts)), options
 
 
+@pytest.mark.parametrize(
+    ("form", "right", "other", "words"),
+    [
+        ("number", "3", "cow", "row 'r2': 'cow' is no number"),
+        ("letter", "B", "cow", "row 'r2': 'cow' is no letter"),
+        ("choice", "B", "cow", "row 'r2': 'cow' is no choice"),
+    ],
+)
+def test_a_target_that_its_form_does_not_fit_is_named(form, right, other, words):
+    reward = [Piece("vision.short_answer", {"form": form})]
+    kept = ("1", right) if form == "number" else ("A", right)
+    assert check_targets(rows(*kept, choices=["red", "blue"]), reward, "rewards") == []
+    (said,) = check_targets(rows(*kept, other, choices=["red", "blue"]), reward, "rewards")
+    assert "1 of 3 rows have a target of another form" in said and words in said
+
+
 SPANS = [row(i, Moments(((5.0, 3.0) if i in (4, 7) else spans(i)[0],), 200.0)) for i in range(COUNT)]
 PLANTED = {
     "a span that ends before its start": (SPANS, "vision.temporal_iou", {}, "r4", "5 to 3"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 
 import pytest
 
@@ -104,3 +106,22 @@ def test_arguments_that_were_bound_count():
 def test_pieces_of_the_library_have_hashes_of_their_own():
     names = [("advantage", "group_normalize"), ("advantage", "total"), ("objective", "policy_gradient")]
     assert len({of_code(find(*name).target) for name in names}) == 3
+
+
+@pytest.mark.parametrize("how", ["import rules", "from rules import right", "import rules.right as rules"])
+def test_what_a_function_imports_when_it_runs_counts(how, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    called = "right" if how.startswith("from") else "rules.right"
+    space = {"__name__": "asking", "__package__": ""}
+    exec(f"def plain(prompts, completions):\n    {how}\n    return {called}(completions)", space)
+    hashes = []
+    for value in (1, 1, 2):
+        file = tmp_path / ("rules/right.py" if "." in how else "rules.py")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"def right(texts):\n    return [{value}]  # {len(hashes)}\n")
+        for name in ("rules", "rules.right"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+        hashes.append(of_code(space["plain"]))
+    assert hashes[0] == hashes[1] != hashes[2]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from mmrl.cli import main
 from mmrl.config.loading import ConfigError
 from mmrl.runtime.files import LOCK, hold
 from mmrl.runtime.folders import check_owner, check_writable, making, mark, mark_of
+from tests.support.toys import plan
 
 
 def files(folder):
@@ -121,14 +123,29 @@ def test_what_nobody_of_us_made_is_neither_overwritten_nor_emptied(tmp_path):
     assert files(tmp_path / "a") == ["metrics.jsonl", "notes.txt"]
 
 
-def test_a_place_that_cannot_be_a_folder_is_known_before(tmp_path, monkeypatch):
+def test_a_place_that_cannot_be_a_folder_is_known_before(tmp_path):
     (tmp_path / "file").write_text("")
     for place in ("file", "file/x/y"):
         with pytest.raises(ConfigError, match=f"'{tmp_path / 'file'}' is no folder"):
             check_writable(tmp_path / place)
-    monkeypatch.setattr(os, "access", lambda path, how: False)
-    with pytest.raises(ConfigError, match="read-only"):
-        check_writable(tmp_path / "a" / "b")
+    with pytest.raises(ConfigError, match="'/proc' takes no file"):  # as root, too
+        check_writable(Path("/proc/nope"))
+
+
+def test_commands_say_in_one_line_that_nothing_can_be_written(tmp_path, capsys):
+    (tmp_path / "b.yaml").write_text("build: {name: vision.visual_qa, source: both.jsonl}\noutput: out\n")
+    (tmp_path / "run.yaml").write_text(json.dumps(plan(tmp_path / "out")))
+    for line in (
+        f"build {tmp_path}/b.yaml output=/proc/nope",
+        f"train {tmp_path}/run.yaml output_dir=/proc/nope",
+        f"evaluate {tmp_path}/run.yaml output_dir=/proc/nope",
+        "export no_such_model /proc/nope",
+        "generate no_such_model --prompt a --output /proc/nope/a.jsonl",
+        "generate no_such_model --prompt a --output /proc/nope",
+    ):
+        assert main(line.split()) == 2, line
+        err = capsys.readouterr().err
+        assert "takes no file" in err and err.count("\n") == 1
 
 
 def test_an_owner_that_removed_its_lock_is_not_mistaken(tmp_path):

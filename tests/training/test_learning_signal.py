@@ -39,6 +39,24 @@ def test_a_run_may_go_on_all_the_same(tmp_path):
     assert "checkpoint-8 holds the same weights as the one before" in raised
 
 
+def test_a_step_at_a_learning_rate_of_0_is_no_update(tmp_path):
+    run = toy_run(tmp_path, max_steps=LASTING + 2, learn={"learning_rate": 0.0})
+    with pytest.raises(NoLearning, match="learn.learning_rate is 0"):
+        train(run)
+    assert run.signal.updates == 0
+
+
+def test_a_schedule_that_begins_at_0_ends_no_run(tmp_path):
+    rate = {"name": "linear", "start": 0.0, "end": 0.1}
+    train(run := toy_run(tmp_path, max_steps=3, learn={"learning_rate": rate}))
+    assert run.signal.updates == 2
+    texts = []
+    signal = LearningSignal(True, texts.append)
+    for _ in range(2 * LASTING):
+        signal.see(0, {"learning_rate": 0.0}, waits=True)
+    assert len(texts) == 2 and all("learn.learning_rate is 0" in text for text in texts)
+
+
 def test_updates_are_counted_and_go_on_when_a_run_is_resumed(tmp_path):
     train(toy_run(tmp_path, max_steps=2, learn={"num_iterations": 2}))
     run = toy_run(tmp_path, max_steps=3, learn={"num_iterations": 2})

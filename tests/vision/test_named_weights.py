@@ -49,6 +49,21 @@ def test_a_folder_that_lacks_weights_is_refused(checkpoint, tmp_path, part):
             read()
 
 
+def test_weights_that_the_model_does_not_use_are_named(checkpoint, tmp_path, caplog):
+    def grow(weights):
+        more = {name.replace("layers.1", "layers.2"): w.clone() for name, w in weights.items()}
+        return {**more, **weights, "model.rotary_emb.inv_freq": torch.ones(2)}
+
+    folder = changed(checkpoint(FAMILY), tmp_path / "model", FILE, grow)
+    loading.check_folders(str(folder))
+    said_of = lambda: [record.getMessage() for record in caplog.records if record.name == "mmrl"]
+    (said,) = said_of()
+    assert "does not use" in said and "layers.2." in said and "smaller model" in said
+    for family in ("gemma3", "smolvlm", FAMILY):
+        loading.check_folders(str(checkpoint(family)))
+    assert len(said_of()) == 1
+
+
 def test_a_damaged_file_is_one_clear_line(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint(FAMILY), tmp_path / "model")
     (folder / FILE).write_bytes(b"123")

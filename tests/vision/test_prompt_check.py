@@ -6,12 +6,15 @@ import json
 import shutil
 
 import pytest
+import torch
 from PIL import Image
 
+from examples.video_grounding.spliced_videos import write_video
 from mmrl.build import check_data
 from mmrl.config.schema import Config, ConfigError, parse
 from mmrl.core.types import Message, Outcome, Part, Prompt, PromptError
 from mmrl.vision.media.media_root import MediaRoot
+from mmrl.vision.media.video import FrameSampling
 from mmrl.vision.policies.tokens import Tokens
 from tests.support.toys import plan
 
@@ -64,6 +67,17 @@ def test_what_cannot_be_read_is_named(model, tmp_path, text, answers, size, word
     with pytest.raises(PromptError, match=words) as caught:
         check(asked(text, *([picture(tmp_path, size)] if size else []), answers=answers))
     assert caught.value.uid == "p"
+
+
+def test_the_length_of_a_video_is_known_undecoded(model, tmp_path, monkeypatch):
+    shades = torch.zeros(4, 3, 56, 56, dtype=torch.uint8)
+    write_video(tmp_path / "v.mp4", shades, 4, times=[0, 200, 400, 600])
+    root, check = MediaRoot(tmp_path), Tokens.prompt_check({"model": str(model)})
+    long = root.video("v.mp4", FrameSampling(max_frames=8))
+    with pytest.raises(PromptError, match="positions, and the model has 600"):
+        check(asked("What?", long))
+    monkeypatch.setattr(MediaRoot, "decoded", None)  # nothing is decoded where the bound is enough
+    check(asked("What?", root.video("v.mp4", FrameSampling(max_frames=8, end=60))))
 
 
 def test_such_rows_are_bad_rows_of_their_data_set(model, tmp_path, caplog):

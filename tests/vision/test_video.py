@@ -25,7 +25,7 @@ def numbers(frames):
     return (frames.pixels.float().mean((1, 2, 3)) / SHADE).round().int().tolist()
 
 
-def encode(path, count, *, rate=4, container=None, keyframes=12, options=(), first=0.0):
+def encode(path, count, *, rate=4, container=None, keyframes=12, options=(), first=0.0, times=None):
     """Write `greys` with a key frame every so many frames, in any container."""
     with av.open(str(path), "w", format=container, options=dict(options)) as output:
         stream = output.add_stream("libx264", rate=rate)
@@ -35,7 +35,8 @@ def encode(path, count, *, rate=4, container=None, keyframes=12, options=(), fir
         stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)
         for i, picture in enumerate(greys(count)):
             frame = av.VideoFrame.from_ndarray(picture.permute(1, 2, 0).contiguous().numpy(), format="rgb24")
-            frame.pts, frame.time_base = round((first + i / rate) * 1000), Fraction(1, 1000)
+            second = first + i / rate if times is None else times[i]
+            frame.pts, frame.time_base = round(second * 1000), Fraction(1, 1000)
             output.mux(stream.encode(frame))
         output.mux(stream.encode())
     return path
@@ -81,6 +82,18 @@ def test_a_video_of_variable_rate_is_sampled_by_seconds(tmp_path, name):
     assert numbers(frames) == [0, 2, 3, 4, 5, 6, 6, 6]
     window = read_video(tmp_path / name, FrameSampling(frames_per_second=2, start=2, end=4))
     assert numbers(window) == [3, 3, 4, 5]  # at 2, 2.5, 3 and 3.5 s
+
+
+def test_frames_after_the_end_that_an_mp4_header_tells_are_read(tmp_path):
+    # With B-frames and a variable rate the header adds up times of decoding: 1.43 s here.
+    seconds = [0, 0.1, 0.2, 0.3, 1.0, 1.2, 2.3, 3.9]
+    path = encode(tmp_path / "b.mp4", 8, rate=30, times=seconds)
+    with av.open(str(path)) as opened:
+        assert opened.duration < 2e6
+    frames = read_video(path, FrameSampling(frames_per_second=1))
+    assert frames.duration == video_duration(path) == pytest.approx(3.933, abs=0.01)
+    assert numbers(frames) == [0, 3, 5, 6]
+    assert numbers(read_video(path, FrameSampling(min_frames=2, start=2.0, end=3.9))) == [5, 6, 6, 6]
 
 
 def test_times_count_from_the_first_image(tmp_path):

@@ -15,7 +15,7 @@ from mmrl.data.fields import RowError, short
 from mmrl.data.media import MediaError, held_or_named, locate, read_image
 from mmrl.data.messages import ReadMedia, plain_part
 from mmrl.data.stored_bytes import byte_file
-from mmrl.vision.media.video import FrameSampling, read_video
+from mmrl.vision.media.video import FrameSampling, read_video, sampled_size
 
 CACHE_BYTES = 1 << 30
 
@@ -100,6 +100,11 @@ class MediaFile:
 
     def __call__(self) -> Frames:
         return self.root.decoded(self.name, self.sampling)
+
+    def video_size(self) -> tuple[int, int, int, float]:
+        """Find the number of frames of a video, their height and width, and its seconds, undecoded."""
+        assert self.sampling is not None, "an image"
+        return sampled_size(self.root.locate(self.name), self.sampling)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from torch import Tensor
 from mmrl.core.types import Frames
 from mmrl.data.media import MediaError, opened_video, upright
 
+LATEST = 1 << 62  # a time after all frames: seeking it finds the last key frame
+
 
 @dataclass(frozen=True)
 class FrameSampling:
@@ -54,14 +56,11 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         zero, duration = _timing(path, container)
-        begin, end = sampling.start or 0.0, duration if sampling.end is None else sampling.end
-        if not 0 <= begin < end or begin >= duration:
-            raise MediaError(
-                f"'{path}' lasts {duration:.2f} s; there is nothing from {begin:.2f} s to {end:.2f} s"
-            )
-        times = sample_times(begin, min(end, duration), sampling)
-        if begin > 1:
-            container.seek(int((begin + zero) / stream.time_base), stream=stream)  # to a key frame before it
+        times = _times_within(path, duration, sampling)
+        if times[0] > 1:
+            container.seek(
+                int((times[0] + zero) / stream.time_base), stream=stream
+            )  # to a key frame before it
         scaler = VideoReformatter()  # setting one up takes longer than scaling a small frame
         images: list[Tensor] = []
         last = None
@@ -89,6 +88,28 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
     return Frames(torch.stack(images), torch.tensor(times, dtype=torch.float64), duration)
 
 
+def _times_within(path: Path, duration: float, sampling: FrameSampling) -> list[float]:
+    """Compute the seconds of the sampled frames of a video that lasts `duration`."""
+    begin, end = sampling.start or 0.0, duration if sampling.end is None else sampling.end
+    if not 0 <= begin < end or begin >= duration:
+        raise MediaError(
+            f"'{path}' lasts {duration:.2f} s; there is nothing from {begin:.2f} s to {end:.2f} s"
+        )
+    return sample_times(begin, min(end, duration), sampling)
+
+
+def sampled_size(path: Path, sampling: FrameSampling) -> tuple[int, int, int, float]:
+    """Find how many frames `read_video` samples, their height and width, and the seconds they cover.
+
+    Nothing is decoded. A video that is shown turned has its height and width the other way round.
+    """
+    with opened_video(path) as container:
+        _, duration = _timing(path, container)
+        times, stream = _times_within(path, duration, sampling), container.streams.video[0]
+        covered = len(times) * (times[1] - times[0]) if len(times) > 1 else duration
+        return len(times), *_size_within(stream.height, stream.width, sampling, len(times)), covered
+
+
 def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[float]:
     """Compute the seconds of the sampled frames: the first at `begin`, all at equal distances."""
     step = sampling.multiple_of
@@ -108,17 +129,27 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
     stream = container.streams.video[0]
     zero = float(stream.start_time * stream.time_base) if stream.start_time else 0.0
     if stream.duration:
-        return zero, float(stream.duration * stream.time_base)
+        duration = float(stream.duration * stream.time_base)
+        if "mp4" in container.format.name:  # its header adds up times of decoding, and may end too early
+            container.seek(LATEST, stream=stream)
+            duration = max(duration, _last_end(container) - zero)
+            container.seek(stream.start_time or 0, stream=stream)
+        return zero, duration
     # Where frames start late, formats differ in whether a header counts from 0; packets are unambiguous.
     if container.duration and abs(zero) < 0.1:
         return zero, container.duration / 1e6  # microseconds
-    packets = (packet for packet in container.demux(stream) if packet.pts is not None)
-    ends = (float((packet.pts + (packet.duration or 0)) * packet.time_base) for packet in packets)
-    last = max(ends, default=0.0)
+    last = _last_end(container)
     if last <= 0:
         raise MediaError(f"'{path}' does not say how long it lasts, and its packets carry no times")
     container.seek(0)
     return zero, last - zero
+
+
+def _last_end(container: Any) -> float:
+    """Compute the second at which the last frame ends, by the packets from here on; 0 without times."""
+    packets = (packet for packet in container.demux(container.streams.video[0]) if packet.pts is not None)
+    ends = (float((packet.pts + (packet.duration or 0)) * packet.time_base) for packet in packets)
+    return max(ends, default=0.0)
 
 
 def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]:
@@ -132,13 +163,17 @@ def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]
             yield frame, frame.time - zero + max(length, 1e-3)
 
 
-def _scaled(frame: Any, sampling: FrameSampling, count: int, scaler: Any) -> Tensor:
-    """Convert a frame to an upright (3, height, width) uint8 image within the pixel limits."""
-    width, height = frame.width, frame.height
+def _size_within(height: int, width: int, sampling: FrameSampling, count: int) -> tuple[int, int]:
+    """Shrink the height and width of `count` frames to the pixel limits."""
     limits = [sampling.max_pixels, max(1, sampling.total_pixels // count) if sampling.total_pixels else 0]
     limit = min([limit for limit in limits if limit] or [width * height])
     shrink = min(1.0, math.sqrt(limit / (width * height)))
-    width, height = max(1, math.floor(width * shrink)), max(1, math.floor(height * shrink))
+    return max(1, math.floor(height * shrink)), max(1, math.floor(width * shrink))
+
+
+def _scaled(frame: Any, sampling: FrameSampling, count: int, scaler: Any) -> Tensor:
+    """Convert a frame to an upright (3, height, width) uint8 image within the pixel limits."""
+    height, width = _size_within(frame.height, frame.width, sampling, count)
     # AREA averages the pixels that become one, so that shrinking does not alias.
     scaled = scaler.reformat(frame, width=width, height=height, format="rgb24", interpolation="AREA")
     array = scaled.to_ndarray()

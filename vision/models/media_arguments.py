@@ -43,13 +43,21 @@ def media_arguments(processor: Any, prompt: Prompt, pixels: Mapping[str, int]) -
                 )
             )
         options = {"video_metadata": metadata, "do_sample_frames": False, "return_metadata": True}
-        size = size_limits(of_videos)
-        if size.keys() == EDGES:
-            # Processors must not enlarge frames, which would undo the data's pixel budget (Qwen does).
-            smallest = (of_videos.patch_size * of_videos.merge_size) ** 2
-            options["size"] = {**size, "shortest_edge": min(size["shortest_edge"], smallest)}
+        options |= video_size_options(of_videos)
         arguments |= {"videos": [video.pixels for video in videos], "videos_kwargs": options}
     return arguments
+
+
+def video_size_options(processor: Any) -> dict[str, Any]:
+    """Make the options with which a video processor does not enlarge frames.
+
+    That would undo the data's pixel budget, and Qwen's does it.
+    """
+    size = size_limits(processor)
+    if size.keys() != EDGES:
+        return {}
+    smallest = (processor.patch_size * processor.merge_size) ** 2
+    return {"size": {**size, "shortest_edge": min(size["shortest_edge"], smallest)}}
 
 
 def digest_of(medium: Media) -> bytes:

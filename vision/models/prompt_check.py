@@ -8,10 +8,13 @@ from typing import Any
 
 from mmrl.core.types import Media, Prompt, reading
 from mmrl.data.media import upright_size
+from mmrl.vision.media.media_root import MediaFile
+from mmrl.vision.models.media_arguments import video_size_options
 from mmrl.vision.models.model_families import check_length
 from mmrl.vision.models.processor import PromptEncoder
 
 SIZES = 1 << 16  # of images that stay known
+STAMP = 16  # tokens around a frame of a video, at most, such as `<12.5 seconds>`
 
 
 class PromptCheck:
@@ -19,8 +22,9 @@ class PromptCheck:
 
     It encodes only where that is needed: one prompt of every form of conversation is written in the words of
     the chat template; images are judged by their size, which the head of a file tells; and a prompt that
-    could be too long, by its bytes and the features of its images, is encoded. What only decoding shows, such
-    as a file that is cut short or the length of a video, is not seen.
+    could be too long, by its bytes and the features of its media, is encoded. Of videos the header and the
+    processor tell how many those are at most, where the processor has `get_num_of_video_patches`; the length
+    of others, and what only decoding shows, such as a file that is cut short, is not seen.
     """
 
     def __init__(self, encoder: PromptEncoder) -> None:
@@ -68,7 +72,7 @@ class PromptCheck:
         if medium.kind == "video":
             if getattr(processor, "video_processor", None) is None:
                 raise ValueError("it shows a video, but this model takes images only")
-            return 0
+            return self._video_features(medium)
         if getattr(processor, "image_processor", None) is None:
             return 0  # the template says that the model reads text only
         if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
@@ -78,6 +82,18 @@ class PromptCheck:
         else:
             width, height = upright_size(medium.source, medium.name)
         return self._features(height, width)
+
+    def _video_features(self, medium: Media) -> int:
+        """Bound the features, positions and time stamps of a video; 0 where they are not known undecoded."""
+        processor = self.encoder.processor.video_processor
+        count = getattr(processor, "get_num_of_video_patches", None)
+        if not self.limit or count is None or not isinstance(medium.load, MediaFile):
+            return 0
+        frames, height, width, seconds = medium.load.video_size()
+        vision = getattr(self.encoder.core.config, "vision_config", None)
+        ticks = getattr(vision, "tokens_per_second", None) or 0  # positions count time where it is given
+        patches = count(frames, height, width, video_size_options(processor))
+        return patches // processor.merge_size**2 + int(seconds * ticks) + frames * STAMP
 
     def _features_of(self, height: int, width: int) -> int:
         processor = self.encoder.processor.image_processor
