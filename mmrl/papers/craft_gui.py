@@ -1,8 +1,9 @@
-"""CRAFT-GUI (arXiv 2508.11360): a curriculum over pools of recorded screen actions, from few steps to many.
+"""CRAFT-GUI (arXiv 2508.11360): screen actions from tasks of few steps to many, with a reward of arguments.
 
 Title: CRAFT-GUI: Curriculum-Reinforced Agent For GUI Tasks
-Formula: stage k draws from pool k, and a share `earlier` from the pools before it.
-Our reading: each stage keeps 20% of earlier pools, and the ends of the pools.
+Formula: stage k draws from pool k, and a share `earlier` from the pools before it; the reward of an argument
+is 1 inside of the box, an IoU or the F1 of words.
+Our reading: each stage keeps 20% of earlier pools, the ends of the pools, and the terms of the reward.
 """
 
 from __future__ import annotations
@@ -16,14 +17,27 @@ from typing import Annotated, Any
 import torch
 
 from mmrl.config.loading import ConfigError, nearest
-from mmrl.config.ranges import Ascending, NonNegativeFloat, Probability
-from mmrl.config.registry import sampler
+from mmrl.config.ranges import Ascending, NonNegativeFloat, PositiveFloat, Probability
+from mmrl.config.registry import reward, sampler
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.answers import word_f1
 from mmrl.core.rng import Stream
-from mmrl.core.types import Prompt
+from mmrl.core.types import Outcome, Prompt
 from mmrl.data.row_prompts import chosen
 from mmrl.samplers.candidates import evenness
 from mmrl.samplers.sources import column_of, numbers_of
 from mmrl.samplers.uniform import Uniform
+from mmrl.vision.benchmarks.boxes import box_iou
+from mmrl.vision.rewards.gui import (
+    action_of,
+    box_of,
+    is_inside,
+    is_near,
+    own_action,
+    parse_action,
+    position_of,
+    type_of,
+)
 
 
 @sampler
@@ -169,3 +183,45 @@ def _named(data: Sequence[Prompt], by: str, pools: Sequence[str], edges: Sequenc
             f"{', '.join(pools)}; add a pool of that name, or set `edges` where the column is a number"
         )
     return named
+
+
+ASKS = ("answer", "response")  # types of actions that answer a question, which only a judge can score
+
+
+@reward(scope="vision", own_answer=own_action)
+@per_outcome
+def action_argument(
+    prompt: Prompt, outcome: Outcome, *, threshold: PositiveFloat = 0.14, tag: str = "action"
+) -> float | None:
+    """Reward the argument of a screen action: where it clicks, or what it types, in [0, 1].
+
+    Our reading of CRAFT-GUI (arXiv 2508.11360), whose terms are not published. A click on a target with a
+    `bbox` earns 1 inside of it, or the IoU if the answer has a `bbox` too; with a `position` alone it earns 1
+    within `threshold` of it. A text (`value`) earns the F1 of its words. An action without an argument earns
+    1 for its type. Another type of action earns 0. None where the target answers a question, which is for a
+    judge: give that to `http`.
+
+    Args:
+        threshold: Largest Euclidean distance of two clicks, in shares of the screen.
+        tag: Name of the answer block's tag.
+    """
+    answered, target = parse_action(outcome.text or "", tag), action_of(prompt)
+    if type_of(target) in ASKS:
+        return None
+    if answered is None or type_of(answered) != type_of(target):
+        return 0.0
+    point, truth, box, truth_box = (
+        position_of(answered),
+        position_of(target),
+        box_of(answered),
+        box_of(target),
+    )
+    if truth_box:
+        if box:
+            return box_iou(box, truth_box)
+        return float(point is not None and is_inside(point, truth_box))
+    if truth:
+        return float(is_near(point, truth, threshold))
+    if target.get("value") not in (None, ""):
+        return word_f1(str(answered.get("value") or ""), str(target["value"]))
+    return 1.0

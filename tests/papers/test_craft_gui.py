@@ -1,4 +1,4 @@
-"""CRAFT-GUI: pools of prompts and their shares from stage to stage."""
+"""CRAFT-GUI: pools of prompts, their shares from stage to stage, and rewards of arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.config.schema import ConfigError
-from mmrl.papers.craft_gui import Pools
+from mmrl.core.answers import word_f1
+from mmrl.core.types import Outcome, Prompt
+from mmrl.papers.craft_gui import Pools, action_argument
 from tests.support.observing import by_source, made, next_step, uids
 from tests.support.toys import plan, prompts, toy_run
 
@@ -129,3 +131,52 @@ def test_the_stage_follows_a_schedule(tmp_path):
         run.tick(step)
         asked.append({prompt.columns["source"] for prompt in run.method.sampler.draw(2, 1)})
     assert asked == [{"even"}, {"even"}, {"odd"}, {"odd"}]
+
+
+CLICK = '{"action": "click", "value": null, "position": [0.2, 0.3]}'
+
+
+def of_one(reward, target, text, **options):
+    return reward([Prompt("a", (), target)], [Outcome(text=text)], **options)[0]
+
+
+def act(action):
+    return f"<think>\n\n</think><action>{action}</action>"
+
+
+def click(x, y):
+    return act(f"{{'action': 'CLICK', 'value': None, 'position': [{x}, {y}]}}")
+
+
+def test_a_click_into_the_box_of_the_target_counts():
+    target = {"action": "click", "bbox": [0.2, 0.2, 0.4, 0.4]}
+    assert of_one(action_argument, target, click(0.4, 0.2)) == 1
+    assert of_one(action_argument, target, click(0.41, 0.2)) == 0
+    # A box is compared with a box: they share a half of each, so a third of both.
+    boxed = act("{'action': 'click', 'bbox': [0.3, 0.2, 0.5, 0.4]}")
+    assert of_one(action_argument, target, boxed) == pytest.approx(1 / 3)
+    assert of_one(action_argument, CLICK, click(0.34, 0.3)) == 1
+    assert of_one(action_argument, CLICK, click(0.5, 0.5)) == 0
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "<action></action>", act("__import__('os').getcwd()"), act("[" * 3000)]
+)
+def test_an_answer_that_cannot_be_read_earns_0(text):
+    assert of_one(action_argument, CLICK, text) == 0
+
+
+def test_a_text_earns_the_f1_of_its_words():
+    target = {"action": "type", "value": "cheap flights to Rome"}
+    said = lambda words: act(f"{{'action': 'type', 'value': '{words}'}}")
+    assert of_one(action_argument, target, said("Cheap flights, to Rome!")) == 1
+    # 2 of 3 words, of 4 wanted: 2 * 2 / (3 + 4).
+    assert of_one(action_argument, target, said("flights to Paris")) == pytest.approx(4 / 7)
+    assert of_one(action_argument, target, said("")) == 0
+    assert word_f1("...", "...") == 1 and word_f1("", "...") == 0
+
+
+def test_an_action_without_an_argument_earns_its_type_and_a_question_is_for_a_judge():
+    assert of_one(action_argument, {"action": "back"}, act("{'action': 'back'}")) == 1
+    assert of_one(action_argument, {"action": "back"}, click(0, 0)) == 0
+    assert of_one(action_argument, {"action": "answer", "value": "7"}, act("{'action': 'answer'}")) is None
