@@ -155,6 +155,7 @@ def action_of(prompt: Prompt) -> Mapping[str, Any]:
 
 
 def type_of(action: Mapping[str, Any]) -> str:
+    """Read the type of an action, in lower case."""
     return action["action"].strip().lower()
 
 
@@ -173,10 +174,12 @@ def _numbers(value: Any, count: int) -> Point | None:
 
 
 def position_of(action: Mapping[str, Any]) -> Point | None:
+    """Read the position of an action: (x, y), None without a valid one."""
     return _numbers(action.get("position"), 2)
 
 
 def box_of(action: Mapping[str, Any]) -> Any:
+    """Read the box of an action: (x0, y0, x1, y1), None without a valid one."""
     box = _numbers(action.get("bbox"), 4)
     return box if box and is_box(box) else None
 
@@ -187,4 +190,5 @@ def is_near(point: Point | None, other: Point | None, threshold: float) -> bool:
 
 
 def is_inside(point: Point, box: Point) -> bool:
+    """Whether a point is inside of a box, or on its edge."""
     return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
