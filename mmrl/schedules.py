@@ -97,24 +97,6 @@ def periodic(
 
 
 @schedule
-def epo_decay(clock: Clock, *, value: TakenFloat, steps: PositiveInt | None = None) -> float:
-    """EPO's weight of the entropy corridor: slow decay, then fast (arXiv 2509.22576).
-
-    With h half of the steps: 1 - 0.2 (1 - exp(-2 n / h)) up to h, and 0.8 exp(-3 (n - h) / (steps - h)) after
-    it, as in the released code. Our reading: n counts collections.
-
-    Args:
-        value: First value.
-        steps: Length in steps of the clock; null: the whole run, of `max_steps`.
-    """
-    whole = max(steps or clock.max_steps, 1)
-    half, step = whole // 2, min(clock.step, whole)
-    if step <= half:
-        return value * (1 - 0.2 * (1 - math.exp(-2 * step / max(half, 1))))
-    return value * 0.8 * math.exp(-3 * (step - half) / (whole - half))
-
-
-@schedule
 def ramp(clock: Clock, *, slope: NonNegativeFloat, limit: TakenFloat, delay: NonNegativeInt = 0) -> float:
     """Linear ramp from 0: DiffusionNFT's decay of the moving average (arXiv 2509.16117).
 

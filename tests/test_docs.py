@@ -419,7 +419,8 @@ def explains(name: str) -> set[str]:
 
 # What toys do not write, and which file does: a step not taken, a GPU's memory, a model with two engines.
 RARE = {
-    **{f"hints/{name}": "mmrl/samplers/hints.py" for name in ("prompts", "solved", "share")},
+    **{f"hints/{name}": "mmrl/samplers/hints.py" for name in ("prompts", "solved")},
+    "hints/share": "mmrl/papers/adhint.py",
     **{f"majority/{name}": "mmrl/rewards/votes.py" for name in ("share", "parts")},
     "judge/unread": "mmrl/rewards/asking.py",
     "judge/mass": "mmrl/rewards/judge.py",

@@ -10,7 +10,6 @@ from torch import Tensor
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import RewardTable
-from mmrl.core.tensor import group_count, group_index, group_mean
 
 HINT, WROTE = "hint", "wrote"  # ids of answers that saw a hint, and of the hint itself
 
@@ -155,29 +154,3 @@ def informativeness(success: Tensor) -> float:
     """Return 1 - p^n - (1 - p)^n: how likely n answers are not all alike, of which a share p is right."""
     n, p = len(success), float(success.double().mean())
     return 1.0 - p**n - (1.0 - p) ** n
-
-
-@advantage
-def scale_hinted(
-    table: RewardTable, *, of: str, max_reward: PositiveFloat = 1.0, eps: PositiveFloat = 1e-6
-) -> RewardTable:
-    """Shrink positive advantages of hinted rows by how much easier the hint made the prompt (ADHint).
-
-    arXiv 2512.13095. Our reading, from the abstract: the factor is (1 - a_h) / max(1 - a_p, eps) within [0,
-    1], with a_h and a_p the mean accuracy of the hinted and of the plain rows of the group. Put it after
-    `{name: group_normalize, by: [group, place, hint]}`. Groups without plain rows stay as they are.
-
-    Args:
-        of: Name of the reward that measures accuracy.
-        max_reward: The reward of a perfect answer.
-        eps: Smallest difficulty of the plain prompt.
-    """
-    accuracy = table.at_end(of) / max_reward
-    hinted, known = hint_of(table) != 0, ~accuracy.isnan()
-    group = group_index([table.group])
-    # Over the plain and over the hinted rows of each group, laid over all rows of it.
-    plain, shown = (group_mean(accuracy.nan_to_num(), group, known & rows) for rows in (~hinted, hinted))
-    compared = hinted & (group_count(group, known & ~hinted) > 0)
-    factor = ((1.0 - shown) / (1.0 - plain).clamp(min=eps)).clamp(0.0, 1.0)
-    factor = torch.where(compared, factor, 1.0)[:, None, None]
-    return table.put(torch.where(table.values > 0, table.values * factor, table.values))

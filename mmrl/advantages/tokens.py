@@ -12,7 +12,6 @@ from mmrl.advantages.select import per_step
 from mmrl.config.ranges import NonNegativeFloat, Probability
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import RewardTable
-from mmrl.core.rng import Stream
 from mmrl.core.tensor import group_count
 
 
@@ -140,35 +139,6 @@ def _run(mask: Tensor) -> Tensor:
 
 
 @advantage(notes={"logp"})
-def covariance_mask(
-    table: RewardTable,
-    *,
-    share: Probability = 2e-4,
-    low: float = 1.0,
-    high: float = 5.0,
-    stream: Stream,
-) -> RewardTable:
-    """Set the advantage of a few random steps of high covariance to 0 (Clip-Cov, arXiv 2505.22617).
-
-    The covariance of a step is (A - mean A) (logp - mean logp) over the collection. Our reading: the
-    log-probability is the one that was noted when sampling, which is the policy's own at its first update.
-
-    Args:
-        share: Share of the collection's steps that is set to 0; at least one step, where there is any.
-        low: Smallest covariance of such a step.
-        high: Largest covariance of such a step.
-    """
-    table = per_step(table)
-    covariance, known = _covariance(table)
-    candidates = (known & (covariance > low) & (covariance < high)).nonzero()
-    number = max(1, int(share * int(known.sum())))
-    order = torch.randperm(len(candidates), generator=stream.generator("covariance_mask"))
-    values = table.values.clone()
-    values[tuple(candidates[order[:number]].T)] = 0.0
-    return table.put(values)
-
-
-@advantage(notes={"logp"})
 def high_covariance(table: RewardTable, *, share: Probability = 2e-4) -> RewardTable:
     """Note the steps of highest covariance, for the penalty `covariance_kl` (KL-Cov, arXiv 2505.22617).
 
@@ -177,7 +147,7 @@ def high_covariance(table: RewardTable, *, share: Probability = 2e-4) -> RewardT
     sampling. Put it last.
     """
     table = per_step(table)
-    covariance, known = _covariance(table)
+    covariance, known = covariance_of_steps(table)
     largest = torch.where(known, covariance, -torch.inf)
     marked = torch.zeros_like(largest)
     if known.any():
@@ -186,7 +156,7 @@ def high_covariance(table: RewardTable, *, share: Probability = 2e-4) -> RewardT
     return table.note("high_covariance", marked.amax(1))
 
 
-def _covariance(table: RewardTable) -> tuple[Tensor, Tensor]:
+def covariance_of_steps(table: RewardTable) -> tuple[Tensor, Tensor]:
     """Compute (A - mean A) (logp - mean logp) over all steps, and where it is known: (N, R, T) each."""
     logp = noted(table, "logp")
     known = (table.present & ~logp.isnan())[:, None] & table.valid

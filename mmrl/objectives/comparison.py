@@ -24,7 +24,7 @@ from mmrl.objectives.policy_gradient import needs_of
 # ---- implicit rewards of single steps, all (N, T); a comparison sums them over the steps of a row
 
 
-def _share(batch: Batch) -> Tensor:
+def row_share(batch: Batch) -> Tensor:
     """Divide by the length of the row: (N, 1)."""
     return 1.0 / batch.mask.sum(-1, keepdim=True).clamp(min=1)
 
@@ -44,7 +44,7 @@ def logp(new: StepOutput, batch: Batch) -> Tensor:
 @implicit_reward(unit=Unit.ROW)
 def mean_log_ratio(new: StepOutput, batch: Batch, *, against: str = "ref") -> Tensor:
     """Mean log-ratio of a row to another policy; each step adds its share (TRL's `sigmoid_norm`)."""
-    return (new.logp - batch.by(against, new).logp) * _share(batch)
+    return (new.logp - batch.by(against, new).logp) * row_share(batch)
 
 
 @implicit_reward(unit=Unit.ROW)
@@ -53,17 +53,7 @@ def mean_logp(new: StepOutput, batch: Batch) -> Tensor:
 
     DisCO's log-likelihood score (arXiv 2505.12366) is the same.
     """
-    return new.logp * _share(batch)
-
-
-@implicit_reward(unit=Unit.ROW)
-def mean_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
-    """Mean probability ratio of a row to another policy (DisCO's ratio score, arXiv 2505.12366).
-
-    Log-ratios are limited to [-20, 20].
-    """
-    gap = ((new.logp - batch.by(against, new).logp) * batch.mask).clamp(-20.0, 20.0)
-    return gap.exp() * _share(batch)  # exp(0) outside of the mask, which the objective drops
+    return new.logp * row_share(batch)
 
 
 @implicit_reward(unit=Unit.GROUP)
@@ -109,7 +99,7 @@ def f_divergence(
         value = math.log(2) + logsigmoid(gap)
     else:
         value = torch.expm1((order * gap).clamp(max=20.0)) / order if order else gap
-    return value * _share(batch) * batch.mask
+    return value * row_share(batch) * batch.mask
 
 
 @objective

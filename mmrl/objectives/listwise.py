@@ -15,40 +15,9 @@ from torch.nn.functional import softplus
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability
 from mmrl.config.registry import compare
 from mmrl.core.step_table import Batch
-from mmrl.core.tensor import group_extreme, group_index, group_sum, masked_mean
+from mmrl.core.tensor import group_index, group_sum, masked_mean
 from mmrl.core.types import Unit
 from mmrl.objectives.compare import mean_over_groups
-
-
-@compare(unit=Unit.GROUP)
-def discriminate(implicit_reward: Tensor, batch: Batch, *, tau: PositiveFloat | None = 10.0) -> Tensor:
-    """Raise the mean score of right rows above the soft maximum of wrong ones (DisCO, arXiv 2505.12366).
-
-    Right rows have positive advantages, wrong ones negative; their sizes are not read. A score is the
-    implicit reward of a row, such as `mean_logp` or `mean_ratio`. The soft maximum is tau log mean exp(score
-    / tau). A group without both kinds costs nothing, and counts in the divisor, as in the paper.
-
-    Args:
-        tau: Temperature of the soft maximum: 10 with `mean_logp`, 1 with `mean_ratio`; null takes the mean
-            (DisCO-b).
-    """
-    score, index = implicit_reward.sum(-1), group_index([batch.group])
-    merit = masked_mean(batch.advantage, batch.mask, -1)
-    right, wrong = ((sign * merit > 0) for sign in (1, -1))
-    counts = [group_sum(rows.to(score.dtype), index) for rows in (right, wrong)]
-    means = [
-        group_sum(torch.where(rows, score, 0.0), index) / count.clamp(min=1)
-        for rows, count in zip((right, wrong), counts, strict=True)
-    ]
-    if tau is not None:
-        # Less the largest, so that no exponential overflows; -inf where a group has no wrong row.
-        top = group_extreme(score.detach(), index, wrong).nan_to_num(neginf=0.0)
-        power = torch.where(wrong, (score - top) / tau, -torch.inf).exp()
-        mean = group_sum(power, index)
-        mean = torch.where(counts[1] > 0, mean / counts[1].clamp(min=1), 1.0)
-        means[1] = tau * mean.log() + group_sum(torch.where(wrong, top, 0.0), index) / counts[1].clamp(min=1)
-    decided = (counts[0] > 0) & (counts[1] > 0)
-    return mean_over_groups((means[1] - means[0])[:, None], decided[:, None], batch)
 
 
 @compare(unit=Unit.GROUP)

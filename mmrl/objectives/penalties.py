@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mmrl.config.ranges import AtMost, NonNegativeFloat, PositiveFloat
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.config.registry import penalty
 from mmrl.core.reward_table import EQUAL
 from mmrl.core.step_table import Batch, StepOutput
@@ -68,41 +68,6 @@ def k3(
 def entropy_bonus(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001) -> Tensor:
     """Reward entropy: minus the entropy of every step's distribution."""
     return -coef * new.extra["entropy"]
-
-
-@penalty(extra={"entropy"})
-def entropy_corridor(
-    new: StepOutput,
-    batch: Batch,
-    *,
-    coef: NonNegativeFloat = 0.001,
-    mean: NonNegativeFloat = 0.0,
-    low: Annotated[NonNegativeFloat, AtMost("high")] = 0.5,
-    high: NonNegativeFloat = 1.5,
-    form: Literal["hinge", "indicator"] = "hinge",
-    delta: NonNegativeFloat = 0.1,
-) -> Tensor:
-    """Hold every step's entropy between two multiples of its past mean (EPO, arXiv 2509.22576).
-
-    Our reading: `hinge`, the distance to the corridor. The released `indicator` is a constant outside of
-    it: it changes the loss and has no gradient.
-
-    Args:
-        coef: Weight of the penalty; the paper's falls over training (`epo_decay`).
-        mean: Past mean entropy, in nats: `{name: running_mean, metrics: [entropy]}`. 0 is no past, and costs
-            nothing.
-        low: Lower end of the corridor, as a multiple of the mean.
-        high: Upper end of the corridor, as a multiple of the mean.
-        form: `hinge` or `indicator`.
-        delta: Cost of a step outside of the corridor; read by `indicator` alone.
-    """
-    entropy = new.extra["entropy"]
-    if mean <= 0:
-        return torch.zeros_like(entropy)
-    outside = (low * mean - entropy).clamp(min=0) + (entropy - high * mean).clamp(min=0)
-    if form == "indicator":  # the bounds themselves are outside, as in the released code
-        outside = delta * ((entropy <= low * mean) | (entropy >= high * mean)).to(entropy.dtype)
-    return coef * outside
 
 
 @penalty(extra={"reverse_kl"}, of_others={"hidden"})
@@ -191,33 +156,6 @@ def lost_likelihood(
             )
         weight = weight.masked_fill(batch.notes["answer"] == 1, min(answer_coef, coef))
     return weight * torch.where(sums.gather(1, part) > 0, lost.clamp(min=0), 0.0)
-
-
-@penalty(unit=Unit.ROW)
-def kl_hinge(
-    new: StepOutput,
-    batch: Batch,
-    *,
-    coef: NonNegativeFloat = 1000.0,
-    delta: NonNegativeFloat = 1e-4,
-    estimator: Literal["k1", "k3"] = "k3",
-    against: str = "old",
-) -> Tensor:
-    """Squared hinge on the KL divergence from the policy that sampled (DisCO, arXiv 2505.12366).
-
-    coef / 2 max(KL - delta, 0)^2. Our reading: the KL is the mean over an answer, the paper's over the
-    batch, whose hinge is never larger than the mean of these; so the loss does not depend on micro-batches.
-    Log-ratios count within [-20, 20].
-
-    Args:
-        coef: Weight of the squared hinge, the paper's beta.
-        delta: Divergence that costs nothing, in nats a step.
-        estimator: With d the log-ratio of new to old: `k3` is exp(d) - 1 - d, `k1` is -d.
-        against: Policy that sampled.
-    """
-    gap = step_ratio(new, batch, against=against).clamp(-20.0, 20.0)
-    divergence = masked_mean(-gap if estimator == "k1" else torch.expm1(gap) - gap, batch.mask, -1)
-    return 0.5 * coef * (divergence - delta).clamp(min=0).square()[:, None] * batch.mask
 
 
 # ---- imitation

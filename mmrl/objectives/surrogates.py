@@ -266,18 +266,6 @@ def gamma_weight(
     return -weight * batch.advantage * new.logp
 
 
-@surrogate
-def linear_bound(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
-    """Lower bound of the unclipped surrogate, linear in good steps' log-ratios (BGPO, arXiv 2510.11683).
-
-    The gain of a log-ratio d is (1 + d) A for A >= 0 and exp(d) A for A < 0. Where a step is one draw of a
-    mask of a diffusion model and d its log-ratio, `sequence_mean` bounds the surrogate of the mean over
-    draws, which no draw could be differentiated through alone. d is limited to [-20, 20].
-    """
-    held = log_ratio.clamp(-20.0, 20.0)
-    return -batch.advantage * torch.where(batch.advantage >= 0, 1 + held, held.exp())
-
-
 @surrogate(unit=Unit.ROW)
 def off_policy_mask(
     log_ratio: Tensor,

@@ -16,11 +16,9 @@ from mmrl.config.reward_adapters import (
     by_rollout,
     per_outcome,
     policy_messages,
-    policy_turns,
     shown,
     tagged,
 )
-from mmrl.core.answers import words_of
 from mmrl.core.episodes import turn_number
 from mmrl.core.tool_calls import Call, CallError, call_of, parse_calls
 from mmrl.core.types import Message, Outcome, Prompt
@@ -226,35 +224,6 @@ def cost_aware(
         None if value is None else value * math.exp(-rate * max(0, count - free))
         for value, count in zip(values, counts, strict=True)
     ]
-
-
-@register
-def entity_match(
-    prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, column: str = "entities", tag: str = ""
-) -> list[float | None]:
-    """Return the share of the known entities that a policy names (E-GRPO, arXiv 2510.24694).
-
-    For the label that `partial_credit` reads. All turns of a conversation count, and an entity once; with
-    `at: every` a turn has what it names first. Case, articles and punctuation do not matter: our reading
-    of an exact match of strings. None where the data list no entities.
-
-    Args:
-        column: Column with the list of entities.
-        tag: Blocks that are searched, such as `think`; empty: the whole text.
-    """
-
-    def words(text: str) -> str:
-        return f" {' '.join(words_of(text))} "
-
-    def named(entity: str, texts: Sequence[str]) -> bool:
-        return any(entity in words(" ".join(tagged(text, tag)) if tag else text) for text in texts)
-
-    values: list[float | None] = []
-    for prompt, (before, new) in zip(prompts, policy_turns(outcomes), strict=True):
-        entities = [words(str(name)) for name in prompt.columns.get(column) or ()]
-        found = sum(named(entity, new) and not named(entity, before) for entity in entities)
-        values.append(found / len(entities) if entities else None)
-    return values
 
 
 @register

@@ -1,170 +1,21 @@
-"""Curricula over pools of prompts: by topic, by difficulty, and the selection of prompts by difficulty."""
+"""The selection of prompts by difficulty."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
-from mmrl.config.loading import ConfigError, nearest
-from mmrl.config.ranges import Ascending, NonNegativeFloat, PositiveInt, Probability
+from mmrl.config.loading import ConfigError
+from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import sampler
 from mmrl.core.rng import Stream
 from mmrl.core.tensor import linspace_indices
 from mmrl.core.types import Prompt
 from mmrl.data.row_prompts import chosen
-from mmrl.samplers.candidates import evenness
-from mmrl.samplers.sources import column_of, numbers_of
+from mmrl.samplers.sources import numbers_of
 from mmrl.samplers.uniform import Uniform
-
-
-@sampler
-class Pools:
-    """Draw from named pools of prompts, in shares that change from stage to stage.
-
-    Pools are the values of a column (domains), or ranges of a number (difficulty). Inside a pool every prompt
-    comes once per epoch of the pool. CRAFT-GUI's curriculum (arXiv 2508.11360) is `by` the steps of the
-    recorded trajectory with `edges: [3, 7]`; our reading: each stage keeps 20% of earlier pools. A cascade of
-    domains is `earlier: 0`. A pool with fewer prompts than its share of a draw leaves the rest to the others.
-
-    Args:
-        by: Column that tells pools apart.
-        pools: Their names, in order: without `edges` the values of the column.
-        edges: Upper ends of all pools but the last, ascending; a pool has the numbers above the end before
-            it and up to its own.
-        stages: Weight of every pool at each stage, such as [{easy: 1}, {easy: 1, hard: 3}]; a pool that is
-            not named has none. Null: stage k is pool k, and `earlier` is divided among the pools before it
-            by their sizes.
-        earlier: Share of earlier pools in a stage, where `stages` is null.
-        stage: The current stage, from 0; mostly a schedule, such as
-            {name: sliding_window, stop: 2, every: 100, roll_back: false}. Between two whole numbers shares
-            are interpolated; beyond the last stage it is the last.
-    """
-
-    def __init__(
-        self,
-        data: Sequence[Prompt],
-        *,
-        stream: Stream,
-        by: str,
-        pools: tuple[str, ...],
-        edges: Annotated[tuple[float, ...], Ascending()] | None = None,
-        stages: tuple[Mapping[str, NonNegativeFloat], ...] | None = None,
-        earlier: Probability = 0.2,
-        stage: NonNegativeFloat = 0.0,
-    ) -> None:
-        self.stream, self.stage = stream, stage
-        inside: dict[str, list[int]] = {name: [] for name in pools}
-        for place, name in enumerate(_named(data, by, pools, edges)):
-            inside[name].append(place)
-        for name, places in inside.items():
-            if not places:
-                raise ConfigError(
-                    f"sampler 'pools': the pool '{name}' is empty: no prompt has a '{by}' for it; there are "
-                    f"{', '.join(f'{n}: {len(p)}' for n, p in inside.items())}"
-                )
-        self.pools = {n: Uniform(chosen(data, places), stream=stream) for n, places in inside.items()}
-        self.stages = [self._given(weights, i) for i, weights in enumerate(stages or ())]
-        self.stages = self.stages or [self._built(i, earlier) for i in range(len(pools))]
-
-    def _given(self, weights: Mapping[str, float], number: int) -> list[float]:
-        """Turn the weights of a stage into shares of all pools."""
-        for name in weights:
-            if name not in self.pools:
-                hint = nearest(name, self.pools) or f"there are {', '.join(self.pools)}"
-                raise ConfigError(f"sampler 'pools': stages[{number}]: no pool is called '{name}'; {hint}")
-        total = sum(weights.values())
-        if not total:
-            raise ConfigError(
-                f"sampler 'pools': the weights of stages[{number}] sum to 0, so there is nothing to draw; "
-                "give a pool a weight above 0"
-            )
-        return [weights.get(name, 0.0) / total for name in self.pools]
-
-    def _built(self, number: int, earlier: float) -> list[float]:
-        """Share a stage between its own pool and earlier ones."""
-        sizes = [len(pool.data) for pool in self.pools.values()]
-        before = sum(sizes[:number])
-        shares = [earlier * size / before if i < number else 0.0 for i, size in enumerate(sizes)]
-        shares[number] = 1.0 - sum(shares)
-        return shares
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The share of every pool at the current stage."""
-        at = min(self.stage, len(self.stages) - 1)
-        low, part = self.stages[math.floor(at)], at % 1
-        high = self.stages[math.ceil(at)]
-        mixed = [(1 - part) * a + part * b for a, b in zip(low, high, strict=True)]
-        return dict(zip(self.pools, mixed, strict=True))
-
-    def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Draw every pool's share, `num_generations` entries each; no prompt twice."""
-        shares = self.shares
-        # One random offset for all ends: a pool gets its share of a draw, rounded down or up, and on average
-        # exactly its share. Rounded before, because shares may sum to 0.9999999999999999.
-        offset = torch.rand((), generator=self.stream.generator("pools"), dtype=torch.float64).item()
-        sums = accumulate(shares.values(), initial=0.0)
-        ends = [math.floor(round(total * num_prompts, 9) + offset) for total in sums]
-        wanted = {
-            name: min(ends[i + 1] - ends[i], len(self.pools[name].data)) for i, name in enumerate(shares)
-        }
-        missing = num_prompts - sum(wanted.values())
-        for name in sorted(shares, key=lambda name: -shares[name]):
-            room = len(self.pools[name].data) - wanted[name] if shares[name] else 0
-            wanted[name] += min(room, missing)
-            missing -= min(room, missing)
-        return [
-            prompt for name, pool in self.pools.items() for prompt in pool.draw(wanted[name], num_generations)
-        ]
-
-    def tell(self) -> Mapping[str, float]:
-        """Report the share of every pool, and how even they are."""
-        shares = self.shares
-        named = {f"sampler/share/{name}": share for name, share in shares.items()}
-        return {"sampler/entropy": evenness(torch.tensor(list(shares.values()))), **named}
-
-    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the share of every pool, its size, and how many prompts were drawn from it."""
-        return {
-            name: {"weight": share, "prompts": float(len(pool.data)), "drawn": float(pool.drawn)}
-            for (name, share), pool in zip(self.shares.items(), self.pools.values(), strict=True)
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how far every pool was drawn."""
-        return {name: pool.state_dict() for name, pool in self.pools.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue every pool after the prompts that were drawn before; a new pool begins."""
-        for name in self.pools.keys() & state.keys():
-            self.pools[name].load_state_dict(state[name])
-
-
-def _named(data: Sequence[Prompt], by: str, pools: Sequence[str], edges: Sequence[float] | None) -> list[str]:
-    """Name the pool of every prompt."""
-    if len(set(pools)) < max(len(pools), 1):
-        what = "two pools have one name" if pools else "`pools` is empty"
-        raise ConfigError(f"sampler 'pools': {what}; name each pool once: {list(pools)}")
-    if edges is not None:
-        if len(edges) != len(pools) - 1:
-            raise ConfigError(
-                f"sampler 'pools': {len(pools)} pools need {len(pools) - 1} `edges` between them, "
-                f"not {len(edges)}"
-            )
-        return [pools[bisect_left(edges, value)] for value in numbers_of(data, by, "pools")]
-    named = [str(value) for value in column_of(data, by, "pools")]
-    strangers = list(dict.fromkeys(name for name in named if name not in pools))
-    if strangers:
-        raise ConfigError(
-            f"sampler 'pools': the column '{by}' has the value '{strangers[0]}', which is none of the pools "
-            f"{', '.join(pools)}; add a pool of that name, or set `edges` where the column is a number"
-        )
-    return named
 
 
 @sampler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.advantages.hinted import best_hint, first_success, hint_reward, hint_value, scale_hinted
+from mmrl.advantages.hinted import best_hint, first_success, hint_reward, hint_value
 from mmrl.advantages.normalize import group_normalize
 from mmrl.advantages.shape import total
 from tests.support.tables import assert_rows, reward_table
@@ -142,21 +142,3 @@ def test_a_hint_is_no_plain_answer():
         [None, None, None, None, None, 0],
     )
     assert_rows(hint_reward(total(table), of="right").values[5:, 0, 0], [2 / 3])
-
-
-def test_hinted_successes_are_worth_the_share_of_the_difficulty_that_was_left():
-    rewards, hints = [0, 0, 0, 1, 1, 1, 1, 0], ["", "", "", "", *["partial"] * 4]
-    normalized = group_normalize(reward_table(rewards, tags={"hint": hints}), by=("group", "place", "hint"))
-    scaled = scale_hinted(normalized, of="reward")
-    # (1 - 3/4) / (1 - 1/4) = 1/3, of positive advantages of hinted rows only.
-    factor = scaled.values / normalized.values
-    assert_rows(factor[:, 0, 0], [1, 1, 1, 1, 1 / 3, 1 / 3, 1 / 3, 1])
-
-
-def test_the_factor_stays_between_0_and_1_and_needs_plain_rows():
-    harder = reward_table([1, 1, 1, 0], tags={"hint": ["", "", "partial", "partial"]})
-    assert_rows(scale_hinted(harder, of="reward").values[:, 0, 0], [1, 1, 1, 0])  # (1 - 1/2) / eps
-    alone = reward_table([1, 0], tags={"hint": ["partial", "partial"]})
-    assert_rows(scale_hinted(alone, of="reward").values[:, 0, 0], [1, 0])
-    solved = reward_table([0, 1], tags={"hint": ["", "partial"]})
-    assert_rows(scale_hinted(solved, of="reward").values[:, 0, 0], [0, 0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.advantages.pairs import best_vs_worst, bilevel_pairs, corrupted_as_rejected, kto_kl_rows
+from mmrl.advantages.pairs import best_vs_worst, corrupted_as_rejected, kto_kl_rows
 from mmrl.advantages.shape import total
 from tests.support.tables import assert_rows, reward_table
 
@@ -154,38 +154,3 @@ def test_a_row_with_one_unrelated_outcome_is_noted():
     found = kto_kl_rows(reward_table([[1, 2], [3, 4]], tags={"unrelated": [["", "yes"], ["", ""]]}))
     assert found.notes["unrelated"].tolist() == [[1, 1], [0, 0]]
     assert_rows(found.values[:, 0], [[1, 0], [3, 4]])
-
-
-def styled(right, short, length):
-    rewards = {"right": right, "short": short}
-    return reward_table(rewards, weights={"short": 0.0}, length=length, group=["a"] * len(right))
-
-
-def signs(table):
-    found = bilevel_pairs(table, of="right", short="short")
-    at_end = found.values[:, 0].gather(1, found.last[:, None])[:, 0]
-    assert torch.equal(found.learn.any(-1), at_end != 0)
-    return at_end.tolist(), found.group
-
-
-def test_bilevel_pairs_prefer_the_short_style_where_both_are_as_often_right():
-    # accuracies .75 and .75; of the short right answers 210, 180 and 400 the second and the third
-    table = styled([1, 1, 1, 0, 1, 1, 1, 0], [0] * 4 + [1] * 4, [900, 800, 700, 600, 210, 180, 400, 50])
-    found, group = signs(table)
-    assert found == [-1, 0, 0, 0, 1, 1, -1, 0]  # across: the first long answer, and 210
-    assert group[4] == group[0] != group[5] == group[6] == table.group[5]
-
-
-def test_bilevel_pairs_prefer_long_thinking_where_it_is_right_more_often():
-    found, _ = signs(styled([1, 0, 1, 0, 0], [0, 0, 0, 1, 1], [9, 8, 7, 2, 1]))
-    assert found == [-1, 1, 1, -1, 0]  # within: 7 and 9; across: what is left of the long ones
-    table = styled([1, 0, 1, 0, 0], [0, 0, 0, 1, 1], [9, 8, 7, 2, 1])
-    kept = bilevel_pairs(table, of="right", short="short", margin=0.7)  # 2 / 3 is not enough
-    assert kept.values[:, 0, 0].tolist() == [-1, 0, 0, 1, 0]
-
-
-def test_bilevel_pairs_without_right_answers_or_with_one_style():
-    assert signs(styled([0, 0], [0, 1], [3, 2]))[0] == [-1, 1]
-    assert signs(styled([1, 1, 0], [0, 0, 0], [3, 2, 1]))[0] == [-1, 1, 0]
-    assert signs(styled([1, 1], [0, 0], [3, 3]))[0] == [0, 0]
-    assert signs(styled([1, None], [1, 0], [3, 2]))[0] == [0, 0]

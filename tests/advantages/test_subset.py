@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
-import torch
-
 from mmrl.advantages.normalize import group_normalize
-from mmrl.advantages.subset import distinct, keep_first, most_varied
+from mmrl.advantages.subset import keep_first
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
@@ -24,41 +20,6 @@ def test_keep_first_compares_the_first_rows_of_a_group_alone():
     assert kept(table) == [True, True, True, False, True, False]
     assert_rows(group_normalize(table, eps=0.0).values[1:3, 0, 0], [0.707107, -0.707107])
     assert kept(keep_first(reward_table([1, 0]), keep=5)) == [True, True]
-
-
-def test_most_varied_keeps_the_two_highest_and_the_two_lowest():
-    table = group_normalize(reward_table([1, 1, 0, 0.5, 0, 0, 1, 0]), std="population", eps=1e-6)
-    chosen = table.values[:, 0, 0][torch.tensor(kept(most_varied(table, keep=4)))]
-    assert len(chosen) == 4 and abs(chosen.var(unbiased=False).item() - 1.163631) < 2e-6
-
-
-def test_most_varied_is_the_best_of_all_subsets():
-    generator = torch.Generator().manual_seed(0)
-    for keep in (1, 2, 3, 5):
-        values = torch.randn(7, generator=generator, dtype=torch.float64)
-        table = most_varied(reward_table(values.tolist()), keep=keep)
-        found = values[torch.tensor(kept(table))]
-        best = max(torch.stack(subset).var(unbiased=False) for subset in itertools.combinations(values, keep))
-        assert len(found) == keep
-        torch.testing.assert_close(found.var(unbiased=False), best)
-
-
-def test_most_varied_drops_equal_groups_and_keeps_small_ones():
-    table = reward_table([1, 2, 3, 0, 0, 0], group="aaabbb")
-    assert kept(most_varied(table, keep=4)) == [True] * 3 + [False] * 3
-    # over the collection: the largest, and the smallest of the rest
-    assert sum(kept(most_varied(table, keep=2, by=()))) == 2
-
-
-def test_distinct_drops_what_is_close_to_the_other_side():
-    table = reward_table({"right": [1, 1, 0, 0], "fine": [0.9, 0.85, 0.8, 0.2]}, weights={"fine": 0.0})
-    assert kept(distinct(table, of="fine", right="right")) == [True, True, False, True]
-    assert kept(distinct(table, of="fine", right="right", strict=True)) == [False, False, False, True]
-
-
-def test_distinct_keeps_groups_without_another_side_and_answers_without_a_score():
-    table = reward_table({"right": [1, 1, 0, 1], "fine": [0.9, 0.9, 0.2, None]}, group="aabb")
-    assert kept(distinct(table, of="fine", right="right")) == [True] * 4
 
 
 def test_the_budget_of_rows_and_steps_follows_a_schedule():

@@ -6,10 +6,7 @@ import math
 
 import torch
 
-from mmrl.advantages.normalize import group_normalize
-from mmrl.advantages.subset import most_varied
-from mmrl.advantages.tokens import conflict_tokens, covariance_mask, high_covariance, keep_steps
-from mmrl.core.rng import Stream
+from mmrl.advantages.tokens import conflict_tokens, high_covariance, keep_steps
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -43,15 +40,6 @@ def test_keep_steps_by_advantage_times_entropy():
     # keys .12 1.46 .49 1.09 .06 .36 and 0 for the row without an advantage
     found = keep_steps(table, of="weighted_entropy", top=3 / 7).values[0, 0].ne(0)
     assert found.tolist() == [False, True, True, True, False, False]
-
-
-def test_keep_steps_takes_its_share_of_the_steps_that_are_learned_from():
-    # four of eight rows are kept, which have 20 of 40 steps: a fifth of these
-    rewards = [1, 1, 0, 0.5, 0, 0, 1, 0]
-    table = reward_table(rewards, length=[5] * 8, notes={"entropy": [[0.5] * 5] * 8})
-    table = most_varied(group_normalize(table), keep=4)
-    found = keep_steps(table, of="weighted_entropy", top=0.2, drop=True)
-    assert int(found.learn.sum()) == 4
 
 
 def test_keep_steps_leaves_what_was_not_noted():
@@ -110,21 +98,6 @@ def test_tokens_that_the_policy_did_not_choose_are_in_no_conflict():
     plain = conflict_tokens(WORKED).values[:, 0]
     assert_rows(found[:1, [0, 3, 4, 5]], plain[:1].tolist())
     assert_rows(found[1:, :4], plain[1:].tolist())
-
-
-def test_covariance_mask_silences_one_step_of_high_covariance():
-    # mean advantage 0, mean logp -2.5: covariances 2.5 .5 -.5 -1.5 for the first row, 1.5 .5 .5 -2.5
-    logp = [[0.0, -2.0, -3.0, -4.0], [-4.0, -3.0, -3.0, -1.0]]
-    table = reward_table([1, -1], length=[4, 4], notes={"logp": logp})
-    seen = set()
-    for step in range(20):
-        found = covariance_mask(table, stream=Stream(3, step=step)).values[:, 0]
-        silent = (found == 0).nonzero().tolist()
-        assert len(silent) == 1
-        seen.add(tuple(silent[0]))
-    assert seen == {(0, 0), (1, 0)}
-    assert (covariance_mask(table, low=2.0, share=1.0, stream=Stream()).values[:, 0] == 0).sum() == 1
-    assert (covariance_mask(table, low=3.0, stream=Stream()).values != 0).all()
 
 
 def test_high_covariance_notes_the_steps_that_rise_together():

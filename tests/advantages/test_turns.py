@@ -8,17 +8,11 @@ import pytest
 import torch
 
 from mmrl.advantages.normalize import group_center, group_normalize, leave_one_out
-from mmrl.advantages.roles import alignment, sibling_shape, unique_center
+from mmrl.advantages.roles import sibling_shape, unique_center
 from mmrl.advantages.select import returns
 from mmrl.advantages.shape import scale, total
 from mmrl.advantages.some import for_some
-from mmrl.advantages.tools import (
-    ToolProductivity,
-    delegated_reward,
-    gated_bonus,
-    partial_credit,
-    productivity,
-)
+from mmrl.advantages.tools import ToolProductivity, delegated_reward, gated_bonus, productivity
 from mmrl.advantages.turns import (
     action_credit,
     episode_mean,
@@ -225,26 +219,10 @@ def test_returns_of_a_player_leave_out_the_turns_of_others():
     assert_rows(returns(table, gamma=0.5, by=("role",)).values[:, 0], [[3, 20, 4, 20, 4]])
 
 
-def test_alignment_adds_the_others_advantage():
-    roles = [["A", "B"] * 3]
-    table = played([[1, 0.3, -0.5, 0.4, 0.2, -0.6]], role=roles)
-    found = alignment(table).values[0, 0]
-    assert_rows(found[None, 0::2], [[1, 0.237280, -0.308723]])
-    assert_rows(alignment(table, discounted=True).values[:, 0, 0::2], [[1, 0.227789, -0.284519]])
-    assert torch.equal(alignment(table, beta=0.0).values, table.values)
-    # The other player's: w = .96 * .96 * .3, and its own advantage .4 against the other's -.5
-    assert found[3].item() == pytest.approx(0.4 + 2 * 0.27648 * -0.5)
-
-
 def test_games_of_one_start_are_compared_with_the_others():
     table = played([[1, 0], [0, 2], [3, 1]])
     found = leave_one_out(returns(table, gamma=0.96))
     assert_rows(found.values[:, 0], [[-1.94, -1.5], [-0.56, 1.5], [2.5, 0]])
-
-
-def test_alignment_of_three_players_is_an_error():
-    with pytest.raises(ValueError, match="two players"):
-        alignment(played([[1, 2, 3]], role=[["A", "B", "C"]]))
 
 
 def test_a_public_baseline_is_that_of_a_class_of_roles():
@@ -310,16 +288,6 @@ def test_the_fewest_calls_of_a_prompt_are_remembered():
     later = reward_table({"right": [1], "tool_calls": [3]}, weights={"tool_calls": 0.0})
     piece.observe((), later)
     assert_rows(piece(later).values[:, 0], [[0.951057]])
-
-
-def test_wrong_answers_earn_for_what_they_found():
-    table = reward_table({"right": [0, 1, 0, 0], "entities": [0.5, 0.75, 0.25, 0]}, weights={"entities": 0.0})
-    shaped = partial_credit(table, of="right", found="entities")
-    assert_rows(shaped.values[:, 0], [[0.2], [1], [0.1], [0]])
-    wanted = [[-0.273315], [1.475899], [-0.491966], [-0.710618]]
-    assert_rows(group_normalize(shaped, eps=1e-6).values[:, 0], wanted)
-    nobody = reward_table({"right": [0, 0], "entities": [0, 0]}, weights={"entities": 0.0})
-    assert partial_credit(nobody, of="right", found="entities").values.tolist() == [[[0]], [[0]]]
 
 
 def test_good_steps_are_paid_for_behind_a_right_answer_of_a_good_format():

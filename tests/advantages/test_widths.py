@@ -6,27 +6,10 @@ import torch
 
 from mmrl.advantages.normalize import group_normalize
 from mmrl.advantages.select import per_step
-from mmrl.advantages.widths import entropy_width, variance_width
+from mmrl.advantages.widths import entropy_width
 from mmrl.objectives.elastic import elastic_clip
 from mmrl.objectives.surrogates import clip
 from tests.support.tables import assert_rows, micro_batch, moved, reward_table
-
-
-def test_widths_grow_with_advantage_and_variance():
-    # |A| and p: (1, 1/2), (2, 1/2), (1, 1/8) and (0, 0) of the worked example
-    for size, rewards, wanted in [
-        (1.0, [1, 0], 0.375),
-        (2.0, [1, 0], 0.45),
-        (3.0, [1, 0], 0.45),
-        (1.0, [1, *[0] * 7], 0.304688),
-        (0.0, [0, 0], 0.2),
-    ]:
-        table = reward_table(rewards)
-        found = variance_width(table.put(torch.full_like(table.values, size)), of="reward")
-        assert_rows(0.2 * found.notes["clip_low"], [wanted] * len(rewards))
-        assert found.notes["clip_high"].equal(found.notes["clip_low"])
-        assert found.values.eq(size).all() and set(found.scored) == {"reward"}
-
 
 ENTROPY = [0.05, 0.10, 0.20, 0.60, 1.50]
 WORKED = entropy_width(reward_table([1], length=[5], notes={"entropy": [ENTROPY]}), pivot=0.5)

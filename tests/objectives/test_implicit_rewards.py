@@ -9,15 +9,7 @@ import torch
 
 from mmrl.config.registry import find, pieces
 from mmrl.core.types import Unit
-from mmrl.objectives.comparison import (
-    f_divergence,
-    ld_log_ratio,
-    log_ratio,
-    logp,
-    mean_log_ratio,
-    mean_logp,
-    mean_ratio,
-)
+from mmrl.objectives.comparison import f_divergence, ld_log_ratio, log_ratio, logp, mean_log_ratio, mean_logp
 from tests.support.tables import assert_rows, slope_of, step_table
 
 
@@ -44,29 +36,6 @@ def test_mean_logp_adds_up_to_the_mean_of_the_row():
     implicit_reward = mean_logp(new, batch) * batch.mask
     assert_rows(implicit_reward.sum(-1), [-2.0, -4.0])
     assert_rows(slope_of(implicit_reward, new), [[1 / 3] * 3, [1, 0]])
-
-
-def test_mean_ratio_adds_up_to_the_mean_ratio_of_the_row():
-    # (2 + 1/2) / 2 and 3
-    gaps = [[math.log(2), -math.log(2)], [math.log(3)]]
-    new, batch = step_table([[-1.0, -1.0], [-1.0]], old=[[-1 - gap for gap in row] for row in gaps])
-    implicit_reward = mean_ratio(new, batch) * batch.mask
-    assert_rows(implicit_reward.sum(-1), [1.25, 3.0])
-    # d ratio = ratio d log-probability
-    assert_rows(slope_of(implicit_reward, new), [[1.0, 0.25], [3.0]])
-
-
-def test_mean_ratio_of_the_policy_that_rolled_out_is_1():
-    new, batch = step_table([[-1.0, -2.0, -3.0]])
-    assert_rows((mean_ratio(new, batch) * batch.mask).sum(-1), [1.0])
-
-
-def test_ratios_of_50_are_held_at_20():
-    new, batch = step_table([[0.0, 0.0]], old=[[-50.0, 50.0]])
-    implicit_reward = mean_ratio(new, batch)
-    assert_rows(implicit_reward / math.exp(20.0), [[0.5, 0.0]])
-    assert_rows(implicit_reward[:, 1:], [[0.5 * math.exp(-20.0)]], tolerance=1e-14)
-    assert slope_of(implicit_reward, new).isfinite().all()
 
 
 @pytest.mark.parametrize("entry", pieces("implicit_reward"), ids=lambda entry: entry.full_name)

@@ -8,46 +8,10 @@ import pytest
 import torch
 
 from mmrl.objectives.compare import sigmoid
-from mmrl.objectives.listwise import all_pairs, aot, discriminate, dno
+from mmrl.objectives.listwise import all_pairs, aot, dno
+from mmrl.papers.disco import discriminate
 from tests.objectives.test_compare import gained, shown, slope, softplus
 from tests.support.tables import assert_rows
-
-# ---- DisCO: two right rows and two wrong ones
-SCORES, SIGNS = [[-0.5], [-0.7], [-0.6], [-0.9]], [1, 0.5, -0.5, -1]
-
-
-@pytest.mark.parametrize(("tau", "wanted"), [(None, 0.15), (10.0, 0.148875), (1.0, 0.138792)])
-def test_disco_is_the_mean_of_right_scores_less_the_soft_maximum_of_wrong_ones(tau, wanted):
-    shown(discriminate(*gained(SCORES, SIGNS), tau=tau), -wanted)
-
-
-@pytest.mark.parametrize(
-    ("tau", "weights"),
-    [(None, [0.5, 0.5]), (10.0, [0.507499, 0.492501]), (1.0, [0.574443, 0.425557])],
-)
-def test_disco_pulls_hardest_at_the_likeliest_wrong_row(tau, weights):
-    implicit_reward, batch = gained(SCORES, SIGNS)
-    pull = slope(discriminate(implicit_reward, batch, tau=tau), implicit_reward)
-    assert_rows(pull[:, 0], [-0.5, -0.5, *weights])
-
-
-@pytest.mark.parametrize("tau", [None, 10.0])
-def test_disco_leaves_groups_of_one_kind_out_and_divides_by_them(tau):
-    implicit_reward, batch = gained([*SCORES, [3.0], [1.0]], [*SIGNS, 1, 1], group=[0, 0, 0, 0, 1, 1])
-    loss = discriminate(implicit_reward, batch, tau=tau)
-    shown(loss, discriminate(*gained(SCORES, SIGNS), tau=tau) / 2)
-    assert not slope(loss, implicit_reward)[4:].any()
-    for sign in (1, -1):
-        implicit_reward, batch = gained([[3.0], [1.0]], [sign, sign])
-        loss = discriminate(implicit_reward, batch, tau=tau)
-        assert loss == 0 and not slope(loss, implicit_reward).any()
-
-
-def test_disco_at_scores_of_50_is_their_difference():
-    # right -50, wrong 50 and -50: the soft maximum of temperature 1 is 50 - log 2
-    implicit_reward, batch = gained([[-50.0], [50.0], [-50.0]], [1, -1, -1])
-    shown(discriminate(implicit_reward, batch, tau=1.0), 100 - math.log(2))
-
 
 # ---- P3O
 

@@ -8,17 +8,14 @@ import pytest
 import torch
 
 from mmrl.config.registry import find
-from mmrl.core.step_table import StepOutput
 from mmrl.objectives.aggregations import group_mean
 from mmrl.objectives.penalties import (
     covariance_kl,
     entropy_bonus,
-    entropy_corridor,
     k1,
     k2,
     k3,
     kl_abs,
-    kl_hinge,
     lost_likelihood,
     ratio_variance,
     reverse_kl,
@@ -278,37 +275,3 @@ def test_llds_leaves_answers_below_their_group_and_likelier_ones_alone():
     # with advantages of steps, a bad one parts the chunks: .2 - .3 is not lost as a whole, .1 is
     new, batch = step_table([[-1.0] * 4], advantage=[[1, 1, -1, 1]], old=[[-0.8, -1.3, -0.1, -0.9]])
     assert_rows(lost_likelihood(new, batch, coef=1.0), [[0, 0, 0, 0.1]])
-
-
-def test_the_kl_hinge_of_disco_is_squared_above_its_bound():
-    # k1: -mean d = 2e-4 gives 1000 / 2 * 1e-8, and slope 1000 * 1e-4 times -1 / L
-    new, batch = fallen([3e-4, 1e-4], [0.5e-4, 0.5e-4])
-    loss = kl_hinge(new, batch, estimator="k1")
-    assert_rows(loss, [[5e-6, 5e-6], [0, 0]], tolerance=1e-12)
-    assert_rows(slope_of(loss[:, :1], new), [[-0.1 / 2] * 2, [0, 0]])
-    # k3: e^d - 1 - d of d = .3 and -.3, mean .045338
-    new, batch = fallen([-0.3, 0.3])
-    mean = (math.exp(0.3) + math.exp(-0.3)) / 2 - 1
-    assert_rows(kl_hinge(new, batch, coef=2.0, delta=0.01), [[(mean - 0.01) ** 2] * 2], tolerance=1e-12)
-
-
-# ---- entropy
-
-
-def test_epo_holds_entropy_in_a_corridor_around_its_mean():
-    # .4 to 1.2: the hinge is .3 and .6, mean .225; the indicator .1 and .1, mean .05
-    new, batch = step_table([[-1.0] * 4], extra={"entropy": [[0.1, 0.5, 1.0, 1.8]]})
-    assert_rows(entropy_corridor(new, batch, coef=1.0, mean=0.8), [[0.3, 0, 0, 0.6]])
-    flat = entropy_corridor(new, batch, coef=1.0, mean=0.8, form="indicator")
-    assert_rows(flat, [[0.1, 0, 0, 0.1]])
-    assert not entropy_corridor(new, batch, coef=1.0).any()  # no past
-    # with the bonus, at the weight .873576 of step 37.5 of 150: -.001 (.85 - .873576 * .05)
-    whole = entropy_bonus(new, batch, coef=0.001) + 0.001 * 0.873576 * flat
-    assert_rows(whole.mean()[None], [-0.000806])
-
-
-def test_epo_pulls_entropy_back_from_both_sides():
-    new, batch = step_table([[-1.0] * 3])
-    entropy = torch.tensor([[0.1, 1.0, 1.8]], dtype=torch.float64, requires_grad=True)
-    loss = entropy_corridor(StepOutput(new.logp, {"entropy": entropy}), batch, coef=2.0, mean=0.8)
-    assert_rows(torch.autograd.grad(loss.sum(), entropy)[0], [[-2, 0, 2]])

@@ -18,7 +18,6 @@ from mmrl.objectives.surrogates import (
     gamma_weight,
     geometric_ratio,
     in_range,
-    linear_bound,
     log_likelihood,
     off_policy_mask,
     sapo,
@@ -278,29 +277,6 @@ def test_vespo_takes_other_powers_and_holds_the_ratio_at_1e_8():
     loss = gamma_weight(sequence_sum(new, batch), new, batch, k_pos=1.0, lambda_pos=1.0)
     assert_rows(loss[:1], [[2 * math.exp(-1)]])
     assert_rows(loss[1:] * 1e8, [[math.e]])
-
-
-# ---- BGPO
-
-
-def test_bgpo_is_linear_for_good_steps_and_exponential_for_bad_ones():
-    # 1.1 and .8, halved; e^.05 and e^-.3
-    new, batch = moved([[0.1, -0.2], [0.05, -0.3]], [1, -1])
-    assert_rows(losses(linear_bound, new, batch) / 2, [[-0.55, -0.4], [0.525636, 0.370409]])
-    loss = loss_of(new, batch, surrogate="linear_bound", aggregation="sequence_mean")
-    assert_rows(loss[None], [-0.026978])
-
-
-def test_bgpo_is_never_below_the_surrogate_of_the_mean_log_ratio():
-    # -(e^-.05 - e^-.125) / 2; equal at the policy that sampled
-    new, batch = moved([[0.1, -0.2], [0.05, -0.3]], [1, -1])
-    pieces_of = {"ratio": "sequence_ratio", "surrogate": "unclipped", "aggregation": "sequence_mean"}
-    exact = loss_of(new, batch, **pieces_of)
-    assert_rows(exact[None], [-0.034366])
-    assert loss_of(new, batch, surrogate="linear_bound", aggregation="sequence_mean") > exact
-    new, batch = moved([[0.0, 0.0], [0.0, 0.0]], [1, -3])
-    loss = loss_of(new, batch, surrogate="linear_bound", aggregation="sequence_mean")
-    assert loss == loss_of(new, batch, **pieces_of)
 
 
 # ---- off-policy mask

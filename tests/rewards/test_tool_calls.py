@@ -18,7 +18,6 @@ from mmrl.rewards.tool_calls import (
     call_match,
     calls_in,
     early_answer,
-    entity_match,
     likeness,
     matched,
     retrieval_bonus,
@@ -135,14 +134,6 @@ def test_retrievals_are_those_of_the_whole_conversation():
 
 def one_each(prompts, outcomes) -> list[float]:
     return [1.0] * len(outcomes)
-
-
-def test_entities_are_found_as_whole_words():
-    columns = {"entities": ["The Eiffel Tower", "Paris", "Rome", "art"]}
-    text = "<think>the Eiffel tower stands in Paris, partly</think> Rome"
-    assert one(entity_match, text, columns) == 0.75
-    assert one(entity_match, text, columns, tag="think") == 0.5
-    assert one(entity_match, text) is None
 
 
 def test_an_early_answer_earns_more():

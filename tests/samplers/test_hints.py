@@ -12,7 +12,7 @@ from mmrl.config.loading import ConfigError
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
 from mmrl.data.hints import sentences, tiers, with_hint, without_hint
-from mmrl.samplers.hints import WithDifficultyHints, WithHints
+from mmrl.samplers.hints import WithHints
 from mmrl.samplers.uniform import Uniform
 from mmrl.training.collect import collect
 from mmrl.training.loop import learnable, train
@@ -231,42 +231,6 @@ def test_the_next_hints_are_saved_and_believed():
     assert sampler.beliefs() == {"p0": {"hints": 2.0}}
     other.load_state_dict(sampler.state_dict())
     assert rounds_of(other, [1.0]) == ["2"]
-
-
-# ---- hints by difficulty
-
-
-def by_difficulty(**options):
-    data = hinted_prompts(num=2)
-    options = {"train_prompts": data, "hint_column": "solution", **options}
-    return WithDifficultyHints(Uniform(data[:1], stream=Stream()), **options)
-
-
-def test_half_of_a_group_gets_a_hint_that_grows_with_the_difficulty():
-    sampler = by_difficulty(max_hint=1.0)
-    drawn = sampler.draw(1, 4)
-    assert [prompt.tags.get("hint", "") for prompt in drawn] == ["", "", "partial", "partial"]
-    assert drawn[-1].text.endswith("Hint: First add. Then divide.")  # difficulty 1/2 of four sentences
-    for _ in range(6):
-        sampler.observe((), reward_table([0.0], group=["p0"]))
-    # 1 - (0 + 1) / (6 + 2) = 7/8: three and a half sentences, rounded down.
-    assert sampler.difficulty("p0") == 0.875
-    assert sampler.draw(1, 2)[-1].text.endswith("Then divide. Then round.")
-    assert sampler.beliefs() == {"p0": {"difficulty": 0.875}}
-    assert sampler.tell() == {"hints/prompts": 2.0, "hints/share": pytest.approx((0.5 + 0.75) / 2)}
-
-
-def test_answers_with_a_hint_do_not_count_for_the_difficulty():
-    sampler = by_difficulty()
-    sampler.observe((), reward_table([1.0, 0.0], group=["p0", "p0"], tags={"hint": ["partial", ""]}))
-    assert sampler.difficulty("p0") == pytest.approx(1 - 1 / 3)
-
-
-def test_an_easy_prompt_stays_plain():
-    sampler = by_difficulty()
-    for _ in range(8):
-        sampler.observe((), reward_table([2.0], group=["p0"]))  # above the reward of a perfect answer
-    assert {prompt.tags.get("hint") for prompt in sampler.draw(1, 4)} == {None}
 
 
 # ---- bad input

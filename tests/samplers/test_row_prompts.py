@@ -9,9 +9,10 @@ import pytest
 from mmrl.core.types import Message, Part, Prompt
 from mmrl.data.dataset_io import Rows, read_prompts, write_rows
 from mmrl.data.row_prompts import RowPrompts
+from mmrl.papers.craft_gui import Pools
 from mmrl.papers.dump import SourceBandit
 from mmrl.papers.mmr1_vas import VarianceAware
-from mmrl.samplers.pools import Pools, SelectedByDifficulty
+from mmrl.samplers.pools import SelectedByDifficulty
 from mmrl.samplers.uniform import Uniform
 from tests.support.observing import made, uids
 

@@ -11,16 +11,7 @@ from mmrl.config.ranges import PositiveInt
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
-from mmrl.schedules import (
-    constant,
-    cosine,
-    ema_warmup,
-    epo_decay,
-    linear,
-    periodic,
-    ramp,
-    sliding_window,
-)
+from mmrl.schedules import constant, cosine, ema_warmup, linear, periodic, ramp, sliding_window
 
 
 def along(schedule, moments, **options):
@@ -164,12 +155,3 @@ def test_siri_gives_whole_lengths_and_checks_its_ends():
         Pieces(Stream()).check("schedule", Piece("periodic", {"low": 3, "high": 2}), "schedule")
     number = Pieces(Stream()).number({"name": "periodic", "low": 8192, "high": 16384}, PositiveInt, "length")
     assert number(Clock(80)) == 15184
-
-
-def test_the_weight_of_epo_decays_slowly_and_then_fast():
-    # 1 - .2 (1 - e^-1) and 1 - .2 (1 - e^-2); then .8 e^-1.5 and .8 e^-3
-    assert along(epo_decay, [0, 75, 150, 225, 300, 999], value=1.0, steps=300) == pytest.approx(
-        [1, 0.873576, 0.827067, 0.178504, 0.039830, 0.039830], abs=1e-6
-    )
-    assert epo_decay(Clock(75, max_steps=300), value=0.5) == pytest.approx(0.436788, abs=1e-6)
-    assert epo_decay(Clock(0), value=0.5) == 0.5

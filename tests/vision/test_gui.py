@@ -6,16 +6,9 @@ import math
 
 import pytest
 
-from mmrl.core.answers import word_f1
 from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.benchmarks.boxes import Boxes
-from mmrl.vision.rewards.gui import (
-    action_argument,
-    click_inside,
-    click_proximity,
-    click_reward,
-    parse_action,
-)
+from mmrl.vision.rewards.gui import click_inside, click_proximity, click_reward, parse_action
 
 CLICK = '{"action": "click", "value": null, "position": [0.2, 0.3]}'
 
@@ -73,7 +66,6 @@ def test_a_position_may_be_a_text():
 )
 def test_an_answer_that_cannot_be_read_earns_0_and_nothing_is_evaluated(text):
     assert of_one(click_reward, CLICK, text) == 0
-    assert of_one(action_argument, CLICK, text) == 0
 
 
 @pytest.mark.parametrize(
@@ -91,36 +83,6 @@ def test_a_row_without_an_action_is_an_error_that_names_it():
 
 def test_the_last_block_is_parsed():
     assert parse_action(act("{'action': 'back'}") + click(1, 1))["action"] == "CLICK"
-
-
-# ---- arguments
-
-
-def test_a_click_into_the_box_of_the_target_counts():
-    target = {"action": "click", "bbox": [0.2, 0.2, 0.4, 0.4]}
-    assert of_one(action_argument, target, click(0.4, 0.2)) == 1
-    assert of_one(action_argument, target, click(0.41, 0.2)) == 0
-    # A box is compared with a box: they share a half of each, so a third of both.
-    boxed = act("{'action': 'click', 'bbox': [0.3, 0.2, 0.5, 0.4]}")
-    assert of_one(action_argument, target, boxed) == pytest.approx(1 / 3)
-    assert of_one(action_argument, CLICK, click(0.34, 0.3)) == 1
-    assert of_one(action_argument, CLICK, click(0.5, 0.5)) == 0
-
-
-def test_a_text_earns_the_f1_of_its_words():
-    target = {"action": "type", "value": "cheap flights to Rome"}
-    said = lambda words: act(f"{{'action': 'type', 'value': '{words}'}}")
-    assert of_one(action_argument, target, said("Cheap flights, to Rome!")) == 1
-    # 2 of 3 words, of 4 wanted: 2 * 2 / (3 + 4).
-    assert of_one(action_argument, target, said("flights to Paris")) == pytest.approx(4 / 7)
-    assert of_one(action_argument, target, said("")) == 0
-    assert word_f1("...", "...") == 1 and word_f1("", "...") == 0
-
-
-def test_an_action_without_an_argument_earns_its_type_and_a_question_is_for_a_judge():
-    assert of_one(action_argument, {"action": "back"}, act("{'action': 'back'}")) == 1
-    assert of_one(action_argument, {"action": "back"}, click(0, 0)) == 0
-    assert of_one(action_argument, {"action": "answer", "value": "7"}, act("{'action': 'answer'}")) is None
 
 
 # ---- proximity

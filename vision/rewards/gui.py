@@ -11,24 +11,20 @@ from typing import Any, Literal
 from mmrl.config.ranges import PositiveFloat
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import OwnAnswer, per_outcome, tagged
-from mmrl.core.answers import word_f1
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import is_number
-from mmrl.vision.benchmarks.boxes import Box, Boxes, box_iou, decimal, is_box, parse_point
+from mmrl.vision.benchmarks.boxes import Box, Boxes, decimal, is_box, parse_point
 
 Point = tuple[float, ...]
 LONGEST = 4000  # characters of an action that are parsed
 # 0.34 - 0.2 is 0.14000000000000001 as a float.
 ROUNDING = 1e-9
-ASKS = ("answer", "response")  # types of actions that answer a question, which only a judge can score
 
 
-def _own_action(
-    prompt: Prompt, *, tag: str, of: Literal["sum", "type", "value"] = "type"
-) -> OwnAnswer | None:
+def own_action(prompt: Prompt, *, tag: str, of: Literal["sum", "type", "value"] = "type") -> OwnAnswer | None:
     """Write the target action as an answer; `of` a click the sum is 2, and another action has no value."""
-    target = _target(prompt)
-    click = _type(target) == "click"
+    target = action_of(prompt)
+    click = type_of(target) == "click"
     full = {"sum": 1.0 + click, "type": 1.0, "value": float(click)}[of]
     return OwnAnswer((f"<{tag}>{json.dumps(target)}</{tag}>",), full) if full else None
 
@@ -42,7 +38,7 @@ def _own_click(prompt: Prompt) -> OwnAnswer | None:
     return None
 
 
-@reward(own_answer=_own_action)
+@reward(own_answer=own_action)
 @per_outcome
 def click_reward(
     prompt: Prompt,
@@ -65,46 +61,14 @@ def click_reward(
         threshold: Largest Euclidean distance of two clicks, in shares of the screen.
         tag: Name of the answer block's tag.
     """
-    answered, target = parse_action(outcome.text or "", tag), _target(prompt)
+    answered, target = parse_action(outcome.text or "", tag), action_of(prompt)
     if answered is None:
         return 0.0
-    same = _type(answered) == _type(target)
-    value = same and _type(target) == "click" and _near(_position(answered), _position(target), threshold)
+    same = type_of(answered) == type_of(target)
+    value = (
+        same and type_of(target) == "click" and is_near(position_of(answered), position_of(target), threshold)
+    )
     return {"sum": float(same + value), "type": float(same), "value": float(value)}[of]
-
-
-@reward(own_answer=_own_action)
-@per_outcome
-def action_argument(
-    prompt: Prompt, outcome: Outcome, *, threshold: PositiveFloat = 0.14, tag: str = "action"
-) -> float | None:
-    """Reward the argument of a screen action: where it clicks, or what it types, in [0, 1].
-
-    Our reading of CRAFT-GUI (arXiv 2508.11360), whose terms are not published. A click on a target with a
-    `bbox` earns 1 inside of it, or the IoU if the answer has a `bbox` too; with a `position` alone it earns 1
-    within `threshold` of it. A text (`value`) earns the F1 of its words. An action without an argument earns
-    1 for its type. Another type of action earns 0. None where the target answers a question, which is for a
-    judge: give that to `http`.
-
-    Args:
-        threshold: Largest Euclidean distance of two clicks, in shares of the screen.
-        tag: Name of the answer block's tag.
-    """
-    answered, target = parse_action(outcome.text or "", tag), _target(prompt)
-    if _type(target) in ASKS:
-        return None
-    if answered is None or _type(answered) != _type(target):
-        return 0.0
-    point, truth, box, truth_box = _position(answered), _position(target), _box(answered), _box(target)
-    if truth_box:
-        if box:
-            return box_iou(box, truth_box)
-        return float(point is not None and _inside(point, truth_box))
-    if truth:
-        return float(_near(point, truth, threshold))
-    if target.get("value") not in (None, ""):
-        return word_f1(str(answered.get("value") or ""), str(target["value"]))
-    return 1.0
 
 
 @reward(own_answer=_own_click)
@@ -116,7 +80,7 @@ def click_inside(prompt: Prompt, outcome: Outcome) -> float | None:
     `vision.boxes`; None without target boxes.
     """
     click, boxes = _click(prompt, outcome)
-    return None if boxes is None else float(click is not None and any(_inside(click, box) for box in boxes))
+    return None if boxes is None else float(click is not None and any(is_inside(click, box) for box in boxes))
 
 
 @reward(own_answer=_own_click)
@@ -175,7 +139,7 @@ def _parsed(text: str) -> Mapping[str, Any] | None:
     return None
 
 
-def _target(prompt: Prompt) -> Mapping[str, Any]:
+def action_of(prompt: Prompt) -> Mapping[str, Any]:
     """Read the target action of a row: a dictionary, or a text that is one, with or without tags."""
     match prompt.target:
         case {"action": str()} as action:
@@ -190,7 +154,8 @@ def _target(prompt: Prompt) -> Mapping[str, Any]:
     )
 
 
-def _type(action: Mapping[str, Any]) -> str:
+def type_of(action: Mapping[str, Any]) -> str:
+    """Read the type of an action, in lower case."""
     return action["action"].strip().lower()
 
 
@@ -208,19 +173,22 @@ def _numbers(value: Any, count: int) -> Point | None:
     return None
 
 
-def _position(action: Mapping[str, Any]) -> Point | None:
+def position_of(action: Mapping[str, Any]) -> Point | None:
+    """Read the position of an action: (x, y), None without a valid one."""
     return _numbers(action.get("position"), 2)
 
 
-def _box(action: Mapping[str, Any]) -> Any:
+def box_of(action: Mapping[str, Any]) -> Any:
+    """Read the box of an action: (x0, y0, x1, y1), None without a valid one."""
     box = _numbers(action.get("bbox"), 4)
     return box if box and is_box(box) else None
 
 
-def _near(point: Point | None, other: Point | None, threshold: float) -> bool:
+def is_near(point: Point | None, other: Point | None, threshold: float) -> bool:
     """Whether two points are there and at most `threshold` apart."""
     return point is not None and other is not None and math.dist(point, other) <= threshold + ROUNDING
 
 
-def _inside(point: Point, box: Point) -> bool:
+def is_inside(point: Point, box: Point) -> bool:
+    """Whether a point is inside of a box, or on its edge."""
     return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
