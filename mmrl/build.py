@@ -185,7 +185,8 @@ def check_data(config: Config | EvaluateConfig) -> list[str]:
         data = usable_rows(config, read_prompts(config, pieces, config.data, "data"))
         make_chain(pieces, "sampler", config.sampler, data, "sampler")
         read = {"data": data, **read}
-    said = [f"{place}: {infer_form(prompts)[1]}" for place, prompts in read.items()]
+    forms = {place: infer_form(prompts) for place, prompts in read.items()}
+    said = [f"{place}: {sentence}" for place, (form, sentence) in forms.items() if form]
     for place, prompts in read.items():
         said += told_apart(config, prompts, evaluates=place != "data")
     return said

@@ -19,7 +19,7 @@ def separated_rows(path: Path, split: str) -> Iterator[DataRow]:
     A data set reads a number, or a list written as JSON, where it declares one.
 
     A row with more or fewer cells than there are names is faulty. Columns without a name, such as the index
-    that pandas writes, are left out. Raises `SourceError` for a file without rows, or with a name twice.
+    that pandas writes, are left out. Raises `SourceError` for a file with a name twice or another separator.
     """
     if not path.is_file():
         raise SourceError(f"there is no file '{path}'")
@@ -30,6 +30,12 @@ def separated_rows(path: Path, split: str) -> Iterator[DataRow]:
             names = [name.strip() for name in next(lines, [])]
         except csv.Error as error:
             raise SourceError(f"cannot read '{path}': {error}") from error
+        others = set(",;|\t") - {SEPARATED[path.suffix]}
+        if len(names) == 1 and (other := min(others & set(names[0]), default="")):
+            raise SourceError(
+                f"the first line of '{path}' is one column, {names[0]!r}: its columns are separated by "
+                f"{other!r}, and those of {path.suffix} by {SEPARATED[path.suffix]!r}; write it so"
+            )
         if twice := [name for name, count in Counter(filter(None, names)).items() if count > 1]:
             raise SourceError(f"'{path}' names the column '{twice[0]}' twice in its first line")
         while True:

@@ -24,7 +24,7 @@ from mmrl.data.dataset_io import FORMS, Rows
 from mmrl.data.fields import RowError
 from mmrl.data.named_columns import named_columns
 from mmrl.data.readable import drops, with_inner
-from mmrl.data.row_fields import MEDIA_COLUMNS, NAMED
+from mmrl.data.row_fields import MEDIA_COLUMNS, NAMED, TOOLKIT
 from mmrl.runtime.checkpoint import model_folder
 
 FIRST = 20  # rows whose columns are looked at
@@ -190,7 +190,9 @@ def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> It
             for _, field, _, _ in Formatter().parse(template):
                 name = (field or "").partition(".")[0].partition("[")[0]
                 if name and name not in known:
-                    yield f"{place}.prompt reads the column '{name}' {lacks}"
+                    hint = TOOLKIT if known & {"conversations", "instruction"} else "map names by `columns`"
+                    hint = "`vision.conversations` reads messages" if "messages" in known else hint
+                    yield f"{place}.prompt reads the column '{name}' {lacks}; {hint}"
 
 
 def _first_columns(options: Mapping[str, Any]) -> set[str]:

@@ -50,6 +50,11 @@ class RoundTrip:
 
     def lines(self) -> Iterator[str]:
         """Describe what does not hold, with the first rows by name."""
+        if not self.rows:
+            yield (
+                f"{self.place}: no row has a target that it reads, so it gives no reward; name the column of "
+                "the target (`columns` of the data); a recorded answer, as `messages` end with, is none"
+            )
         for found, what in (
             (self.wrong, "do not give full marks to their own target as the answer"),
             (self.alike, "give full marks to the targets of other rows as well"),
@@ -124,6 +129,8 @@ def round_trips(
         if leaves_form(bound.entry, bound.options):
             bound.options["form"] = form()
         rows = rows or [prompts[int(at * step)] for at in range(int(len(prompts) / step))]
+        if (where := bound.call.get("where")) and not any(matches(row, where) for row in rows):
+            continue
         yield round_trip(bound, rows, f"{place}[{i}] '{bound.name}'")
 
 

@@ -26,6 +26,7 @@ from mmrl.rewards.formulas import formula_key, same_formula
 
 AnswerForm = Literal["exact", "text", "words", "number", "letter", "choice", "math"]
 CURRENCIES = frozenset("$€£¥₹₩")  # may be left out, and not exchanged
+LISTED = re.compile(r"""\s*\[\s*['"].*['"]\s*\]\s*""", re.DOTALL)  # a list of texts, written as one text
 MATH = {FORM_PACKAGE: "math"}  # what the form `math` needs, for the registry
 log = logging.getLogger("mmrl")
 _said: set[str] = set()
@@ -205,8 +206,8 @@ def infer_form(prompts: Iterable[Prompt]) -> tuple[AnswerForm | None, str]:
     None where no target is a text, a number or a list of them. Formulas are compared as text unless the form
     `math` is asked for, which needs a package.
     """
-    count = letters = numbers = chosen = formulas = 0
-    example = ""
+    count = letters = numbers = chosen = formulas = lists = 0
+    example = listed = ""
     for prompt in prompts:
         targets = targets_of(prompt.target)
         if not targets:
@@ -219,6 +220,8 @@ def infer_form(prompts: Iterable[Prompt]) -> tuple[AnswerForm | None, str]:
         numbers += all(_is_number(part) for part in parts)
         if any(mark in part for part in parts for mark in ("\\", "^", "=")):
             formulas, example = formulas + 1, example or parts[0].strip()
+        if any(LISTED.fullmatch(part) for part in parts):
+            lists, listed = lists + 1, listed or parts[0].strip()
     if not count:
         return None, "no target is a text or a number, so no form of answers is known"
     named: Sequence[tuple[AnswerForm, int, str]] = (
@@ -236,6 +239,9 @@ def infer_form(prompts: Iterable[Prompt]) -> tuple[AnswerForm | None, str]:
     sentence += f", of which {', '.join(mixed)}" if mixed else ""
     if formulas:
         sentence += f"; {formulas:,} are formulas such as {example[:40]!r}: `form: math` takes equal ones too"
+    if lists:
+        sentence += f"; {lists:,} are lists inside a text such as {listed[:40]!r}, compared as one text: "
+        sentence += "write several right answers as a list of JSON, in the column `answers`"
     return "text", sentence
 
 

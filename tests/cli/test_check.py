@@ -121,7 +121,8 @@ def test_what_exists_is_ok(visual):
         ),
         (
             "data.prompt='{qestion}?'",
-            "data.prompt reads the column 'qestion' that the first rows of data do not",
+            "data.prompt reads the column 'qestion' that the first rows of data do not have; they have "
+            "answer, image, question; map names by `columns`",
         ),
         (
             "group_filter={name: varied, of: brevty}",

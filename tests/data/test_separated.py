@@ -50,6 +50,7 @@ def test_a_table_is_no_list_of_texts(tmp_path):
     [
         ("question,answer\nWhat?\n", r"a.csv:2: has 1 cells, and the first line names 2 columns: question"),
         ("question,question\na,b\n", "names the column 'question' twice"),
+        ("question;answer\nWhat?;this\n", "separated by ';', and those of .csv by ','"),
         ("question,answer\n", "holds no row"),
         ("", "holds no row"),
     ],

@@ -195,7 +195,10 @@ def test_rows_that_a_reward_is_not_asked_about_do_not_count():
     piece = Piece("vision.temporal_iou", {"where": {"kind": "span"}})
     (trip,) = round_trips(prompts, [piece, Piece("think_format")], "rewards")
     assert (trip.rows, list(trip.wrong)) == (1, [])
-    assert check_targets(rows(None, None), [Piece("vision.short_answer")], "rewards") == []
+    (line,) = check_targets(rows(None, None), [Piece("vision.short_answer")], "rewards")
+    assert line.startswith("rewards[0] 'short_answer': no row has a target that it reads")
+    elsewhere = Piece("vision.short_answer", {"where": {"kind": "other"}})
+    assert check_targets(rows(None, None, kind="span"), [elsewhere], "rewards") == []
 
 
 # ---- in commands and runs

@@ -248,6 +248,7 @@ def test_the_form_is_inferred_from_all_targets():
     assert infer_form(asked("red", "1", "C", choices=list(CHOICES.values())))[0] == "choice"
     form, sentence = infer_form(asked("3", "cat", r"\frac{1}{2}"))
     assert form == "text" and "with 3 targets, of which 2 are each a number; 1 are formulas" in sentence
+    assert "2 are lists inside a text" in infer_form(asked("['red', \"it's\"]", '["a", "b"]', "[1, 2]"))[1]
     assert infer_form(asked(None, object()))[0] is None
 
 

@@ -222,7 +222,7 @@ def test_converted_describes_itself_to_llama_factory(source, tmp_path):
         *[(name, "ms_swift") for name in ("ms-swift", "MS_Swift", "swift", "modelscope/ms-swift")],
         *[
             (name, "llama_factory")
-            for name in ("LLaMA-Factory", "llamafactory", "LLaMA Factory", "llama_factory")
+            for name in ("LLaMA-Factory", "llamafactory", "llama_factory", "LLaVA", "ShareGPT")
         ],
         *[(name, "verl") for name in ("verl", "veRL", "VERL")],
         ("mmrl", "mmrl"),
@@ -230,6 +230,19 @@ def test_converted_describes_itself_to_llama_factory(source, tmp_path):
 )
 def test_a_toolkit_goes_by_any_spelling_of_its_name(name, toolkit):
     assert toolkit_of(name, "source_form") == toolkit
+
+
+def test_places_of_boxes_are_refused_and_image_addresses_read():
+    row = {"messages": [{"role": "user", "content": "Find <ref-object>"}, says("<bbox>")]}
+    with pytest.raises(RowError, match="its text marks <ref-object>, which ms-swift fills from `objects`"):
+        read_row({**row, "objects": {"ref": ["car"], "bbox": [[1, 2, 30, 40]]}}, "ms_swift")
+    assert read_row(row, "ms_swift")["answer"] == "<bbox>"
+    parts = [
+        {"type": "image_url", "image_url": {"url": "a.png"}},
+        {"type": "text", "text": "What is it?"},
+    ]
+    row = {"messages": [SYSTEM, {"role": "user", "content": parts}, says("a dog")]}
+    assert read_row(row, "llama_factory") == OURS
 
 
 def test_an_unknown_toolkit_is_refused_with_the_names():

@@ -436,6 +436,10 @@ def test_what_cannot_be_loaded_is_an_error_that_names_it(checkpoint, tmp_path):
         Tokens(model=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="cannot load the adapter '.*nowhere'"):
         loaded(checkpoint, adapter=str(tmp_path / "nowhere"))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="it holds an adapter: name it as `policy.adapter`"):
+        Tokens(model=str(tmp_path / "adapter"))
 
 
 def test_weights_are_read_from_safetensors_only(checkpoint, tmp_path):

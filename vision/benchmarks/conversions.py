@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mmrl.data.fields import RowError, listed, mapping, short, text
-from mmrl.data.messages import MARKS, as_turns, asked_of, kept_keys
+from mmrl.data.messages import MARKS, as_turns, asked_of, kept_keys, plain_part
 from mmrl.data.row_fields import has_content
 from mmrl.vision.media.prompts import answer_of, answers_of, lettered
 
 LEADING = re.compile(r"^(?:\s*<(?:image|video)>)+\n?")  # first marks, and the line break after them
+PLACES = re.compile("<ref-object>|<bbox>")  # of ms-swift's `objects`
 # The names of ShareGPT (human, gpt) and of OpenAI (user, assistant).
 ROLES = {"human": "user", "gpt": "assistant"} | {
     name: name for name in ("user", "assistant", "system", "tool")
@@ -41,7 +42,8 @@ NAMES: dict[str, Toolkit] = {
     "mmrl": "mmrl",
     **dict.fromkeys(("verl", "volcengineverl"), "verl"),
     **dict.fromkeys(("msswift", "swift", "modelscopemsswift", "modelscopeswift"), "ms_swift"),
-    **dict.fromkeys(("llamafactory", "hiyougallamafactory"), "llama_factory"),
+    # LLaMA-Factory reads the rows of LLaVA and ShareGPT as they are.
+    **dict.fromkeys(("llamafactory", "hiyougallamafactory", "llava", "sharegpt"), "llama_factory"),
 }
 # The columns of a conversation; without one those of a question, which follows `history`, and of its answer.
 CONVERSATIONS = {
@@ -63,7 +65,7 @@ def toolkit_of(name: str, place: str) -> Toolkit:
         return found
     raise ValueError(
         f"`{place}` is '{name}'; wanted mmrl, verl, ms_swift (also ms-swift, swift) or llama_factory (also "
-        "LLaMA-Factory, llamafactory)"
+        "LLaMA-Factory, LLaVA, ShareGPT)"
     )
 
 
@@ -87,6 +89,11 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
             used.add("reward_model")
         case "ms_swift":
             used |= {"solution", "rejected_response", "rejected_messages"}
+            if has_content(row.get("objects")) and (marks := PLACES.findall(str(conversation))):
+                raise RowError(
+                    f"its text marks {marks[0]}, which ms-swift fills from `objects` in each model's form; "
+                    "write the names and boxes into the text, or read `bbox` by `vision.boxes`"
+                )
             answer, rejected = row.get("solution", answer), row.get("rejected_response")
             if rejected is None and row.get("rejected_messages"):
                 rejected = _rejected(conversation, listed(row["rejected_messages"], "rejected_messages"))
@@ -274,7 +281,7 @@ def _text_of(content: Any) -> tuple[str, Slots]:
     words: list[str] = []
     slots: Slots = []
     for part in [None] if content is None else _listed(content):  # null is no part, and an error below
-        match part:
+        match plain_part(part):
             case str(piece):
                 words.append(piece)
             case {"type": "text", "text": str(piece), **rest} if not has_content(rest):

@@ -44,7 +44,10 @@ def _source(what: str, name: str) -> Iterator[str]:
     try:
         yield model_source(name)
     except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
-        raise ConfigError(f"cannot load the {what} '{name}': {error}") from error
+        hint = ""
+        if (Path(name) / ADAPTER).is_file() and what != "adapter":
+            hint = "; it holds an adapter: name it as `policy.adapter`, and its base as `policy.model`"
+        raise ConfigError(f"cannot load the {what} '{name}': {error}{hint}") from error
 
 
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
