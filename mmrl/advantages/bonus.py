@@ -15,15 +15,6 @@ from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable, name_id
 
 
 @advantage
-def negative_only(table: RewardTable, *, positive_weight: Probability = 0.0) -> RewardTable:
-    """Learn from advantages below 0 alone, or weigh those above 0 by less (GRPO-N, arXiv 2510.04028).
-
-    Rows without a negative advantage stay in every denominator: our reading.
-    """
-    return table.put(torch.where(table.values > 0, positive_weight * table.values, table.values))
-
-
-@advantage
 def capped_bonus(
     table: RewardTable,
     *,

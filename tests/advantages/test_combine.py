@@ -1,4 +1,4 @@
-"""Several rewards and whole groups: DVAO, GPG, A-GRAE, ADORA, SEED-GRPO, COPO."""
+"""Several rewards and whole groups: DVAO, A-GRAE, ADORA, SEED-GRPO, COPO."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import math
 import pytest
 import torch
 
-from mmrl.advantages.baselines import group_median
 from mmrl.advantages.combine import (
-    active_scale,
     adora,
     asymmetric_difficulty,
     consistency_mix,
@@ -48,21 +46,6 @@ def test_variance_weights_of_equal_or_missing_rewards_add_nothing():
     root = 0.5 / math.sqrt(0.5)
     assert_rows(variance_weights(table, eps=0.0).values, [root, -root, 0])
     assert variance_weights(reward_table([0.1] * 3), eps=0.0).values.eq(0).all()
-
-
-def test_active_scale_counts_rewards_that_are_not_zero():
-    # 12 rewards, 7 of them 1
-    table = reward_table([1, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0], group="aaaabbbbcccc")
-    found = group_center(active_scale(total(table))).values
-    a, b = 1.285714, 0.857143
-    assert_rows(found, [a, *[-a / 3] * 3, *[0] * 4, -b, b, b, -b])
-    assert active_scale(reward_table([0, 0])).values.eq(0).all()
-
-
-def test_active_scale_by_group_is_the_one_of_mc_grpo():
-    table = group_median(reward_table([0, 0.2, 0.5, 0.9, 1]))
-    assert_rows(active_scale(table, by=("group",)).values / table.values.where(table.values != 0, 1.0),
-                [1.25, 1.25, 0, 1.25, 1.25])  # fmt: skip
 
 
 def test_asymmetric_difficulty_gives_the_worked_numbers():
