@@ -1,4 +1,4 @@
-"""Advantage functions that add a bounded bonus, filter by sign, or grade answers by their order."""
+"""Advantage functions that add a bounded bonus, or grade answers by their order."""
 
 from __future__ import annotations
 

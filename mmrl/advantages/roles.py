@@ -1,4 +1,4 @@
-"""Advantage functions for several roles or players over one policy, and for trees of answers."""
+"""Advantage functions for several roles or players over one policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards of varied wording, and of repetition."""
+"""Reward of repetition: the share of n-grams of words that come again."""
 
 from __future__ import annotations
 

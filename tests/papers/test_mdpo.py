@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from mmrl.advantages.pairs import best_vs_worst
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.objectives.compare import sigmoid
 from mmrl.papers.mdpo import WithCorruptedImage, anchor_chosen, corrupted_as_rejected, sigmoid_each
@@ -134,3 +136,32 @@ def test_a_distortion_is_drawn_once_for_every_prompt_of_a_step(policy, kind):
     assert not torch.equal(once[0], once[2])
     stream.step += 1
     assert not torch.equal(once[0], shown()[0])
+
+
+def test_a_crop_wants_its_least_share_first():
+    with pytest.raises(ConfigError, match="scale"):
+        Pieces(Stream(0)).check("engine", Piece("vision.with_corrupted_image", {"scale": [0.3, 0.1]}))
+
+
+@pytest.mark.parametrize("level", ["row", "step"])
+def test_the_anchor_leaves_rows_without_a_label_and_groups_of_one_side_alone(level):
+    rows = [[0.4, 0.3], [-0.2, 0.1], [5.0, 7.0]]
+    reward, batch = gained(rows, [1, -1, 0])
+    loss = anchor_chosen(reward, batch, level=level)
+    shown(loss, anchor_chosen(*gained(rows[:2], [1, -1]), level=level).detach())
+    assert slope(loss, reward).isfinite().all()
+    for signs in ([1, 0.5], [-1, -1], [0, 0]):
+        shown(anchor_chosen(*gained([[0.4], [0.3]], signs), level=level), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "advantage"),
+    [
+        ([[0.4, 0.7], [0.1, 0.9]], [[1, 0], [-1, 0]]),
+        ([[0.4, 0.7], [0.1]], [1, -1]),
+        ([[0.4], [0.1, 0.7]], [1, -1]),
+    ],
+)
+def test_a_column_that_decides_nothing_is_left_out_of_the_mean(rows, advantage):
+    wanted = anchor_chosen(*gained([[0.4], [0.1]], [1, -1]), level="step").item()
+    shown(anchor_chosen(*gained(rows, advantage), level="step"), wanted)

@@ -1,4 +1,4 @@
-"""Varied wording and repetition, by hand."""
+"""Repetition of n-grams, by hand."""
 
 from __future__ import annotations
 
