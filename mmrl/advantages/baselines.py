@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import torch
@@ -11,51 +10,19 @@ from torch import Tensor
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import label
 from mmrl.config.loading import ConfigError
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Tag, Tags
+from mmrl.config.ranges import NonNegativeFloat, PositiveInt, Tag, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
 
 Singleton = Literal["zero", "raw"]
 
 
-def _compared(table: RewardTable, groups: GroupStatistics, credit: Tensor, singleton: Singleton) -> Tensor:
+def clear_flat_groups(
+    table: RewardTable, groups: GroupStatistics, credit: Tensor, singleton: Singleton
+) -> Tensor:
     """Give 0 to groups of equal rewards, and 0 or the reward to groups of one."""
     alone = table.values if singleton == "raw" else 0.0
     return torch.where(groups.count() < 2, alone, torch.where(groups.flat(), 0.0, credit))
-
-
-@advantage
-def group_median(
-    table: RewardTable,
-    *,
-    by: Tags = BY_GROUP,
-    mad_floor: PositiveFloat = 1e-3,
-    drop_pivot: bool = True,
-) -> RewardTable:
-    """Subtract the group's median and divide by the median absolute deviation (MC-GRPO, arXiv 2601.22582).
-
-    The median is the lower of two middle rewards. With rewards of 0 and 1 most deviations are 0, and an
-    advantage can reach 1 / mad_floor: add `clip_advantage`. Our reading: of several rows that equal the
-    median, the first is dropped; with several rewards, a row that is the median of all of them.
-
-    Args:
-        by: Keys that define a group.
-        mad_floor: Added to the median absolute deviation, in units of reward.
-        drop_pivot: Do not learn from the one row of each group that is its median, so that G of G + 1
-            sampled rows are learned from.
-    """
-    groups = table.groups(by)
-    median = groups.median()
-    away = table.values - median
-    spread = dataclasses.replace(groups, values=away.abs()).median()
-    credit = _compared(table, groups, away / (spread + mad_floor), "zero")
-    if not drop_pivot:
-        return table.put(credit)
-    candidates = table.valid & (table.values == median)
-    rank = groups.rank()
-    first = dataclasses.replace(groups, values=rank.double(), valid=candidates).smallest()
-    pivot = (candidates & (rank == first)).all(1)  # (N, K)
-    return table.replace(values=credit, learn=table.learn & ~pivot)
 
 
 @advantage
@@ -129,44 +96,6 @@ def shrunk_mean(
 
 
 @advantage
-def log_mean_exp(
-    table: RewardTable,
-    *,
-    tau: PositiveFloat = 1.0,
-    by: Tags = BY_GROUP,
-    singleton: Singleton = "zero",
-) -> RewardTable:
-    """Subtract tau log mean exp(r / tau) of the group and divide by 1 + tau (OPMD, arXiv 2509.24203).
-
-    Args:
-        tau: Temperature, in units of reward; the baseline goes from the largest reward (tau near 0) to the
-            mean (large tau).
-        by: Keys that define a group.
-        singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
-    """
-    groups = table.groups(by)
-    largest = groups.largest()  # taken out of the exponent, which it would overflow
-    shifted = torch.where(table.valid, table.values - largest, 0.0)
-    mean = dataclasses.replace(groups, values=(shifted / tau).exp()).mean()
-    away = torch.where(table.valid, shifted - tau * mean.clamp(min=1e-300).log(), 0.0)
-    return table.put(_compared(table, groups, away / (1 + tau), singleton))
-
-
-@advantage
-def length_baseline(table: RewardTable, *, by: Tags = BY_GROUP, singleton: Singleton = "zero") -> RewardTable:
-    """Subtract the mean reward of the group, weighted by length (OPO, arXiv 2505.23585).
-
-    b = sum(L r) / sum(L), where L is the number of steps that made the outcome, at least 1. `singleton` is
-    the advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
-    """
-    groups = table.groups(by)
-    length = table.ends.clamp(min=1).double()[:, None].expand_as(table.values)
-    weighed = dataclasses.replace(groups, values=length * table.values).sum()
-    baseline = weighed / dataclasses.replace(groups, values=length).sum().clamp(min=1)
-    return table.put(_compared(table, groups, table.values - baseline, singleton))
-
-
-@advantage
 def best_margin(table: RewardTable, *, by: Tags = BY_GROUP, eps: NonNegativeFloat = 1e-6) -> RewardTable:
     """Give the best row its lead over the second best, over the group's deviation, and 0 to all others.
 
@@ -177,7 +106,7 @@ def best_margin(table: RewardTable, *, by: Tags = BY_GROUP, eps: NonNegativeFloa
     lead = groups.largest() - groups.at_rank(count - 2)
     best = table.valid & (rank == count - 1)
     credit = torch.where(best, lead / (groups.std() + eps), 0.0)
-    return table.put(_compared(table, groups, credit, "zero"))
+    return table.put(clear_flat_groups(table, groups, credit, "zero"))
 
 
 @advantage

@@ -1,4 +1,4 @@
-"""Advantage functions that add a bounded bonus, filter by sign, or grade answers by their order."""
+"""Advantage functions that add a bounded bonus, or grade answers by their order."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from mmrl.advantages.select import per_step
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable, name_id
-
-
-@advantage
-def negative_only(table: RewardTable, *, positive_weight: Probability = 0.0) -> RewardTable:
-    """Learn from advantages below 0 alone, or weigh those above 0 by less (GRPO-N, arXiv 2510.04028).
-
-    Rows without a negative advantage stay in every denominator: our reading.
-    """
-    return table.put(torch.where(table.values > 0, positive_weight * table.values, table.values))
 
 
 @advantage

@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 
-from mmrl.advantages.select import per_step
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
@@ -92,31 +91,6 @@ def group_normalize(
     normalized = torch.where(groups.flat(), 0.0, (table.values - groups.mean()) / (spread + eps))
     alone = table.values if singleton == "raw" else 0.0
     return table.put(torch.where(groups.count() < 2, alone, normalized))
-
-
-@advantage
-def group_normalize_by_step(
-    table: RewardTable,
-    *,
-    by: Tags = ("group",),
-    limit: NonNegativeFloat = 5.0,
-    eps: NonNegativeFloat = 1e-6,
-) -> RewardTable:
-    """Normalise rewards by the mean and deviation over the steps of the group (HAPO, arXiv 2509.16591).
-
-    Every step counts with the reward of its answer, so that long answers weigh more; the deviation divides by
-    the number of steps. A group in which lengths are so uneven that an advantage has the size `limit` has
-    those of `group_normalize` instead. The result is (N, R, T).
-
-    Args:
-        by: Keys that define a group.
-        limit: Size of an advantage from which answers count alike.
-        eps: Added to both deviations.
-    """
-    steps = group_normalize(per_step(table), by=by, std="population", eps=eps)
-    answers = per_step(group_normalize(table, by=by, eps=eps))
-    largest = GroupStatistics(steps.values.abs(), steps.valid, steps.index(by)).largest()
-    return steps.put(torch.where(largest >= limit, answers.values, steps.values))
 
 
 @advantage

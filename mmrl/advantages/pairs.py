@@ -46,25 +46,13 @@ def best_vs_worst(
 
 
 @advantage
-def corrupted_as_rejected(table: RewardTable, *, tag: Tag = "twin") -> RewardTable:
-    """Use the corrupted copy of every best row as a further rejected row (mDPO, arXiv 2406.11839).
-
-    All other corrupted copies are dropped. Put it after `best_vs_worst` with `tag` among its `by`, which
-    compares the corrupted copies among themselves: the best of them is the copy of the best row.
-    """
-    twin = _tagged(table, tag)
-    values = torch.where(twin[:, None], -table.values.clamp(min=0), table.values)  # best copy: 1 to -1
-    return table.replace(values=values, learn=table.learn & (~twin | (values < 0).any(1)))
-
-
-@advantage
 def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
     """Keep mismatched rows with advantage 0, to estimate KTO's reference point z_0 (arXiv 2402.01306).
 
     Rows with the tag are marked by the note `unrelated` in the step table: their implicit reward is
     measured, and not learned from.
     """
-    mismatched = _tagged(table, tag)
+    mismatched = tagged_rows(table, tag)
     noted = mismatched.any(-1, keepdim=True).double().expand(len(table), table.longest)
     return table.note("unrelated", noted).replace(
         values=torch.where(mismatched[:, None], 0.0, table.values),
@@ -73,6 +61,6 @@ def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
     )
 
 
-def _tagged(table: RewardTable, tag: str) -> torch.Tensor:
+def tagged_rows(table: RewardTable, tag: str) -> torch.Tensor:
     """Find the outcomes that carry a tag: (N, K) bool, all False where the table does not know the tag."""
     return (table.ids.get(tag, torch.zeros_like(table.ends)) != 0) & table.present

@@ -16,7 +16,6 @@ from torch import Tensor
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import aggregation
 from mmrl.core.step_table import Batch
-from mmrl.core.tensor import group_index, group_sum
 from mmrl.core.types import Unit
 
 Count = Literal["learned", "drawn"]
@@ -55,11 +54,3 @@ def length_weighted(batch: Batch, *, count: Count = "learned") -> Tensor:
 def group_mean(batch: Batch) -> Tensor:
     """Average over the steps of a row, add the rows of a group up, and average over groups."""
     return batch.mask / batch.mask.sum(-1, keepdim=True).clamp(min=1) / (batch.totals.groups or 1.0)
-
-
-@aggregation(unit=Unit.GROUP)  # the steps of a group are counted, so none may be cut
-def group_step_mean(batch: Batch) -> Tensor:
-    """Average over all steps of a group, then over groups (Nemotron-Cascade, arXiv 2512.13607)."""
-    index = group_index([batch.group])
-    steps = group_sum(batch.mask.sum(-1, keepdim=True), index)[index]  # (N, 1), of each row's group
-    return batch.mask / steps.clamp(min=1) / (batch.totals.groups or 1.0)

@@ -57,26 +57,6 @@ def sigmoid(
 
 
 @compare(unit=Unit.GROUP)
-def sigmoid_each(
-    implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
-) -> Tensor:
-    """Sum the DPO loss of the chosen rows against each rejected row of a group in turn.
-
-    For a pair it equals `sigmoid`. With a rejected answer and the chosen answer to a corrupted image as
-    rejected rows, it is mDPO's preference between answers and between images (arXiv 2406.11839).
-    """
-    index = group_index([batch.group])
-    merit = batch.advantage * batch.mask * implicit_reward
-    better, worse = (torch.where(sign * batch.advantage > 0, merit, 0.0) for sign in (1, -1))
-    other = batch.mask * (batch.advantage < 0)
-    if level == "row":
-        better, worse, other = (part.sum(-1, keepdim=True) for part in (better, worse, other))
-    margin = group_sum(better, index)[index] + worse  # chosen minus each rejected one, whose sign is -1
-    loss = group_sum(torch.where(other > 0, softplus(-beta * margin), 0.0), index)
-    return mean_over_groups(loss, margins(implicit_reward, batch, level)[1], batch)
-
-
-@compare(unit=Unit.GROUP)
 def robust(
     implicit_reward: Tensor,
     batch: Batch,

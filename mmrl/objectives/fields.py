@@ -18,7 +18,7 @@ from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import masked_mean
 
 
-def _mean_square(field: Tensor) -> Tensor:
+def mean_square(field: Tensor) -> Tensor:
     """Average squares over the latent's axes: (N, T, ...) to (N, T)."""
     square = field.double().square()
     return square.flatten(2).mean(-1) if square.dim() > 2 else square
@@ -26,7 +26,7 @@ def _mean_square(field: Tensor) -> Tensor:
 
 def _distance(name: str, new: StepOutput, other: StepOutput) -> Tensor:
     """Compute the mean squared distance of a field to another policy's: (N, T)."""
-    return _mean_square(new.extra[name].double() - other.extra[name].double())
+    return mean_square(new.extra[name].double() - other.extra[name].double())
 
 
 def _counted(values: Tensor, batch: Batch) -> Tensor:
@@ -86,32 +86,6 @@ def velocity_mse(
     return (coef * gap).to(new.logp.dtype)
 
 
-@penalty(extra={"velocity"}, of_others={"velocity"})
-def norm_hinge(
-    new: StepOutput,
-    batch: Batch,
-    *,
-    coef: NonNegativeFloat = 1.0,
-    against: str = "ref",
-    factor: PositiveFloat = 1.1,
-) -> Tensor:
-    """Penalise velocities much longer than the reference's (NormGuard, arXiv 2606.27771).
-
-    Our reading, since only the abstract is known: the excess of the root mean square over the latent's
-    axes, not squared, and both constants.
-
-    Args:
-        coef: Weight of the penalty.
-        against: Name of the reference policy.
-        factor: Length, as a multiple of the reference's, above which the penalty begins.
-    """
-    # 1e-12: the gradient of the root is infinite at 0.
-    length, bound = (
-        (_mean_square(output.extra["velocity"]) + 1e-12).sqrt() for output in (new, batch.by(against, new))
-    )
-    return (coef * (length - factor * bound).clamp(min=0)).to(new.logp.dtype)
-
-
 # ---- DiffusionNFT
 
 ADV_MODES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -158,7 +132,7 @@ def diffusion_nft(
         # x_t - t v is away from x_0 by t times what v is away from its target
         away = time[(..., *[None] * (velocity.dim() - 2))] * (old + sign * beta * (velocity - old) - target)
         norm = away.detach().abs().flatten(2).mean(-1).clamp(min=1e-5)
-        return _mean_square(away) / norm
+        return mean_square(away) / norm
 
     loss = max_advantage * (share * matched(1.0) + (1 - share) * matched(-1.0)) / beta
     return loss.to(new.logp.dtype)

@@ -41,7 +41,7 @@ def kto(
         undesirable_weight: Weight of rows of negative advantage.
         level: Label rows (`row`) or single steps (`step`).
     """
-    reward, label = _labelled(beta * implicit_reward, batch, level)
+    reward, label = labelled(beta * implicit_reward, batch, level)
     weight = desirable_weight * label.clamp(min=0) - undesirable_weight * label.clamp(max=0)
     loss = weight * torch.sigmoid(-label * (reward - max(delta, 0.0)))  # 1 - sigmoid(x) = sigmoid(-x)
     index = group_index([batch.group])
@@ -69,30 +69,8 @@ def bco_pair(
             1.0. Our reading: it is that of the step before.
         level: Label rows (`row`) or single steps (`step`).
     """
-    reward, label = _labelled(beta * implicit_reward, batch, level)
-    return _sum_over_labelled(softplus(-label * (reward - delta)) * label.abs(), label, batch)
-
-
-@compare(unit=Unit.GROUP)
-def anchor_chosen(
-    implicit_reward: Tensor,
-    batch: Batch,
-    *,
-    beta: PositiveFloat = 0.1,
-    delta: float = 0.0,
-    level: Level = "row",
-) -> Tensor:
-    """Anchor the implicit reward g of chosen rows above `delta` (mDPO, arXiv 2406.11839).
-
-    The loss is -log sigmoid(beta g - delta).
-
-    Args:
-        beta: Scale of implicit rewards, above 0.
-        delta: Value, in units of beta g, above which the chosen row is pulled.
-        level: Label rows (`row`) or single steps (`step`).
-    """
-    reward, label = _labelled(beta * implicit_reward, batch, level)
-    return _sum_over_labelled(softplus(delta - reward) * (label > 0), label, batch)
+    reward, label = labelled(beta * implicit_reward, batch, level)
+    return sum_over_labelled(softplus(-label * (reward - delta)) * label.abs(), label, batch)
 
 
 # ---- other pair losses of TRL
@@ -107,9 +85,9 @@ def nca_pair(
     -log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log sigmoid(-r_l), with r beta times the implicit
     reward.
     """
-    reward, label = _labelled(beta * implicit_reward, batch, level)
+    reward, label = labelled(beta * implicit_reward, batch, level)
     loss = softplus(-reward) * (label > 0) + 0.5 * softplus(reward) * label.abs()
-    return _sum_over_labelled(loss, label, batch)
+    return sum_over_labelled(loss, label, batch)
 
 
 @compare(unit=Unit.GROUP)
@@ -120,8 +98,8 @@ def apo_zero(
 
     For data that is better than the model.
     """
-    reward, label = _labelled(beta * implicit_reward, batch, level)
-    return _sum_over_labelled(torch.sigmoid(-label * reward) * label.abs(), label, batch)
+    reward, label = labelled(beta * implicit_reward, batch, level)
+    return sum_over_labelled(torch.sigmoid(-label * reward) * label.abs(), label, batch)
 
 
 @compare(unit=Unit.GROUP)
@@ -132,8 +110,8 @@ def apo_down(
 
     For data that is worse than the model.
     """
-    reward, label = _labelled(beta * implicit_reward, batch, level)
-    better = _sum_over_labelled(torch.sigmoid(reward) * (label > 0), label, batch)  # lowers the chosen row
+    reward, label = labelled(beta * implicit_reward, batch, level)
+    better = sum_over_labelled(torch.sigmoid(reward) * (label > 0), label, batch)  # lowers the chosen row
     margin, decided = margins(beta * implicit_reward, batch, level)
     return better + mean_over_groups(torch.sigmoid(-margin), decided, batch)  # 1 - sigmoid(r_w - r_l)
 
@@ -143,9 +121,9 @@ def sppo_hard(
     implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
 ) -> Tensor:
     """SPPO with hard labels: regress implicit rewards to +-1 / (2 beta) (arXiv 2405.00675)."""
-    reward, label = _labelled(implicit_reward, batch, level)
+    reward, label = labelled(implicit_reward, batch, level)
     loss = (reward - label / (2 * beta)).square() * label.abs()  # rows without a label cost nothing
-    return _sum_over_labelled(loss, label, batch)
+    return sum_over_labelled(loss, label, batch)
 
 
 @compare(unit=Unit.GROUP)
@@ -172,7 +150,7 @@ def exo_pair(
     return mean_over_groups(loss, decided, batch)
 
 
-def _labelled(reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
+def labelled(reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
     """Compute rewards and labels (1, -1, or 0 without a label): (N, C) each.
 
     C is 1, or the number of steps.
@@ -184,7 +162,7 @@ def _labelled(reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tenso
     return reward.sum(-1, keepdim=True), merit.sign()  # (N, 1) each
 
 
-def _sum_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:
+def sum_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:
     """Sum (N, C) losses over the rows of each group, and average over its columns and over groups.
 
     A column counts where it has labels of both signs.

@@ -175,57 +175,6 @@ class ClipScore:
         return sum(c * w for c, w in zip(cosines, weights, strict=True)) / sum(weights)
 
 
-@reward(packages={"open_clip": "clip"})
-class ClipHardness(ClipScore):
-    """How little of a reference text an answer says, by CLIP's text encoder: GRPO-S's hardness d (DR-IRL).
-
-    arXiv 2503.18991: 1 minus the mean, over the sentences of the reference, of the largest cosine with a
-    sentence of the answer. A label for `category_scale`: give it the weight 0. An empty answer has d = 1; a
-    prompt without a reference has none. Our readings: what sentences are, and those that the model would
-    truncate are split further, as in `clip_score`.
-
-    Args:
-        model: As for `clip_score`.
-        pretrained: As for `clip_score`.
-        references: The reference: `target`, or a column of the prompt with a text or a list of them.
-        batch_size: Texts per forward pass.
-        device: Torch device; `auto` is the current GPU, or the CPU.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: str = "ViT-L-14",
-        pretrained: str | None = None,
-        references: str = "target",
-        batch_size: PositiveInt = 32,
-        device: str = "auto",
-    ) -> None:
-        super().__init__(
-            model=model, pretrained=pretrained, split="always", batch_size=batch_size, device=device
-        )
-        self.references = references
-
-    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
-        """Compute the hardness of every answer; None where there is no reference."""
-        answers = [self._parts(outcome.text or "", True) for outcome in outcomes]
-        known = [{"target": prompt.target, **prompt.columns}.get(self.references) for prompt in prompts]
-        wanted = [
-            [part for text in as_list(texts) for part in self._parts(str(text), True)] for texts in known
-        ]
-        texts = [text for listed in (*answers, *wanted) for text in listed]
-        reads = self._encode(self.towers.read, dict(zip(texts, texts, strict=True)))
-        return [
-            hardness([[float(reads[a] @ reads[b]) for a in own] for b in asked]) if asked else None
-            for own, asked in zip(answers, wanted, strict=True)
-        ]
-
-
-def hardness(cosines: Sequence[Sequence[float]]) -> float:
-    """1 minus the mean over references, one a row, of the largest cosine; without any it is 0."""
-    return 1 - sum(max(row, default=0.0) for row in cosines) / len(cosines)
-
-
 def harmonic_mean(a: float, b: float) -> float:
     """Harmonic mean of two numbers of at least 0; 0 where both vanish (our reading)."""
     return 2 * a * b / (a + b) if a + b >= 1e-8 else 0.0

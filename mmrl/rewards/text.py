@@ -11,8 +11,6 @@ from typing import Annotated
 from mmrl.config.ranges import AtMost, PositiveInt
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome, tagged
-from mmrl.core.answer_text import answer_part
-from mmrl.core.answers import word_f1, words_of
 from mmrl.core.choices import choices_in
 from mmrl.core.reward_table import name_id
 from mmrl.core.types import Outcome, Prompt
@@ -21,8 +19,6 @@ from mmrl.rewards.answers import (
     AnswerForm,
     comparable,
     graded,
-    needed_targets,
-    own_block,
     own_text,
 )
 
@@ -65,16 +61,6 @@ def think_format(prompt: Prompt, outcome: Outcome) -> float:
     return float(re.match(r"<think>(?!.*<think>).*?</think>", text, re.DOTALL) is not None)
 
 
-@reward
-@per_outcome
-def think_closed(prompt: Prompt, outcome: Outcome) -> float:
-    """Return 1 if a line that is `</think>` alone ends the thought exactly once, else 0 (open-rs).
-
-    For models whose prompt opens the think block already (arXiv 2503.16219).
-    """
-    return float((outcome.text or "").count("\n</think>\n") == 1)
-
-
 @reward(own_answer=own_text)
 @per_outcome
 def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
@@ -84,36 +70,6 @@ def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> flo
     answers, tags around a target do not count, and 3.0 is 3. None where the prompt has no target.
     """
     return graded("exact_match", prompt, outcome, "exact", tag=tag)
-
-
-@reward(own_answer=own_block)
-@per_outcome
-def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
-    """Return the F1 of the words of the last `tag` block and of the target, as GraphRAG-R1 measures it.
-
-    arXiv 2507.23581. 0 without such a block or without words; of several targets the best counts. As in its
-    code True and False are yes and no, and where one side is yes, no or noanswer the other has to be the
-    same. None where the prompt has no target.
-    """
-    blocks = tagged(outcome.text or "", tag)
-    targets = needed_targets("answer_f1", prompt)
-    if not targets:
-        return None
-    answer = answer_part(blocks[-1], tag) if blocks else ""
-    return max(_f1(answer, answer_part(target, tag)) for target in targets)
-
-
-def _f1(answer: str, target: str) -> float:
-    answer, target = (text.replace("_", " ") for text in (answer, target))
-    sides = [{"true": "yes", "false": "no"}.get(side, side) for side in map(joined, (answer, target))]
-    if {"yes", "no", "noanswer"}.intersection(sides) and sides[0] != sides[1]:
-        return 0.0
-    return 1.0 if sides[0] == sides[1] else word_f1(answer, target)
-
-
-def joined(text: str) -> str:
-    """Write the words of a text as `words_of` lists them."""
-    return " ".join(words_of(text)) or text.strip()
 
 
 @reward(packages=MATH)

@@ -1,25 +1,12 @@
-"""Bounded bonuses, signs, and order: GRPO-N, XRPO, ASPO, S-GRPO, SERR."""
+"""Bounded bonuses, signs, and order: XRPO, ASPO, S-GRPO, SERR."""
 
 from __future__ import annotations
 
 import pytest
 
-from mmrl.advantages.bonus import (
-    capped_bonus,
-    entropy_rank,
-    negative_only,
-    novelty,
-    serial_decay,
-    strategic_entropy,
-)
+from mmrl.advantages.bonus import capped_bonus, entropy_rank, novelty, serial_decay, strategic_entropy
 from mmrl.advantages.normalize import group_center, group_normalize
 from tests.support.tables import assert_rows, reward_table
-
-
-def test_negative_only_weighs_positive_advantages():
-    table = reward_table([1.5, -0.5, -0.5, 0])
-    assert_rows(negative_only(table).values, [0, -0.5, -0.5, 0])
-    assert_rows(negative_only(table, positive_weight=0.25).values, [0.375, -0.5, -0.5, 0])
 
 
 def test_novel_right_answers_have_a_bonus_of_at_most_half_their_advantage():

@@ -1,30 +1,16 @@
-"""Several rewards and whole groups: DVAO, GPG, A-GRAE, ADORA, SEED-GRPO, COPO."""
+"""Several rewards and whole groups: DVAO, A-GRAE, ADORA, SEED-GRPO, COPO."""
 
 from __future__ import annotations
 
-from mmrl.advantages.baselines import group_median
-from mmrl.advantages.combine import active_scale, semantic_entropy
+from mmrl.advantages.combine import (
+    semantic_entropy,
+)
 from mmrl.advantages.normalize import group_center
-from mmrl.advantages.shape import total
 from tests.support.tables import assert_rows, reward_table
 
-
-def test_active_scale_counts_rewards_that_are_not_zero():
-    # 12 rewards, 7 of them 1
-    table = reward_table([1, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0], group="aaaabbbbcccc")
-    found = group_center(active_scale(total(table))).values
-    a, b = 1.285714, 0.857143
-    assert_rows(found, [a, *[-a / 3] * 3, *[0] * 4, -b, b, b, -b])
-    assert active_scale(reward_table([0, 0])).values.eq(0).all()
-
-
-def test_active_scale_by_group_is_the_one_of_mc_grpo():
-    table = group_median(reward_table([0, 0.2, 0.5, 0.9, 1]))
-    assert_rows(active_scale(table, by=("group",)).values / table.values.where(table.values != 0, 1.0),
-                [1.25, 1.25, 0, 1.25, 1.25])  # fmt: skip
-
-
 LOGP = {"logp": [[-0.5], [-0.7], [-0.6], [-1.2]]}
+
+
 AABC = {"reward": [1, 1, 0, 0], "cluster": [7, 7, 8, 9]}
 
 

@@ -13,7 +13,6 @@ from mmrl.advantages.normalize import (
     batch_normalize,
     group_center,
     group_normalize,
-    group_normalize_by_step,
     leave_one_out,
 )
 from mmrl.advantages.select import per_step
@@ -270,25 +269,6 @@ def test_the_confidence_of_urpa_cancels_in_a_normalized_reward():
     for confidence in (1.0, 0.83317):
         table = reward_table((0.5 + 0.5 * confidence * iou).tolist())
         assert_rows(group_normalize(table, eps=0.0).values, wanted, tolerance=2e-5)
-
-
-def test_steps_count_with_the_reward_of_their_answer():
-    # 6 of 16 steps have the reward 1: mean .375, deviation sqrt(.375 * .625) = .484123
-    found = group_normalize_by_step(reward_table([1, 0, 0, 1], length=[2, 4, 6, 4])).values[:, 0]
-    assert_rows(found, [[1.290992] * 2, [-0.774595] * 4, [-0.774595] * 6, [1.290992] * 4])
-
-
-def test_lengths_too_uneven_to_count_steps_count_answers():
-    # 1 of 401 steps: .997506 / .049876 = 20.0; with answers of 0 and 1: .5 / .707107
-    table = reward_table([0, 1], length=[400, 1])
-    assert_rows(group_normalize_by_step(table).values[:, 0, :1], [[-0.707106], [0.707106]])
-    assert_rows(group_normalize_by_step(table, limit=30.0).values[1:, 0, :1], [[19.999599]])
-
-
-def test_uneven_lengths_of_one_group_leave_the_others_alone():
-    table = reward_table([0, 1, 0, 1], length=[400, 1, 2, 2], group="aabb")
-    # 2 of 4 steps: .5 / (.5 + 1e-6)
-    assert_rows(group_normalize_by_step(table).values[:, 0, :1], [[-0.707106], [0.707106], [-1], [1]], 3e-6)
 
 
 @pytest.mark.parametrize(

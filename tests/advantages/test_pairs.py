@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.advantages.pairs import best_vs_worst, corrupted_as_rejected, kto_kl_rows
+from mmrl.advantages.pairs import best_vs_worst, kto_kl_rows
 from mmrl.advantages.shape import total
 from tests.support.tables import assert_rows, reward_table
 
@@ -89,25 +89,6 @@ def test_a_pair_of_too_different_lengths_is_not_learned_from():
 BY = ("group", "place", "twin")
 
 
-def test_the_twin_of_the_best_row_is_one_more_worse_row():
-    # two answers and their twins behind a spoilt image, which have the same rewards
-    table = reward_table([0.2, 0.9, 0.2, 0.9], tags={"twin": ["", "", "crop", "crop"]})
-    table = corrupted_as_rejected(best_vs_worst(table, by=BY))
-    assert table.values[:, 0, 0].tolist() == [-1, 1, 0, -1]
-    assert table.learn[:, 0].tolist() == [True, True, False, True]
-
-
-def test_twins_of_a_tie_are_not_learned_from_either():
-    table = reward_table([0.5, 0.5, 0.5, 0.5], tags={"twin": ["", "", "crop", "crop"]})
-    assert not corrupted_as_rejected(best_vs_worst(table, by=BY)).learn.any()
-
-
-def test_without_twins_nothing_changes():
-    table = best_vs_worst(reward_table([0.2, 0.9]))
-    assert torch.equal(corrupted_as_rejected(table).values, table.values)
-    assert torch.equal(corrupted_as_rejected(table).learn, table.learn)
-
-
 def test_unrelated_rows_stay_beside_the_pair_and_are_noted():
     table = reward_table([0.2, 0.9, None], tags={"unrelated": ["", "", "yes"]}, length=[2, 3, 1])
     table = kto_kl_rows(best_vs_worst(table, by=("group", "place", "unrelated")))
@@ -140,14 +121,6 @@ def test_rewards_and_places_are_not_mixed_up():
     pair = best_vs_worst(reward_table({**GRID, "a": [[1, None], [2, 4], [3, 3]]}))
     assert_rows(pair.values[:, 0], [[-1, 0], [0, 1], [1, -1]])
     assert_rows(pair.values[:, 1], [[-1, -1], [1, 0], [0, 1]])
-
-
-def test_a_twin_that_is_worse_by_one_of_two_rewards_is_learned_from():
-    table = reward_table({"a": [1, 0], "b": [0, 0]}, tags={"twin": ["", "yes"]})
-    table = table.put(torch.tensor([[[1.0], [0.0]], [[1.0], [0.0]]], dtype=torch.float64))
-    found = corrupted_as_rejected(table)
-    assert found.values[1, :, 0].tolist() == [-1, 0]
-    assert found.learn.tolist() == [[True], [True]]
 
 
 def test_a_row_with_one_unrelated_outcome_is_noted():

@@ -7,14 +7,7 @@ import torch
 
 from mmrl.config.registry import pieces
 from mmrl.core.step_table import Totals
-from mmrl.objectives.aggregations import (
-    fixed_length,
-    group_mean,
-    group_step_mean,
-    length_weighted,
-    sequence_mean,
-    step_mean,
-)
+from mmrl.objectives.aggregations import fixed_length, group_mean, length_weighted, sequence_mean, step_mean
 from tests.support.tables import assert_rows, loss_of, micro_batch, step_table
 
 FIXED = {"name": "fixed_length", "max_completion_length": 4}
@@ -26,7 +19,8 @@ def weights(aggregation, batch):
 
 
 def test_every_aggregate_is_tested_here():
-    assert {entry.target for entry in pieces("aggregation")} == {*AGGREGATES, group_step_mean}
+    trunk = {e.target for e in pieces("aggregation") if not e.target.__module__.startswith("mmrl.papers.")}
+    assert trunk == set(AGGREGATES)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +116,3 @@ def test_group_mean_adds_the_rows_of_a_group_up():
     # rows of 2, 1 and 2 steps; two groups
     _, batch = step_table([[-1.0, -1.0], [-1.0], [-1.0, -1.0]], group=[3, 3, 8])
     assert_rows(group_mean(batch), [[1 / 4] * 2, [1 / 2, 0], [1 / 4] * 2])
-
-
-def test_group_step_mean_weighs_the_steps_of_a_group_alike():
-    # rows of 2, 1 and 2 steps; the first group has 3 steps, the second 2, and there are two groups
-    _, batch = step_table([[-1.0, -1.0], [-1.0], [-1.0, -1.0]], group=[3, 3, 8])
-    assert_rows(group_step_mean(batch), [[1 / 6] * 2, [1 / 6, 0], [1 / 4] * 2])

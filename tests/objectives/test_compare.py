@@ -12,7 +12,7 @@ from mmrl.config.registry import pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Unit
-from mmrl.objectives.compare import discopop, hinge, ipo, plackett_luce, robust, sigmoid, sigmoid_each
+from mmrl.objectives.compare import discopop, hinge, ipo, plackett_luce, robust, sigmoid
 from tests.support.tables import assert_rows, padded, step_table
 
 LN2 = math.log(2)
@@ -135,13 +135,6 @@ def test_the_loss_is_the_mean_over_groups(compare, level):
     rows = [row for pair in pairs for row in pair]
     both = compare(*gained(rows, [1, -1] * 3, group=[5, 5, -2, -2, 9, 9]), level=level)
     shown(both, sum(alone) / 3)
-
-
-def test_sigmoid_each_weighs_by_the_size_of_advantages_and_leaves_rows_without_one_out():
-    # .5 * 2 - .5 * .4 and .5 * 2 - .25 * .8
-    implicit_reward, batch = gained([[2.0], [0.4], [0.8], [9.0]], [0.5, -0.5, -0.25, 0])
-    shown(sigmoid_each(implicit_reward, batch, beta=1.0), softplus(-0.8) + softplus(-0.8))
-    assert slope(sigmoid_each(implicit_reward, batch, beta=1.0), implicit_reward)[3] == 0
 
 
 def test_a_list_of_advantages_is_one_margin():

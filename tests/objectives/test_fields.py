@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from mmrl.config.registry import find
 from mmrl.core.step_table import Batch, StepOutput
-from mmrl.objectives.fields import (
-    by_step_size,
-    diffusion_nft,
-    gaussian_kl,
-    grpo_guard_ratio,
-    norm_hinge,
-    velocity_mse,
-)
+from mmrl.objectives.fields import by_step_size, diffusion_nft, gaussian_kl, grpo_guard_ratio, velocity_mse
 from mmrl.objectives.surrogates import clip, step_ratio
 from tests.support.tables import ListedSteps, assert_rows, loss_of
 
@@ -111,25 +102,6 @@ def test_velocity_mse_averages_over_every_axis_of_the_latent():
     new = said(velocity=[[[[1.0, 3.0], [1.0, 1.0]]]], time=[[0.5]])
     batch = batch_of(new, ref=said(velocity=[[[[1.0, 1.0], [1.0, 1.0]]]]))
     assert_rows(velocity_mse(new, batch, coef=1.0), [[1.0]])
-
-
-# ---- norm_hinge
-
-
-def test_norm_hinge_punishes_what_exceeds_a_multiple_of_the_reference():
-    # root mean squares 5 / sqrt(2), 1 and 2 against 1: only what is above 1.5
-    new = said(velocity=[[[3.0, 4.0], [1.0, 1.0], [2.0, 2.0]]])
-    ones = [[[1.0, -1.0]] * 3]
-    batch = batch_of(new, ref=said(velocity=ones))
-    wanted = [[2 * (5 / math.sqrt(2) - 1.5), 0.0, 1.0]]
-    assert_rows(norm_hinge(new, batch, coef=2.0, factor=1.5), wanted)
-
-
-def test_norm_hinge_has_a_slope_at_zero_velocity():
-    new = said(velocity=[[[0.0, 0.0]]])
-    new.extra["velocity"].requires_grad_()
-    norm_hinge(new, batch_of(new, ref=said(velocity=[[[0.0, 0.0]]]))).sum().backward()
-    assert new.extra["velocity"].grad.isfinite().all()
 
 
 # ---- diffusion_nft
@@ -322,7 +294,6 @@ def test_the_second_form_of_grpo_guard_divides_the_first():
     [
         ("penalty", "gaussian_kl", "ref"),
         ("penalty", "velocity_mse", "ref"),
-        ("penalty", "norm_hinge", "ref"),
         ("surrogate", "diffusion_nft", "old"),
         ("ratio", "grpo_guard_ratio", "old"),
     ],
@@ -341,7 +312,7 @@ def test_what_is_compared_is_asked_of_the_other_policy_too(kind, name, against):
     assert find(kind, name).of_others == {field}
 
 
-@pytest.mark.parametrize("piece", [gaussian_kl, velocity_mse, norm_hinge])
+@pytest.mark.parametrize("piece", [gaussian_kl, velocity_mse])
 def test_the_coefficient_multiplies_and_equal_policies_cost_nothing(piece):
     fields = {"mean": MEANS, "velocity": MEANS, "time": [[0.5, 0.2]], **NEAR}
     new, other = said(**fields), said(mean=OTHER, velocity=[[[0.1, 0.1], [0.0, 0.1]]])

@@ -10,17 +10,8 @@ import torch
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
-from mmrl.objectives.compare import sigmoid, sigmoid_each
-from mmrl.objectives.labels import (
-    anchor_chosen,
-    apo_down,
-    apo_zero,
-    bco_pair,
-    exo_pair,
-    kto,
-    nca_pair,
-    sppo_hard,
-)
+from mmrl.objectives.compare import sigmoid
+from mmrl.objectives.labels import apo_down, apo_zero, bco_pair, exo_pair, kto, nca_pair, sppo_hard
 from tests.objectives.test_compare import LN2, gained, shown, slope, softplus
 from tests.objectives.test_comparison import told
 from tests.support.tables import assert_rows, step_table
@@ -41,7 +32,6 @@ PAIR = ([[2.0], [-1.0]], [1, -1])
     [
         (kto, 0.5),
         (bco_pair, 2 * LN2),
-        (anchor_chosen, LN2),
         (nca_pair, 2 * LN2),
         (apo_zero, 1.0),
         (apo_down, 1.0),
@@ -53,7 +43,7 @@ def test_without_evidence_a_pair_costs_what_it_must(compare, wanted):
     shown(compare(*gained([[0.0, 0.0], [0.0]], [1, -1])), wanted)
 
 
-LABELLED = [kto, bco_pair, anchor_chosen, nca_pair, apo_zero, apo_down, sppo_hard, exo_pair]
+LABELLED = [kto, bco_pair, nca_pair, apo_zero, apo_down, sppo_hard, exo_pair]
 each = pytest.mark.parametrize("compare", LABELLED)
 
 
@@ -109,12 +99,6 @@ def test_the_weights_of_kto_are_as_precise_as_its_rewards():
     assert abs(float(loss.detach()) - wanted) < 1e-12
 
 
-def test_mdpo_costs_3_ln_2_at_the_reference():
-    three = gained([[0.0], [0.0], [0.0]], [1, -1, -1])
-    shown(sigmoid_each(*three) + anchor_chosen(*three), 3 * LN2)
-    assert abs(3 * LN2 - 2.079442) < 1e-6
-
-
 def test_mpo_at_the_reference_is_its_weights_times_ln_2_and_the_likelihood():
     # .8 ln 2 + .2 * 2 ln 2 = .831777, and the mean of 1 and 3
     new, batch = step_table([[-1.0, -3.0], [-2.0]], advantage=[1, -1], ref=[[-1.0, -3.0], [-2.0]])
@@ -156,28 +140,6 @@ def test_kto_needs_no_partner():
 def test_bco_shifts_rewards_by_delta():
     # rewards 1 and -.5 less .25: softplus(-.75) + softplus(-.75)
     shown(bco_pair(*gained(*PAIR), beta=0.5, delta=0.25), 2 * softplus(-0.75))
-
-
-def test_the_anchor_reads_the_better_row_alone():
-    implicit_reward, batch = gained(*PAIR)
-    loss = anchor_chosen(implicit_reward, batch, beta=0.5, delta=0.25)
-    shown(loss, softplus(-0.75))
-    assert_rows(slope(loss, implicit_reward), [[-0.5 * logistic(-0.75)], [0.0]])
-
-
-def test_mdpo_compares_with_the_worse_answer_and_with_the_worse_image():
-    # rho 3 for the answer, 1 for the worse one, 2 behind the cropped image; beta .1
-    three = gained([[3.0], [1.0], [2.0]], [1, -1, -1])
-    shown(sigmoid_each(*three), softplus(-0.2) + softplus(-0.1))
-    shown(sigmoid_each(*three) + anchor_chosen(*three), softplus(-0.2) + softplus(-0.1) + softplus(-0.3))
-    # of two better rows the evidence adds up, as in a margin
-    shown(sigmoid_each(*gained([[1.0], [2.0], [1.0]], [0.5, 0.5, -1]), beta=1.0), softplus(-0.5))
-
-
-def test_each_worse_row_of_a_pair_is_the_only_one():
-    pair = gained([[0.3, 0.1], [-0.2]], [1, -1])
-    for level in ("row", "step"):
-        shown(sigmoid_each(*pair, level=level), sigmoid(*pair, level=level))
 
 
 def test_other_pair_losses_have_worked_values():

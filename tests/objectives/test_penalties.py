@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from mmrl.config.registry import find
 from mmrl.objectives.aggregations import group_mean
 from mmrl.objectives.penalties import (
-    covariance_kl,
     entropy_bonus,
     k1,
     k2,
     k3,
     kl_abs,
-    lost_likelihood,
     ratio_variance,
     reverse_kl,
     sft,
@@ -206,25 +203,6 @@ def test_r2vpo_adds_the_squared_distance_of_the_ratio_to_one():
     assert_rows(slope_of(ratio_variance(new, batch), new)[:1, 2:], [[0.08 * rho * (rho - 1)]])
 
 
-def test_covariance_kl_holds_the_steps_that_were_noted():
-    new, batch = micro_batch()  # log-ratios .1 -.2 .3 and -.4 .05
-    noted = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
-    batch = batch.replace(notes={"high_covariance": noted})
-    assert_rows(covariance_kl(new, batch, coef=2.0), [[0, 0.4, 0.6], [0.8, 0]])
-    assert_rows(slope_of(covariance_kl(new, batch), new), [[0, -1, 1], [-1, 0]])
-    # the loss of verl's KL-Cov: -rho A everywhere, and |log rho| beside it at the noted steps
-    pieces_of = {"surrogate": "unclipped", "penalty": ["covariance_kl"], "aggregation": "step_mean"}
-    plain = loss_of(new, batch, surrogate="unclipped", aggregation="step_mean")
-    assert_rows((loss_of(new, batch, **pieces_of) - plain)[None], [0.9 / 5])
-
-
-def test_covariance_kl_says_which_piece_notes_the_steps():
-    new, batch = micro_batch()
-    with pytest.raises(ValueError, match="put the advantage function `high_covariance` at the end"):
-        covariance_kl(new, batch)
-    assert not covariance_kl(new, batch.replace(mask=torch.zeros_like(batch.mask))).any()
-
-
 def test_reverse_kl_is_what_the_policy_says():
     new, batch = step_table([[-1.0, -2.0]], extra={"reverse_kl": [[0.5, 0.25]]})
     assert_rows(reverse_kl(new, batch, coef=2.0), [[1.0, 0.5]])
@@ -236,42 +214,3 @@ def fallen(*falls, advantage=0.0, mask=None):
     new = [[-1.0] * len(row) for row in falls]
     old = [[-1.0 + fall for fall in row] for row in falls]
     return step_table(new, advantage=[advantage] * len(falls), mask=mask, old=old)
-
-
-def test_llds_counts_losses_where_an_action_as_a_whole_became_rarer():
-    # .2, -.1, .05 sum to .15 and .2 + .05 are lost; -.3, .1 sum to -.2: .2 * .25 / 5. A tool answered between
-    new, batch = fallen([0.2, -0.1, 0.05, 9.0, -0.3, 0.1], mask=[[1, 1, 1, 0, 1, 1]])
-    loss = lost_likelihood(new, batch)
-    assert_rows(loss, [[0.04, 0, 0.01, 0, 0, 0]])
-    assert_rows((loss.sum() / batch.mask.sum())[None], [0.01])
-    assert_rows(slope_of(loss, new), [[-0.2, 0, -0.2, 0, 0, 0]])
-    # the whole answer became likelier by .05
-    assert not lost_likelihood(new, batch, gate="response").any()
-
-
-def test_llds_may_gate_whole_responses():
-    # .15 - .1 + .1: all four losses count, .2 * (.2 + .05 + .1) / 5
-    new, batch = fallen([0.2, -0.1, 0.05, 9.0, -0.1, 0.1], mask=[[1, 1, 1, 0, 1, 1]])
-    loss = lost_likelihood(new, batch, gate="response")
-    assert_rows((loss.sum() / batch.mask.sum())[None], [0.014])
-
-
-def test_llds_may_weigh_the_final_answer_less():
-    # .2 * (.2 + .05), and .05 * (.1 + .3) for the answer; a weight above that of all counts as that
-    new, batch = fallen([0.2, 0.05, 0.1, 0.3])
-    answer = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
-    batch = batch.replace(notes={"answer": answer})
-    assert_rows(lost_likelihood(new, batch, answer_coef=0.05), [[0.04, 0.01, 0.005, 0.015]])
-    assert_rows(lost_likelihood(new, batch, answer_coef=0.0), [[0.04, 0.01, 0, 0]])
-    assert_rows(lost_likelihood(new, batch, answer_coef=9.0), [[0.04, 0.01, 0.02, 0.06]])
-    with pytest.raises(ValueError, match="add the engine `vision.with_answer_region`"):
-        lost_likelihood(new, batch.replace(notes={}), answer_coef=0.05)
-
-
-def test_llds_leaves_answers_below_their_group_and_likelier_ones_alone():
-    assert not lost_likelihood(*fallen([0.2, 0.1], advantage=-0.5)).any()
-    assert not lost_likelihood(*fallen([-0.2, 0.0], advantage=1.0)).any()
-    assert_rows(lost_likelihood(*fallen([0.3], [-0.1, 0.2], advantage=1.0)), [[0.06], [0, 0.04]])
-    # with advantages of steps, a bad one parts the chunks: .2 - .3 is not lost as a whole, .1 is
-    new, batch = step_table([[-1.0] * 4], advantage=[[1, 1, -1, 1]], old=[[-0.8, -1.3, -0.1, -0.9]])
-    assert_rows(lost_likelihood(new, batch, coef=1.0), [[0, 0, 0, 0.1]])

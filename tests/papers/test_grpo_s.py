@@ -1,4 +1,4 @@
-"""Scaling by a label against its category: DR-IRL's factors, the mean over the run, and what it keeps."""
+"""DR-IRL: factors of a label against its category, the mean over the run, and hardness by CLIP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import json
 
 import pytest
 
-from mmrl.papers.grpo_s import CategoryScale
+from mmrl.core.types import Outcome
+from mmrl.papers.grpo_s import CategoryScale, ClipHardness, hardness
+from mmrl.rewards.clip_score import load_towers
+from tests.rewards import tiny_clip
+from tests.rewards.test_clip_score import asking
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -58,3 +62,27 @@ def test_categories_are_compared_with_themselves():
 def test_a_label_that_is_missing_is_named():
     with pytest.raises(ValueError, match="no reward is called 'd'"):
         CategoryScale(of="d")(reward_table([1, 0]))
+
+
+def test_hardness_is_what_the_best_sentences_of_an_answer_lack():
+    # The best cosines of three sentences of the reference are .1, .3 and .2, whose mean is .2: d = .8.
+    assert hardness([[0.1, -0.5], [0.3, 0.2], [0.2, 0.2]]) == pytest.approx(0.8)
+    assert hardness([[], []]) == 1.0  # an empty answer says nothing of it
+
+
+def test_answers_are_compared_with_references_by_the_text_encoder(tmp_path):
+    folder = tiny_clip.write_folder(tmp_path / "clip")
+    label = ClipHardness(model=str(folder), references="steps")
+    steps = ["Two dogs run in a park. A red ball lies there.", "Nobody sees the ball."]
+    said = [
+        "A red ball lies there.",
+        "Nobody sees the ball. Two dogs run in a park. A red ball lies there.",
+        "",
+    ]
+    prompts = [asking("what is it?", steps=steps)] * 3 + [asking("and here?")]
+    found = label(prompts, [Outcome(text=text) for text in [*said, "Nobody sees the ball."]])
+    assert found[1] == pytest.approx(0.0, abs=1e-6) and found[2] == 1.0 and found[3] is None
+    reads = load_towers(str(folder), None, "auto").read(
+        ["Two dogs run in a park.", "A red ball lies there.", "Nobody sees the ball."]
+    )
+    assert found[0] == pytest.approx(1 - float((reads @ reads[1]).mean()), abs=1e-5)

@@ -1,4 +1,4 @@
-"""Temperatures of single tokens: HAPO's worked numbers, what is drawn from, and what is remembered."""
+"""HAPO: temperatures, clip ranges and advantages by entropy, by worked numbers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import json
 import pytest
 import torch
 
-from mmrl.core.entropy_scale import EntropyScale
+from mmrl.advantages.normalize import group_normalize
+from mmrl.advantages.select import per_step
 from mmrl.core.rng import Stream
-from mmrl.papers.hapo import WithEntropyTemperature
+from mmrl.objectives.elastic import elastic_clip
+from mmrl.papers.hapo import EntropyScale, WithEntropyTemperature, entropy_width, group_normalize_by_step
 from mmrl.vision.engines.generate import Generate
-from tests.support.tables import assert_rows, reward_table
+from tests.support.tables import assert_rows, moved, reward_table
 from tests.vision import mixed
 
 FAMILY = "llava"
@@ -78,3 +80,62 @@ def test_the_scale_is_brought_back(policy):
         engine.scale = scale
         other.load_state_dict(json.loads(json.dumps(engine.state_dict())))
         assert other.scale == scale
+
+
+def test_steps_count_with_the_reward_of_their_answer():
+    # 6 of 16 steps have the reward 1: mean .375, deviation sqrt(.375 * .625) = .484123
+    found = group_normalize_by_step(reward_table([1, 0, 0, 1], length=[2, 4, 6, 4])).values[:, 0]
+    assert_rows(found, [[1.290992] * 2, [-0.774595] * 4, [-0.774595] * 6, [1.290992] * 4])
+
+
+def test_lengths_too_uneven_to_count_steps_count_answers():
+    # 1 of 401 steps: .997506 / .049876 = 20.0; with answers of 0 and 1: .5 / .707107
+    table = reward_table([0, 1], length=[400, 1])
+    assert_rows(group_normalize_by_step(table).values[:, 0, :1], [[-0.707106], [0.707106]])
+    assert_rows(group_normalize_by_step(table, limit=30.0).values[1:, 0, :1], [[19.999599]])
+
+
+def test_uneven_lengths_of_one_group_leave_the_others_alone():
+    table = reward_table([0, 1, 0, 1], length=[400, 1, 2, 2], group="aabb")
+    # 2 of 4 steps: .5 / (.5 + 1e-6)
+    assert_rows(group_normalize_by_step(table).values[:, 0, :1], [[-0.707106], [0.707106], [-1], [1]], 3e-6)
+
+
+ENTROPY = [0.05, 0.10, 0.20, 0.60, 1.50]
+WORKED = entropy_width(reward_table([1], length=[5], notes={"entropy": [ENTROPY]}), pivot=0.5)
+
+
+def test_widths_follow_the_entropy_about_its_pivot():
+    # log H about log .2, over the extremes log .05 and log 1.5: -1 -.5 0 .545243 1
+    assert_rows(0.2 * WORKED.notes["clip_low"], [[0.4, 0.3, 0.2, 0.2, 0.2]])
+    assert_rows(0.2 * WORKED.notes["clip_high"], [[0.2, 0.2, 0.2, 0.309049, 0.4]])
+    assert_rows(WORKED.notes["redistribution"], [[0, 0.5, 1, 1.545243, 2]])
+
+
+def noted_batch(ratio, advantage, notes):
+    new, batch = moved([[float(torch.tensor(r).log()) for r in ratio]], [advantage])
+    return new, batch.replace(notes={**batch.notes, **notes})
+
+
+def test_advantages_are_redistributed_inside_half_the_range_or_outside():
+    ratio = [1, 1.05, 0.85, 1.05, 1.3]
+    new, batch = noted_batch(ratio, 1.0, WORKED.notes)
+    gap = (new.logp - batch.others["old"].logp) * batch.mask
+    # A = 0 .5 1 1 2 where nothing is clipped; .85 is inside half the range of .2 only below .9
+    assert_rows(-elastic_clip(gap, new, batch), [[0, 0.525, 0.85, 1.05, 2.6]])
+    new, batch = noted_batch([1.5] * 5, 1.0, WORKED.notes)
+    gap = (new.logp - batch.others["old"].logp) * batch.mask
+    assert_rows(-elastic_clip(gap, new, batch), [[1.2, 1.2, 1.2, 1.309049 * 1.545243, 2 * 1.4]])
+
+
+def test_steps_without_entropy_keep_their_range():
+    table = reward_table([1, 1], length=[2, 2], notes={"entropy": [[None, None], [0.1, 1.0]]})
+    found = entropy_width(table, pivot=0.0)
+    assert_rows(found.notes["clip_high"], [[1, 1], [1, 2]])
+    assert_rows(found.notes["redistribution"], [[1, 1], [1, 2]])
+
+
+def test_the_mean_over_steps_of_a_group_is_that_of_hapo():
+    table = per_step(reward_table([1, 0, 0, 1], length=[2, 4, 6, 4]))
+    found = group_normalize(table, by=("group",), std="population", eps=1e-6)
+    assert_rows(found.values[:, 0], [[1.290992] * 2, [-0.774595] * 4, [-0.774595] * 6, [1.290992] * 4])

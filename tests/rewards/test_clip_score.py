@@ -15,15 +15,7 @@ from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.rewards import clip_score
-from mmrl.rewards.clip_score import (
-    ClipHardness,
-    ClipScore,
-    hardness,
-    harmonic_mean,
-    load_towers,
-    split_sentences,
-    split_text,
-)
+from mmrl.rewards.clip_score import ClipScore, harmonic_mean, load_towers, split_sentences, split_text
 from tests.rewards import tiny_clip
 
 
@@ -435,26 +427,3 @@ def test_what_is_read_at_once_is_told(folder):
 
 
 # ---- hardness
-
-
-def test_hardness_is_what_the_best_sentences_of_an_answer_lack():
-    # The best cosines of three sentences of the reference are .1, .3 and .2, whose mean is .2: d = .8.
-    assert hardness([[0.1, -0.5], [0.3, 0.2], [0.2, 0.2]]) == pytest.approx(0.8)
-    assert hardness([[], []]) == 1.0  # an empty answer says nothing of it
-
-
-def test_answers_are_compared_with_references_by_the_text_encoder(folder):
-    label = ClipHardness(model=str(folder), references="steps")
-    steps = ["Two dogs run in a park. A red ball lies there.", "Nobody sees the ball."]
-    said = [
-        "A red ball lies there.",
-        "Nobody sees the ball. Two dogs run in a park. A red ball lies there.",
-        "",
-    ]
-    prompts = [asking("what is it?", steps=steps)] * 3 + [asking("and here?")]
-    found = label(prompts, [Outcome(text=text) for text in [*said, "Nobody sees the ball."]])
-    assert found[1] == pytest.approx(0.0, abs=1e-6) and found[2] == 1.0 and found[3] is None
-    reads = load_towers(str(folder), None, "auto").read(
-        ["Two dogs run in a park.", "A red ball lies there.", "Nobody sees the ball."]
-    )
-    assert found[0] == pytest.approx(1 - float((reads @ reads[1]).mean()), abs=1e-5)

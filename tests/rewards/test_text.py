@@ -8,7 +8,6 @@ from mmrl.core.answers import words_of
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.rewards.text import (
     answer_cluster,
-    answer_f1,
     exact_match,
     overlong,
     precomputed,
@@ -92,23 +91,6 @@ def test_exact_match_without_a_block_compares_the_whole_text():
 
 def test_exact_match_reads_another_tag():
     assert measure(exact_match, "<box>7</box> 8", prompt=asked(7), tag="box") == [1]
-
-
-@pytest.mark.parametrize(
-    ("answer", "target", "wanted"),
-    [
-        ("the Eiffel Tower", "eiffel tower paris", 0.8),  # P 1, R 2/3
-        ("red_fox fox", "red fox", 0.8),  # with repeats: P 2/3, R 1
-        ("True", "yes", 1),
-        ("no, never", "no", 0),
-        ("yes", ["no", "yes"], 1),
-        ("blue", "red", 0),
-        ("", "red", 0),
-    ],
-)
-def test_answer_f1_compares_words(answer, target, wanted):
-    text = f"<answer>wrong</answer> <answer>{answer}</answer>"
-    assert measure(answer_f1, text, answer, prompt=asked(target)) == [pytest.approx(wanted), 0]
 
 
 DAPO = {"max_completion_length": 20480, "soft_punish_cache": 4096}

@@ -281,7 +281,6 @@ def test_contradictory_ratios_are_refused(options, message):
     [
         ("contrastive_decoding", {"plausibility_threshold": 2.0}),
         ("contrastive_decoding", {"contrast_alpha": [1.2]}),
-        ("with_corrupted_image", {"scale": [0.3, 0.1]}),
         ("dropout_ntp", {"share": 1.0}),
     ],
 )

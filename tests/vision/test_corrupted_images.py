@@ -10,7 +10,7 @@ import torch
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Message, Part, Prompt
 from mmrl.vision.decoding.decoding import CachedReader
-from mmrl.vision.engines.derived_answers import DropoutNtp, WithCorruptedImage
+from mmrl.vision.engines.derived_answers import DropoutNtp
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.media.prompts import add_frame_noise, add_noise, map_frames, random_crop, without_media
 from tests.vision import mixed as asked
@@ -107,46 +107,3 @@ def test_spoiling_leaves_the_prompt_as_it_was():
     black = map_frames(prompt, lambda frames: Frames(frames.pixels * 0, frames.times))
     assert not black.media[0].load().pixels.any() and prompt.media[0].load().pixels.any()
     assert (black.uid, black.text) == (prompt.uid, prompt.text)
-
-
-@pytest.mark.parametrize("kind", ["crop", "noise", "blind"])
-def test_with_distortion_sets_every_answer_before_a_corrupted_image(policy, kind):
-    stream = Stream(0)
-    inner = Generate(policy, stream=stream, max_completion_length=6)
-    engine = WithCorruptedImage(inner, stream=stream, kind=kind)
-    prompts = [prompt for prompt in pictures() for _ in range(4)]
-    rows = engine.rollout(prompts)
-    twins = [row for row in rows if "twin" in row.outcomes[-1].tags]
-    assert len(rows) == 8 and len(twins) == 4
-    wholes = {(row.prompt.uid, row.outcomes[-1].text) for row in rows if row not in twins}
-    for twin in twins:
-        assert (twin.prompt.uid, twin.outcomes[-1].text) in wholes
-        assert twin.prompt in prompts and twin.group == twin.prompt.uid and not twin.on_policy
-        whole = policy.prompt_encoder.encode(twin.prompt)
-        assert twin.steps.prompt.ids.tolist() != whole.ids.tolist() or not torch.equal(
-            twin.steps.prompt.media["pixel_values"], whole.media["pixel_values"]
-        )
-    first, second = twins[:2]
-    assert first.prompt.uid == second.prompt.uid
-
-
-@pytest.mark.parametrize("kind", ["crop", "noise"])
-def test_a_distortion_is_drawn_once_for_every_prompt_of_a_step(policy, kind):
-    # Both prompts show one image, so nothing but the draw can make a difference.
-    prompts = [tiny.ask(name, tiny.picture(seed=0), "what") for name in ("a", "b") for _ in range(4)]
-    stream = Stream(0)
-    engine = WithCorruptedImage(
-        Generate(policy, stream=stream, max_completion_length=1), stream=stream, kind=kind
-    )
-
-    def shown() -> list[torch.Tensor]:
-        rows = engine.rollout(prompts)
-        twins = [row for row in rows if "twin" in row.outcomes[-1].tags]
-        assert [row.prompt.uid for row in twins] == ["a", "a", "b", "b"]
-        return [twin.steps.prompt.media["pixel_values"] for twin in twins]
-
-    once = shown()
-    assert torch.equal(once[0], once[1]) and torch.equal(once[2], once[3])
-    assert not torch.equal(once[0], once[2])
-    stream.step += 1
-    assert not torch.equal(once[0], shown()[0])

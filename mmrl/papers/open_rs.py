@@ -1,4 +1,9 @@
-"""Rewards of the length of an answer, given whether it is right."""
+"""open-rs (arXiv 2503.16219): right answers earn more where they are short, along half a cosine.
+
+Title: Reinforcement Learning for Reasoning in Small LLMs: What Works and What Doesn't
+Formula: r = end + (start - end) (1 + cos(pi L / M)) / 2 at length L of at most M.
+Our reading: lengths are in tokens, and one beyond M counts as M.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,22 @@ from typing import Literal
 
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import reward as register
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
 
 
-@register
+@reward
+@per_outcome
+def think_closed(prompt: Prompt, outcome: Outcome) -> float:
+    """Return 1 if a line that is `</think>` alone ends the thought exactly once, else 0 (open-rs).
+
+    For models whose prompt opens the think block already (arXiv 2503.16219).
+    """
+    return float((outcome.text or "").count("\n</think>\n") == 1)
+
+
+@reward
 def cosine_length(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Outcome],

@@ -1,34 +1,18 @@
-"""Advantage functions for several roles or players over one policy, and for trees of answers."""
+"""MARS2 (arXiv 2604.14564): the nodes of a tree of answers are shaped by their parents and siblings.
+
+Title: MARS2: Scaling Multi-Agent Tree Search via Reinforcement Learning for Code Generation
+Formula: r' = r + gamma (r - (1 - lam) r_parent - lam mean r of the siblings).
+Our reading: all nodes read the rewards as measured, where the code lets children see shaped parents.
+"""
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 
 from mmrl.advantages.notes import tagged_as
-from mmrl.config.ranges import NonNegativeFloat, Probability, Tag, Tags
+from mmrl.config.ranges import NonNegativeFloat, Probability, Tag
 from mmrl.config.registry import advantage
-from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
-from mmrl.core.tensor import group_index
-
-
-@advantage(turns=True)
-def unique_center(table: RewardTable, *, by: Tags = ("group",)) -> RewardTable:
-    """Subtract the mean of the group's different values, each counted once (MARS, arXiv 2510.15414).
-
-    Equal values give 0. MARS compares the returns of one player: `by: [role]`.
-    """
-    groups = table.groups(by)
-    flat = groups.values.div(EQUAL).round().long().transpose(1, 2)  # (N, K, R): closer than EQUAL is equal
-    columns = []
-    for values, valid in zip(flat.unbind(2), table.valid.unbind(1), strict=True):
-        index = group_index([groups.index.flatten(), values.flatten()]).view(groups.index.shape)
-        order = torch.arange(index.numel(), dtype=torch.float64).view(index.shape)[:, None]
-        columns.append((GroupStatistics(order, valid[:, None], index).rank() == 0)[:, 0] & valid)
-    once = torch.stack(columns, 1) if columns else table.valid
-    mean = dataclasses.replace(groups, valid=once).mean()
-    return table.put(torch.where(groups.flat(), 0.0, table.values - mean))
+from mmrl.core.reward_table import GroupStatistics, RewardTable
 
 
 @advantage(turns=True)

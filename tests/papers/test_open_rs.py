@@ -1,4 +1,4 @@
-"""Rewards of length, by the numbers of open-rs."""
+"""open-rs: rewards of length and of a closed thought, by its numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import as_piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
-from mmrl.rewards.text import think_closed
+from mmrl.papers.open_rs import think_closed
 
 
 def scored(text, length, target="7", **options):
