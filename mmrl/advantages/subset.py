@@ -12,17 +12,6 @@ from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
 
 
 @advantage
-def keep_first(table: RewardTable, *, keep: PositiveInt, by: Tags = BY_GROUP) -> RewardTable:
-    """Leave all but the first `keep` rows of a group out of statistics and learning (TTRL's samples).
-
-    arXiv 2504.16084: all answers vote for the label, half of them are learned from. Put it first.
-    """
-    row = table.ids["row"][:, None].double()
-    first = GroupStatistics(row, table.present[:, None], table.index(by)).rank() < keep
-    return table.replace(valid=table.valid & first, learn=table.learn & first[:, 0])
-
-
-@advantage
 def most_varied(table: RewardTable, *, keep: PositiveInt, by: Tags = BY_GROUP) -> RewardTable:
     """Learn from the `keep` rows of a group whose advantages vary most (D3S, arXiv 2509.22115).
 

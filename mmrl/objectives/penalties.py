@@ -141,18 +141,6 @@ def covariance_kl(
     return coef * torch.where(marked > 0, gap, 0.0)
 
 
-@penalty
-def ratio_variance(
-    new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.04, against: str = "old"
-) -> Tensor:
-    """Squared distance of the ratio to 1, instead of a clip (R2VPO, arXiv 2601.03320).
-
-    Its mean is the variance of the ratio under the policy that sampled. Our reading, since only the abstract
-    is known: this form, and the coefficient. Log-ratios count within [-20, 20]. Use it with `unclipped`.
-    """
-    return coef * torch.expm1(step_ratio(new, batch, against=against).clamp(-20.0, 20.0)).square()
-
-
 @penalty(unit=Unit.ROW)
 def lost_likelihood(
     new: StepOutput,

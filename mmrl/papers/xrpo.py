@@ -14,11 +14,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import sampler
+import torch
+
+from mmrl.advantages.normalize import BY_GROUP
+from mmrl.advantages.notes import row_mean
+from mmrl.config.ranges import PositiveInt, Tags
+from mmrl.config.registry import advantage, sampler
 from mmrl.config.schema import ConfigError
 from mmrl.core.protocols import Sampler
-from mmrl.core.reward_table import RewardTable
+from mmrl.core.reward_table import GroupStatistics, RewardTable
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.hints import TAG, with_hint
 from mmrl.samplers.answers import ReadsAnswers
@@ -134,3 +138,18 @@ def _shown(prompt: Prompt, examples: list[Example], template: str) -> Prompt:
         return prompt
     text = "\n".join(f"{example.question}\n{example.answer}" for example in examples)
     return with_hint(prompt, text, tag=SOLVED, template=template.replace("{examples}", "{hint}"))
+
+
+@advantage(notes={"logp"})
+def novelty(table: RewardTable, *, by: Tags = BY_GROUP) -> RewardTable:
+    """Record how much less likely than its group an answer was, as the label `novelty` (arXiv 2510.06672).
+
+    1 - exp(s - mean s), where s is the mean log-probability of an answer's tokens: above 0 for rare ones.
+    Values stay; put `{name: capped_bonus, of: novelty}` after it (XRPO). Without noted log-probabilities
+    (demonstrations) there is no label.
+    """
+    logp = row_mean(table, "logp")[:, None, None].expand(table.present[:, None].shape)
+    known = table.present[:, None] & ~logp.isnan()
+    relative = logp - GroupStatistics(logp, known, table.index(by)).mean()
+    found = torch.where(known, 1 - relative.clamp(max=20).exp(), torch.nan)[:, 0]
+    return table.replace(scored={**table.scored, "novelty": found})

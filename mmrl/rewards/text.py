@@ -46,18 +46,6 @@ def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
 
 @reward
 @per_outcome
-def skip_ratio(prompt: Prompt, outcome: Outcome, *, tag: str = "think") -> float:
-    """Return 1 if the answer has a thought of nothing but space, else 0: its mean is TON's share of skips.
-
-    Every block of the tag must be empty; an answer without one has skipped nothing (arXiv 2505.16854). A
-    label: give it the weight 0, because to skip is not rewarded by itself.
-    """
-    thoughts = tagged(outcome.text or "", tag)
-    return float(bool(thoughts) and not any(map(str.strip, thoughts)))
-
-
-@reward
-@per_outcome
 def think_format(prompt: Prompt, outcome: Outcome) -> float:
     """Return 1 if the answer begins with one closed think block (TRL's think_format_reward), else 0."""
     text = outcome.text or ""

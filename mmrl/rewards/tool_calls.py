@@ -9,19 +9,17 @@ from itertools import islice
 from typing import Any, Literal
 
 from mmrl.config.binding import Bound
-from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, ShareBelowOne
 from mmrl.config.registry import reward as register
 from mmrl.config.reward_adapters import (
     OwnAnswer,
     by_rollout,
-    per_outcome,
     policy_messages,
     policy_turns,
     shown,
     tagged,
 )
 from mmrl.core.answers import words_of
-from mmrl.core.episodes import turn_number
 from mmrl.core.tool_calls import Call, CallError, call_of, parse_calls
 from mmrl.core.types import Message, Outcome, Prompt
 from mmrl.rewards.matching import greedy_pairs, optimal_pairs, transport_plan
@@ -255,23 +253,3 @@ def entity_match(
         found = sum(named(entity, new) and not named(entity, before) for entity in entities)
         values.append(found / len(entities) if entities else None)
     return values
-
-
-@register
-@per_outcome
-def early_answer(
-    prompt: Prompt, outcome: Outcome, *, budget: PositiveInt = 4, coef: NonNegativeFloat = 0.1
-) -> float:
-    """Reward an answer for the turns that it did not need: coef (budget - t) / budget (SLATE).
-
-    arXiv 2602.23440; t is the number of the turn that answers, from 1, where its tag `turn` counts from 0. It
-    is 0 beyond the budget, and for a turn that is no answer: one that calls a tool, or that was cut (its tag
-    `finish` is not `stop`).
-
-    Args:
-        budget: Turns that an answer may take (the paper: 4).
-        coef: Largest reward.
-    """
-    if outcome.tags.get("finish", "stop") != "stop":
-        return 0.0
-    return coef * max(0, budget - turn_number(outcome.tags) - 1) / budget

@@ -1,4 +1,4 @@
-"""Several rewards and whole groups: DVAO, GPG, A-GRAE, ADORA, SEED-GRPO, COPO."""
+"""Several rewards and whole groups: DVAO, GPG, A-GRAE, ADORA, COPO."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from mmrl.advantages.combine import (
     adora,
     asymmetric_difficulty,
     consistency_mix,
-    semantic_entropy,
     variance_weights,
 )
 from mmrl.advantages.normalize import group_center, group_normalize
@@ -95,38 +94,6 @@ def test_adora_keeps_groups_whose_longest_right_answer_beats_the_mean_wrong_one(
     assert graded([120, 250, 100, 110], ["stop", "length", "length", "stop"]) == [0.1] * 4
     assert graded([300, 250, 100, 200], threshold=1.01) == [1] * 4, "none is right"
     assert graded([300, 250, 100, 200], threshold=1.01, no_success="scale") == [0.1] * 4
-
-
-LOGP = {"logp": [[-0.5], [-0.7], [-0.6], [-1.2]]}
-AABC = {"reward": [1, 1, 0, 0], "cluster": [7, 7, 8, 9]}
-
-
-def test_semantic_entropy_weighs_clusters_by_probability():
-    table = group_center(reward_table(AABC, weights={"cluster": 0.0}, notes=LOGP))
-    found = semantic_entropy(table, of="cluster", alpha=1.0)
-    assert_rows(found.values, [0.294462, 0.294462, -0.294462, -0.294462])
-    assert_rows(semantic_entropy(table, of="cluster").values[:1], [0.5 * 0.971716])
-    x = 0.698012
-    assert_rows(semantic_entropy(table, of="cluster", alpha=1.0, form="linear").values[:1], [0.5 * (1 - x)])
-    found = semantic_entropy(table, of="cluster", alpha=1.0, form="exponential")
-    assert_rows(found.values[:1], [0.5 * 0.497573])
-    # 2 1 1 of 4: entropy .5 log 2 + .5 log 4, three quarters of log 4
-    found = semantic_entropy(table, of="cluster", alpha=1.0, mass="count")
-    assert_rows(found.values[:1], [0.5 / 1.75])
-
-
-def test_semantic_entropy_of_one_cluster_changes_nothing_and_unparsed_answers_are_alone():
-    def factors(clusters, groups="aaaa"):
-        table = reward_table(
-            {"reward": [1, 1, 1, 1], "cluster": clusters},
-            weights={"cluster": 0.0}, group=groups, notes={"logp": [[-1.0]] * 4},
-        )  # fmt: skip
-        return semantic_entropy(table, of="cluster", alpha=1.0).values
-
-    assert_rows(factors([3, 3, 3, 3]), [1] * 4)
-    assert_rows(factors([None] * 4), [0.5] * 4)
-    assert_rows(factors([3, 3, 3, 3], "abcd"), [1] * 4)
-    assert_rows(factors([3, 3, 3, None], "aabb"), [1, 1, 0.5, 0.5])
 
 
 def test_consistency_mix_falls_back_on_the_prompt_where_answers_agree():

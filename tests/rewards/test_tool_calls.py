@@ -17,7 +17,6 @@ from mmrl.rewards.matching import transport_plan
 from mmrl.rewards.tool_calls import (
     call_match,
     calls_in,
-    early_answer,
     entity_match,
     likeness,
     matched,
@@ -145,11 +144,6 @@ def test_entities_are_found_as_whole_words():
     assert one(entity_match, text) is None
 
 
-def test_an_early_answer_earns_more():
-    found = [one(early_answer, "", tags={"turn": str(turn)}) for turn in range(5)]
-    assert found == pytest.approx([0.075, 0.05, 0.025, 0, 0])
-
-
 def test_a_call_without_its_end_counts_as_the_engine_makes_it():
     cut = f"<tool_call>{json.dumps(call('search', q='a'))}"
     assert one(tool_calls, cut) == 1 == len(parse_calls(cut))
@@ -264,12 +258,6 @@ def test_entities_count_once_in_whatever_turn_they_are_named(every, at):
     assert measured(row, "entity_match", at=at)[1] == [1.0]
     row = conversation("the Eiffel", "tower", every=every, columns={"entities": ["Eiffel Tower", "tower"]})
     assert measured(row, "entity_match", at=at)[1] == [0.5]
-
-
-def test_a_turn_that_does_not_answer_is_not_early():
-    for finish in ("call", "turns", "length", "images", "tool_error"):
-        assert one(early_answer, "", tags={"turn": "0", "finish": finish}) == 0
-    assert one(early_answer, "", tags={"turn": "0", "finish": "stop"}) == pytest.approx(0.075)
 
 
 @pytest.mark.parametrize("number", ["0", "7"])
