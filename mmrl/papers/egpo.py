@@ -1,9 +1,10 @@
-"""EGPO (arXiv 2508.05118): a strict reward of function calls, and notes of which tokens are thought.
+"""EGPO (arXiv 2508.05118): a strict reward of function calls, and a bonus for entropy in the thought.
 
 Title: Exploring Superior Function Calls via Reinforcement Learning
-Formula: reward = 1 if calls and arguments match one to one in any order, else 0.
-Our reading: the rules of the match, as in the Berkeley function calling leaderboard; only the abstract was
-read.
+Formula: reward = 1 if calls and arguments match one to one in any order, else 0; A + min(coef H, |A| /
+kappa) in the thought.
+Our reading: the rules of the match, as in the Berkeley function calling leaderboard, and the bonus, which is
+that of arXiv 2506.14758; only the abstract was read.
 """
 
 from __future__ import annotations

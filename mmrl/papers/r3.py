@@ -1,8 +1,10 @@
-"""R3 (arXiv 2601.19620): prompts that went badly are asked again with one of their own answers.
+"""R3 (arXiv 2601.19620): replay of stored answers, reflection on wrong ones, ranks of cut ones.
 
 Title: R^3: Replay, Reflection, and Ranking Rewards for LLM Reinforcement Learning
-Formula: reflect where the mean of a prompt's remembered rewards is below `threshold`.
-Our reading: the threshold, the texts, the window, and that the newest wrong answer is shown.
+Formula: reflect where the mean of a prompt's remembered rewards is below `threshold`; add stored answers of
+the other kind to groups that are all right or all wrong; r = max_reward (1 - rank / (n - 1)) by entropies.
+Our reading: the threshold, the texts, the window, that the newest wrong answer is shown, and
+what ties and single answers earn.
 """
 
 from __future__ import annotations

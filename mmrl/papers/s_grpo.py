@@ -1,7 +1,8 @@
 """S-GRPO (arXiv 2505.07686): one chain of thought, and answers from earlier exits of it.
 
 Title: S-GRPO: Early Exit via Reinforcement Learning in Reasoning Models
-Formula: exits at uniform places t_1 < ... < t_m; y_i ~ p(. | x, y_(<t_i), exit text).
+Formula: exits at uniform places t_1 < ... < t_m; y_i ~ p(. | x, y_(<t_i), exit text); the c-th right
+one earns r / 2^(c - 1).
 Our reading: how many exits there are, and their text.
 """
 

@@ -1,7 +1,8 @@
-"""Scaf-GRPO (arXiv 2510.19807): answers to prompts with hints are learned as answers to the bare prompts.
+"""Scaf-GRPO (arXiv 2510.19807): a success with a hint takes the place of a failure.
 
 Title: Scaf-GRPO: Scaffolded Group Relative Policy Optimization for Enhancing LLM Reasoning
-Formula: ratio = p(y | x) / p_old(y | x) for y ~ p_old(. | x, hint).
+Formula: ratio = p(y | x) / p_old(y | x) for y ~ p_old(. | x, hint); of a failed group one row is
+that of the first hinted success.
 Our reading: none in this file.
 """
 

@@ -2,7 +2,7 @@
 
 Title: Truncated Proximal Policy Optimization
 Formula: y_k ~ p(. | x, y_(<k)), at most `window` tokens a step; each is learned from in the step that
-sampled it.
+sampled it, with r = 0 where it goes on.
 Our reading: the window; groups of one prompt are not kept together.
 """
 

@@ -1,7 +1,8 @@
-"""Video-R1 (arXiv 2503.21776): a bonus for answers that need the order of the frames (T-GRPO).
+"""Video-R1 (arXiv 2503.21776): bonuses for answers that need the order of frames, and for their length.
 
 Title: Video-R1: Reinforcing Video Reasoning in MLLMs
-Formula: reward + bonus for right answers where p(ordered) >= min_ratio p(shuffled) over a group.
+Formula: reward + bonus for right answers where p(ordered) >= min_ratio p(shuffled) over a group, and
++ 0.2 at 320 to 512 tokens.
 Our reading: one order for all answers to a prompt; departs: single frames are shuffled before the
 processor.
 """

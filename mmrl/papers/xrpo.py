@@ -1,7 +1,8 @@
-"""XRPO (arXiv 2510.06672): prompts that failed are asked again with similar solved examples.
+"""XRPO (arXiv 2510.06672): prompts that failed see solved examples, and rare right answers earn more.
 
 Title: XRPO: Pushing the limits of GRPO with Targeted Exploration and Exploitation
-Formula: x' = x + the k solved questions with the largest cosine similarity to x.
+Formula: x' = x + the k solved questions with the largest cosine similarity to x; novelty = 1 - exp(s - mean
+s), s the mean log-probability of an answer.
 Our reading: similarity of word counts, and that a prompt is asked again the next time it is drawn.
 """
 
