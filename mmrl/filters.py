@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
-from mmrl.config.ranges import AtMost, Probability
 from mmrl.config.registry import group_filter
 from mmrl.core.reward_table import EQUAL, RewardTable
-from mmrl.core.tensor import group_count, group_extreme, group_index, group_mean, group_range
+from mmrl.core.tensor import group_count, group_extreme, group_index, group_range
 
 
 @group_filter
@@ -32,31 +29,6 @@ def varied(table: RewardTable, *, of: str = "") -> Tensor:
     extent = group_range(reward, index, known)
     # The range of a group without any known reward is -inf, so it is dropped unless it is a single row.
     return (extent > EQUAL) | (group_count(index, torch.ones_like(known)) < 2)
-
-
-@group_filter
-def mean_between(
-    table: RewardTable,
-    *,
-    low: Annotated[Probability, AtMost("high")] = 0.2,
-    high: Probability = 0.8,
-    of: str = "",
-) -> Tensor:
-    """Keep groups whose mean reward is in a range (PRIME's online filter, arXiv 2502.01456).
-
-    Groups without any known reward are dropped.
-
-    Args:
-        low: Smallest mean that is kept.
-        high: Largest mean that is kept.
-        of: Name of a reward from 0 to 1; without it, the weighted sum counts.
-    """
-    if not len(table):
-        return torch.ones(0, dtype=torch.bool)
-    reward = table.at_end(of) if of else table.reward()
-    index, known = group_index([table.group]), ~reward.isnan()
-    mean = group_mean(reward.nan_to_num(), index, known)
-    return (group_count(index, known) > 0) & (mean >= low - EQUAL) & (mean <= high + EQUAL)
 
 
 @group_filter

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
 from torch import Tensor
 
-from mmrl.advantages.normalize import BY_GROUP
-from mmrl.advantages.notes import clusters, row_mean
-from mmrl.config.ranges import NonNegativeFloat, Tags
-from mmrl.config.registry import advantage
+from mmrl.advantages.notes import clusters
 from mmrl.core.reward_table import GroupStatistics, RewardTable
 
 
@@ -27,43 +21,3 @@ def cluster_entropy(
     # - sum_c p_c log p_c, as a sum over answers: the shares of a cluster add up to its p_c.
     entropy = GroupStatistics(-weight * mass.clamp(min=1e-300).log(), present, index).sum()
     return entropy, GroupStatistics(weight, present, index).count()
-
-
-@advantage(notes={"logp"})
-def semantic_entropy(
-    table: RewardTable,
-    *,
-    of: str,
-    alpha: NonNegativeFloat = 0.0417,
-    form: Literal["reciprocal", "linear", "exponential"] = "reciprocal",
-    mass: Literal["probability", "count"] = "probability",
-    by: Tags = BY_GROUP,
-) -> RewardTable:
-    """Shrink the advantages of groups whose answers disagree in meaning (SEED-GRPO, arXiv 2505.12346).
-
-    The factor is f(alpha SE / log G), where SE is the entropy of the group over clusters of equal answers
-    and G its number of answers; 1 for a group of one. Our readings: the default form and alpha, which a
-    port of the code has, and each answer without a cluster is one of its own.
-
-    Args:
-        of: Name of the label that is equal for answers of one cluster, such as `answer_cluster`.
-        alpha: Strength.
-        form: f(x) is 1 / (1 + x) (`reciprocal`), 1 - x (`linear`, at least 0) or exp(-x) (`exponential`).
-        mass: An answer counts by its share of the group's softmax of mean log-probabilities
-            (`probability`), or all count alike (`count`), as they do where none was noted.
-        by: Keys that define a group.
-    """
-    index, present = table.index(by), table.present[:, None]
-    logp = row_mean(table, "logp")[:, None, None].expand(present.shape)
-    if mass == "count":
-        logp = torch.zeros_like(logp)
-    known = GroupStatistics(logp, present & ~logp.isnan(), index)
-    # A demonstration has no log-probabilities: it counts as an answer of the mean one.
-    logp = torch.where(logp.isnan(), known.mean(), logp)
-    largest = GroupStatistics(logp, present, index).largest()
-    share = torch.where(present, (logp - largest).exp(), 0.0)
-    share = share / GroupStatistics(share, present, index).sum().clamp(min=1e-300)
-    entropy, count = cluster_entropy(table, of, by, share)
-    x = alpha * torch.where(count > 1, entropy / count.clamp(min=2).log(), 0.0)
-    factor = {"reciprocal": 1 / (1 + x), "linear": (1 - x).clamp(min=0), "exponential": (-x).exp()}[form]
-    return table.put(table.values * factor)

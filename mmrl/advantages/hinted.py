@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mmrl.config.ranges import PositiveFloat, PositiveInt
+from mmrl.config.ranges import PositiveFloat
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import RewardTable
 
@@ -31,36 +31,6 @@ def successes(table: RewardTable, of: str, threshold: float) -> Tensor:
 def keep_rows(table: RewardTable, kept: Tensor) -> RewardTable:
     """Leave rows (N,) that are not kept out of statistics and of learning."""
     return table.replace(valid=table.valid & kept[:, None, None], learn=table.learn & kept[:, None])
-
-
-@advantage
-def first_success(
-    table: RewardTable, *, of: str = "", threshold: float = 0.0, replace: PositiveInt = 1
-) -> RewardTable:
-    """Put the first hinted success of a failed group in the place of its first row (Scaf-GRPO).
-
-    arXiv 2510.19807. All other hinted rows are left out, so that the group keeps its size; a group without a
-    hinted success is the plain one. Put it first in the chain, with the sampler `with_hints`. A group without
-    plain rows stays as it is.
-
-    Args:
-        of: Name of the reward that must be above `threshold`; empty: the weighted sum.
-        threshold: The highest reward that counts as a failure.
-        replace: Plain rows that hinted successes replace.
-    """
-    hinted, success = hint_of(table) != 0, successes(table, of, threshold)
-    kept = torch.ones(len(table), dtype=torch.bool)
-    for group in table.group.unique().tolist():
-        rows = table.group == group
-        plain = (rows & ~hinted).nonzero()[:, 0]
-        if not len(plain) or not (rows & hinted).any():
-            continue
-        kept[rows & hinted] = False
-        if not success[plain].any():
-            chosen = (rows & hinted & success).nonzero()[:replace, 0]
-            kept[chosen] = True
-            kept[plain[: len(chosen)]] = False
-    return keep_rows(table, kept)
 
 
 @advantage

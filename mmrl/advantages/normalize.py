@@ -9,7 +9,6 @@ import torch
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
-from mmrl.core.rng import Stream
 
 BY_GROUP = ("group", "place")
 
@@ -34,25 +33,6 @@ def group_center(
     centred = torch.where(groups.flat(), 0.0, table.values - groups.mean()) - shift
     alone = table.values if singleton == "raw" else 0.0
     return table.put(torch.where(groups.count() < 2, alone, centred))
-
-
-@advantage
-def balanced_center(table: RewardTable, *, stream: Stream, by: Tags = BY_GROUP) -> RewardTable:
-    """Subtract the mean of the group after leaving random surplus negatives out (REC, arXiv 2509.24203).
-
-    Negatives are rewards below the mean of the group; where there are more of them than of rewards above it,
-    as many as exceed these are drawn, have the advantage 0 and no part in the mean. They stay in
-    denominators. The drop of REC's code: `balance`.
-    """
-    groups = table.groups(by)
-    away = torch.where(groups.flat(), 0.0, table.values - groups.mean())
-    above, below = table.valid & (away > 0), table.valid & (away < 0)
-    count = lambda chosen: GroupStatistics(table.values, chosen, groups.index).count()
-    draws = torch.rand(table.values.shape, generator=stream.generator("balanced_center"), dtype=torch.float64)
-    order = GroupStatistics(draws, below, groups.index).rank()
-    dropped = below & (order < count(below) - count(above))
-    kept = group_center(table.replace(valid=table.valid & ~dropped), by=by)
-    return table.put(torch.where(dropped, 0.0, kept.values))
 
 
 @advantage

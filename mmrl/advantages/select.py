@@ -45,19 +45,6 @@ def drop_truncated(table: RewardTable, *, finish: tuple[str, ...] = ("length",))
 
 
 @advantage
-def zero_unfinished(table: RewardTable) -> RewardTable:
-    """Set the rewards of answers that go on in the next step to 0 (T-PPO).
-
-    So the value of a critic stands for them. Answers are tagged `unfinished`, as `vision.with_window` does.
-    Put it before `{name: gae, bootstrap: true}` (arXiv 2506.15050).
-    """
-    if "unfinished" not in table.ids:
-        return table
-    unfinished = (table.ids["unfinished"] != 0).any(-1)[:, None, None]
-    return table.put(torch.where(unfinished & table.valid, 0.0, table.values))
-
-
-@advantage
 def drop_zero(table: RewardTable, *, atol: NonNegativeFloat = 0.0) -> RewardTable:
     """Drop rows whose advantage is 0 at every step (Flow-GRPO, arXiv 2505.05470).
 

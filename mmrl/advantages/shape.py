@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
 
 import torch
 
-from mmrl.config.ranges import AtMost, NonNegativeFloat, NonNegativeInt, Tags
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
 
@@ -157,38 +156,6 @@ def tempsamp_anchor(
     best = GroupStatistics(table.values, sampled & table.valid, table.index(by)).largest()
     anchored = torch.where(best.isfinite(), lambda_off * best, table.values)  # -inf: no sampled row
     return table.put(torch.where(sampled, table.values, anchored))
-
-
-@advantage
-def length_band(
-    table: RewardTable,
-    *,
-    of: str,
-    shortest: Annotated[NonNegativeInt, AtMost("longest")] = 320,
-    longest: NonNegativeInt = 512,
-    bonus: float = 0.2,
-    above: float = 0.1,
-) -> RewardTable:
-    """Add a bonus to correct answers of medium length (Video-R1, arXiv 2503.21776).
-
-    It is for groups in which more than one answer is correct as measured; other pieces of the chain do not
-    count. Put it before `total`, which multiplies the bonus by the weight of the reward.
-
-    Args:
-        of: Name of the reward that says whether an answer is correct, and that gets the bonus.
-        shortest: Fewest tokens of an answer with a bonus, the end token included.
-        longest: Most tokens.
-        bonus: What is added.
-        above: An answer is correct where the reward is larger than this.
-    """
-    place = column_of(table, of)
-    right = table.valid[:, place] & (table.scored[of] > above)  # (N, K); rows that left the group are not
-    index = table.index(("group", "place"))
-    several = GroupStatistics(table.values[:, [place]], right[:, None], index).count()[:, 0] > 1
-    inside = (table.ends >= shortest) & (table.ends <= longest)
-    values = table.values.clone()
-    values[:, place] = torch.where(right & several & inside, values[:, place] + bonus, values[:, place])
-    return table.put(values)
 
 
 @advantage

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from mmrl.advantages.notes import tagged_as
 from mmrl.advantages.select import returns
-from mmrl.config.ranges import NonNegativeFloat, Probability, Tags, TagWords
+from mmrl.config.ranges import NonNegativeFloat, Probability, Tags
 from mmrl.config.registry import advantage as register
 from mmrl.core.episodes import merge_turns, share_turns
-from mmrl.core.reward_table import GroupStatistics, RewardTable, name_id
-from mmrl.core.tensor import group_index
+from mmrl.core.reward_table import GroupStatistics, RewardTable
 
 
 @register(turns=True)
@@ -37,39 +36,6 @@ def per_episode(
     """
     merged, index = merge_turns(table, by)
     return share_turns(reduce(lambda made, function: function(made), advantage, merged), index, table)
-
-
-@register(turns=True)
-def for_turns(
-    table: RewardTable,
-    *,
-    advantage: tuple[Callable[[RewardTable], RewardTable], ...],
-    where: TagWords,
-) -> RewardTable:
-    """Apply advantage functions to the turns with a tag; the other turns count in nothing and stay.
-
-    `for_some` does this for whole rows. Raises `ValueError` where the functions change rewards or places.
-
-    Args:
-        advantage: The functions, in order.
-        where: Words by tag that a turn must have, such as `{stage: clue}`.
-    """
-    inside = table.present.clone()
-    for tag, word in where.items():
-        inside &= tagged_as(table, tag) == name_id(word)
-    inside = inside[:, None]
-    part = table.replace(valid=table.valid & inside)
-    made = reduce(lambda made, function: function(made), advantage, part)
-    if made.names != table.names or made.ends.shape != table.ends.shape:
-        raise ValueError(
-            f"`for_turns` must keep the rewards and places of its turns, but {made.names} came of "
-            f"{table.names}; put `total` before it, and pieces that work on single steps after it"
-        )
-    return table.replace(
-        values=torch.where(inside, made.values, table.values),
-        valid=torch.where(inside, made.valid, table.valid),
-        learn=torch.where(inside[:, 0], made.learn, table.learn),
-    )
 
 
 def away_from_mean(groups: GroupStatistics, scale: bool, eps: float, unbiased: bool = True) -> Tensor:
@@ -131,52 +97,3 @@ def gigpo(
     local = torch.where(turns.count() < 2, later if singleton == "raw" else 0.0, local)
     credit = overall + omega * torch.where(turns.valid, local, 0.0)
     return table.replace(values=torch.where(known, credit, 0.0), valid=known)
-
-
-@register(every_turn=True)
-def shared_steps(
-    table: RewardTable,
-    *,
-    of: Tags = ("state", "action"),
-    history: bool = True,
-    by: Tags = ("group",),
-) -> RewardTable:
-    """Give turns that several conversations of a group share the mean of their advantages (SALT).
-
-    So a step that good and bad runs have in common gets little credit (arXiv 2510.20022, of which only the
-    abstract was read; our reading). Put it after `{name: per_episode, advantage: [total, group_normalize]}`.
-
-    Args:
-        of: Tags that make a step: what was seen and what was done.
-        history: Steps are the same where all steps before them are, too; else where the state after them is.
-        by: Keys that define a group.
-    """
-    named = table.present.clone()
-    for name in of:
-        named &= tagged_as(table, name) != 0
-    key = table.index((*by, *of))
-    if history:
-        columns, known = [], []
-        for place in range(key.shape[1]):
-            before = columns[-1] if columns else torch.zeros(len(key), dtype=torch.int64)
-            columns.append(group_index([before, key[:, place]]))
-            known.append(named[:, place] & (known[-1] if known else True))
-        key = torch.stack(columns, 1) + torch.arange(key.shape[1]) * key.numel() if columns else key
-        named = torch.stack(known, 1) if known else named
-    else:
-        state = table.ids[of[0]]
-        following = torch.cat([state[:, 1:], torch.zeros_like(state[:, :1])], 1)
-        key = group_index([key.flatten(), following.flatten()]).view(key.shape)
-    groups = GroupStatistics(table.values, table.valid & named[:, None], key)
-    return table.put(torch.where(groups.valid, groups.mean(), table.values))
-
-
-@register(every_turn=True)
-def turn_discount(table: RewardTable, *, gamma: Probability = 0.9) -> RewardTable:
-    """Multiply rewards by gamma once for every turn of their conversation (VeRPO, arXiv 2601.03525).
-
-    So of two conversations that solve a task the shorter one earns more. Put it before the rewards of turns
-    are merged (`per_episode`). The paper's gamma is not known: 0.9 is our reading.
-    """
-    turns = table.present.sum(-1)[:, None, None].double()
-    return table.put(table.values * gamma**turns)

@@ -1,18 +1,15 @@
-"""Advantage functions that read a second model: the values of a critic, or implicit process rewards."""
+"""Advantage functions that read a second model: the values of a critic."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 from torch import Tensor
 
-from mmrl.advantages.normalize import BY_GROUP
-from mmrl.advantages.notes import first_noted, holes, next_noted, noted
+from mmrl.advantages.notes import first_noted, holes, noted
 from mmrl.advantages.select import per_step
-from mmrl.config.ranges import PositiveFloat, Probability, Tags
+from mmrl.config.ranges import Probability
 from mmrl.config.registry import advantage
-from mmrl.core.reward_table import GroupStatistics, RewardTable, name_id
+from mmrl.core.reward_table import RewardTable, name_id
 
 
 def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> tuple[RewardTable, Tensor]:
@@ -55,7 +52,7 @@ def _put_back(steps: RewardTable, against: str, values: Tensor) -> RewardTable:
     return steps.replace(values=torch.where(known, values, 0.0), valid=steps.valid & known)
 
 
-def _discounted(errors: Tensor, discount: float) -> Tensor:
+def discounted(errors: Tensor, discount: float) -> Tensor:
     """Sum from every step to the end: S_t = e_t + discount S_(t+1)."""
     carried, summed = torch.zeros_like(errors[..., 0]) if errors.shape[-1] else errors.sum(-1), []
     for place in reversed(range(errors.shape[-1])):
@@ -87,7 +84,7 @@ def gae(
         against: Name of the critic in `references`.
     """
     steps, errors = _errors(table, against, gamma, bootstrap)
-    return _put_back(steps, against, _discounted(errors, gamma * lam))
+    return _put_back(steps, against, discounted(errors, gamma * lam))
 
 
 @advantage(turns=True, of_others={"value"})
@@ -109,7 +106,7 @@ def lambda_returns(
     """
     steps, errors = _errors(table, against, gamma, bootstrap)
     value = noted(steps, f"{against}/value").nan_to_num()[:, None]
-    advantages = _put_back(steps, against, _discounted(errors, gamma * lam))
+    advantages = _put_back(steps, against, discounted(errors, gamma * lam))
     return advantages.put(advantages.values + value)
 
 
@@ -161,66 +158,3 @@ def value_targets(table: RewardTable) -> RewardTable:
     count = empty.scatter_add(2, slot, known.to(empty))
     values = empty.scatter_add(2, slot, torch.where(known, table.values, 0.0)) / count.clamp(min=1)
     return steps.replace(values=values, valid=count > 0, learn=steps.learn & (count > 0).any(1))
-
-
-@advantage(of_others={"value"})
-def verifier_values(table: RewardTable, *, against: str = "verifier") -> RewardTable:
-    """Replace the rewards of prefixes by what a critic predicts after them (PAV's verifier).
-
-    arXiv 2410.08146. Prefixes whose completions were not sampled (`share` of `vision.with_prefix_rollouts`)
-    get a value too; rewards of answers stay. Put it after `mean_by_end` and before `process_advantage`.
-    `against` is the name of the critic in `references`; it learns from `value_targets`.
-    """
-    value = table.notes[f"{against}/value"]  # (N, T)
-    if not value.shape[1]:
-        return table
-    prefix = table.present & (torch.arange(table.ends.shape[1]) != table.last[:, None])
-    # A prefix is worth what is predicted before its next step; steps without a note are passed over.
-    read = next_noted(value).gather(1, table.ends.clamp(0, value.shape[1] - 1))[:, None]
-    return table.replace(
-        values=torch.where(prefix[:, None], read.nan_to_num(), table.values),
-        valid=torch.where(prefix[:, None], ~read.isnan(), table.valid),
-    )
-
-
-@advantage(others={"prm"})
-def process_returns(
-    table: RewardTable,
-    *,
-    coef: PositiveFloat = 5.0,
-    against: str = "ref",
-    normalize: bool = False,
-    by: Tags = BY_GROUP,
-) -> RewardTable:
-    """Add returns of implicit process rewards to the outcome's (PRIME, arXiv 2502.01456).
-
-    A step's process reward q is the log-ratio of the second model `prm` to its reference. With n rows in a
-    group, row i has the process reward coef (q n - sum over rows of mean q) / (n - 1) at every step, and its
-    outcome reward, compared alike, at the end; the result is the sum from every step on. Put it after
-    `total`; the paper whitens afterwards (`{name: batch_normalize, eps: 1e-8}`).
-
-    Our reading: in a group of one nothing is compared, so its credit is 0.
-
-    Args:
-        coef: Weight of process rewards (the released script: 5).
-        against: Name of the reward model's reference in `references`.
-        normalize: Divide a row's process rewards by the largest absolute sum from a step to the end.
-        by: Keys that define a group.
-    """
-    last = table.last.clamp(min=0)[:, None, None].expand(-1, len(table.names), 1)
-    outcome = table.values.gather(2, last)  # (N, R, 1)
-    groups = GroupStatistics(outcome, table.valid.gather(2, last), table.index(by)[:, :1])
-    count, steps = groups.count(), per_step(table)
-    gap = noted(steps, "prm/logp") - noted(steps, f"{against}/logp")
-    known = steps.present & ~gap.isnan()
-    process = torch.where(known, gap, 0.0)  # (N, T)
-    if normalize and process.numel():
-        process = process / (_discounted(process, 1.0).abs().amax(-1, keepdim=True) + 1e-6)
-    mean = process.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)  # (N, 1)
-    means = dataclasses.replace(groups, values=mean[:, None].expand_as(outcome))
-    others = (count - 1).clamp(min=1)
-    credit = (process[:, None] * count - means.sum()) / others
-    credit = torch.where(known[:, None], credit, 0.0)
-    compared = (outcome * count - groups.sum()) / others
-    values = torch.where(count < 2, 0.0, coef * _discounted(credit, 1.0) + compared)
-    return steps.replace(values=values, valid=steps.valid & known[:, None])

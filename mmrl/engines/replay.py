@@ -255,49 +255,6 @@ class ByPrompt(Memory):
 
 
 @engine(notes=RECALLED, sets_tags={REPLAY, CHANGED})
-class WithContrast(ByPrompt):
-    """Add stored right answers to groups that are all wrong, and vice versa (R3, arXiv 2601.19620).
-
-    Statistics of the group are over all of them. Numbers are our reading: the paper names none.
-
-    Args:
-        engine: The engine that samples.
-        of: Reward that tells right from wrong; "": the weighted sum of all.
-        above: An answer with more than this is right.
-        per_group: Stored answers that join a group.
-        capacity: Right, and wrong, answers that are stored of every prompt.
-        learn_from_replay: Learn from stored answers too, not only compare with them.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        stream: Stream,
-        train_prompts: Sequence[Prompt] = (),
-        of: str = "",
-        above: float = 0.5,
-        per_group: PositiveInt = 2,
-        capacity: PositiveInt = 4,
-        learn_from_replay: bool = False,
-    ) -> None:
-        super().__init__(engine, stream, train_prompts, of, above, capacity)
-        self.per_group, self.learn_from_replay = per_group, learn_from_replay
-
-    def mix(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
-        """Return that all rows stay (N,), and the stored rows that join them."""
-        right, drawn = self.right(table), [torch.zeros(0, dtype=torch.int64)]
-        for uid in dict.fromkeys(table.uids):
-            of_group = right[among(table.uids, [uid])]
-            if of_group.all() or not of_group.any():
-                drawn.append(self.draw(uid, not of_group[0], self.per_group))
-        (back,) = self.bring_back(torch.cat(drawn))
-        self.store(table, torch.ones(len(table), dtype=torch.bool))
-        back = back.replace(learn=back.learn & self.learn_from_replay)
-        return torch.ones(len(table), dtype=torch.bool), back
-
-
-@engine(notes=RECALLED, sets_tags={REPLAY, CHANGED})
 class WithSuccesses(ByPrompt):
     """Replace one failure of a group that failed as a whole by a stored success (arXiv 2508.15144).
 

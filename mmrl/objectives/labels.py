@@ -170,18 +170,3 @@ def sum_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:
     index = group_index([batch.group])
     better, worse = (group_sum((sign * label > 0).to(loss.dtype), index) for sign in (1, -1))
     return mean_over_groups(group_sum(loss, index), (better > 0) & (worse > 0), batch)
-
-
-@compare(unit=Unit.GROUP)
-def cross_entropy(implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.05) -> Tensor:
-    """Predict the outcome of a row from its implicit reward by cross-entropy (PRIME, arXiv 2502.01456).
-
-    A row costs -log sigmoid(beta g) where its advantage is above 0, and -log sigmoid(-beta g) elsewhere, with
-    g its implicit reward. Put it behind a chain that gives the raw outcome, such as `[{name: pick, of:
-    correct}]`. `beta` is the scale of implicit rewards.
-    """
-    counted = batch.mask.sum(-1) > 0
-    right = masked_mean(batch.advantage, batch.mask, -1) > 0
-    evidence = beta * implicit_reward.sum(-1)
-    loss = softplus(torch.where(right, -evidence, evidence))
-    return torch.where(counted, loss, 0.0).sum() / (batch.totals.rows or 1.0)

@@ -80,21 +80,6 @@ def reverse_kl(
     return coef * new.extra["reverse_kl"]
 
 
-# ---- around the policy that sampled
-
-
-@penalty
-def ratio_variance(
-    new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.04, against: str = "old"
-) -> Tensor:
-    """Squared distance of the ratio to 1, instead of a clip (R2VPO, arXiv 2601.03320).
-
-    Its mean is the variance of the ratio under the policy that sampled. Our reading, since only the abstract
-    is known: this form, and the coefficient. Log-ratios count within [-20, 20]. Use it with `unclipped`.
-    """
-    return coef * torch.expm1(step_ratio(new, batch, against=against).clamp(-20.0, 20.0)).square()
-
-
 # ---- imitation
 
 

@@ -162,50 +162,6 @@ def log_likelihood(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
 
 
 @surrogate
-def in_range(
-    log_ratio: Tensor,
-    new: StepOutput,
-    batch: Batch,
-    *,
-    epsilon: NonNegativeFloat = 0.2,
-    epsilon_high: NonNegativeFloat | None = None,
-    sides: Literal["one", "two", "ring"] = "one",
-    outer_low: NonNegativeFloat = 0.6,
-    outer_high: NonNegativeFloat = 2.0,
-    weight: Literal["none", "ratio", "advantage"] = "none",
-    temperature: PositiveFloat = 1.0,
-) -> Tensor:
-    """Minus log-probability times advantage, of steps whose ratio is in a range (REC, arXiv 2509.24203).
-
-    The ratio decides alone which steps are learned from; others cost nothing. With `sides: one` and `weight:
-    ratio` the gradient is that of `clip`.
-
-    Args:
-        epsilon: Lower end of the range, 1 - epsilon, and the upper one where `epsilon_high` is null.
-        epsilon_high: Upper end, 1 + epsilon_high.
-        sides: Drop a step beyond the end to which its advantage moves it (`one`), or beyond either (`two`);
-            `ring` keeps the range, and beyond its outer ends the steps that their advantages move back.
-        outer_low: The ring's lower outer end, 1 - outer_low: steps of advantage 0 or more are kept below it.
-        outer_high: The upper one, 1 + outer_high: steps of advantage 0 or less are kept above it.
-        weight: Factor of a step: 1 (`none`), its ratio as a constant, or exp(A / temperature) (`advantage`).
-            With the ratio `sequence_ratio` range and factor are those of whole answers.
-        temperature: Divisor of the advantage A in its exponent, which counts up to 20.
-    """
-    value, good = _ratio(log_ratio.detach()), batch.advantage > 0
-    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-    if sides == "one":
-        kept = torch.where(good, value <= high, (value >= low) | (batch.advantage == 0))
-    else:
-        kept = (value >= low) & (value <= high)
-    if sides == "ring":
-        kept |= (value <= 1 - outer_low) & (batch.advantage >= 0)
-        kept |= (value >= 1 + outer_high) & (batch.advantage <= 0)
-    tilt = _ratio(batch.advantage / temperature)
-    factor = {"none": torch.ones_like(value), "ratio": value, "advantage": tilt}[weight]
-    return -torch.where(kept, factor, 0.0) * batch.advantage * new.logp
-
-
-@surrogate
 def cispo(
     log_ratio: Tensor,
     new: StepOutput,

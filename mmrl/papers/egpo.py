@@ -1,9 +1,10 @@
-"""EGPO (arXiv 2508.05118): a strict reward of function calls, and notes of which tokens are thought.
+"""EGPO (arXiv 2508.05118): a strict reward of function calls, and a bonus for entropy in the thought.
 
 Title: Exploring Superior Function Calls via Reinforcement Learning
-Formula: reward = 1 if calls and arguments match one to one in any order, else 0.
-Our reading: the rules of the match, as in the Berkeley function calling leaderboard; only the abstract was
-read.
+Formula: reward = 1 if calls and arguments match one to one in any order, else 0; A + min(coef H, |A| /
+kappa) in the thought.
+Our reading: the rules of the match, as in the Berkeley function calling leaderboard, and the bonus, which is
+that of arXiv 2506.14758; only the abstract was read.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmrl.config.registry import engine, reward
+from mmrl.advantages.notes import noted
+from mmrl.advantages.select import per_step
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
+from mmrl.config.registry import advantage, engine, reward
 from mmrl.config.reward_adapters import OwnAnswer, per_outcome, tagged
 from mmrl.core.protocols import Engine
+from mmrl.core.reward_table import RewardTable
 from mmrl.core.tool_calls import Call, CallError, call_of
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.data.fields import RowError, short
@@ -298,3 +303,23 @@ class WithAnswerRegion(WithThinkRegion):
     def _find(self, answer: str) -> tuple[int, int]:
         opened = answer.rfind(self.tags[0])
         return opened, answer.find(self.tags[1], opened) if opened >= 0 else -1
+
+
+@advantage(notes={"entropy", "think"})
+def strategic_entropy(
+    table: RewardTable, *, coef: NonNegativeFloat = 0.4, kappa: PositiveFloat = 2.0
+) -> RewardTable:
+    """Add the entropy of tokens inside the thought to their advantages, bounded (arXiv 2508.05118).
+
+    A + min(coef H, |A| / kappa), elsewhere A. With kappa above 1 no sign changes, and an advantage of 0 stays
+    0. Our reading, since only the abstract is known: the formula and its constants, which are those of arXiv
+    2506.14758. The engine `vision.with_think_region` notes where the thought is. Put it last.
+
+    Args:
+        coef: Factor of the entropy in nats.
+        kappa: The bonus is at most the advantage's size over this.
+    """
+    table = per_step(table)
+    entropy, think = noted(table, "entropy").nan_to_num(), noted(table, "think") == 1
+    bonus = torch.minimum(coef * entropy[:, None], table.values.abs() / kappa)
+    return table.put(torch.where(think[:, None] & table.valid, table.values + bonus, table.values))

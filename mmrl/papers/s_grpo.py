@@ -1,7 +1,8 @@
 """S-GRPO (arXiv 2505.07686): one chain of thought, and answers from earlier exits of it.
 
 Title: S-GRPO: Early Exit via Reinforcement Learning in Reasoning Models
-Formula: exits at uniform places t_1 < ... < t_m; y_i ~ p(. | x, y_(<t_i), exit text).
+Formula: exits at uniform places t_1 < ... < t_m; y_i ~ p(. | x, y_(<t_i), exit text); the c-th right
+one earns r / 2^(c - 1).
 Our reading: how many exits there are, and their text.
 """
 
@@ -15,8 +16,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmrl.config.ranges import NonNegativeInt, PositiveInt
-from mmrl.config.registry import engine
+from mmrl.advantages.normalize import BY_GROUP
+from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Tags
+from mmrl.config.registry import advantage, engine
+from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
 from mmrl.vision.decoding.branching import Branch, Grown
@@ -107,3 +110,18 @@ class WithExits:
         # A replayed row is made from its tokens alone, so the exit text would count as the policy's own.
         (outcome,) = row.outcomes
         return replace(row, outcomes=(replace(outcome, tags={**outcome.tags, CHANGED: "yes"}),))
+
+
+@advantage
+def serial_decay(table: RewardTable, *, by: Tags = BY_GROUP, base: PositiveFloat = 2.0) -> RewardTable:
+    """Divide the reward of the c-th right answer of a group by 2^(c - 1) (S-GRPO, arXiv 2505.07686).
+
+    For answers from successive cuts of one chain of thought, in the order of rows: earlier right exits earn
+    more. An answer is right where its reward is not 0. With `by: [row]` the order is that of a row's
+    outcomes. Put it after `total`, before `group_center`.
+    """
+    groups = table.groups(by)
+    right = table.valid & (table.values.abs() > EQUAL)
+    order = torch.arange(table.ends.numel(), dtype=torch.float64).view(table.ends.shape)[:, None]
+    before = GroupStatistics(order.expand_as(table.values), right, groups.index).rank()
+    return table.put(torch.where(right, table.values * base ** -before.double(), 0.0))

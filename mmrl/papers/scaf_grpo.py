@@ -1,7 +1,8 @@
-"""Scaf-GRPO (arXiv 2510.19807): answers to prompts with hints are learned as answers to the bare prompts.
+"""Scaf-GRPO (arXiv 2510.19807): a success with a hint takes the place of a failure.
 
 Title: Scaf-GRPO: Scaffolded Group Relative Policy Optimization for Enhancing LLM Reasoning
-Formula: ratio = p(y | x) / p_old(y | x) for y ~ p_old(. | x, hint).
+Formula: ratio = p(y | x) / p_old(y | x) for y ~ p_old(. | x, hint); of a failed group one row is
+that of the first hinted success.
 Our reading: none in this file.
 """
 
@@ -10,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmrl.config.registry import engine
+import torch
+
+from mmrl.advantages.hinted import hint_of, keep_rows, successes
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import advantage, engine
+from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.hints import TAG, without_hint
 from mmrl.vision.engines.generate import Generate
@@ -47,3 +53,33 @@ class WithoutHints:
             else row
             for row in self.engine.rollout(prompts)
         )
+
+
+@advantage
+def first_success(
+    table: RewardTable, *, of: str = "", threshold: float = 0.0, replace: PositiveInt = 1
+) -> RewardTable:
+    """Put the first hinted success of a failed group in the place of its first row (Scaf-GRPO).
+
+    arXiv 2510.19807. All other hinted rows are left out, so that the group keeps its size; a group without a
+    hinted success is the plain one. Put it first in the chain, with the sampler `with_hints`. A group without
+    plain rows stays as it is.
+
+    Args:
+        of: Name of the reward that must be above `threshold`; empty: the weighted sum.
+        threshold: The highest reward that counts as a failure.
+        replace: Plain rows that hinted successes replace.
+    """
+    hinted, success = hint_of(table) != 0, successes(table, of, threshold)
+    kept = torch.ones(len(table), dtype=torch.bool)
+    for group in table.group.unique().tolist():
+        rows = table.group == group
+        plain = (rows & ~hinted).nonzero()[:, 0]
+        if not len(plain) or not (rows & hinted).any():
+            continue
+        kept[rows & hinted] = False
+        if not success[plain].any():
+            chosen = (rows & hinted & success).nonzero()[:replace, 0]
+            kept[chosen] = True
+            kept[plain[: len(chosen)]] = False
+    return keep_rows(table, kept)

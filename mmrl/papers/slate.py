@@ -1,7 +1,8 @@
 """SLATE (arXiv 2602.23440): candidates of every turn are scored, and the conversation goes on from one.
 
 Title: Truncated Step-Level Sampling with Process Rewards for Retrieval-Augmented Reasoning
-Formula: p(candidate j) = softmax(A / choice_temperature), A = (R - mean) / (std + eps).
+Formula: p(candidate j) = softmax(A / choice_temperature), A = (R - mean) / (std + eps); an early
+answer earns coef (budget - t) / budget.
 Our reading: turns of several conversations count alike.
 """
 
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 
 from mmrl.config.binding import Bound
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
-from mmrl.config.registry import engine
-from mmrl.config.reward_adapters import Scoring
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from mmrl.config.registry import engine, reward
+from mmrl.config.reward_adapters import Scoring, per_outcome
 from mmrl.config.schema import ConfigError
-from mmrl.core.episodes import EPISODE, TURN
-from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
+from mmrl.core.episodes import EPISODE, TURN, turn_number
+from mmrl.core.types import CHANGED, Outcome, Prompt, Rollouts, Trajectory
 from mmrl.runtime.ray_rewards import with_actors
 from mmrl.runtime.reward_calls import call_all, checked
 from mmrl.vision.conversation import CALL, INSTEAD, Conversation, copied, images_of
@@ -226,3 +227,23 @@ class WithStepCandidates(WithTools):
 def _recorded(row: Trajectory, scores: Mapping[str, float]) -> Trajectory:
     (outcome,) = row.outcomes
     return replace(row, outcomes=(replace(outcome, recorded={**outcome.recorded, **scores}),))
+
+
+@reward
+@per_outcome
+def early_answer(
+    prompt: Prompt, outcome: Outcome, *, budget: PositiveInt = 4, coef: NonNegativeFloat = 0.1
+) -> float:
+    """Reward an answer for the turns that it did not need: coef (budget - t) / budget (SLATE).
+
+    arXiv 2602.23440; t is the number of the turn that answers, from 1, where its tag `turn` counts from 0. It
+    is 0 beyond the budget, and for a turn that is no answer: one that calls a tool, or that was cut (its tag
+    `finish` is not `stop`).
+
+    Args:
+        budget: Turns that an answer may take (the paper: 4).
+        coef: Largest reward.
+    """
+    if outcome.tags.get("finish", "stop") != "stop":
+        return 0.0
+    return coef * max(0, budget - turn_number(outcome.tags) - 1) / budget

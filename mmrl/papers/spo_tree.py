@@ -8,16 +8,20 @@ Our reading: none in this file.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from math import prod
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
-from mmrl.config.ranges import DividesGenerations, NonNegativeInt, PositiveInt
-from mmrl.config.registry import engine
+from mmrl.advantages.notes import noted
+from mmrl.advantages.select import per_step
+from mmrl.advantages.trees import Node, leaf_of, parts_of
+from mmrl.config.ranges import DividesGenerations, NonNegativeFloat, NonNegativeInt, PositiveInt
+from mmrl.config.registry import advantage, engine
+from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts, Trajectory
 from mmrl.vision.decoding.branching import Branch, Grown
@@ -137,3 +141,69 @@ def _leaves(branches: Sequence[Branch], grown: Sequence[Grown | None], members: 
     """List the branches of a tree that have grown, and have no continuation that has."""
     inner = {branches[i].parent for i in members if grown[i] is not None}
     return [i for i in members if grown[i] is not None and i not in inner]
+
+
+@advantage(notes={"node"})
+def tree_values(
+    table: RewardTable, *, scale: Literal["none", "siblings"] = "none", eps: NonNegativeFloat = 1e-8
+) -> RewardTable:
+    """Credit each part of a tree of answers with what it adds to the value (SPO, arXiv 2505.23564).
+
+    The value of a leaf is the reward of its answer, that of another part the mean of its continuations'. A
+    part has its value less that of the part before it; the first parts have theirs less the mean of the
+    group. Tokens that rows share are learned from in the first of these rows alone, and parts with an
+    advantage of 0 not at all. `vision.with_branches`, and `vision.with_turn_branches` for conversations, note
+    the `node` of every token; a row without it is a part of its own (our reading). Put it after `total`.
+
+    Args:
+        scale: Divide by nothing, or by the deviation (over their number) of the values of all continuations
+            of the part before (`siblings`).
+        eps: Added to that deviation.
+    """
+    last = table.last.clamp(min=0)[:, None, None].expand(-1, len(table.names), 1)
+    reward, known = table.values.gather(2, last)[..., 0], table.valid.gather(2, last)[..., 0]  # (N, R)
+    steps = per_step(table)
+    number = torch.where(steps.present, noted(steps, "node"), torch.nan)  # (N, T)
+    paths = [
+        leaf_of(int(group), row, i) for i, (group, row) in enumerate(zip(table.group, number, strict=True))
+    ]
+    credit, valid = torch.zeros_like(steps.values), torch.zeros_like(steps.valid)
+    for column in range(len(table.names)):
+        edges = _edges(paths, reward[:, column].tolist(), known[:, column].tolist(), scale, eps)
+        for i, path in enumerate(paths):
+            for node, inside in parts_of(path, number[i]):
+                if node in edges:
+                    part = inside & steps.present[i]
+                    credit[i, column, part], valid[i, column, part] = edges[node], True
+    learn, seen = steps.learn & (credit != 0).any(1), set()
+    for i, path in enumerate(paths):
+        for node, inside in parts_of(path, number[i]):
+            if node in seen:
+                learn[i] &= ~inside
+            seen.add(node)
+    return steps.replace(values=credit, valid=valid, learn=learn)
+
+
+def _edges(
+    paths: list[Node], reward: list[float], known: list[bool], scale: str, eps: float
+) -> dict[Node, float]:
+    """Compute the advantage of every part that leads to a leaf with a reward."""
+    below: dict[Node, list[float]] = defaultdict(list)  # values of the continuations of a part
+    for path, value, applies in zip(paths, reward, known, strict=True):
+        if applies:
+            below[path].append(value)
+    values: dict[Node, float] = {}
+    spread: dict[Node, float] = {}
+    # From the deepest parts up, each of which hands its mean on to the part before it.
+    for depth in range(max(map(len, paths), default=0), 0, -1):
+        for node in [node for node in below if len(node) == depth]:
+            listed = torch.tensor(below[node], dtype=torch.float64)
+            values[node], spread[node] = float(listed.mean()), float(listed.std(correction=0))
+            if depth > 1:
+                below[node[:-1]].append(values[node])
+    divisor = {node: spread[node] + eps if scale == "siblings" else 1.0 for node in values}
+    return {
+        node: gain / divisor[node[:-1]] if (gain := value - values[node[:-1]]) else 0.0
+        for node, value in values.items()
+        if len(node) > 1
+    }

@@ -2,7 +2,7 @@
 
 Title: Truncated Proximal Policy Optimization
 Formula: y_k ~ p(. | x, y_(<k)), at most `window` tokens a step; each is learned from in the step that
-sampled it.
+sampled it, with r = 0 where it goes on.
 Our reading: the window; groups of one prompt are not kept together.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import engine, sampler
+from mmrl.config.registry import advantage, engine, sampler
 from mmrl.core.protocols import Sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
@@ -159,3 +159,16 @@ def _after(prompt: EncodedPrompt, ids: Tensor) -> EncodedPrompt:
         return prompt
     positions = torch.cat([prompt.positions, Suffix.answer(prompt, ids).positions], 1)
     return EncodedPrompt(prompt.uid, torch.cat([prompt.ids, ids]), positions, prompt.media)
+
+
+@advantage
+def zero_unfinished(table: RewardTable) -> RewardTable:
+    """Set the rewards of answers that go on in the next step to 0 (T-PPO).
+
+    So the value of a critic stands for them. Answers are tagged `unfinished`, as `vision.with_window` does.
+    Put it before `{name: gae, bootstrap: true}` (arXiv 2506.15050).
+    """
+    if "unfinished" not in table.ids:
+        return table
+    unfinished = (table.ids["unfinished"] != 0).any(-1)[:, None, None]
+    return table.put(torch.where(unfinished & table.valid, 0.0, table.values))

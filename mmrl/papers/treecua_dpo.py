@@ -7,7 +7,7 @@ Our reading: conversations are held while learning, and how pairs are made; only
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import accumulate, pairwise
@@ -16,11 +16,16 @@ from operator import mul
 from typing import Annotated, ClassVar
 
 import torch
+from torch import Tensor
 
+from mmrl.advantages.notes import noted
+from mmrl.advantages.select import per_step
+from mmrl.advantages.trees import Node, leaf_of, parts_of
 from mmrl.config.ranges import DividesGenerations, PositiveInt
-from mmrl.config.registry import engine
+from mmrl.config.registry import advantage, engine
 from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN
+from mmrl.core.reward_table import RewardTable, name_id
 from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
 from mmrl.vision.conversation import INSTEAD, Conversation, copied
 from mmrl.vision.engines.with_tools import WithTools
@@ -158,3 +163,47 @@ class WithTurnBranches(WithTools):
 
 def _key(talk: Conversation) -> tuple[str, int]:
     return talk.prompt.uid, talk.index
+
+
+@advantage(notes={"node", "token"})
+def branch_pairs(table: RewardTable, *, threshold: float = 0.5) -> RewardTable:
+    """Prefer branches of a tree that lead to a right answer to siblings that lead to none (TreeCUA-DPO).
+
+    arXiv 2602.09662, of which only the abstract was read; our reading. Where a tree parts, a branch whose
+    best answer is right is chosen and a sibling without a right answer rejected: 1 and -1 on the tokens of
+    the two branches alone, in a group of their own; all else is dropped. Siblings of the same tokens are one
+    branch. A row takes part in one pair at most, and each parting makes one, those nearest to the ends first.
+    `vision.with_turn_branches`, and `vision.with_branches` for answers, note the `node` of every token. Put
+    it after `total`, before an objective of pairs.
+
+    Args:
+        threshold: An answer is right above this reward.
+    """
+    last = table.last.clamp(min=0)[:, None]
+    known = table.valid[:, 0].gather(1, last)[:, 0].tolist()
+    right = (table.values[:, 0].gather(1, last)[:, 0] > threshold).tolist()
+    steps = per_step(table)
+    number, token = (torch.where(steps.present, noted(steps, name), torch.nan) for name in ("node", "token"))
+    branches: dict[Node, dict[tuple[float, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+    inside: dict[tuple[Node, int], Tensor] = {}  # the steps of the branch that follows a part, in a row
+    for i, group in enumerate(table.group.tolist()):
+        for node, part in parts_of(leaf_of(group, number[i], i), number[i]) if known[i] else ():
+            inside[node[:-1], i] = part & steps.present[i]
+            branches[node[:-1]][tuple(token[i, inside[node[:-1], i]].tolist())].append(i)
+    pair = torch.zeros(steps.present.shape, dtype=torch.float64)
+    groups, used = steps.ids["group"].clone(), set[int]()
+    for node in sorted(branches, key=len, reverse=True):
+        listed = branches[node].values()
+        chosen = [i for rows in listed for i in rows if right[i]]
+        rejected = [i for rows in listed if not any(right[i] for i in rows) for i in rows]
+        free = [[i for i in rows if i not in used] for rows in (chosen, rejected)]
+        if all(free):
+            for sign, (i, *_) in zip((1.0, -1.0), free, strict=True):
+                pair[i, inside[node, i]] = sign
+                groups[i] = name_id(f"{node[0]}/{free[0][0]}")
+                used.add(i)
+    return steps.replace(
+        values=pair[:, None].expand_as(steps.values),
+        ids={**steps.ids, "group": groups},
+        learn=steps.learn & (pair != 0),
+    )

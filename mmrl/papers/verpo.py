@@ -14,9 +14,10 @@ from typing import Literal
 
 import torch
 
-from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from mmrl.config.registry import reward
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Tags
+from mmrl.config.registry import advantage, reward
 from mmrl.config.reward_adapters import comparable_outcomes, shown, tagged
+from mmrl.core.reward_table import RewardTable
 from mmrl.core.tensor import rarity
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError
@@ -139,3 +140,48 @@ def code_of(text: str, tag: str = "") -> str:
     """Return the code of an answer: its last block of a tag, or else fenced one; empty without any."""
     blocks = tagged(text, tag) if tag else FENCED.findall(text)
     return blocks[-1].strip() if blocks else ""
+
+
+@advantage
+def rarity_weights(
+    table: RewardTable,
+    *,
+    alpha: NonNegativeFloat = 1.0,
+    sigma: PositiveFloat = 0.2,
+    eps: PositiveFloat = 1e-6,
+    by: Tags = ("group",),
+) -> RewardTable:
+    """Add up checks of an answer, rare and isolated ones weighing more (VeRPO, arXiv 2601.03525).
+
+    Every reward is a check that passes (1) or fails (0), such as a unit test. Check j with pass rate p_j in
+    the group weighs exp(-alpha p_j) / (N_j + eps), where N_j = sum_l exp(-(p_j - p_l)^2 / (2 sigma^2)) counts
+    checks of about its difficulty; its configured weight is a further factor. It stands for `total`, before
+    `group_center`. The constants are our reading.
+
+    Args:
+        alpha: How much rarer passes weigh more.
+        sigma: Distance of pass rates within which checks share their weight.
+        eps: Added to the counts.
+        by: Keys that define a group; pass rates are over all its outcomes.
+    """
+    groups = table.groups(by)
+    # A check of another prompt does not count.
+    weight = rarity(groups.mean(), groups.count() > 0, alpha=alpha, sigma=sigma, eps=eps)
+    given = torch.tensor(list(table.weights.values()), dtype=torch.float64)[:, None]
+    passed = torch.where(table.valid, table.values, 0.0)
+    return table.replace(
+        values=(given * weight * passed).sum(1, keepdim=True),
+        valid=table.valid.any(1, keepdim=True),
+        weights={"total": 1.0},
+    )
+
+
+@advantage(every_turn=True)
+def turn_discount(table: RewardTable, *, gamma: Probability = 0.9) -> RewardTable:
+    """Multiply rewards by gamma once for every turn of their conversation (VeRPO, arXiv 2601.03525).
+
+    So of two conversations that solve a task the shorter one earns more. Put it before the rewards of turns
+    are merged (`per_episode`). The paper's gamma is not known: 0.9 is our reading.
+    """
+    turns = table.present.sum(-1)[:, None, None].double()
+    return table.put(table.values * gamma**turns)

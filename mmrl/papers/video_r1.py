@@ -1,7 +1,8 @@
-"""Video-R1 (arXiv 2503.21776): a bonus for answers that need the order of the frames (T-GRPO).
+"""Video-R1 (arXiv 2503.21776): bonuses for answers that need the order of frames, and for their length.
 
 Title: Video-R1: Reinforcing Video Reasoning in MLLMs
-Formula: reward + bonus for right answers where p(ordered) >= min_ratio p(shuffled) over a group.
+Formula: reward + bonus for right answers where p(ordered) >= min_ratio p(shuffled) over a group, and
++ 0.2 at 320 to 512 tokens.
 Our reading: one order for all answers to a prompt; departs: single frames are shuffled before the
 processor.
 """
@@ -11,12 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
 from mmrl.advantages.shape import column_of
-from mmrl.config.ranges import NonNegativeFloat, Probability
+from mmrl.config.ranges import AtMost, NonNegativeFloat, NonNegativeInt, Probability
 from mmrl.config.registry import advantage, engine
 from mmrl.core.protocols import Engine
 from mmrl.core.reward_table import GroupStatistics, RewardTable, name_id
@@ -121,3 +122,35 @@ def temporal_contrast(
     right = earned[:, 0] & known & (reward > above) & ~shuffled
     values[:, place] = torch.where(right, reward + bonus, reward)
     return table.replace(values=values, valid=table.valid & ~shuffled[:, None], learn=table.learn & ~shuffled)
+
+
+@advantage
+def length_band(
+    table: RewardTable,
+    *,
+    of: str,
+    shortest: Annotated[NonNegativeInt, AtMost("longest")] = 320,
+    longest: NonNegativeInt = 512,
+    bonus: float = 0.2,
+    above: float = 0.1,
+) -> RewardTable:
+    """Add a bonus to correct answers of medium length (Video-R1, arXiv 2503.21776).
+
+    It is for groups in which more than one answer is correct as measured; other pieces of the chain do not
+    count. Put it before `total`, which multiplies the bonus by the weight of the reward.
+
+    Args:
+        of: Name of the reward that says whether an answer is correct, and that gets the bonus.
+        shortest: Fewest tokens of an answer with a bonus, the end token included.
+        longest: Most tokens.
+        bonus: What is added.
+        above: An answer is correct where the reward is larger than this.
+    """
+    place = column_of(table, of)
+    right = table.valid[:, place] & (table.scored[of] > above)  # (N, K); rows that left the group are not
+    index = table.index(("group", "place"))
+    several = GroupStatistics(table.values[:, [place]], right[:, None], index).count()[:, 0] > 1
+    inside = (table.ends >= shortest) & (table.ends <= longest)
+    values = table.values.clone()
+    values[:, place] = torch.where(right & several & inside, values[:, place] + bonus, values[:, place])
+    return table.put(values)

@@ -7,14 +7,15 @@ Our reading: means are over all games of a collection; a role without any reward
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 
 from mmrl.advantages.notes import tagged_as
-from mmrl.config.ranges import NonNegativeInt, Probability, ShareBelowOne, Tag
+from mmrl.config.ranges import NonNegativeInt, Probability, ShareBelowOne, Tag, TagWords
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import RewardTable, name_id
 from mmrl.core.rng import Stream
@@ -220,3 +221,36 @@ class Alternate:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them."""
         self.stage, self.sums, self.at = Stage(**state["stage"]), list(state["sums"]), state["at"]
+
+
+@advantage(turns=True)
+def for_turns(
+    table: RewardTable,
+    *,
+    advantage: tuple[Callable[[RewardTable], RewardTable], ...],
+    where: TagWords,
+) -> RewardTable:
+    """Apply advantage functions to the turns with a tag; the other turns count in nothing and stay.
+
+    `for_some` does this for whole rows. Raises `ValueError` where the functions change rewards or places.
+
+    Args:
+        advantage: The functions, in order.
+        where: Words by tag that a turn must have, such as `{stage: clue}`.
+    """
+    inside = table.present.clone()
+    for tag, word in where.items():
+        inside &= tagged_as(table, tag) == name_id(word)
+    inside = inside[:, None]
+    part = table.replace(valid=table.valid & inside)
+    made = reduce(lambda made, function: function(made), advantage, part)
+    if made.names != table.names or made.ends.shape != table.ends.shape:
+        raise ValueError(
+            f"`for_turns` must keep the rewards and places of its turns, but {made.names} came of "
+            f"{table.names}; put `total` before it, and pieces that work on single steps after it"
+        )
+    return table.replace(
+        values=torch.where(inside, made.values, table.values),
+        valid=torch.where(inside, made.valid, table.valid),
+        learn=torch.where(inside[:, 0], made.learn, table.learn),
+    )

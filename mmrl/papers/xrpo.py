@@ -1,7 +1,8 @@
-"""XRPO (arXiv 2510.06672): prompts that failed are asked again with similar solved examples.
+"""XRPO (arXiv 2510.06672): prompts that failed see solved examples, and rare right answers earn more.
 
 Title: XRPO: Pushing the limits of GRPO with Targeted Exploration and Exploitation
-Formula: x' = x + the k solved questions with the largest cosine similarity to x.
+Formula: x' = x + the k solved questions with the largest cosine similarity to x; novelty = 1 - exp(s - mean
+s), s the mean log-probability of an answer.
 Our reading: similarity of word counts, and that a prompt is asked again the next time it is drawn.
 """
 
@@ -14,11 +15,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import sampler
+import torch
+
+from mmrl.advantages.normalize import BY_GROUP
+from mmrl.advantages.notes import row_mean
+from mmrl.config.ranges import PositiveInt, Tags
+from mmrl.config.registry import advantage, sampler
 from mmrl.config.schema import ConfigError
 from mmrl.core.protocols import Sampler
-from mmrl.core.reward_table import RewardTable
+from mmrl.core.reward_table import GroupStatistics, RewardTable
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.hints import TAG, with_hint
 from mmrl.samplers.answers import ReadsAnswers
@@ -134,3 +139,18 @@ def _shown(prompt: Prompt, examples: list[Example], template: str) -> Prompt:
         return prompt
     text = "\n".join(f"{example.question}\n{example.answer}" for example in examples)
     return with_hint(prompt, text, tag=SOLVED, template=template.replace("{examples}", "{hint}"))
+
+
+@advantage(notes={"logp"})
+def novelty(table: RewardTable, *, by: Tags = BY_GROUP) -> RewardTable:
+    """Record how much less likely than its group an answer was, as the label `novelty` (arXiv 2510.06672).
+
+    1 - exp(s - mean s), where s is the mean log-probability of an answer's tokens: above 0 for rare ones.
+    Values stay; put `{name: capped_bonus, of: novelty}` after it (XRPO). Without noted log-probabilities
+    (demonstrations) there is no label.
+    """
+    logp = row_mean(table, "logp")[:, None, None].expand(table.present[:, None].shape)
+    known = table.present[:, None] & ~logp.isnan()
+    relative = logp - GroupStatistics(logp, known, table.index(by)).mean()
+    found = torch.where(known, 1 - relative.clamp(max=20).exp(), torch.nan)[:, 0]
+    return table.replace(scored={**table.scored, "novelty": found})

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from mmrl.config.ranges import AtMost, PositiveInt
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.choices import choices_in
 from mmrl.core.reward_table import name_id
 from mmrl.core.types import Outcome, Prompt
@@ -38,18 +38,6 @@ def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
     blocks = r"\s*".join(rf"<{tag}>(?:(?!</?{tag}>).)*</{tag}>" for tag in asked.split(","))
     text = (outcome.text or "").strip()
     return float(re.fullmatch(blocks, text, re.DOTALL | re.IGNORECASE) is not None)
-
-
-@reward
-@per_outcome
-def skip_ratio(prompt: Prompt, outcome: Outcome, *, tag: str = "think") -> float:
-    """Return 1 if the answer has a thought of nothing but space, else 0: its mean is TON's share of skips.
-
-    Every block of the tag must be empty; an answer without one has skipped nothing (arXiv 2505.16854). A
-    label: give it the weight 0, because to skip is not rewarded by itself.
-    """
-    thoughts = tagged(outcome.text or "", tag)
-    return float(bool(thoughts) and not any(map(str.strip, thoughts)))
 
 
 @reward

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmrl.config.ranges import NonNegativeFloat, PositiveInt
 from mmrl.config.registry import reward as register
 from mmrl.config.reward_adapters import (
-    per_outcome,
     policy_messages,
 )
-from mmrl.core.episodes import turn_number
 from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Message, Outcome, Prompt
 
@@ -49,23 +46,3 @@ def tool_calls(
         float(sum(not name or call.name == name for turn in new for call in calls_in(turn, tag)))
         for _, new in policy_messages(outcomes)
     ]
-
-
-@register
-@per_outcome
-def early_answer(
-    prompt: Prompt, outcome: Outcome, *, budget: PositiveInt = 4, coef: NonNegativeFloat = 0.1
-) -> float:
-    """Reward an answer for the turns that it did not need: coef (budget - t) / budget (SLATE).
-
-    arXiv 2602.23440; t is the number of the turn that answers, from 1, where its tag `turn` counts from 0. It
-    is 0 beyond the budget, and for a turn that is no answer: one that calls a tool, or that was cut (its tag
-    `finish` is not `stop`).
-
-    Args:
-        budget: Turns that an answer may take (the paper: 4).
-        coef: Largest reward.
-    """
-    if outcome.tags.get("finish", "stop") != "stop":
-        return 0.0
-    return coef * max(0, budget - turn_number(outcome.tags) - 1) / budget

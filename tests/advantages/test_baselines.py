@@ -10,7 +10,6 @@ import torch
 from mmrl.advantages.baselines import (
     best_margin,
     greedy_baseline,
-    shrunk_mean,
     virtual_maximum,
 )
 from mmrl.advantages.normalize import group_normalize
@@ -55,25 +54,6 @@ def test_best_margin_does_not_feel_a_shift_of_the_rewards():
 @pytest.mark.parametrize("piece", [group_normalize, best_margin])
 def test_equal_rewards_have_no_advantage_also_where_their_mean_is_rounded(piece):
     assert piece(reward_table([0.1] * 3, length=[1, 2, 4])).values.eq(0).all()
-
-
-@pytest.mark.parametrize(
-    ("rewards", "baseline"),
-    [([1.0, -1.0, -1.0, -1.0], -0.142857), ([1.0, -1.0, 1.0, -1.0], 0.2)],  # EX-34 of V_0.5, with V = 0.2
-)
-def test_a_mean_is_shrunk_to_a_prediction_until_rewards_contradict_it(rewards, baseline):
-    table = reward_table({"r": rewards, "predicted": [0.2] * 4}, weights={"predicted": 0.0})
-    found = shrunk_mean(table, of="predicted", low=-1.0, high=1.0).values[:, 0]
-    assert_rows(found, [[reward - baseline] for reward in rewards], 1e-6)
-    # Rewards from 0 to 1, where V is 0.6: everything is half as large.
-    half = {"r": [(reward + 1) / 2 for reward in rewards], "predicted": [0.6] * 4}
-    found = shrunk_mean(reward_table(half, weights={"predicted": 0.0}), of="predicted").values[:, 0]
-    assert_rows(found, [[(reward - baseline) / 2] for reward in rewards], 1e-6)
-
-
-def test_a_group_without_a_prediction_is_compared_with_its_mean():
-    table = reward_table({"r": [1.0, 0.0], "predicted": [None, None]}, weights={"predicted": 0.0})
-    assert_rows(shrunk_mean(table, of="predicted").values[:, 0], [[0.5], [-0.5]])
 
 
 def test_remax_subtracts_the_reward_of_the_greedy_answer():

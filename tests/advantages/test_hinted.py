@@ -5,52 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.advantages.hinted import best_hint, first_success, hint_reward, hint_value
-from mmrl.advantages.normalize import group_normalize
+from mmrl.advantages.hinted import best_hint, hint_reward, hint_value
 from mmrl.advantages.shape import total
+from mmrl.papers.scaf_grpo import first_success
 from tests.support.tables import assert_rows, reward_table
 
 
 def counted(table):
     return table.learn[:, 0].int().tolist()
-
-
-def test_the_first_success_replaces_the_first_failure():
-    hints = ["", "", "", "1", "2", "2"]
-    table = first_success(reward_table([0, 0, 0, 0, 1, 1], tags={"hint": hints}))
-    assert counted(table) == [0, 1, 1, 0, 1, 0]
-    assert table.valid[:, 0, 0].int().tolist() == counted(table)
-
-
-def test_eight_failures_and_a_hinted_success_have_the_papers_advantages():
-    table = reward_table([0] * 8 + [1], tags={"hint": [""] * 8 + ["3"]})
-    credit = group_normalize(first_success(table), eps=1e-6)
-    assert_rows(credit.values[1:, 0, 0], [*[-0.353552] * 7, 2.474867])  # EX-47
-    assert counted(credit) == [0, *[1] * 8]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "hints", "kept"),
-    [
-        ([0, 0, 0], ["", "", "1"], [1, 1, 0]),  # no hint succeeds: the plain group
-        ([1, 0, 1], ["", "", "1"], [1, 1, 0]),  # no failed group
-        ([0, 1, 1], ["1", "1", "1"], [1, 1, 1]),  # no plain rows
-        ([0, 1, 0], ["", "", ""], [1, 1, 1]),
-        ([None, 0, 1], ["", "", "1"], [0, 1, 1]),
-    ],
-)
-def test_other_groups_keep_their_plain_rows(rewards, hints, kept):
-    assert counted(first_success(reward_table(rewards, tags={"hint": hints}))) == kept
-
-
-def test_two_successes_may_replace_two_failures():
-    table = reward_table([0, 0, 0, 1, 1], tags={"hint": ["", "", "", "1", "2"]})
-    assert counted(first_success(table, replace=2)) == [0, 0, 1, 1, 1]
-
-
-def test_groups_are_changed_one_by_one():
-    table = reward_table([0, 1, 0, 1], group=["a", "a", "b", "b"], tags={"hint": ["", "1", "", ""]})
-    assert counted(first_success(table)) == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("piece", [first_success, best_hint])

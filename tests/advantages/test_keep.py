@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mmrl.advantages.normalize import batch_normalize, group_center, group_normalize
-from mmrl.advantages.select import drop_truncated, drop_zero, high_entropy, per_step, zero_unfinished
+from mmrl.advantages.select import drop_truncated, drop_zero, high_entropy, per_step
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -63,13 +63,6 @@ def test_conversations_that_hit_another_limit_are_dropped_where_that_is_asked():
 
 def test_drop_truncated_keeps_all_where_no_engine_said_how_answers_finished():
     assert drop_truncated(reward_table([1, 2])).learn.equal(torch.tensor([[True], [True]]))
-
-
-def test_zero_unfinished_leaves_what_goes_on_to_the_critic():
-    table = reward_table([[1, 2], [3], [4]], tags={"unfinished": [["", "yes"], [""], ["yes"]]})
-    assert_rows(zero_unfinished(table).values[:, 0], [[0, 0], [3], [0]])
-    assert zero_unfinished(table).learn.equal(table.learn), "their steps are learned from"
-    assert_rows(zero_unfinished(reward_table([1, 2])).values[:, 0], [[1], [2]])
 
 
 def test_drop_zero_does_not_learn_from_rows_without_any_advantage():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mmrl.advantages.normalize import (
-    balanced_center,
     batch_normalize,
     group_center,
     group_normalize,
@@ -17,7 +16,6 @@ from mmrl.advantages.normalize import (
 )
 from mmrl.advantages.select import per_step
 from mmrl.advantages.shape import total
-from mmrl.core.rng import Stream
 from tests.support.tables import assert_rows, prefix_rewards, reward_table
 
 HARD, EASY = [1, 0, 0, 0], [1, 1, 1, 0]
@@ -281,17 +279,3 @@ def test_groups_with_stored_answers_are_damped(damping, wanted):
     )
     found = group_normalize(table, std="population", eps=1e-6, damping=damping)
     assert_rows(found.values, [*wanted, 0.999998, -0.999998])
-
-
-def test_surplus_negatives_are_left_out_at_random():
-    table = reward_table([1, 0, 0, 0, 1, 1, 0, 1, 0, 0], group=[0] * 4 + [1] * 4 + [2] * 2)
-    dropped = set()
-    for seed in range(12):
-        found = balanced_center(table, stream=Stream(seed)).values[:, 0, 0]
-        # one positive keeps one of three negatives, with the mean 1/2; three keep their only one
-        assert_rows(found[[0, *range(4, 10)]], [0.5, 0.25, 0.25, -0.75, 0.25, 0, 0])
-        assert sorted(found[1:4].tolist()) == [-0.5, 0, 0]
-        dropped.add(tuple(found[1:4].tolist()))
-    assert len(dropped) == 3
-    again = (balanced_center(table, stream=Stream(3)).values for _ in range(2))
-    assert next(again).equal(next(again))

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl.advantages.bonus import novelty
 from mmrl.advantages.normalize import leave_one_out
 from mmrl.advantages.select import high_entropy, per_step
 from mmrl.advantages.shape import scale, total
@@ -17,6 +16,7 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.papers.adar1 import bilevel_pairs
+from mmrl.papers.xrpo import novelty
 from tests.support.tables import NAN, assert_rows, reward_table
 
 

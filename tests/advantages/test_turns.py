@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
-import torch
 
 from mmrl.advantages.normalize import group_center, group_normalize, leave_one_out
 from mmrl.advantages.select import returns
-from mmrl.advantages.shape import scale, total
-from mmrl.advantages.some import for_some
+from mmrl.advantages.shape import scale
 from mmrl.advantages.turns import (
-    for_turns,
     gigpo,
     per_episode,
-    shared_steps,
-    turn_discount,
 )
-from mmrl.core.tensor import rarity
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -62,64 +54,6 @@ def test_turns_of_one_number_are_compared_as_in_matchtir():
     assert_rows(returns(table, gamma=0.9).values[:, 0], [[1.4, 1], [1, 0, 0]])
     halved = scale(gigpo(table, **options), factor=0.5)
     assert_rows(halved.values[:, 0], [[0.707105] * 2, [-0.707105, -0.707105, -0.353552]])
-
-
-def test_steps_that_runs_share_have_their_mean_advantage():
-    paths = [list("xyz"), list("xyw"), list("xqz")]
-    table = played([[None, None, 1], [None, None, 0], [None, None, 1]], action=paths)
-    even = per_episode(table, advantage=(total, group_normalize_6))
-    assert_rows(even.values[:, 0], [[0.577349] * 3, [-1.154699] * 3, [0.577349] * 3])
-    found = shared_steps(even, of=("action",)).values[:, 0]
-    wanted = [[0, -0.288675, 0.577349], [0, -0.288675, -1.154699], [0, 0.577349, 0.577349]]
-    assert_rows(found, wanted)
-
-
-def group_normalize_6(table):
-    return group_normalize(table, eps=1e-6)
-
-
-def test_without_history_paths_may_meet_again():
-    # z after y and z after q: the same step to the same end without history, two steps with it.
-    paths = [list("xyz"), list("xqz")]
-    table = played([[1, 1, 1], [0, 0, 0]], action=paths)
-    assert_rows(shared_steps(table, of=("action",)).values[:, 0], [[0.5, 1, 1], [0.5, 0, 0]])
-    merged = shared_steps(table, of=("action",), history=False).values[:, 0]
-    assert_rows(merged, [[1, 1, 0.5], [0, 0, 0.5]])  # x leads to y and to q, so it is two steps
-
-
-def test_turns_with_a_tag_have_a_chain_of_their_own():
-    table = played([[1, 5, 3], [2, 7, 4]], stage=[["clue", "decide", "clue"]] * 2)
-    found = for_turns(table, advantage=(group_center,), where={"stage": "clue"}).values[:, 0]
-    assert_rows(found, [[-0.5, 5, -0.5], [0.5, 7, 0.5]])
-    with pytest.raises(ValueError, match="must keep the rewards and places"):
-        for_turns(table, advantage=(total,), where={"stage": "clue"})
-
-
-def test_every_turn_of_a_conversation_discounts_its_reward():
-    table = played([[0, 0, 1], [0, 1]])
-    assert_rows(turn_discount(table).values[:, 0], [[0, 0, 0.729], [0, 0.81]])
-
-
-def test_verpo_adds_the_comparison_of_turns_to_that_of_conversations():
-    # passes of three tests in two turns of two conversations: 110, 111 and 100, 100; rates 1, 1/2, 1/4
-    rate = torch.tensor([[1.0, 0.5, 0.25]], dtype=torch.float64)[..., None]
-    weight = rarity(rate, torch.ones_like(rate, dtype=torch.bool))[0, :, 0].tolist()
-    # their distances .5 .75 .25 give N = 1 + .043937 + .000884, 1 + .043937 + .457833, 1 + .000884 + .457833
-    assert weight == pytest.approx([0.352098, 0.403877, 0.533894], abs=1e-6)
-    a, b, c = weight
-    tests = [[a + b, a + b + c], [a, a]]
-    table = reward_table(
-        {"solved": [[None, 1], [None, 0]], "tests": tests},
-        weights={"tests": 0.5},
-        tags={"turn": [list("01")] * 2},
-    )
-    whole = for_some(
-        table, of=("solved",), advantage=(turn_discount, partial(per_episode, advantage=(group_center,)))
-    )
-    made = total(for_some(whole, of=("tests",), advantage=(partial(group_center, by=("group",)),)))
-    mean = (sum(tests[0]) + sum(tests[1])) / 4
-    wanted = [[0.405 + 0.5 * (x - mean) for x in tests[0]], [-0.405 + 0.5 * (x - mean) for x in tests[1]]]
-    assert_rows(made.values[:, 0], wanted)
 
 
 # ---- roles

@@ -1,4 +1,4 @@
-"""Credit from values: VGPO's, and credit of critics and process rewards around unchosen steps."""
+"""Credit from values: VGPO's, and credit of critics around unchosen steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ import torch
 from mmrl.advantages.normalize import batch_normalize, group_normalize
 from mmrl.advantages.select import returns
 from mmrl.advantages.shape import scale_by, value_anchor, value_weights
-from mmrl.advantages.values import (
-    gae,
-    lambda_returns,
-    process_returns,
-    value_baseline,
-    value_label,
-    value_targets,
-)
+from mmrl.advantages.values import gae, lambda_returns, value_baseline, value_label, value_targets
 from tests.support.tables import NAN, assert_rows, reward_table
 
 REWARDS = [0.2, 0.3, 0.5, 0.6]
@@ -136,24 +129,3 @@ def test_a_prefix_after_which_the_policy_chose_nothing_has_no_target():
 
 
 # q = log pi - log ref of [.2, -.1, .3] and [-.2, .1]; the means are .133333 and -.05
-PROCESS = {"prm/logp": [[0.2, -0.1, 0.3], [-0.2, 0.1]], "ref/logp": [[0.0] * 3, [0.0] * 2]}
-RETURNS = [1.55, 1.233333, 1.516667], [-1.366667, -0.883333]
-
-
-def test_process_rewards_are_means_over_the_steps_that_have_one():
-    table = reward_table([1, 0], length=[3, 2], notes=PROCESS)
-    assert_rows(process_returns(table, coef=1.0).values[:, 0], RETURNS)
-    notes = {name: [[row[0], None, None, *row[1:]], rest] for name, (row, rest) in PROCESS.items()}
-    found = process_returns(reward_table([1, 0], length=[5, 2], notes=notes), coef=1.0)
-    assert_rows(found.values[:1, 0, [0, 3, 4]], RETURNS[:1])
-    assert_rows(found.values[1:, 0], RETURNS[1:])
-    assert found.valid[0, 0].tolist() == [True, False, False, True, True]
-
-
-def test_process_returns_add_the_reward_of_the_answer_alone():
-    # answers of 1 and 0 among two: (1 * 2 - 1) / 1 and (0 * 2 - 1) / 1; earlier outcomes do not count
-    nothing = {name: [[0.0] * 2] * 2 for name in PROCESS}
-    table = reward_table([[0, 1], [0, 0]], notes=nothing)
-    assert_rows(process_returns(table).values[:, 0], [[1, 1], [-1, -1]])
-    table = reward_table([[0, 1], [0]], length=[2, 2], notes=nothing)  # of different numbers of outcomes
-    assert_rows(process_returns(table).values[:, 0], [[1, 1], [-1, -1]])

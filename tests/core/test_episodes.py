@@ -10,7 +10,8 @@ from mmrl.config.schema import as_piece
 from mmrl.core.episodes import join_episodes, merge_turns, of_episodes, part_episodes
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
-from mmrl.filters import mean_between, varied
+from mmrl.filters import varied
+from mmrl.papers.prime import mean_between
 from mmrl.training.method import through_chain
 from tests.support.tables import assert_rows, reward_table
 

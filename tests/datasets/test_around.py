@@ -1,4 +1,4 @@
-"""Data sets around others: several as one, and demonstrations without their thought."""
+"""Data sets around others: several as one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.diagnostics.inputs import check_inputs
 from tests.support.toys import plan
 
-HERE = __name__
 SHOWN = "<think>it is {}</think><answer>{}</answer>"
 READS = []
 
@@ -27,42 +26,7 @@ def made(name, seed=0, **options):
 
 
 def inner(**options):
-    return {"name": f"{HERE}:rows", **options}
-
-
-def skipped(prompts):
-    return {p.uid for p in prompts if p.answers[0].text.startswith("<think>\n\n</think>")}
-
-
-def test_half_of_the_thoughts_are_dropped_and_nothing_else():
-    prompts = made("drop_thoughts", data=inner())
-    empty = skipped(prompts)
-    assert 70 < len(empty) < 130  # 200 coins: 100 with a deviation of 7
-    for prompt in prompts:
-        thought = "\n\n" if prompt.uid in empty else f"it is {prompt.target}"
-        assert prompt.answers[0].text == f"<think>{thought}</think><answer>{prompt.target}</answer>"
-
-
-def test_the_draw_is_of_the_row_and_the_seed():
-    whole, part = (skipped(made("drop_thoughts", data=inner(count=n))) for n in (200, 20))
-    assert part == {uid for uid in whole if int(uid[1:]) < 20}
-    assert skipped(made("drop_thoughts", data=inner())) == whole
-    assert skipped(made("drop_thoughts", seed=1, data=inner())) != whole
-
-
-@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (1.0, 200)])
-def test_none_or_all_may_be_dropped(share, count):
-    assert len(skipped(made("drop_thoughts", data=inner(), share=share))) == count
-
-
-def test_other_tags_and_only_the_first_block():
-    prompts = made("drop_thoughts", data=inner(form="<why>a</why><why>{}</why>{}"), share=1.0, tag="why")
-    assert prompts[3].answers[0].text == "<why>\n\n</why><why>3</why>3"
-
-
-def test_data_without_thoughts_are_an_error():
-    with pytest.raises(ConfigError, match="found no demonstration with a block <think> in 200 rows"):
-        made("drop_thoughts", data=inner(form="{}{}"))
+    return {"name": f"{__name__}:rows", **options}
 
 
 def test_a_mixture_names_the_source_of_every_row():

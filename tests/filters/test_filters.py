@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.filters import keep_all, mean_between, not_all_right, varied
+from mmrl.filters import keep_all, not_all_right, varied
+from mmrl.papers.prime import mean_between
 from tests.support.tables import reward_table
 
 
@@ -70,10 +71,3 @@ def test_not_all_right_drops_groups_without_a_mistake_and_keeps_those_all_wrong(
     two = reward_table({"right": [1, 1], "format": [0, 1]})
     assert not_all_right(two, of="right").tolist() == [False, False]
     assert not_all_right(two, max_reward=2.0).tolist() == [True, True]
-
-
-def test_groups_of_a_middle_mean_are_kept():
-    # Means 0.25, 0.1 and none.
-    table = reward_table([1, 0, 0, 0, 0.2, 0, 0.1, 0.1, None], group="aaaabbbbc")
-    assert mean_between(table).tolist() == [True] * 4 + [False] * 5
-    assert mean_between(table, low=0.1, high=0.2).tolist() == [False] * 4 + [True] * 4 + [False]

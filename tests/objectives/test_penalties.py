@@ -14,12 +14,10 @@ from mmrl.objectives.penalties import (
     k2,
     k3,
     kl_abs,
-    ratio_variance,
     reverse_kl,
     sft,
 )
-from mmrl.objectives.surrogates import step_ratio, unclipped
-from tests.support.tables import assert_rows, loss_of, micro_batch, slope_of, step_table
+from tests.support.tables import assert_rows, slope_of, step_table
 
 ESTIMATES = [k1, k2, k3, kl_abs]
 
@@ -184,23 +182,6 @@ def test_sft_adds_the_error_of_the_best_image_up_as_gdro_does():
     new, batch = step_table(rows, advantage=[3, 2, 1, 3, 2], group=[0, 0, 0, 1, 1])
     loss = (sft(new, batch, coef=0.5) * group_mean(batch)).sum()
     assert_rows(loss[None], [0.15])
-
-
-# ---- around the policy that sampled
-
-
-def test_r2vpo_adds_the_squared_distance_of_the_ratio_to_one():
-    # .04 (rho - 1)^2 beside -rho A: -.328206 by rows and -.480372 by steps; the mean square is .055528
-    new, batch = micro_batch()
-    rows = unclipped(step_ratio(new, batch), new, batch) + ratio_variance(new, batch)
-    assert_rows(rows, [[-1.104728, -0.817416, -1.344963], [0.339508, 0.525741]])
-    pieces_of = {"surrogate": "unclipped", "penalty": ["ratio_variance"]}
-    assert_rows(loss_of(new, batch, **pieces_of, aggregation="sequence_mean")[None], [-0.328206])
-    assert_rows(loss_of(new, batch, **pieces_of, aggregation="step_mean")[None], [-0.480372])
-    assert_rows((ratio_variance(new, batch, coef=1.0).sum() / 5)[None], [0.055528])
-    # 2 lambda rho (rho - 1)
-    rho = math.exp(0.3)
-    assert_rows(slope_of(ratio_variance(new, batch), new)[:1, 2:], [[0.08 * rho * (rho - 1)]])
 
 
 def test_reverse_kl_is_what_the_policy_says():

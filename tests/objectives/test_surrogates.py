@@ -17,7 +17,6 @@ from mmrl.objectives.surrogates import (
     clip,
     gamma_weight,
     geometric_ratio,
-    in_range,
     log_likelihood,
     off_policy_mask,
     sapo,
@@ -345,49 +344,3 @@ def test_the_slope_is_that_of_finite_differences_where_no_weight_is_detached(sur
             losses(surrogate, type(new)(new.logp.detach() + sign * bump), batch).sum() for sign in (1, -1)
         )
         assert abs(float(slope[i, t]) - float(up - down) / (2 * small)) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("sides", "kept"),
-    [
-        ("one", [1, 0, 1, 1, 1, 0]),  # ratios 1, 1.3 and 0.2 of advantage 1, then of -1
-        ("two", [1, 0, 0, 1, 0, 0]),
-        ("ring", [1, 0, 1, 1, 0, 0]),  # 0.2 is beyond 1 - 0.6, and an advantage of 1 moves it back
-    ],
-)
-def test_a_ratio_out_of_range_takes_a_step_out(sides, kept):
-    gaps = [math.log(ratio) for ratio in (1.0, 1.3, 0.2)]
-    new, batch = moved([gaps, gaps], [1.0, -1.0], [[-1.0] * 3, [-1.0] * 3])
-    for weight in ("none", "ratio"):
-        loss = loss_of(
-            new,
-            batch,
-            surrogate={"name": "in_range", "sides": sides, "weight": weight},
-            aggregation="step_mean",
-        )
-        slope = slope_of(loss, new).flatten() * 6  # the mean over six steps
-        ratios = [1.0, 1.3, 0.2] if weight == "ratio" else [1.0] * 3
-        signs = [-1.0] * 3 + [1.0] * 3
-        wanted = [on * sign * ratio for on, sign, ratio in zip(kept, signs, ratios * 2, strict=True)]
-        assert slope.tolist() == pytest.approx(wanted, abs=1e-6)
-
-
-def test_rec_may_weigh_steps_by_their_advantage():
-    # exp(1 / .5) = 7.389056 of advantage 1, exp(-1) = .367879 of -1/2; minus log-probabilities are 1
-    new, batch = moved([[0.0], [0.0]], [1.0, -0.5])
-    loss = in_range(step_ratio(new, batch), new, batch, weight="advantage", temperature=0.5)
-    assert_rows(loss, [[7.389056], [-0.5 * 0.367879]])
-    gaps = [math.log(ratio) for ratio in (1.0, 2.0)]  # an answer out of range as a whole: the mean is sqrt(2)
-    new, batch = moved([gaps], [1.0])
-    log_ratio = sequence_ratio(new, batch)
-    assert not in_range(log_ratio, new, batch, weight="ratio").any()
-    assert_rows(in_range(log_ratio, new, batch, weight="ratio", epsilon=0.5), [[2**0.5, 2**0.5]])
-
-
-def test_one_side_with_ratios_has_the_gradient_of_the_clip():
-    new, batch = micro_batch()
-    slopes = [
-        slope_of(loss_of(new, batch, surrogate=surrogate, aggregation="step_mean"), new)
-        for surrogate in ({"name": "in_range", "weight": "ratio"}, "clip")
-    ]
-    torch.testing.assert_close(*slopes)

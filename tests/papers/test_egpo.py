@@ -9,7 +9,8 @@ import pytest
 from mmrl.core.tool_calls import CallError
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError
-from mmrl.papers.egpo import calls_of, function_calls
+from mmrl.papers.egpo import calls_of, function_calls, strategic_entropy
+from tests.support.tables import assert_rows, reward_table
 
 WEATHER = {"name": "weather", "arguments": {"city": "Bonn", "days": 3}}
 TIME = {"name": "clock.now", "arguments": {"zone": "UTC"}}
@@ -133,3 +134,12 @@ def test_a_target_that_is_no_call_is_a_fault_of_the_row():
         earns("x", 3)
     with pytest.raises(CallError, match="wanted a function by its name"):
         calls_of("f()()")
+
+
+def test_strategic_entropy_gives_the_worked_numbers():
+    entropy, think = [[0.1, 0.6, 2.0, 2.0]] * 3, [[1, 1, 1, 0]] * 3
+    table = reward_table([1.0, -0.5, 0.0], length=[4] * 3, notes={"entropy": entropy, "think": think})
+    wanted = [[1.04, 1.24, 1.5, 1.0], [-0.46, -0.26, -0.25, -0.5], [0.0] * 4]
+    assert_rows(strategic_entropy(table).values[:, 0], wanted)
+    unknown = {"entropy": [[None] * 2], "think": [[1, 1]]}
+    assert_rows(strategic_entropy(reward_table([1.0], length=[2], notes=unknown)).values[:, 0], [[1, 1]])

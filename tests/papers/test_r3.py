@@ -7,9 +7,9 @@ import pytest
 from mmrl.config.loading import ConfigError
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Trajectory
-from mmrl.papers.r3 import WithReflection
+from mmrl.papers.r3 import WithReflection, entropy_rank
 from mmrl.samplers.uniform import Uniform
-from tests.support.tables import reward_table
+from tests.support.tables import assert_rows, reward_table
 from tests.support.toys import prompts
 
 
@@ -63,3 +63,30 @@ def test_what_is_remembered_is_brought_back():
 def test_a_template_without_a_place_is_refused():
     with pytest.raises(ConfigError, match="'template' must contain {answer}"):
         reflecting(template="think again")
+
+
+def cut(entropy, rewards=None, **options):
+    rewards = rewards or [0] * len(entropy)
+    finish = ["length"] * len(entropy)
+    table = reward_table(
+        rewards, length=[len(row) for row in entropy], notes={"entropy": entropy}, tags={"finish": finish}
+    )
+    return entropy_rank(table, of="reward", max_reward=1.0, **options).values
+
+
+ENTROPIES = [[2, 0.1, 0.1, 0.1, 0.2], [1.5, 1.4, 0.2, 0.1], [1, 0.9, 0.8, 0.9, 1, 0.8], [0.5, 0.4, 0.6]]
+
+
+def test_cut_answers_of_a_failed_group_are_ranked_by_peak_and_mean_entropy():
+    # peaks 1.1 1.5 1 .6, means .5 .8 .9 .5: 1 1 0 0 are beaten
+    assert_rows(cut(ENTROPIES, share=0.4), [5 / 6, 5 / 6, 1 / 6, 1 / 6])
+    # peaks 1.5 1.1 1 .95 of one step each, means .3 .5 .9 .95
+    steps = [[1.5, *[0.0] * 4], [1.1, 0.5, 0.2, 0.2], [1.0, 0.8], [0.95] * 3]
+    assert_rows(cut(steps, share=0.2), [1, 2 / 3, 1 / 3, 0])
+
+
+def test_answers_that_are_alone_or_not_cut_or_have_a_right_one_beside_them_are_not_ranked():
+    assert_rows(cut([[2.0]]), [0])
+    assert_rows(cut(ENTROPIES, [1, 0, 0, 0]), [1, 0, 0, 0])
+    table = reward_table([0, 0], notes={"entropy": [[2.0], [1.0]]}, tags={"finish": ["stop", "stop"]})
+    assert_rows(entropy_rank(table, of="reward").values, [0, 0])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.advantages.normalize import group_center
 from mmrl.core.rng import Stream
 from mmrl.engines.replay import RECALLED, WithReplay
-from mmrl.papers.s_grpo import WithExits
+from mmrl.papers.s_grpo import WithExits, serial_decay
 from mmrl.training.score import score
 from mmrl.vision.engines.generate import Generate
+from tests.support.tables import assert_rows, reward_table
 from tests.vision.test_contrastive_decoding import pictures, plainly, said
 
 
@@ -88,3 +90,22 @@ def test_exits_are_not_replayed_since_their_exit_text_would_be_learned(policy):
 def test_evaluations_have_no_exits(policy):
     rows = leaving(policy, pictures() * 2, Stream(0, purpose="evaluate"))
     assert [row.prompt.uid for row in rows] == [prompt.uid for prompt in pictures() * 2]
+
+
+@pytest.mark.parametrize(
+    ("right", "reward", "centred"),
+    [
+        ([0, 1, 1, 0, 1], [0, 1, 0.5, 0, 0.25], [-0.35, 0.65, 0.15, -0.35, -0.1]),
+        ([1, 1, 1, 1], [1, 0.5, 0.25, 0.125], [0.53125, 0.03125, -0.21875, -0.34375]),
+        ([0, 0, 0], [0, 0, 0], [0, 0, 0]),
+    ],
+)
+def test_serial_decay_halves_every_later_right_exit(right, reward, centred):
+    table = serial_decay(reward_table(right))
+    assert_rows(table.values, reward)
+    assert_rows(group_center(table).values, centred)
+
+
+def test_serial_decay_counts_in_each_group_or_along_a_row():
+    assert_rows(serial_decay(reward_table([1, 1, 1, 1], group="abba")).values, [1, 1, 0.5, 0.5])
+    assert_rows(serial_decay(reward_table([[1, 0, 1], [1]]), by=("row",)).values[:, 0], [[1, 0, 0.5], [1]])

@@ -13,8 +13,9 @@ from mmrl.config.binding import Pieces
 from mmrl.config.reward_adapters import log_metric, per_outcome
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
+from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.objectives.aggregations import sequence_mean
-from mmrl.papers.slate import WithStepCandidates, continuation
+from mmrl.papers.slate import WithStepCandidates, continuation, early_answer
 from mmrl.runtime.reward_calls import RewardFault
 from mmrl.training.score import score
 from mmrl.vision.engines.generate import Generate
@@ -222,3 +223,23 @@ def test_the_loss_is_the_mean_over_turns_of_the_mean_over_candidates(policy):
         # (1 / T) times 1 / k times the mean over the tokens of a candidate
         wanted = torch.full((row.length,), 1 / turns / 4 / row.length)
         torch.testing.assert_close(given[: row.length].float(), wanted)
+
+
+def turn(text, calls=None):
+    return Message("assistant", (Part(text),), calls)
+
+
+def one(piece, text, columns=None, tags=None, **options):
+    prompt = Prompt("a", (), columns=columns or {})
+    return piece([prompt], [Outcome(text, tags=tags or {})], **options)[0]
+
+
+def test_an_early_answer_earns_more():
+    found = [one(early_answer, "", tags={"turn": str(turn)}) for turn in range(5)]
+    assert found == pytest.approx([0.075, 0.05, 0.025, 0, 0])
+
+
+def test_a_turn_that_does_not_answer_is_not_early():
+    for finish in ("call", "turns", "length", "images", "tool_error"):
+        assert one(early_answer, "", tags={"turn": "0", "finish": finish}) == 0
+    assert one(early_answer, "", tags={"turn": "0", "finish": "stop"}) == pytest.approx(0.075)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from mmrl.advantages.shape import total
-from mmrl.advantages.trees import tree_values
 from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.rng import Stream
-from mmrl.papers.spo_tree import WithBranches
+from mmrl.core.step_table import spread
+from mmrl.papers.spo_tree import WithBranches, tree_values
 from mmrl.vision.engines.generate import Generate
+from tests.support.tables import assert_rows, reward_table, step_table
 from tests.vision.test_contrastive_decoding import pictures, plainly, said
 
 
@@ -128,3 +129,48 @@ def test_evaluations_get_answers_that_share_nothing(policy):
     rows = branching(policy, prompts, stream=stream)
     plain = Generate(policy, stream=replace(stream), max_completion_length=6).rollout(prompts)
     assert said(rows) == said(plain)
+
+
+LEAVES = [1, 0, 1, 0, 0, 0, 1, 1, 1]
+
+
+FIRST = {"none": [0.111111, -0.555556, 0.444444], "siblings": [0.267261, -1.336306, 1.069045]}
+
+
+def tree(**columns):
+    """Lay three parts of two tokens out, each with three continuations of one token."""
+    nodes = [[i // 3, i // 3, 3 + i] for i in range(9)]
+    return reward_table(LEAVES, group="a" * 9, length=[3] * 9, notes={"node": nodes}, **columns)
+
+
+@pytest.mark.parametrize("scale", FIRST)
+def test_spo_credits_each_part_with_what_it_adds(scale):
+    table = tree_values(total(tree()), scale=scale)
+    assert_rows(table.values[:, 0, 0], [FIRST[scale][i // 3] for i in range(9)])
+    assert torch.equal(table.values[:, 0, 0], table.values[:, 0, 1])
+    third = 1 / 3 if scale == "none" else 1 / 3 / (2 / 9) ** 0.5  # values 1, 0, 1 have a variance of 2/9
+    assert_rows(table.values[:, 0, 2], [third, -2 * third, third, *[0] * 6], tolerance=1e-6)
+
+
+def test_shared_tokens_are_learned_from_once_and_parts_that_add_nothing_never():
+    batch = spread(tree_values(total(tree())), step_table([[0.0] * 3] * 9)[1])
+    wanted = torch.zeros(9, 3)
+    wanted[[0, 3, 6], :2] = 1
+    wanted[:3, 2] = 1
+    assert batch.mask.equal(wanted.to(batch.mask))
+    assert batch.advantage.ne(0).equal(wanted.bool())
+
+
+def test_the_value_of_a_part_is_the_mean_of_its_continuations_and_not_of_leaves():
+    # part 0 ended its answer; part 1 has two continuations: root (1 + (0 + 1) / 2) / 2 = .75
+    table = reward_table([1, 0, 1], length=[1, 2, 2], notes={"node": [[0], [1, 2], [1, 3]]})
+    assert_rows(tree_values(table).values[:, 0], [[0.25], [-0.25, -0.5], [-0.25, 0.5]])
+
+
+def test_trees_of_several_groups_and_rows_without_a_tree():
+    table = reward_table(
+        [1, 0, 1, None, 0.5], group="aabbb", length=[1] * 5, notes={"node": [[0], [1], [0], [1], [None]]}
+    )
+    table = tree_values(table)
+    assert_rows(table.values[:, 0], [[0.5], [-0.5], [0.25], [0], [-0.25]])
+    assert table.valid[:, 0, 0].tolist() == [True, True, True, False, True]

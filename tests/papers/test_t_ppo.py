@@ -7,9 +7,9 @@ import json
 import torch
 
 from mmrl.core.rng import Stream
-from mmrl.papers.t_ppo import BEGUN, WithUnfinished
+from mmrl.papers.t_ppo import BEGUN, WithUnfinished, zero_unfinished
 from mmrl.samplers.uniform import Uniform
-from tests.support.tables import reward_table
+from tests.support.tables import assert_rows, reward_table
 from tests.support.toys import prompts
 
 
@@ -63,3 +63,10 @@ def test_unfinished_answers_are_restored():
     assert json.dumps(sorted(state["waiting"])) == '["0", "1"]'
     other.load_state_dict(state)
     assert [prompt.uid for prompt in other.draw(1, 2)] == ["p0", "p2"]
+
+
+def test_zero_unfinished_leaves_what_goes_on_to_the_critic():
+    table = reward_table([[1, 2], [3], [4]], tags={"unfinished": [["", "yes"], [""], ["yes"]]})
+    assert_rows(zero_unfinished(table).values[:, 0], [[0, 0], [3], [0]])
+    assert zero_unfinished(table).learn.equal(table.learn), "their steps are learned from"
+    assert_rows(zero_unfinished(reward_table([1, 2])).values[:, 0], [[1], [2]])

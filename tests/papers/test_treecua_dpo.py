@@ -9,16 +9,19 @@ import pytest
 import torch
 
 from mmrl.advantages.shape import total
-from mmrl.advantages.trees import branch_pairs, tree_values
 from mmrl.config.binding import Pieces
 from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
-from mmrl.papers.treecua_dpo import WithTurnBranches
+from mmrl.core.step_table import spread
+from mmrl.objectives.compare import sigmoid
+from mmrl.papers.spo_tree import tree_values
+from mmrl.papers.treecua_dpo import WithTurnBranches, branch_pairs
 from mmrl.training.score import score
 from mmrl.vision.decoding.turns import TurnReader
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.tools.images import crop
+from tests.support.tables import reward_table, step_table
 from tests.vision import tiny
 from tests.vision.parting import CALLED, Alone, CallsCounted, CallsFailing, counted
 from tests.vision.talking import calls_of, ruled
@@ -216,3 +219,50 @@ def test_wrong_numbers_are_named(policy):
         grown(policy, asked(1), max_turns=2)
     with pytest.raises(ConfigError, match="several rows to a conversation"):
         grown(policy, asked(1), only_n_most_recent_images=1)
+
+
+LEAVES = [1, 0, 1, 0, 0, 0, 1, 1, 1]
+
+
+def tokens(nodes):
+    return [[10 * node for node in row] for row in nodes]
+
+
+def test_branches_to_right_answers_are_preferred_to_siblings_without_any():
+    nodes = [[i // 3, i // 3, 3 + i] for i in range(9)]
+    table = reward_table(LEAVES, group="a" * 9, length=[3] * 9, notes={"node": nodes, "token": tokens(nodes)})
+    pairs = branch_pairs(total(table))
+    wanted = torch.zeros(9, 3, dtype=torch.float64)
+    # Leaves 0 and 1 part at the last token; parts 0 and 1 at the first, by rows that are left.
+    wanted[0, 2], wanted[1, 2] = 1, -1
+    wanted[2, :2], wanted[3, :2] = 1, -1
+    assert torch.equal(pairs.values[:, 0], wanted)
+    assert torch.equal(pairs.learn, wanted != 0)
+    group = pairs.ids["group"][:, 0].tolist()
+    assert group[0] == group[1] != group[2] == group[3] and len({*group[:4], group[4]}) == 3
+
+
+def test_the_worked_loss_of_a_pair_of_branches():
+    table = reward_table(
+        [1, 0], group="aa", length=[2, 2], notes={"node": [[0, 1], [0, 2]], "token": [[5, 6], [5, 7]]}
+    )
+    pairs = branch_pairs(table)
+    rows, batch = step_table([[0.0] * 2] * 2)
+    batch = spread(pairs, batch)
+    ratio = torch.tensor([[9.0, 0.5], [-9.0, -0.3]], dtype=torch.float64)
+    batch = batch.replace(totals=batch.count())
+    assert sigmoid(ratio * batch.mask, batch, beta=0.1).item() == pytest.approx(0.653947, abs=1e-6)
+
+
+def test_equal_siblings_are_one_branch_and_a_parting_without_contrast_makes_no_pair():
+    nodes = [[0, 1], [0, 2], [0, 3], [4, 5]]
+    same = [[5, 6], [5, 6], [5, 7], [5, 6]]
+    table = reward_table([1, 0, 1, None], group="aaaa", length=[2] * 4, notes={"node": nodes, "token": same})
+    assert not branch_pairs(table).learn.any()  # tokens 6 lead to a right answer, and so do tokens 7
+    table = reward_table([1, 0, 0, None], group="aaaa", length=[2] * 4, notes={"node": nodes, "token": same})
+    found = branch_pairs(table)
+    assert found.values[:, 0].tolist() == [[0, 1], [0, 0], [0, -1], [0, 0]]
+    alone = reward_table(
+        [1, 0], group="ab", length=[1, 1], notes={"node": [[0], [None]], "token": [[1], [1]]}
+    )
+    assert not branch_pairs(alone).learn.any()

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+from functools import partial
 
 import pytest
+import torch
 
+from mmrl.advantages.normalize import group_center
+from mmrl.advantages.shape import total
+from mmrl.advantages.some import for_some
+from mmrl.advantages.turns import per_episode
+from mmrl.core.tensor import rarity
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError
-from mmrl.papers.verpo import TestPasses, code_of
+from mmrl.papers.verpo import TestPasses, code_of, rarity_weights, turn_discount
 from tests.rewards.test_http import server
+from tests.support.tables import assert_rows, reward_table
 
 __all__ = ["server"]
 TESTS = ["a", "b", "c"]
@@ -76,3 +85,59 @@ def test_tests_are_a_list(server):
     for tests in ("a", [], {"a": 1}):
         with pytest.raises(RowError, match="wanted a list of tests in the column 'tests' of prompt 'p'"):
             measured(server, of("p", tests=tests), coded("a"))
+
+
+def test_rare_and_isolated_checks_weigh_more():
+    # ten answers with the pass rates .9 .8 .1; the weights of the worked example are .215935 .238411 .902559
+    checks = {"a": [1] * 9 + [0], "b": [1] * 8 + [0] * 2, "c": [1] + [0] * 9}
+    found = rarity_weights(reward_table(checks))
+    a, b, c = 0.215935, 0.238411, 0.902559
+    assert_rows(found.values, [a + b + c, *[a + b] * 7, a, 0])
+    assert found.names == ("total",)
+
+
+def test_turns_are_compared_over_the_whole_group():
+    # [1,1,0], [1,0,0], [1,1,1] weigh .454346 .215935 1.356905, as turns of one answer; the mean is .675729
+    turns = torch.tensor([[0.454346, 0.215935, 1.356905]], dtype=torch.float64)
+    table = reward_table([turns[0].tolist()])
+    found = group_center(table, by=("group",)).values[:, 0]
+    assert_rows(found, [[-0.221383, -0.459794, 0.681176]])
+
+
+def test_checks_of_other_prompts_share_no_weight():
+    table = reward_table({"a": [1, 0, None, None], "b": [None, None, 1, 0]}, group="aabb")
+    weight = math.exp(-0.5)
+    assert_rows(rarity_weights(table).values, [weight, 0, weight, 0])
+
+
+def played(rewards, **tags):
+    """Lay out conversations with a reward for every turn."""
+    turns = [[str(turn) for turn in range(len(row))] for row in rewards]
+    return reward_table(rewards, tags={"turn": turns, **tags})
+
+
+def test_every_turn_of_a_conversation_discounts_its_reward():
+    table = played([[0, 0, 1], [0, 1]])
+    assert_rows(turn_discount(table).values[:, 0], [[0, 0, 0.729], [0, 0.81]])
+
+
+def test_verpo_adds_the_comparison_of_turns_to_that_of_conversations():
+    # passes of three tests in two turns of two conversations: 110, 111 and 100, 100; rates 1, 1/2, 1/4
+    rate = torch.tensor([[1.0, 0.5, 0.25]], dtype=torch.float64)[..., None]
+    weight = rarity(rate, torch.ones_like(rate, dtype=torch.bool))[0, :, 0].tolist()
+    # their distances .5 .75 .25 give N = 1 + .043937 + .000884, 1 + .043937 + .457833, 1 + .000884 + .457833
+    assert weight == pytest.approx([0.352098, 0.403877, 0.533894], abs=1e-6)
+    a, b, c = weight
+    tests = [[a + b, a + b + c], [a, a]]
+    table = reward_table(
+        {"solved": [[None, 1], [None, 0]], "tests": tests},
+        weights={"tests": 0.5},
+        tags={"turn": [list("01")] * 2},
+    )
+    whole = for_some(
+        table, of=("solved",), advantage=(turn_discount, partial(per_episode, advantage=(group_center,)))
+    )
+    made = total(for_some(whole, of=("tests",), advantage=(partial(group_center, by=("group",)),)))
+    mean = (sum(tests[0]) + sum(tests[1])) / 4
+    wanted = [[0.405 + 0.5 * (x - mean) for x in tests[0]], [-0.405 + 0.5 * (x - mean) for x in tests[1]]]
+    assert_rows(made.values[:, 0], wanted)

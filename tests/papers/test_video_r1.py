@@ -10,9 +10,9 @@ import torch
 
 from mmrl.advantages.shape import total
 from mmrl.config.binding import Pieces
-from mmrl.config.schema import Piece
+from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
-from mmrl.papers.video_r1 import WithShuffledFrames, temporal_contrast
+from mmrl.papers.video_r1 import WithShuffledFrames, length_band, temporal_contrast
 from mmrl.training.collect import collect
 from mmrl.training.loop import learnable, update
 from mmrl.training.score import score
@@ -202,3 +202,47 @@ def test_a_killed_run_goes_on_exactly(tmp_path, monkeypatch):
     whole = resumed(tmp_path / "whole", **short)
     killed(tmp_path / "cut", at=3, **short)
     assert_alike(resumed(tmp_path / "cut", **short), whole)
+
+
+def banded(rewards, length, **options):
+    named = rewards if isinstance(rewards, dict) else {"accuracy": rewards}
+    ends = [[steps] for steps in length]
+    return length_band(reward_table(named, length=length, ends=ends), of="accuracy", **options).values[:, 0]
+
+
+def test_correct_answers_of_medium_length_gain_both_bounds_included():
+    length = [319, 320, 512, 513, 400]
+    assert_rows(banded([1, 1, 0.5, 1, 0], length), [1, 1.2, 0.7, 1, 0])
+
+
+def test_the_band_leaves_other_rewards_alone():
+    named = {"format": [1, 0], "accuracy": [1, 0.5]}
+    assert_rows(banded(named, [400, 400]), [1, 0])
+    table = reward_table(named, length=[400] * 2, ends=[[400]] * 2)
+    assert_rows(length_band(table, of="accuracy").values[:, 1], [1.2, 0.7])
+
+
+def test_a_bonus_is_exact_in_double_precision():
+    assert banded([1, 1], [400, 400], bonus=0.3).tolist() == [[1.3], [1.3]]  # 0.3 of float32 is 0.3000000119
+
+
+def test_one_correct_answer_alone_gains_nothing():
+    assert_rows(banded([1, 0.1, 0], [400, 400, 400]), [1, 0.1, 0])
+
+
+def test_an_answer_is_correct_as_measured_whatever_the_chain_added_before():
+    table = reward_table({"accuracy": [0.05, 1, 1]}, length=[400] * 3, ends=[[400]] * 3)
+    raised = table.put(table.values + 0.3)
+    assert_rows(length_band(raised, of="accuracy").values[:, 0], [0.35, 1.5, 1.5])
+
+
+def test_rows_that_left_their_group_are_not_counted():
+    table = reward_table({"accuracy": [1, 1]}, length=[400] * 2, ends=[[400]] * 2)
+    left = table.replace(valid=table.valid & torch.tensor([True, False])[:, None, None])
+    assert_rows(length_band(left, of="accuracy").values[:, 0], [1, 1])
+
+
+def test_a_band_without_a_place_is_refused():
+    piece = Piece("length_band", {"of": "accuracy", "shortest": 600})
+    with pytest.raises(ConfigError, match="'advantage.shortest' must be at most 'longest', 512, not 600"):
+        Pieces(Stream()).make("advantage", piece)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.advantages.normalize import group_center
+from mmrl.advantages.shape import total
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import read
 from mmrl.config.schema import as_piece
 from mmrl.core.rng import Stream
-from mmrl.papers.vision_zero import Alternate, RoleBaseline
+from mmrl.papers.vision_zero import Alternate, RoleBaseline, for_turns
 from tests.support.configs import method_file
-from tests.support.tables import reward_table
+from tests.support.tables import assert_rows, reward_table
 
 
 def play_round(rewards, **tags):
@@ -137,3 +139,17 @@ def test_the_stages_of_vision_zero_count_a_game_once_by_its_most_votes():
     piece.stream.step += 1
     # Half of the games are right, though a quarter of the votes: (1 - .95) / 2
     assert piece.current().accuracy == pytest.approx(0.025)
+
+
+def played(rewards, **tags):
+    """Lay out conversations with a reward for every turn."""
+    turns = [[str(turn) for turn in range(len(row))] for row in rewards]
+    return reward_table(rewards, tags={"turn": turns, **tags})
+
+
+def test_turns_with_a_tag_have_a_chain_of_their_own():
+    table = played([[1, 5, 3], [2, 7, 4]], stage=[["clue", "decide", "clue"]] * 2)
+    found = for_turns(table, advantage=(group_center,), where={"stage": "clue"}).values[:, 0]
+    assert_rows(found, [[-0.5, 5, -0.5], [0.5, 7, 0.5]])
+    with pytest.raises(ValueError, match="must keep the rewards and places"):
+        for_turns(table, advantage=(total,), where={"stage": "clue"})

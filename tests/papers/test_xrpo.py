@@ -6,12 +6,14 @@ import json
 
 import pytest
 
+from mmrl.advantages.bonus import capped_bonus
+from mmrl.advantages.normalize import group_normalize
 from mmrl.config.loading import ConfigError
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
-from mmrl.papers.xrpo import WithSolvedExamples, similarity
+from mmrl.papers.xrpo import WithSolvedExamples, novelty, similarity
 from mmrl.samplers.uniform import Uniform
-from tests.support.tables import reward_table
+from tests.support.tables import assert_rows, reward_table
 
 QUESTIONS = {
     "red": "How many red balls are there?",
@@ -86,3 +88,13 @@ def test_what_is_remembered_is_short_bounded_and_brought_back():
 def test_a_template_without_a_place_is_refused():
     with pytest.raises(ConfigError, match="'template' must contain {examples}"):
         asking("red", template="think again")
+
+
+def test_novel_right_answers_have_a_bonus_of_at_most_half_their_advantage():
+    logp = [[-0.2, -0.3, -0.1], [-1, -0.8], [-0.5] * 4, [-2, -1]]
+    table = reward_table([1, 1, 0, 1], length=[3, 2, 4, 2], notes={"logp": logp})
+    table = novelty(group_normalize(table, eps=1e-6))
+    # means -.2 -.9 -.5 -1.5 about -.775
+    assert_rows(table.scored["novelty"], [-0.777131, 0.117503, -0.316531, 0.515675])
+    found = capped_bonus(table, of="novelty", coef=2.5, cap=0.5)
+    assert_rows(found.values, [0.499999, 0.749999, -1.499997, 0.749999])

@@ -11,7 +11,6 @@ from mmrl.rewards.text import (
     exact_match,
     overlong,
     precomputed,
-    skip_ratio,
     tag_format,
     think_format,
 )
@@ -116,18 +115,6 @@ def test_overlong_refuses_an_outcome_of_unknown_length():
 def test_recorded_reads_what_was_measured_and_does_not_apply_elsewhere():
     outcomes = [Outcome(recorded={"clip": 0.25}), Outcome(recorded={"other": 1.0})]
     assert precomputed([asked()] * 2, outcomes, key="clip") == [0.25, None]
-
-
-def test_skip_ratio_counts_thoughts_of_nothing_but_space():
-    empty, thought = "<think>\n\n</think><answer>3</answer>", "<think>I see 3</think><answer>3</answer>"
-    assert measure(skip_ratio, empty, "<THINK></think>3", thought) == [1, 1, 0]
-    assert measure(skip_ratio, "3", "<think></think><think>so</think>3", "<think> 3", "") == [0, 0, 0, 0]
-    assert measure(skip_ratio, "<why> </why>", thought, tag="why") == [1, 0]
-
-
-def test_an_empty_thought_has_the_format_and_is_skipped():
-    text = "<think>\n\n</think>\n<answer>3</answer>"
-    assert measure(tag_format, text) == measure(skip_ratio, text) == [1]
 
 
 def test_words_are_compared_without_articles_and_punctuation_and_numbers_in_digits():

@@ -13,7 +13,6 @@ from mmrl.core.tool_calls import parse_calls
 from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
 from mmrl.rewards.tool_calls import (
     calls_in,
-    early_answer,
     tool_calls,
 )
 from mmrl.training.score import score
@@ -49,11 +48,6 @@ def test_calls_are_well_formed_json_with_a_name():
 
 def nested(piece, /, **options):
     return Pieces(Stream()).make("reward", Piece(piece, options))
-
-
-def test_an_early_answer_earns_more():
-    found = [one(early_answer, "", tags={"turn": str(turn)}) for turn in range(5)]
-    assert found == pytest.approx([0.075, 0.05, 0.025, 0, 0])
 
 
 def test_a_call_without_its_end_counts_as_the_engine_makes_it():
@@ -112,12 +106,6 @@ def test_entities_count_once_in_whatever_turn_they_are_named(every, at):
     assert measured(row, "entity_match", at=at)[1] == [1.0]
     row = conversation("the Eiffel", "tower", every=every, columns={"entities": ["Eiffel Tower", "tower"]})
     assert measured(row, "entity_match", at=at)[1] == [0.5]
-
-
-def test_a_turn_that_does_not_answer_is_not_early():
-    for finish in ("call", "turns", "length", "images", "tool_error"):
-        assert one(early_answer, "", tags={"turn": "0", "finish": finish}) == 0
-    assert one(early_answer, "", tags={"turn": "0", "finish": "stop"}) == pytest.approx(0.075)
 
 
 @pytest.mark.parametrize("number", ["0", "7"])

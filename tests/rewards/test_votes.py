@@ -1,16 +1,13 @@
-"""Pseudo-labels by vote: worked numbers, ties, answers that cannot vote, parts of a group."""
+"""Pseudo-labels by vote: worked numbers, ties and answers that cannot vote."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 
 from mmrl.advantages.normalize import group_normalize
 from mmrl.config.reward_adapters import SCORING, Scoring
-from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
-from mmrl.rewards.votes import SubgroupMajority, choose_size, elect, majority
+from mmrl.rewards.votes import elect, majority
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -68,36 +65,3 @@ def test_the_share_of_the_label_is_logged():
     majority(*group("a", "a", "b", ""))
     SCORING.reset(token)
     assert call.metrics == {"majority/share": [2 / 3]}
-
-
-def test_the_size_of_parts_is_a_compromise():
-    # distances .547723, .495311, (dominated), .836660
-    assert choose_size([0.9, 0.7, 0.5, 0.4], [1, 2, 2, 4], 0.7) == 1
-    assert choose_size([0.9, 0.7, 0.5, 0.4], [1, 2, 2, 4], 0.99) == 0
-    assert choose_size([0.9, 0.7, 0.5, 0.4], [1, 2, 2, 4], 0.0) == 3
-    assert choose_size([0.5, 0.5], [1, 1], 0.7) == 0
-
-
-def test_parts_elect_their_labels_among_draws():
-    texts = ["a"] * 9 + ["b"] * 7
-    asked, made = group(*texts)
-    found = SubgroupMajority(stream=Stream(1), quality=0.0)(asked, made)  # as many labels as there are
-    assert {(text, value) for text, value in zip(texts, found, strict=True)} > {("a", 1.0), ("b", 1.0)}
-    # Every answer drawn: all parts elect the label of the group, whatever their size.
-    whole = SubgroupMajority(stream=Stream(1), share=1.0)(asked, made)
-    assert whole == majority(asked, made)
-    assert SubgroupMajority(stream=Stream(1))(asked, made) == SubgroupMajority(stream=Stream(1))(asked, made)
-    assert SubgroupMajority(stream=Stream(1))(*group("", "")) == [None, None]
-
-
-def test_parts_do_not_depend_on_other_groups():
-    one, other = group(*"aabbabba"), group(*"ccdcddcd", uid="q")
-    both = SubgroupMajority(stream=Stream(3))(other[0] + one[0], other[1] + one[1])
-    assert both[8:] == SubgroupMajority(stream=Stream(3))(*one)
-
-
-def test_labels_are_drawn_about_as_often_as_votes_say():
-    votes = [("a", 1.0)] * 3 + [("b", 1.0)] * 3
-    reward = SubgroupMajority(stream=Stream(0), share=1 / 6)
-    drawn = Counter(reward._labels(f"p{i}", votes, 6)[0] for i in range(300))
-    assert abs(drawn["a"] - 150) < 40

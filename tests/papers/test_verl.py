@@ -1,4 +1,4 @@
-"""Advantage functions that read the model from inside: DCPO, CAPO and VERL, with their worked numbers."""
+"""VERL: how the rank of hidden states grows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.advantages.bonus import capped_bonus
-from mmrl.advantages.inner import RankVelocity, rank_motion
+from mmrl.papers.verl import RankVelocity, rank_motion
 from tests.support.tables import assert_rows, reward_table
 
 SERIES = [None, 1.0, None, 1.5, 2.0, 2.1]

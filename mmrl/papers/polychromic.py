@@ -1,4 +1,9 @@
-"""Advantage functions over the checks of an answer, and over sets of answers."""
+"""Polychromic objective (arXiv 2509.25424): sets of answers earn their mean reward times their diversity.
+
+Title: Polychromic Objectives for Reinforcement Learning
+Formula: A = score(set) - mean score of the group's sets, score = mean reward x share of distinct answers.
+Our reading: sets are successive rows of a group, which all start from the prompt, and are not drawn again.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +13,10 @@ import torch
 
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import clusters
-from mmrl.config.ranges import BelowGenerations, NonNegativeFloat, PositiveFloat, PositiveInt, Tags
+from mmrl.config.ranges import BelowGenerations, PositiveInt, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
-from mmrl.core.tensor import group_index, rarity
-
-
-@advantage
-def rarity_weights(
-    table: RewardTable,
-    *,
-    alpha: NonNegativeFloat = 1.0,
-    sigma: PositiveFloat = 0.2,
-    eps: PositiveFloat = 1e-6,
-    by: Tags = ("group",),
-) -> RewardTable:
-    """Add up checks of an answer, rare and isolated ones weighing more (VeRPO, arXiv 2601.03525).
-
-    Every reward is a check that passes (1) or fails (0), such as a unit test. Check j with pass rate p_j in
-    the group weighs exp(-alpha p_j) / (N_j + eps), where N_j = sum_l exp(-(p_j - p_l)^2 / (2 sigma^2)) counts
-    checks of about its difficulty; its configured weight is a further factor. It stands for `total`, before
-    `group_center`. The constants are our reading.
-
-    Args:
-        alpha: How much rarer passes weigh more.
-        sigma: Distance of pass rates within which checks share their weight.
-        eps: Added to the counts.
-        by: Keys that define a group; pass rates are over all its outcomes.
-    """
-    groups = table.groups(by)
-    # A check of another prompt does not count.
-    weight = rarity(groups.mean(), groups.count() > 0, alpha=alpha, sigma=sigma, eps=eps)
-    given = torch.tensor(list(table.weights.values()), dtype=torch.float64)[:, None]
-    passed = torch.where(table.valid, table.values, 0.0)
-    return table.replace(
-        values=(given * weight * passed).sum(1, keepdim=True),
-        valid=table.valid.any(1, keepdim=True),
-        weights={"total": 1.0},
-    )
+from mmrl.core.tensor import group_index
 
 
 @advantage

@@ -1,11 +1,9 @@
-"""Several rewards and whole groups: DVAO, A-GRAE, ADORA, SEED-GRPO, COPO."""
+"""SEED-GRPO: semantic entropy of a group."""
 
 from __future__ import annotations
 
-from mmrl.advantages.combine import (
-    semantic_entropy,
-)
 from mmrl.advantages.normalize import group_center
+from mmrl.papers.seed_grpo import semantic_entropy
 from tests.support.tables import assert_rows, reward_table
 
 LOGP = {"logp": [[-0.5], [-0.7], [-0.6], [-1.2]]}

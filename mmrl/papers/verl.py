@@ -1,4 +1,9 @@
-"""Advantage functions that read the model from inside: its hidden states and next-token distributions."""
+"""VERL (arXiv 2509.23808): answers whose hidden states gain rank earn more.
+
+Title: Beyond the Exploration-Exploitation Trade-off: A Hidden State Approach for LLM Reasoning in RLVR
+Formula: w tanh(d_rank) + (1 - w) tanh(d_velocity), w = sigmoid(gain d_acceleration).
+Our reading: an answer that is too short for an acceleration has no bonus.
+"""
 
 from __future__ import annotations
 

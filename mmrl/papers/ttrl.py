@@ -1,4 +1,9 @@
-"""An advantage function that chooses which rows of a group are learned from."""
+"""TTRL (arXiv 2504.16084): the majority of many answers is the label, and some of them are learned from.
+
+Title: TTRL: Test-Time Reinforcement Learning
+Formula: statistics and learning over the first `keep` answers of a group, all of which vote.
+Our reading: none in this file.
+"""
 
 from __future__ import annotations
 
