@@ -20,11 +20,11 @@ from mmrl.data.row_fields import CHECK, Column, RowFields
 from mmrl.data.row_files import BOM, DataRow, Found, GroupFile, LineFile, RowFile, SourceError, TableFile
 from mmrl.data.row_prompts import Places, RowPrompts
 from mmrl.data.separated import SEPARATED, separated_rows
+from mmrl.data.unread_files import name_unread
 
 T = TypeVar("T")
 WRITTEN = (".jsonl", ".parquet", ".json")
 FORMS = (*WRITTEN, *SEPARATED)
-UNREAD = {".ndjson", ".arrow", ".feather", ".tar", ".zip", ".xlsx", ".tfrecord"}  # of rows in other forms
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of one split
 BATCH = 256  # rows of a parquet file in memory at once
 DEEPEST = 64  # levels of lists and objects in a row: code that walks through them is recursive
@@ -32,7 +32,6 @@ HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}  # splits that 
 SHOWN = 10  # bad rows that an error lists
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can escape it, UTF-8 cannot hold it
 log = logging.getLogger("mmrl")
-_named = set[Path]()  # folders and patterns whose unread files were named
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,7 @@ def row_files(path: Path) -> list[Path]:
     if not path.is_dir():
         listed = sorted(path.parent.glob(path.name))
         if found := [one for one in listed if one.is_dir() or one.suffix in FORMS]:
-            _name_unread(path, listed, found)
+            name_unread(path, listed, found, FORMS)
             return [file for one in found for file in row_files(one)]
         raise SourceError(f"there is no file or folder '{path}'")
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -199,21 +198,9 @@ def row_files(path: Path) -> list[Path]:
     listed = sorted(file for home in (path, path / "data") if home.is_dir() for file in home.iterdir())
     for forms in ((".jsonl", ".parquet", *SEPARATED), (".json",)):  # the first that has any
         if files := [file for file in listed if file.suffix in forms]:
-            _name_unread(path, listed, files)
+            name_unread(path, listed, files, FORMS)
             return files
     raise SourceError(f"the folder '{path}' holds no rows; they come as {', '.join(FORMS)}")
-
-
-def _name_unread(path: Path, listed: Sequence[Path], read: Sequence[Path]) -> None:
-    """Log the files beside those that are read whose names tell of rows, once for each folder or pattern."""
-    tells = lambda file: file.suffix in UNREAD or not {*file.suffixes[:-1]}.isdisjoint(FORMS)
-    unread = [file.name for file in listed if file not in read and tells(file)]
-    if unread and path not in _named:
-        _named.add(path)
-        log.warning(
-            "'%s' is read without %s; unpack or convert them to %s, or move them away",
-            path, ", ".join(unread[:SHOWN]), ", ".join(FORMS),
-        )  # fmt: skip
 
 
 def split_of(path: Path) -> str:
