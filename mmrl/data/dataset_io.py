@@ -124,9 +124,7 @@ def read_prompts(
         prompt = make(fields.parted(row) if fields else row, number)
         return prompt and replace(prompt, split=row.split)
 
-    places = Places(prompt_of)
-
-    check = CHECK.get()
+    places, check = Places(prompt_of), CHECK.get()
 
     def add_unique(row: DataRow, number: int) -> int | None:
         if prompt := prompt_of(row, number):
@@ -180,7 +178,6 @@ def row_files(path: Path) -> list[Path]:
     """List the files of a dataset: the file itself, or those in the folder or its subfolder `data`.
 
     JSON lists count only if there are no other files: next to those they are descriptions rather than rows.
-    Other files that look like rows are named in the log, once.
     A path that does not exist may be a pattern in the last part: `data/train-*.parquet`.
     """
     if path.is_file():
