@@ -262,8 +262,8 @@ def json_lines(path: Path) -> Iterator[DataRow]:
 
 def named_rows(path: Path) -> Iterator[DataRow]:
     """Read a CSV or TSV file by the names in its first line, and any other as JSON lines."""
-    table = path.suffix in SEPARATED
-    yield from map(checked, separated_rows(path, split_of(path))) if table else json_lines(path)
+    rows = lambda: map(checked, separated_rows(path, split_of(path)))
+    yield from rows() if path.suffix in SEPARATED else json_lines(path)
 
 
 def json_list(path: Path) -> Iterator[DataRow]:
@@ -374,12 +374,11 @@ def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write rows as JSON lines, a JSON list or parquet, by the suffix of the path; returns their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
     if path.suffix == ".jsonl":  # as they come; the other forms need all of them at once
+        count = 0
         with path.open("w", encoding="utf-8") as file:
-            for row in rows:
+            for count, row in enumerate(rows, 1):  # noqa: B007
                 file.write(whole(json.dumps(row, ensure_ascii=False)) + "\n")
-                count += 1
         return count
     listed = [each_text(row, whole) for row in rows]
     if path.suffix == ".json":
