@@ -20,11 +20,11 @@ from mmrl.data.row_fields import CHECK, Column, RowFields
 from mmrl.data.row_files import BOM, DataRow, Found, GroupFile, LineFile, RowFile, SourceError, TableFile
 from mmrl.data.row_prompts import Places, RowPrompts
 from mmrl.data.separated import SEPARATED, separated_rows
+from mmrl.data.unread_files import name_unread
 
 T = TypeVar("T")
 WRITTEN = (".jsonl", ".parquet", ".json")
 FORMS = (*WRITTEN, *SEPARATED)
-UNREAD = {".ndjson", ".arrow", ".feather", ".tar", ".zip", ".xlsx", ".tfrecord"}  # of rows in other forms
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of one split
 BATCH = 256  # rows of a parquet file in memory at once
 DEEPEST = 64  # levels of lists and objects in a row: code that walks through them is recursive
@@ -32,7 +32,6 @@ HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}  # splits that 
 SHOWN = 10  # bad rows that an error lists
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can escape it, UTF-8 cannot hold it
 log = logging.getLogger("mmrl")
-_named = set[Path]()  # folders and patterns whose unread files were named
 
 
 @dataclass(frozen=True)
@@ -125,9 +124,7 @@ def read_prompts(
         prompt = make(fields.parted(row) if fields else row, number)
         return prompt and replace(prompt, split=row.split)
 
-    places = Places(prompt_of)
-
-    check = CHECK.get()
+    places, check = Places(prompt_of), CHECK.get()
 
     def add_unique(row: DataRow, number: int) -> int | None:
         if prompt := prompt_of(row, number):
@@ -181,7 +178,6 @@ def row_files(path: Path) -> list[Path]:
     """List the files of a dataset: the file itself, or those in the folder or its subfolder `data`.
 
     JSON lists count only if there are no other files: next to those they are descriptions rather than rows.
-    Other files that look like rows are named in the log, once.
     A path that does not exist may be a pattern in the last part: `data/train-*.parquet`.
     """
     if path.is_file():
@@ -191,7 +187,7 @@ def row_files(path: Path) -> list[Path]:
     if not path.is_dir():
         listed = sorted(path.parent.glob(path.name))
         if found := [one for one in listed if one.is_dir() or one.suffix in FORMS]:
-            _name_unread(path, listed, found)
+            name_unread(path, listed, found, FORMS)
             return [file for one in found for file in row_files(one)]
         raise SourceError(f"there is no file or folder '{path}'")
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -199,21 +195,9 @@ def row_files(path: Path) -> list[Path]:
     listed = sorted(file for home in (path, path / "data") if home.is_dir() for file in home.iterdir())
     for forms in ((".jsonl", ".parquet", *SEPARATED), (".json",)):  # the first that has any
         if files := [file for file in listed if file.suffix in forms]:
-            _name_unread(path, listed, files)
+            name_unread(path, listed, files, FORMS)
             return files
     raise SourceError(f"the folder '{path}' holds no rows; they come as {', '.join(FORMS)}")
-
-
-def _name_unread(path: Path, listed: Sequence[Path], read: Sequence[Path]) -> None:
-    """Log the files beside those that are read whose names tell of rows, once for each folder or pattern."""
-    tells = lambda file: file.suffix in UNREAD or not {*file.suffixes[:-1]}.isdisjoint(FORMS)
-    unread = [file.name for file in listed if file not in read and tells(file)]
-    if unread and path not in _named:
-        _named.add(path)
-        log.warning(
-            "'%s' is read without %s; unpack or convert them to %s, or move them away",
-            path, ", ".join(unread[:SHOWN]), ", ".join(FORMS),
-        )  # fmt: skip
 
 
 def split_of(path: Path) -> str:
@@ -278,8 +262,8 @@ def json_lines(path: Path) -> Iterator[DataRow]:
 
 def named_rows(path: Path) -> Iterator[DataRow]:
     """Read a CSV or TSV file by the names in its first line, and any other as JSON lines."""
-    table = path.suffix in SEPARATED
-    yield from map(checked, separated_rows(path, split_of(path))) if table else json_lines(path)
+    rows = lambda: map(checked, separated_rows(path, split_of(path)))
+    yield from rows() if path.suffix in SEPARATED else json_lines(path)
 
 
 def json_list(path: Path) -> Iterator[DataRow]:
@@ -390,12 +374,11 @@ def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write rows as JSON lines, a JSON list or parquet, by the suffix of the path; returns their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
     if path.suffix == ".jsonl":  # as they come; the other forms need all of them at once
+        count = 0
         with path.open("w", encoding="utf-8") as file:
-            for row in rows:
+            for count, row in enumerate(rows, 1):  # noqa: B007
                 file.write(whole(json.dumps(row, ensure_ascii=False)) + "\n")
-                count += 1
         return count
     listed = [each_text(row, whole) for row in rows]
     if path.suffix == ".json":

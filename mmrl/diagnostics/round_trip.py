@@ -38,7 +38,7 @@ class RoundTrip:
         wrong: A sentence for each row whose own target does not earn full marks.
         alike: A sentence for each row that gives full marks to the answers of all rows it was compared with.
         compared: With how many other answers each row was compared, at most.
-        unfit: A sentence for each row whose target is not of the form that the reward is told to read.
+        unfit: A sentence for each row whose target is not of the form that its reward reads.
     """
 
     place: str

@@ -31,10 +31,10 @@ class LearningSignal:
     idle: int = 0  # steps since the last one with an update
     weights: str = ""  # hash of the trained weights in the last checkpoint
 
-    def see(self, updates: int, metrics: Mapping[str, float], *, waits: bool = False) -> None:
+    def see(self, updates: int, metrics: Mapping[str, float], *, scheduled: bool = False) -> None:
         """Count the updates of a step; `metrics` say why there may be none.
 
-        `waits`: a schedule holds the learning rate at 0 for now, which ends no run.
+        A learning rate that is `scheduled`, and 0 for now, ends no run.
         """
         self.updates, self.idle = self.updates + updates, 0 if updates else self.idle + 1
         if self.updates and self.idle == LASTING:
@@ -42,7 +42,7 @@ class LearningSignal:
         if self.updates or self.idle not in (FIRST, LASTING):
             return
         text = f"nothing was learned in the first {self.idle} steps: {cause(metrics)}"
-        if self.stops and self.idle == LASTING and not waits:
+        if self.stops and self.idle == LASTING and not (scheduled and metrics["learning_rate"] == 0):
             raise NoLearning(f"{text}. `learn.on_no_learning: warn` goes on all the same")
         self.warn(text)
 

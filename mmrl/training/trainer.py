@@ -276,8 +276,7 @@ class Run:
             report.log(step, metrics)
         if config.report.log_completions:
             report.write_completions(step, collection, credit)
-        waits = callable(self.method.learning_rate) and metrics["learning_rate"] == 0
-        self.signal.see(updates, metrics, waits=waits)
+        self.signal.see(updates, metrics, scheduled=callable(self.method.learning_rate))
         self.tell("step_end")
 
     def _examine(self, collection: Collection) -> None:

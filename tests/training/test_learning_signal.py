@@ -53,7 +53,7 @@ def test_a_schedule_that_begins_at_0_ends_no_run(tmp_path):
     texts = []
     signal = LearningSignal(True, texts.append)
     for _ in range(2 * LASTING):
-        signal.see(0, {"learning_rate": 0.0}, waits=True)
+        signal.see(0, {"learning_rate": 0.0}, scheduled=True)
     assert len(texts) == 2 and all("learn.learning_rate is 0" in text for text in texts)
 
 

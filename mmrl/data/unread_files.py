@@ -1,0 +1,23 @@
+"""Files of rows that a folder holds, and that are not read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+UNREAD = {".ndjson", ".arrow", ".feather", ".tar", ".zip", ".xlsx", ".tfrecord"}  # of rows in other forms
+_named = set[Path]()  # folders and patterns whose unread files were named
+log = logging.getLogger("mmrl")
+
+
+def name_unread(path: Path, listed: Sequence[Path], read: Sequence[Path], forms: Sequence[str]) -> None:
+    """Log the files beside those that are read whose names tell of rows, once for each folder or pattern."""
+    tells = lambda file: file.suffix in UNREAD or not {*file.suffixes[:-1]}.isdisjoint(forms)
+    unread = [file.name for file in listed if file not in read and tells(file)]
+    if unread and path not in _named:
+        _named.add(path)
+        log.warning(
+            "'%s' is read without %s; unpack or convert them to %s, or move them away",
+            path, ", ".join(unread[:10]), ", ".join(forms),
+        )  # fmt: skip
