@@ -15,7 +15,16 @@ from tests.support.doc_blocks import PAGES, ROOT
 FOLDERS = ("mmrl", "vision", "diffusion", "compression", "configs", "examples", "benchmarks", "tests")
 # Names of the reader's own, in examples that sentences speak of, and of other projects.
 OTHERS = {"activate", "few_cups", "my_game", "Maze", "node7", "my_stages", "my_pairs", "demo1", "working_dir"}
-OTHERS |= {"answers_images", "video_pruning_rate", "a0b2bc5", "slic", "robust_dpo", "history_n", "answerer"}
+OTHERS |= {
+    "Unpublished",
+    "answers_images",
+    "video_pruning_rate",
+    "a0b2bc5",
+    "slic",
+    "robust_dpo",
+    "history_n",
+    "answerer",
+}
 
 
 @cache
