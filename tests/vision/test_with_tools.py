@@ -117,7 +117,7 @@ def scripted(policy, monkeypatch):
         forced: dict[int, list[int]] = {}
         answer, draw = inner._answer, decoding.draw_tokens
 
-        def answering(rows, begin):
+        def answering(rows, begin, work):
             for i, row in enumerate(rows):
                 key = row.prompt.uid, row.index
                 forced[i] = encoder.answer(script(*key, taken.get(key, 0))).tolist()
@@ -139,7 +139,7 @@ def scripted(policy, monkeypatch):
 
             reader.keep = keep
             monkeypatch.setattr(generate_module, "draw_tokens", drawing)
-            return answer(rows, lambda rows: reader)
+            return answer(rows, lambda rows: reader, work)
 
         inner._answer = answering
         return engine

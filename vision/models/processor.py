@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -273,7 +274,8 @@ class PromptEncoder:
             check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
             text = self._render(list(map(template_message, self.replies(prompt.messages, tools))), tools)
             names = [tool.get("function", tool)["name"] for tool in tools] if self.knows_tools(tools) else []
-            if lost := [name for name in names if name not in text]:
+            plain = filter(re.compile(r"[\w.-]+", re.ASCII).fullmatch, names)  # others are escaped or marked
+            if lost := [name for name in plain if name not in text]:
                 roles = ", ".join(message.role for message in prompt.messages)
                 raise ValueError(
                     f"the chat template of the model leaves out the tools {', '.join(lost)} beside messages "
