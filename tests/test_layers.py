@@ -274,7 +274,7 @@ BUDGETS = {
     "objectives": 1520,
     "papers": 10560,
     "reporting": 3140,
-    "rewards": 1870,
+    "rewards": 1910,
     "runtime": 3470,
     "samplers": 860,
     "training": 3090,

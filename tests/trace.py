@@ -156,7 +156,7 @@ def training(method: str, **keys: Any) -> dict:
 
 def runs() -> dict[str, tuple[str, dict]]:
     """The five runs: title to command and configuration."""
-    reward = ["lexical_variety"]
+    reward = [{"name": "vision.short_answer", "form": "text"}]
     tools = {"name": "vision.with_tools", "tool": ["vision.crop"], "max_turns": 2}
     pruned = {**MODEL, "transform": [{"name": "compression.drop_visual_layers", "after": 1}]}
     few = {"num_prompts": 2, "num_generations": 2}
@@ -201,7 +201,7 @@ def runs() -> dict[str, tuple[str, dict]]:
                     "prompts": ["What is shown?"],
                     "model": MODEL,
                     "engines": [GENERATE],
-                    "scores": {"name": "lexical_variety"},
+                    "scores": {"name": "repetition_penalty"},
                 },
                 "output": "pairs",
             },

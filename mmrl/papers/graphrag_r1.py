@@ -14,42 +14,9 @@ from collections.abc import Callable, Sequence
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, ShareBelowOne
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome, policy_messages, tagged
-from mmrl.core.answer_text import answer_part
-from mmrl.core.answers import word_f1, words_of
+from mmrl.config.reward_adapters import policy_messages, tagged
 from mmrl.core.types import Message, Outcome, Prompt
-from mmrl.rewards.answers import needed_targets, own_block
 from mmrl.rewards.tool_calls import ANSWERED, CALL, calls_in
-
-
-@reward(own_answer=own_block)
-@per_outcome
-def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
-    """Return the F1 of the words of the last `tag` block and of the target, as GraphRAG-R1 measures it.
-
-    arXiv 2507.23581. 0 without such a block or without words; of several targets the best counts. As in its
-    code True and False are yes and no, and where one side is yes, no or noanswer the other has to be the
-    same. None where the prompt has no target.
-    """
-    blocks = tagged(outcome.text or "", tag)
-    targets = needed_targets("answer_f1", prompt)
-    if not targets:
-        return None
-    answer = answer_part(blocks[-1], tag) if blocks else ""
-    return max(_f1(answer, answer_part(target, tag)) for target in targets)
-
-
-def _f1(answer: str, target: str) -> float:
-    answer, target = (text.replace("_", " ") for text in (answer, target))
-    sides = [{"true": "yes", "false": "no"}.get(side, side) for side in map(joined, (answer, target))]
-    if {"yes", "no", "noanswer"}.intersection(sides) and sides[0] != sides[1]:
-        return 0.0
-    return 1.0 if sides[0] == sides[1] else word_f1(answer, target)
-
-
-def joined(text: str) -> str:
-    """Write the words of a text as `words_of` lists them."""
-    return " ".join(words_of(text)) or text.strip()
 
 
 def retrievals(outcomes: Sequence[Outcome], tag: str) -> list[tuple[list[str], list[str]]]:

@@ -10,7 +10,9 @@ from typing import Annotated
 
 from mmrl.config.ranges import AtMost, PositiveInt
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
+from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.answer_text import answer_part
+from mmrl.core.answers import word_f1, words_of
 from mmrl.core.choices import choices_in
 from mmrl.core.reward_table import name_id
 from mmrl.core.types import Outcome, Prompt
@@ -19,6 +21,8 @@ from mmrl.rewards.answers import (
     AnswerForm,
     comparable,
     graded,
+    needed_targets,
+    own_block,
     own_text,
 )
 
@@ -103,3 +107,33 @@ def overlong(
 def precomputed(prompt: Prompt, outcome: Outcome, *, key: str) -> float | None:
     """Read a reward that was recorded earlier, or by the engine; None where there is none."""
     return outcome.recorded.get(key)
+
+
+@reward(own_answer=own_block)
+@per_outcome
+def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
+    """Return the F1 of the words of the last `tag` block and of the target (SQuAD, arXiv 1606.05250).
+
+    As GraphRAG-R1 (arXiv 2507.23581) has it: 0 without such a block or without words; of several targets the
+    best counts; True and False are yes and no, and where one side is yes, no or noanswer the other has to be
+    the same. None where the prompt has no target.
+    """
+    blocks = tagged(outcome.text or "", tag)
+    targets = needed_targets("answer_f1", prompt)
+    if not targets:
+        return None
+    answer = answer_part(blocks[-1], tag) if blocks else ""
+    return max(_f1(answer, answer_part(target, tag)) for target in targets)
+
+
+def _f1(answer: str, target: str) -> float:
+    answer, target = (text.replace("_", " ") for text in (answer, target))
+    sides = [{"true": "yes", "false": "no"}.get(side, side) for side in map(_joined, (answer, target))]
+    if {"yes", "no", "noanswer"}.intersection(sides) and sides[0] != sides[1]:
+        return 0.0
+    return 1.0 if sides[0] == sides[1] else word_f1(answer, target)
+
+
+def _joined(text: str) -> str:
+    """Write the words of a text as `words_of` lists them."""
+    return " ".join(words_of(text)) or text.strip()

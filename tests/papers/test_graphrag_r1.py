@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from mmrl.core.types import Outcome, Prompt
-from mmrl.papers.graphrag_r1 import answer_f1, retrieval_bonus
+from mmrl.papers.graphrag_r1 import retrieval_bonus
+from mmrl.rewards.text import answer_f1
 from tests.rewards.test_text import asked, measure
 from tests.rewards.test_tool_calls import SEARCHES, conversation, measured, nested, one
 

@@ -15,9 +15,8 @@ from mmrl.core.answers import number_in, targets_of, words_of
 from mmrl.core.choices import choice_in, choices_in, letter_in
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
-from mmrl.papers.graphrag_r1 import answer_f1
 from mmrl.rewards.answers import FormOfData, infer_form, is_right
-from mmrl.rewards.text import exact_match
+from mmrl.rewards.text import answer_f1, exact_match
 from mmrl.vision.rewards.answers import binary_vqa, short_answer
 
 # Of each set, no target is right where another is wanted.
