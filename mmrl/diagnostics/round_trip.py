@@ -120,7 +120,7 @@ def round_trips(
     pieces, form = Pieces(Stream()), form or FormOfData(prompts)
     step = max(1.0, len(prompts) / sample) if sample else 1.0
     rows: list[Prompt] = []
-    for i, piece in enumerate(rewards):
+    for i, piece in enumerate(rewards if len(prompts) else ()):
         bound = pieces.name("reward", piece, f"{place}[{i}]")
         if not bound.entry.own_answer or "workers" in bound.call or not _installed(bound):
             continue

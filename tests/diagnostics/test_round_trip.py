@@ -197,6 +197,7 @@ def test_rows_that_a_reward_is_not_asked_about_do_not_count():
     assert (trip.rows, list(trip.wrong)) == (1, [])
     (line,) = check_targets(rows(None, None), [Piece("vision.short_answer")], "rewards")
     assert line.startswith("rewards[0] 'short_answer': no row has a target that it reads")
+    assert check_targets([], [Piece("vision.short_answer")], "rewards") == []  # a run without held-out data
     elsewhere = Piece("vision.short_answer", {"where": {"kind": "other"}})
     assert check_targets(rows(None, None, kind="span"), [elsewhere], "rewards") == []
 
