@@ -421,7 +421,7 @@ def explains(name: str) -> set[str]:
 RARE = {
     **{f"hints/{name}": "mmrl/samplers/hints.py" for name in ("prompts", "solved")},
     "hints/share": "mmrl/papers/adhint.py",
-    **{f"majority/{name}": "mmrl/rewards/votes.py" for name in ("share", "parts")},
+    "majority/share": "mmrl/rewards/votes.py",
     "judge/unread": "mmrl/rewards/asking.py",
     "judge/mass": "mmrl/rewards/judge.py",
     **{f"pairwise_judge/{name}": "mmrl/rewards/pairwise_judge.py" for name in ("consistency", "first")},
