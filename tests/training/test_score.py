@@ -339,8 +339,8 @@ def test_a_slow_reward_is_a_fault(measure, released):
 def test_limits_count_from_the_same_start(released):
     began = time.monotonic()
     with pytest.raises(RewardFault):
-        score([bound(slow, label=str(i), timeout=0.5) for i in range(60)], FOUR)
-    assert time.monotonic() - began < 25  # 0.5 s, not 60 times 0.5 s
+        score([bound(slow, label=str(i), timeout=1.0) for i in range(100)], FOUR)
+    assert time.monotonic() - began < 60  # 1 s, not 100 times 1 s
 
 
 def test_skip_drops_the_group_and_counts_it():

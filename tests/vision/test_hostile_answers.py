@@ -83,8 +83,8 @@ LONG = {
 def test_long_answers_take_no_longer_than_they_are_long(name, options, target):
     for kind, text in LONG.items():
         began = time.process_time()
-        values = measured(name, options, target, [text, text])
-        assert time.process_time() - began < 5, kind  # quadratic time is a minute, cubic a year
+        values = measured(name, options, target, [text])
+        assert time.process_time() - began < 25, kind  # about 1 s; quadratic time is minutes, cubic a year
         assert all(value is None or math.isfinite(value) for value in values)
 
 
@@ -92,4 +92,4 @@ def test_long_answers_take_no_longer_than_they_are_long(name, options, target):
 def test_long_captions_are_split_in_time(part):
     began = time.process_time()
     split_sentences((part * SIZE)[:SIZE] + "x")
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 25
