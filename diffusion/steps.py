@@ -83,7 +83,7 @@ class FlowSteps(Steps, Protocol):
 class Likelihood(Protocol):
     """What one training step of a flow model is, and its log-likelihood."""
 
-    says: frozenset[str]  # the `extra` values it can give
+    outputs: frozenset[str]  # the `extra` values it can give
     stochastic: bool  # it reads stochastic steps, so rollouts must have some
 
     def length(self, row: FlowRow) -> int: ...  # the number of steps

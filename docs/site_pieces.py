@@ -122,8 +122,8 @@ def page_of(entry: Entry) -> str:
 def read_by(entry: Entry) -> str:
     """Say what a piece asks for: fields of the policy, other policies, notes, whole rows or groups."""
     needs, told = entry.needs, []
-    if needs.extra:
-        told.append("of the policy " + ", ".join(f"`{name}`" for name in sorted(needs.extra)))
+    if needs.outputs:
+        told.append("of the policy " + ", ".join(f"`{name}`" for name in sorted(needs.outputs)))
     for name, fields in sorted(needs.others.items()):
         told.append(f"`{name}`" + "".join(f" (`{one}`)" for one in sorted(fields)))
     if entry.of_others:

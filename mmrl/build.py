@@ -19,7 +19,7 @@ from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece
 from mmrl.config.tags import named_in
-from mmrl.core.protocols import Connected, Policy, Preparing
+from mmrl.core.protocols import Policy, Preparing, UsesEngine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.dataset_io import bad_rows_error
@@ -72,7 +72,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     optimizer = processes.place(policy, make("learn.optimizer"), config.learn.max_grad_norm)
     with loading():
         references = make("references", policy)
-    check_outputs(config, objective.needs, {"": policy.says})
+    check_outputs(config, objective.needs, {"": policy.outputs})
     method = Method(
         policy=policy,
         optimizer=optimizer,
@@ -129,10 +129,10 @@ def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:
     engine = pieces.made["rollout.engine[0]"]
 
     def ask(prompts: Sequence[Prompt]) -> Rollouts:
-        with torch.no_grad(), processes.whole(policy.module):
+        with torch.no_grad(), processes.unshard(policy.module):
             return engine.rollout(prompts)
 
-    for piece in pieces.that_are(Connected).values():
+    for piece in pieces.that_are(UsesEngine).values():
         piece.connect(ask, processes.tell)
 
 

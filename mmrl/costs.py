@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import cost
 from mmrl.core.flop_counter import CountOperations
-from mmrl.core.protocols import Asking, Engine
+from mmrl.core.protocols import AsyncEngine, Engine
 
 
 @cost
@@ -19,7 +19,7 @@ def operations(engine: Engine) -> Iterator[Mapping[str, float]]:
     Table look-ups (one-bit codes on a CPU) and Triton kernels are not counted. Raises `ConfigError` for an
     engine that computes in other processes.
     """
-    if isinstance(engine, Asking):
+    if isinstance(engine, AsyncEngine):
         raise ConfigError(
             "`cost_metrics: [operations]` counts what this process computes, but the engine computes in "
             "others; name an `evaluation.engine` without ray_workers and servers, or set `cost_metrics: []`"

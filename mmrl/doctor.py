@@ -112,7 +112,7 @@ def _look(small: Config, config: Config) -> Examined:
         return _look(replace(small, policy=policy), config)
 
     def ask(prompts: Sequence[Prompt]) -> Rollouts:
-        with run.acting(), run.processes.whole(run.policy.module):
+        with run.rollout_weights(), run.processes.unshard(run.policy.module):
             made = run.method.engine.rollout(prompts)
         return in_order(made, [prompt.uid for prompt in prompts])
 

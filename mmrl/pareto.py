@@ -102,7 +102,7 @@ def measure(
         engine.rollout(some[: WARM * evaluator.num_generations])  # first calls compile and allocate
     engine.seconds.clear()
     measured = replace(evaluator, engine=engine).measure(intervals=False)
-    with evaluator.processes.agreeing("writing predictions"):
+    with evaluator.processes.fail_together("writing predictions"):
         write_predictions(predictions, measured, world=evaluator.processes.world, images=THUMBNAILS)
     with torch.no_grad(), whole(engine.policy.module), ExitStack() as stack:
         metered = [stack.enter_context(meter(evaluator.engine)) for meter in meters]

@@ -21,7 +21,7 @@ from mmrl.config.registry import reference
 from mmrl.config.schema import Piece
 from mmrl.core.protocols import Policy, ReadsSteps
 from mmrl.core.step_table import Batch, StepOutput
-from mmrl.runtime.fsdp import exchange, give_up
+from mmrl.runtime.fsdp import swap, reshard
 
 
 def trained(policy: Policy) -> dict[str, Tensor]:
@@ -46,18 +46,18 @@ class Reference:
         self.decay, self.every = decay, every
         self.passed = 0  # optimizer steps of the learner
         self.weights: dict[str, Tensor] = {}
-        self.take()
+        self.snapshot()
 
-    def take(self) -> None:
+    def snapshot(self) -> None:
         """Take the policy's trained weights of now."""
         self.weights = {name: parameter.detach().clone() for name, parameter in trained(self.policy).items()}
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        with self.acting(), torch.no_grad():
+        with self.rollout_weights(), torch.no_grad():
             return self.policy(batch, extra)
 
     @contextmanager
-    def acting(self) -> Iterator[None]:
+    def rollout_weights(self) -> Iterator[None]:
         """Swap the reference's weights into the policy for the duration of the context."""
         self._swap()
         try:
@@ -66,12 +66,12 @@ class Reference:
             self._swap()
 
     def _swap(self) -> None:
-        give_up(self.policy.module)  # else FSDP2 would go on with the weights that it gathered
+        reshard(self.policy.module)  # else FSDP2 would go on with the weights that it gathered
         for name, parameter in trained(self.policy).items():
-            self.weights[name] = exchange(parameter, self.weights[name])
+            self.weights[name] = swap(parameter, self.weights[name])
 
     @torch.no_grad()
-    def move(self) -> None:
+    def update(self) -> None:
         """Update the moving average after an optimizer step, every `every` steps."""
         self.passed += 1
         if self.decay < 1 and self.passed % self.every == 0:
@@ -150,28 +150,28 @@ class SecondModel:
         self.model = self.policy()
         if isinstance(self.model, ReadsSteps):
             self.model.check_steps_of(self.learning)
-        missing = self.objective.needs.extra - self.model.says
+        missing = self.objective.needs.outputs - self.model.outputs
         if missing:
             raise ConfigError(
                 f"the objective of a second model reads {sorted(missing)} of it, but it says "
-                f"{sorted(self.model.says) or 'nothing'} besides log-probabilities"
+                f"{sorted(self.model.outputs) or 'nothing'} besides log-probabilities"
             )
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
         with torch.no_grad():
             return self.model(batch, extra)
 
-    def acting(self) -> AbstractContextManager:
+    def rollout_weights(self) -> AbstractContextManager:
         """Raise, because engines sample from the policy's own model."""
         raise ConfigError(
             "'rollout.policy' names a second model, which cannot sample: name a reference of the policy's "
             "own weights (`frozen`, `ema`)"
         )
 
-    def take(self) -> None:
+    def snapshot(self) -> None:
         """Keep its own weights."""
 
-    def move(self) -> None:
+    def update(self) -> None:
         """Keep its own weights, which its own optimizer moves."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from mmrl.runtime.distributed import Processes, _pack
 from mmrl.training.score import score
 from tests.support.configs import library_pieces
 from tests.support.examples import paper_options, required_options
-from tests.support.toy_flow import Telling
+from tests.support.toy_flow import HasMetrics
 from tests.support.toys import ToyText, prompts
 
 # Options other than the derived examples (`tests/support/examples.py`), where those would show nothing on the
@@ -204,29 +204,31 @@ def credit_of(sizes: tuple[int, ...] = SIZES, equal: bool = False) -> RewardTabl
     return credit
 
 
-def policy_of(unit: Unit) -> Telling:
-    policy = Telling(ToyText(num=len(SIZES), unit=unit, double=True))
+def policy_of(unit: Unit) -> HasMetrics:
+    policy = HasMetrics(ToyText(num=len(SIZES), unit=unit, double=True))
     with torch.no_grad():
         policy.table.normal_(generator=torch.Generator().manual_seed(5))
     return policy
 
 
 def batch_of(
-    policy: Telling, objective: Any, sizes: tuple[int, ...] = SIZES, equal: bool = False, gap: float = 0.2
+    policy: HasMetrics, objective: Any, sizes: tuple[int, ...] = SIZES, equal: bool = False, gap: float = 0.2
 ) -> Batch:
     """Lay credit over steps in float64, and let others differ by about `gap`, their latents too."""
     needs = objective.needs
-    strange = needs.extra | frozenset().union(*needs.others.values())
-    if strange - policy.says:
-        pytest.fail(f"the toy policy does not say {sorted(strange - policy.says)}; teach tests/toy_flow.py")
+    strange = needs.outputs | frozenset().union(*needs.others.values())
+    if strange - policy.outputs:
+        pytest.fail(
+            f"the toy policy does not say {sorted(strange - policy.outputs)}; teach tests/toy_flow.py"
+        )
     batch = spread(credit_of(sizes, equal), policy.collate(collected(sizes, equal)))
     batch = batch.replace(mask=batch.mask.double(), advantage=batch.advantage.double())
-    if "value_logit" in needs.extra:  # learned from probabilities alone
+    if "value_logit" in needs.outputs:  # learned from probabilities alone
         batch = batch.replace(advantage=batch.advantage.sigmoid())
     batch = batch.replace(notes={name: note.double() for name, note in batch.notes.items()})
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        said = policy(batch, policy.says)
+        said = policy(batch, policy.outputs)
     others = {}
     for name in sorted({"old", "ref", "engine", *needs.others}):
         sign = torch.where(torch.rand(said.logp.shape, generator=generator) < 0.5, -gap, gap)
@@ -237,7 +239,7 @@ def batch_of(
     return batch.replace(others=others)
 
 
-def learn(policy: Telling, objective: Any, ranks: list[Batch], micro_batch_steps: int) -> list[Tensor]:
+def learn(policy: HasMetrics, objective: Any, ranks: list[Batch], micro_batch_steps: int) -> list[Tensor]:
     """Give the gradient, the loss and the metrics of one update, on as many processes as there are
     batches."""
     counted = [batch.count() for batch in ranks]
@@ -249,7 +251,7 @@ def learn(policy: Telling, objective: Any, ranks: list[Batch], micro_batch_steps
         part = batch.replace(totals=totals)
         part = part.replace(weight=objective.weigh(part))
         for micro in part.split(micro_batch_steps, objective.needs.unit):
-            share, shares = objective(policy(micro, objective.needs.extra), micro)
+            share, shares = objective(policy(micro, objective.needs.outputs), micro)
             (share / len(ranks)).backward()
             loss = loss + share.detach() / len(ranks)
             for name, value in shares.items():
@@ -383,7 +385,7 @@ def weighed(case):
     batch = batch.replace(totals=batch.count())
     batch = batch.replace(weight=objective.weigh(batch))
     with torch.no_grad():
-        new = policy(batch, policy.says)
+        new = policy(batch, policy.outputs)
     return objective, batch, new
 
 

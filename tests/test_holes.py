@@ -57,7 +57,7 @@ def test_losses_are_those_of_the_rows_without_the_hole(case):
     policy, objective = policy_of(Unit.ROW), case.objective()
     batch = batch_of(policy, objective)
     with torch.no_grad():
-        new = policy(batch, objective.needs.extra)
+        new = policy(batch, objective.needs.outputs)
     loss, slopes, metrics = learned(objective, new, batch)
     assert max(float(slope.abs().max()) for slope in slopes) > 1e-4
     found = learned(objective, *with_hole(new, batch))

@@ -113,7 +113,7 @@ def _learning(
 ) -> dict[str, float]:
     """Estimate what a micro-batch keeps for its backward pass, and its logits."""
     learn, rollout = config.learn, config.rollout
-    extra: Set[str] = Pieces(Stream(config.seed)).make_field(config, "objective").needs.extra
+    extra: Set[str] = Pieces(Stream(config.seed)).make_field(config, "objective").needs.outputs
     prompts, rows, micros = micro_batch(
         len(encoded.ids), longest, math.ceil(rollout.num_prompts / learn.minibatches),
         rollout.num_generations, learn.micro_batch_steps,

@@ -57,17 +57,17 @@ class Teacher:
         values = {name: pad_to(value, width, 1) for name, value in self.module(batch.steps, extra).items()}
         return StepOutput(values.pop("logp"), values)
 
-    def acting(self) -> AbstractContextManager:
+    def rollout_weights(self) -> AbstractContextManager:
         """Raise, because engines sample from the policy's own model."""
         raise ConfigError(
             "'rollout.policy' names a teacher, which cannot sample: name a reference of the policy's own "
             "weights (`frozen`, `ema`), or record answers of the teacher and use the engine `offline`"
         )
 
-    def take(self) -> None:
+    def snapshot(self) -> None:
         """Keep its own weights."""
 
-    def move(self) -> None:
+    def update(self) -> None:
         """Keep its own weights."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Matching:
             as `diffusion.segment_preferences` cuts them.
     """
 
-    says = frozenset({"velocity", "target", "time", "error"})
+    outputs = frozenset({"velocity", "target", "time", "error"})
     stochastic = False
 
     stream: Stream

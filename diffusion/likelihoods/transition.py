@@ -21,7 +21,7 @@ class Transition:
     `logp` is a mean over dimensions, which is why published clip ranges are as small as 1e-5.
     """
 
-    says = frozenset({"mean", "std", "dt", "velocity", "time"})
+    outputs = frozenset({"mean", "std", "dt", "velocity", "time"})
     stochastic = True
 
     def length(self, row: FlowRow) -> int:

@@ -90,7 +90,7 @@ class Flow:
         max_sequence_length: Tokens of a prompt; 0 is the pipeline's default.
     """
 
-    says = frozenset({"mean", "std", "dt", "velocity", "time", "target", "error"})
+    outputs = frozenset({"mean", "std", "dt", "velocity", "time", "target", "error"})
     makes = "images"  # what outcomes hold, for commands that write them
 
     def __init__(
@@ -111,7 +111,7 @@ class Flow:
         if adapter and not lora_rank:
             raise ValueError(f"to go on with the adapter '{adapter}', `lora_rank` must name its rank")
         self.pipe = loading.load_pipeline(model, dtype=dtype)
-        self.likelihood, self.says = likelihood, likelihood.says
+        self.likelihood, self.outputs = likelihood, likelihood.outputs
         self.network: nn.Module = self.pipe.transformer
         self.negative_prompt = negative_prompt
         self.max_sequence_length = max_sequence_length or default_of(self.pipe, "max_sequence_length")

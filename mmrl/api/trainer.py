@@ -16,7 +16,7 @@ from mmrl.core.reward_table import Measured
 from mmrl.inference.session import as_answer
 from mmrl.reporting.metrics import describe_measured
 from mmrl.runtime.checkpoint import checkpoints
-from mmrl.training.checkpointing import look, write_model
+from mmrl.training.checkpointing import check_output_folder, write_model
 from mmrl.training.loop import train
 
 
@@ -105,7 +105,7 @@ class Trainer:
             tools=tools, environment_factory=environment_factory, ref_model=ref_model,
             quantization_config=quantization_config, method=method, config=config,
         )  # fmt: skip
-        look(self.config)
+        check_output_folder(self.config)
         self.run = build(self.config, quiet=quiet)
         for callback in callbacks or ():
             add_callback(self.run, callback)

@@ -72,7 +72,7 @@ def check_file(
     if not raw:
         raise ConfigError("the file is empty")
 
-    def look_at(config: Config | EvaluateConfig) -> None:
+    def check_inputs_and_data(config: Config | EvaluateConfig) -> None:
         if inputs:
             check_inputs(config)
             check_writable(Path(config.output_dir))
@@ -90,11 +90,11 @@ def check_file(
         def check_stage(i: int) -> None:
             check_run(config := stages[i].config)
             made = [stage.config.output_dir for stage in stages[:i]]  # not there yet
-            look_at(replace(config, init_from="") if config.init_from in made else config)
+            check_inputs_and_data(replace(config, init_from="") if config.init_from in made else config)
 
         on_each([stage.place for stage in stages], check_stage)
     else:
         kind, check_whole = (Config, check_run) if "rollout" in raw else (EvaluateConfig, check_settings)
         config = load(path, overrides, kind)
         check_whole(config)
-        look_at(config)
+        check_inputs_and_data(config)

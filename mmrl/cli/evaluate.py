@@ -77,7 +77,7 @@ def evaluate(given: argparse.Namespace) -> None:
     processes, predictions = evaluator.processes, evaluation_file(folder)
     with _writing(folder, processes, facts):
         measured = evaluator.measure()
-        with processes.agreeing("writing predictions"):
+        with processes.fail_together("writing predictions"):
             write_predictions(predictions, measured, world=processes.world, images=THUMBNAILS)
         if not processes.main:
             return

@@ -24,17 +24,17 @@ def train(given: argparse.Namespace) -> None:
     """Train into `output_dir`, one stage after another; continues from the last checkpoint."""
     from mmrl.build import build as make
     from mmrl.build import check
-    from mmrl.training.checkpointing import look
+    from mmrl.training.checkpointing import check_output_folder
     from mmrl.training.loop import train as go
-    from mmrl.training.stages import look_at, train_stages
+    from mmrl.training.stages import check_stage_folders, train_stages
 
     stages = load_stages(given.config, given.overrides)
     if stages[0].name:
         on_each([stage.place for stage in stages], lambda i: check(stages[i].config).require_packages())
-        look_at(stages)
+        check_stage_folders(stages)
         final = train_stages(stages, make)
     else:
-        look(stages[0].config)
+        check_output_folder(stages[0].config)
         run = make(stages[0].config)
         go(run)
         final = run.final if run.processes.main else None

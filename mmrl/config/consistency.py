@@ -317,7 +317,7 @@ def _needs_of_second(config: Config, bound: Bound, place: str, says: Mapping[str
     if objective is not None:
         needs |= objective.needs
     _check_references(config, needs, f"{place} reads")
-    own = needs.extra | needs.others.get("old", frozenset())
+    own = needs.outputs | needs.others.get("old", frozenset())
     others = {name: extra for name, extra in needs.others.items() if name != "old"}
     check_outputs(config, Needs(others={**others, place.removeprefix("references."): own}), says)
     return Needs(others=others, notes=needs.notes)
@@ -326,8 +326,8 @@ def _needs_of_second(config: Config, bound: Bound, place: str, says: Mapping[str
 def _says(config: Config, checked: Mapping[str, Any]) -> dict[str, frozenset[str]]:
     """Map the policy ("") and the second models by their names to what they say."""
     inner = {name: piece.options.get("policy") for name, piece in config.references.items()}
-    return {"": _declared(checked["policy"].entry, "says")} | {
-        name: _declared(find("policy", as_piece(piece, f"references.{name}.policy").name), "says")
+    return {"": _declared(checked["policy"].entry, "outputs")} | {
+        name: _declared(find("policy", as_piece(piece, f"references.{name}.policy").name), "outputs")
         for name, piece in inner.items()
         if piece is not None
     }
@@ -362,7 +362,7 @@ def check_outputs(config: Config, needs: Needs, says: Mapping[str, frozenset[str
 
     `says` maps second models by name to what they say, and "" to what the policy and its references do.
     """
-    for name, wanted in {"": needs.extra, **needs.others}.items():
+    for name, wanted in {"": needs.outputs, **needs.others}.items():
         outputs = says.get(name, says[""])
         if missing := wanted - outputs:
             whose = f"second model '{name}'" if name in says and name else "policy"

@@ -51,7 +51,7 @@ class Needs:
     """What a piece reads besides the log-probabilities of the policy that learns."""
 
     unit: Unit = Unit.STEP  # the smallest part of a batch that it can be computed on
-    extra: frozenset[str] = frozenset()  # further outputs of the policy that learns
+    outputs: frozenset[str] = frozenset()  # further outputs of the policy that learns
     others: Mapping[str, frozenset[str]] = field(default_factory=dict)  # outputs of other policies, by name
     notes: frozenset[str] = frozenset()  # values per step that the engine records
     tags: frozenset[str] = frozenset()  # tags of outcomes
@@ -62,10 +62,10 @@ class Needs:
         # Sorted, because every process has to ask for sharded weights in the same order.
         names = sorted({*self.others, *other.others})
         others = {name: self.others.get(name, NOTHING) | other.others.get(name, NOTHING) for name in names}
-        extra, notes = self.extra | other.extra, self.notes | other.notes
+        outputs, notes = self.outputs | other.outputs, self.notes | other.notes
         tags = self.tags | other.tags
         turns, every_turn = self.turns or other.turns, self.every_turn or other.every_turn
-        return Needs(max(self.unit, other.unit), extra, others, notes, tags, turns, every_turn)
+        return Needs(max(self.unit, other.unit), outputs, others, notes, tags, turns, every_turn)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Policy(LogProbs, Protocol):
     """The model that is trained; its log-probabilities are differentiable."""
 
     module: nn.Module  # the optimizer moves its trainable parameters
-    says: frozenset[str]  # the names of `extra` that it can compute
+    outputs: frozenset[str]  # the names of `extra` that it can compute
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Convert a recorded answer into a row."""
@@ -83,7 +83,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class Asking(Engine, Protocol):
+class AsyncEngine(Engine, Protocol):
     """An engine that can begin with rollouts before they are collected."""
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
@@ -91,7 +91,7 @@ class Asking(Engine, Protocol):
 
 
 @runtime_checkable
-class SendsWeights(Asking, Protocol):
+class SendsWeights(AsyncEngine, Protocol):
     """An engine whose answers other programs sample, with weights that it sends them.
 
     While it waits for answers, the policy need not be whole on any process.
@@ -161,10 +161,10 @@ class Tracker(Protocol):
 
 
 @runtime_checkable
-class Telling(Protocol):
+class HasMetrics(Protocol):
     """A piece with metrics of its own."""
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return metrics since the last call, under the same names on every process."""
         ...
 
@@ -190,7 +190,7 @@ class Observer(Stateful, Protocol):
 
 
 @runtime_checkable
-class Connected(Protocol):
+class UsesEngine(Protocol):
     """A piece that asks the engine between rollouts, or reads what other processes have."""
 
     def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
@@ -203,12 +203,12 @@ class Connected(Protocol):
 
 
 @runtime_checkable
-class Consulting(Protocol):
+class UsesValueModel(Protocol):
     """A piece that asks a second model for the values of prompts before they are answered."""
 
     value_model: str  # its name in `references`; empty: none
 
-    def consult(self, values: Callable[[Sequence[Prompt]], list[float]]) -> None:
+    def connect_value_model(self, values: Callable[[Sequence[Prompt]], list[float]]) -> None:
         """Take the function that values prompts, once. Every process has to call it, with equal prompts."""
 
 
@@ -233,7 +233,7 @@ class AdvantageObserver(Stateful, Protocol):
 class RecallsRows(Policy, Protocol):
     """A policy that makes a row again from what the engine noted of its steps."""
 
-    def recall(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
+    def restore_rows(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
         """Make the row of a prompt from notes (T,): "token", "logp", "temperature" and others."""
         ...
 
@@ -242,24 +242,26 @@ class RecallsRows(Policy, Protocol):
 class Replay(Stateful, Protocol):
     """A piece with state that brings rows of earlier steps back, before or after the advantage chain."""
 
-    def mix(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
+    def replay_before(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
         """Return which rows of a collection stay (N,) bool, and the rows that join them before the chain."""
         ...
 
-    def refill(self, table: RewardTable, credit: RewardTable) -> tuple[Tensor, RewardTable, RewardTable]:
+    def replay_after(
+        self, table: RewardTable, credit: RewardTable
+    ) -> tuple[Tensor, RewardTable, RewardTable]:
         """Return which rows stay (N,) bool, and what joins the tables before and after the chain."""
         ...
 
-    def recall(self, table: RewardTable) -> Rollouts:
+    def restore_rows(self, table: RewardTable) -> Rollouts:
         """Make the rollouts of rows that joined."""
         ...
 
 
 @runtime_checkable
-class Believing(Protocol):
+class ReportsSamplingWeights(Protocol):
     """A sampler that tells what it believes about prompts, or about the sources that they come from."""
 
-    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
+    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return by uid, or by source, what is believed, such as "pass_rate" and "weight"; for reports."""
         ...
 

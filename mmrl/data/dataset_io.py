@@ -137,7 +137,7 @@ def read_prompts(
 
     indices = read_each(source, rows, add_unique, bad_rows, limit)
     if fields:
-        fields.tell()
+        fields.warn()
     if len(splits) > 1 and HELD_OUT & {*splits}:
         wanted = "'%s' holds the splits %s, and all of them are read; a pattern names one: 'folder/train*'"
         log.warning(wanted, source, ", ".join(splits))

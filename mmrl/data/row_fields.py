@@ -131,7 +131,7 @@ class RowFields:
         others = {name: value for name, value in row.columns.items() if name not in reads}
         return replace(row, columns=columns, others=others)
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """Name the other columns that nobody reads, once."""
         warn_unread(self.unread, self.source)
 

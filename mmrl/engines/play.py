@@ -112,7 +112,7 @@ class Play:
             live = list({id(turn.match): turn.match for turn in asked}.values())
         return tuple(row for match in matches for row in self._rows(match))
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return turns and unfinished games per game, and the share of turns of every role."""
         counts, self.counts = self.counts, Counter()
         games, turns = max(1, counts["games"]), max(1, counts["turns"])

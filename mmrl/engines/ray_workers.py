@@ -21,7 +21,7 @@ from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, 
 from mmrl.config.registry import engine
 from mmrl.config.schema import Piece
 from mmrl.config.workers import Workers, object_in
-from mmrl.core.protocols import Engine, Policy, Portable, Telling
+from mmrl.core.protocols import Engine, HasMetrics, Policy, Portable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock, Count, Prompt, Rollouts, Trajectory
 from mmrl.runtime.content_hash import of_tensors
@@ -77,7 +77,7 @@ class Worker:
         place = {id(prompt): i for i, prompt in enumerate(asked.prompts)}
         places = tuple(place.get(id(row.prompt)) for row in rows)
         packed = tuple(map(self._pack, rows, places))
-        tells = [piece.tell() for piece in pieces.that_are(Telling).values()]
+        tells = [piece.metrics() for piece in pieces.that_are(HasMetrics).values()]
         metrics = {k: v for part in tells for k, v in part.items()}
         return Answered(packed, places, metrics, time.monotonic() - began)
 
@@ -241,7 +241,7 @@ class RayWorkers:
         weights = self.servers.version, self.servers.weights
         self.begun = list(prompts), shares, actors.begin(requests, *weights, method="rollout")
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return what the workers' engines tell, averaged over rows, restarts, and a worker's seconds."""
         rows, metrics, servers, now = max(1, self.rows), self.metrics, self.servers, time.monotonic()
         busy, passed = servers.busy / self.num_workers, now - (servers.since or now)

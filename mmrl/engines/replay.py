@@ -72,14 +72,14 @@ class Memory:
         names = ([media.name for media in one.media] for one in (own, prompt))
         return own is prompt or (own.text == prompt.text and operator.eq(*names))
 
-    def recall(self, table: RewardTable) -> Rollouts:
+    def restore_rows(self, table: RewardTable) -> Rollouts:
         """Make the rollouts of rows that were brought back, from the tokens that the engine noted."""
         return tuple(self._row(table, i, self.prompts[self.places[uid]]) for i, uid in enumerate(table.uids))
 
     def _row(self, table: RewardTable, i: int, prompt: Prompt) -> Trajectory:
         length = int(table.length[i])
         notes = {name: table.notes[name][i, :length] for name in table.notes}
-        row = self.policy.recall(prompt, notes)
+        row = self.policy.restore_rows(prompt, notes)
         tags = {REPLAY: "yes"}
         outcomes = tuple(
             Outcome(text=row.outcomes[-1].text, end=int(end), tags=tags) for end in table.ends[i]
@@ -109,7 +109,7 @@ class Memory:
             back.append(table.replace(ids={**table.ids, REPLAY: mark, "on_policy": torch.zeros_like(mark)}))
         return back
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return the rows that were brought back since the last call, and those that are stored."""
         metrics = {"replay/rows": float(self.added), "replay/stored": float(len(self.steps))}
         self.added = 0
@@ -177,11 +177,13 @@ class WithReplay(Memory):
         super().__init__(engine, stream, train_prompts, tables=2)
         self.capacity, self.max_age, self.power, self.granularity = capacity, max_age, power, granularity
 
-    def mix(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
+    def replay_before(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
         """Add nothing before the advantage chain, since stored rows keep their advantage."""
         return torch.ones(len(table), dtype=torch.bool), table.select(torch.zeros(0, dtype=torch.int64))
 
-    def refill(self, table: RewardTable, credit: RewardTable) -> tuple[Tensor, RewardTable, RewardTable]:
+    def replay_after(
+        self, table: RewardTable, credit: RewardTable
+    ) -> tuple[Tensor, RewardTable, RewardTable]:
         """Return which rows stay (N,), and those that replace others, before and after the chain.
 
         The rows of the step that have an advantage are stored.
@@ -248,7 +250,9 @@ class ByPrompt(Memory):
                 keep[places[: max(0, len(places) - self.capacity)]] = False
         self.keep(keep)
 
-    def refill(self, table: RewardTable, credit: RewardTable) -> tuple[Tensor, RewardTable, RewardTable]:
+    def replay_after(
+        self, table: RewardTable, credit: RewardTable
+    ) -> tuple[Tensor, RewardTable, RewardTable]:
         """Change nothing after the advantage chain."""
         none = torch.zeros(0, dtype=torch.int64)
         return torch.ones(len(table), dtype=torch.bool), table.select(none), credit.select(none)
@@ -277,7 +281,7 @@ class WithSuccesses(ByPrompt):
     ) -> None:
         super().__init__(engine, stream, train_prompts, of, above, capacity)
 
-    def mix(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
+    def replay_before(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
         """Return which rows stay (N,), and the successes that take the place of others."""
         right, drawn = self.right(table), [torch.zeros(0, dtype=torch.int64)]
         keep = torch.ones(len(table), dtype=torch.bool)

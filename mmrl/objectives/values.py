@@ -36,7 +36,7 @@ class ValueRegression:
     def needs(self) -> Needs:
         """The values of now and, with a limit, those of the rollout."""
         old = {} if self.cliprange_value is None else {"old": frozenset({"value"})}
-        return Needs(extra=frozenset({"value"}), others=old) | self.aggregation.needs
+        return Needs(outputs=frozenset({"value"}), others=old) | self.aggregation.needs
 
     def weigh(self, batch: Batch) -> Tensor:
         """Weigh every step: (N, T), division included."""
@@ -75,7 +75,7 @@ class ValueCrossEntropy:
     @property
     def needs(self) -> Needs:
         """The logits of now."""
-        return Needs(extra=frozenset({"value_logit"})) | self.aggregation.needs
+        return Needs(outputs=frozenset({"value_logit"})) | self.aggregation.needs
 
     def weigh(self, batch: Batch) -> Tensor:
         """Weigh every step: (N, T), division included. Raises `ValueError` for targets outside 0 to 1."""

@@ -112,12 +112,12 @@ class WithDifficultyHints:
         count, total = self.answers.get(uid, (0, 0.0))
         return 1.0 - (total + 1.0) / (count + 2.0)
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report how many prompts were asked with hints, and the mean share of the solution in them."""
         lengths, self.lengths = self.lengths, []
         return {"hints/prompts": float(len(lengths)), "hints/share": sum(lengths) / max(len(lengths), 1)}
 
-    def beliefs(self) -> dict[str, dict[str, float]]:
+    def sampling_weights(self) -> dict[str, dict[str, float]]:
         """Return the difficulty of every prompt that was asked."""
         return {uid: {"difficulty": self.difficulty(uid)} for uid in self.answers}
 

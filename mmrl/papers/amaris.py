@@ -204,7 +204,7 @@ class Rubric(Judging):
             readable = None if isinstance(proposed, Unread) else proposed
             self._change(self.tell_all(readable)[0])
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report the version, the number of criteria, and proposals that could not be read since the last."""
         unread, self.unread = self.unread, 0
         version, count = len(self.changes), len(self.criteria)

@@ -140,13 +140,13 @@ class Pools:
             prompt for name, pool in self.pools.items() for prompt in pool.draw(wanted[name], num_generations)
         ]
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report the share of every pool, and how even they are."""
         shares = self.shares
         named = {f"sampler/share/{name}": share for name, share in shares.items()}
         return {"sampler/entropy": evenness(torch.tensor(list(shares.values()))), **named}
 
-    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
+    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return the share of every pool, its size, and how many prompts were drawn from it."""
         return {
             name: {"weight": share, "prompts": float(len(pool.data)), "drawn": float(pool.drawn)}

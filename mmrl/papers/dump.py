@@ -104,13 +104,13 @@ class SourceBandit:
             self.count[i] += len(fresh)
         self.waiting = {}
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report how even the draws are over the sources, and the probability of each."""
         chance = self.probabilities
         named = {f"sampler/share/{name}": share for name, share in self.among.of(chance).items()}
         return {"sampler/entropy": evenness(chance), **named}
 
-    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
+    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return the mean absolute advantage, the bound, the probability and the rollouts of every source."""
         return self.among.by_source(
             learnability=self.learnability,

@@ -98,13 +98,13 @@ class LearningVelocity:
         self.sums.zero_()
         self.counts.zero_()
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report how even the draws are over the sources, and the probability of each."""
         chance = self.probabilities
         named = {f"sampler/share/{name}": share for name, share in self.among.of(chance).items()}
         return {"sampler/entropy": evenness(chance), **named}
 
-    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
+    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return mean reward, velocity and probability of every source; NaN before any rollout."""
         return self.among.by_source(level=self.level, velocity=self.velocity, weight=self.probabilities)
 

@@ -138,7 +138,7 @@ class VarianceAware:
         momentum = self.momentum if (self.weights > 0).any() else 0.0
         self.weights = momentum * self.weights + (1 - momentum) * weights
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report how much of the data has a score, how high scores are, and how even the weights."""
         known = ~self.scores.isnan()
         return {
@@ -147,7 +147,7 @@ class VarianceAware:
             "sampler/entropy": evenness(self.weights),
         }
 
-    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
+    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return the last pass rate, the score and the weight by uid; NaN where nothing is known."""
         return by_uid(self.candidates.data, pass_rate=self.pass_rate, score=self.scores, weight=self.weights)
 

@@ -108,12 +108,12 @@ class WithReflection(ReadsAnswers):
             if reward < self.threshold if self.show == "wrong" else better:
                 known.answer, known.reward = text[: self.max_letters], reward
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report how many prompts were shown an answer since the last report."""
         shown, self.shown = self.shown, 0
         return {"reflection/prompts": float(shown)}
 
-    def beliefs(self) -> dict[str, dict[str, float]]:
+    def sampling_weights(self) -> dict[str, dict[str, float]]:
         """Return the mean of the remembered rewards of every prompt that was asked."""
         return {uid: {"mean": known.mean} for uid, known in self.known.items()}
 
@@ -212,7 +212,7 @@ class WithContrast(ByPrompt):
         super().__init__(engine, stream, train_prompts, of, above, capacity)
         self.per_group, self.learn_from_replay = per_group, learn_from_replay
 
-    def mix(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
+    def replay_before(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
         """Return that all rows stay (N,), and the stored rows that join them."""
         right, drawn = self.right(table), [torch.zeros(0, dtype=torch.int64)]
         for uid in dict.fromkeys(table.uids):

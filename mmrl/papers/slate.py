@@ -121,10 +121,10 @@ class WithStepCandidates(WithTools):
         self.counts.update(conversations=len(uids))
         return tuple(row for uid in uids for row in rows[uid])
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return what `vision.with_tools` does, and the means of what rewards logged."""
         logged, self.logged = self.logged, defaultdict(list)
-        return {**super().tell(), **{name: fmean(values) for name, values in logged.items()}}
+        return {**super().metrics(), **{name: fmean(values) for name, values in logged.items()}}
 
     def _advance(self, live: list[Conversation], counts: Mapping[str, int]) -> list[Trajectory]:
         """Hold conversations to their ends; returns the candidates of all turns."""

@@ -111,7 +111,7 @@ class WithExperience(ReadsAnswers):
                 listed = json.dumps(list(self.experiences.values()), indent=1, ensure_ascii=False)
                 Path(self.output).write_text(listed + "\n", encoding="utf-8")
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report how many experiences there are."""
         return {"experiences": float(len(self.experiences))}
 
@@ -253,7 +253,7 @@ class ByPolicy:
         self.counts["experiences/unread"] += found is None
         return found or []
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report how many changes were proposed, and how many answers held none that can be read."""
         counts, self.counts = self.counts, dict.fromkeys(self.counts, 0.0)
         return counts

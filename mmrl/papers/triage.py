@@ -104,12 +104,12 @@ class Triage:
         self.among.candidates.begins()
         return self.among.draw(self.weights, num_prompts, num_generations)
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report the share of each quality in the draws."""
         named = {f"sampler/share/{name}": share for name, share in self.among.of(self.weights).items()}
         return {"sampler/entropy": evenness(self.weights), **named}
 
-    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
+    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return the score and the weight of the quality of every conversation, by uid."""
         weights = self.weights[self.among.source].tolist()
         data = self.among.candidates.data

@@ -110,7 +110,7 @@ class Vade:
             self.failed[place] = decay * self.failed[place] + (len(rows) - count)
             self.updated[place] = self.seen[place] = True
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report how much of the data was asked, and how hard and how alike prompts are believed to be."""
         weights = self.information(self.pass_rate)
         return {
@@ -119,7 +119,7 @@ class Vade:
             "sampler/entropy": evenness(weights),
         }
 
-    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
+    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return the mean pass rate, its score and the rollouts behind it, by uid."""
         rate = self.pass_rate
         counts = self.passed + self.failed

@@ -41,7 +41,7 @@ class Bidirectional:
     @property
     def needs(self) -> Needs:
         """What the comparison needs, and the log-probabilities with the vector subtracted."""
-        return self.objective.needs | Needs(extra=frozenset({"reversed_logp"}))
+        return self.objective.needs | Needs(outputs=frozenset({"reversed_logp"}))
 
     def weigh(self, batch: Batch) -> Tensor:
         """Weigh every step as the comparison does."""

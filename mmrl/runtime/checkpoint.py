@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmrl.config.loading import ConfigError
 from mmrl.runtime.content_hash import of_file
-from mmrl.runtime.files import flush, in_one_line, remove
+from mmrl.runtime.files import flush, one_line, remove
 from mmrl.runtime.folders import mark_of
 from mmrl.runtime.state_tree import apart, flatten, unflatten
 
@@ -150,7 +150,7 @@ def _clear(path: Path, how: Callable[[Path], None], warn: Callable[[str], None])
     try:
         how(path)
     except OSError as error:
-        warn(f"cannot remove the old folder '{path}': {in_one_line(error)}; remove it by hand to free room")
+        warn(f"cannot remove the old folder '{path}': {one_line(error)}; remove it by hand to free room")
 
 
 def model_folder(path: str) -> Path:

@@ -22,7 +22,7 @@ from mmrl.core.step_table import Totals
 from mmrl.core.types import Count, Prompt
 from mmrl.runtime import deepspeed
 from mmrl.runtime.content_hash import of_weights
-from mmrl.runtime.fsdp import check_shardable, gathered, taken_up, unsharded, widen
+from mmrl.runtime.fsdp import check_shardable, gathered, reshard_state, unsharded, widen
 from mmrl.runtime.launcher import check_joined, check_restarts
 from mmrl.runtime.modules import LATER
 from mmrl.runtime.state_tree import apart, flatten, unflatten
@@ -101,7 +101,7 @@ class Processes:
             self.accelerator.wait_for_everyone()
 
     @contextmanager
-    def agreeing(self, doing: str) -> Iterator[None]:
+    def fail_together(self, doing: str) -> Iterator[None]:
         """Raise on every process when one fails inside this context; all have to enter it."""
         error: Exception | None = None
         try:
@@ -110,7 +110,7 @@ class Processes:
             error = raised
         if self.world > 1:
             try:
-                reasons = self.tell(f"{type(error).__name__}: {error}" if error else "", doing)
+                reasons = self.all_gather_object(f"{type(error).__name__}: {error}" if error else "", doing)
             except Exception as gone:
                 if error is not None:  # the end of another process must not hide why this one fails
                     raise error from gone
@@ -123,16 +123,16 @@ class Processes:
         if error is not None:
             raise error
 
-    def tell(self, value: Any, where: str = "comparing notes") -> list[Any]:
+    def all_gather_object(self, value: Any, where: str = "comparing notes") -> list[Any]:
         """Gather a JSON value from every process, by rank."""
         if self.world == 1:
             return [value]
         with self.meeting(where):
             return [json.loads(data) for data in self._all_bytes(json.dumps(value).encode())]
 
-    def same(self, values: Mapping[str, Any]) -> None:
+    def assert_equal(self, values: Mapping[str, Any]) -> None:
         """Raise on every process unless all have the JSON values of process 0."""
-        first, *others = self.tell(values)
+        first, *others = self.all_gather_object(values)
         unlike = {
             rank: f"{name}: {its[name]}, but on process 0: {first[name]}"
             for rank, its in enumerate(others, start=1)
@@ -153,7 +153,7 @@ class Processes:
 
     def any(self, value: bool) -> bool:
         """Return whether a condition is true on any process."""
-        return any(self.tell(value))
+        return any(self.all_gather_object(value))
 
     def means(self, values: Mapping[str, float]) -> dict[str, float]:
         """Average named numbers over processes, and add up those that are a `Count`.
@@ -163,7 +163,7 @@ class Processes:
         if self.world == 1:
             return dict(values)
         counted = [name for name, value in values.items() if isinstance(value, Count)]
-        parts = self.tell([dict(values), counted])
+        parts = self.all_gather_object([dict(values), counted])
         added_up = {name for _, names in parts for name in names}
         return {
             name: sum(part.get(name, 0.0) for part, _ in parts) / (1 if name in added_up else self.world)
@@ -188,7 +188,7 @@ class Processes:
 
     # ---- a step's rows
 
-    def share(self, prompts: Sequence[Prompt], table: RewardTable) -> tuple[list[Prompt], bool]:
+    def assign_prompts(self, prompts: Sequence[Prompt], table: RewardTable) -> tuple[list[Prompt], bool]:
         """Choose this process's prompts: whole groups, known ones where they began, others by least load.
 
         A process without work gets one prompt and False: it has to take part in every forward pass of a
@@ -223,7 +223,9 @@ class Processes:
 
     def joined(self, table: RewardTable) -> RewardTable:
         """Join what each process has of one table again, in the order of the rows' numbers."""
-        numbers = torch.tensor(sum(self.tell(table.ids["row"][:, 0].tolist()), []), dtype=torch.int64)
+        numbers = torch.tensor(
+            sum(self.all_gather_object(table.ids["row"][:, 0].tolist()), []), dtype=torch.int64
+        )
         whole = self._joined(table)
         ids = {**whole.ids, "row": numbers[:, None].expand(whole.ends.shape)}
         return whole.replace(ids=ids).select(numbers.argsort())
@@ -235,12 +237,14 @@ class Processes:
             table = reduce(RewardTable.join, filter(len, tables), RewardTable.empty())  # some have no rows
         return table.replace(rank=self.rank)
 
-    def even(self, micros: Sequence[T], stand_in: T | None = None) -> Iterator[tuple[T, float, bool]]:
+    def pad_micro_batches(
+        self, micros: Sequence[T], stand_in: T | None = None
+    ) -> Iterator[tuple[T, float, bool]]:
         """Yield (micro-batch, counts, last), equally often on every process; repeats have `counts` 0.
 
         A process without a micro-batch repeats `stand_in`.
         """
-        most = max(self.tell(len(micros), "counting micro-batches"))
+        most = max(self.all_gather_object(len(micros), "counting micro-batches"))
         repeated = micros[-1] if micros else cast(T, stand_in)
         for i in range(most):
             counts = i < len(micros)
@@ -297,7 +301,7 @@ class Processes:
         if self._zero:
             deepspeed.take_up(optimizer.optimizer, state)
         else:
-            optimizer.load_state_dict(taken_up(state, weights))
+            optimizer.load_state_dict(reshard_state(state, weights))
 
     @contextmanager
     def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
@@ -313,7 +317,7 @@ class Processes:
     def sampling(self, engine: Engine) -> Iterator[None]:
         """Have the policy's weights where an engine samples: whole on this process, or sent elsewhere."""
         if not isinstance(engine, SendsWeights):
-            with self.whole(engine.policy.module):
+            with self.unshard(engine.policy.module):
                 yield
             return
         with ExitStack() as stack:
@@ -326,10 +330,10 @@ class Processes:
     def compare(self, engine: Engine) -> None:
         """Let an engine compare answers from elsewhere with a policy in shards; every process calls this."""
         if self.shards and isinstance(engine, ComparesAnswers):
-            engine.compare(self.even)
+            engine.compare(self.pad_micro_batches)
 
     @contextmanager
-    def whole(self, module: nn.Module) -> Iterator[None]:
+    def unshard(self, module: nn.Module) -> Iterator[None]:
         """Unshard all weights inside this context, for generation."""
         with ExitStack() as stack:
             with self.meeting("gathering weights"):

@@ -62,7 +62,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def in_one_line(error: Exception, limit: int | None = None) -> str:
+def one_line(error: Exception, limit: int | None = None) -> str:
     """Write the kind of an error and the first `limit` characters of its message, without line breaks."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:limit]}"
 
@@ -74,7 +74,7 @@ def locked(folder: Path, processes: Processes) -> Iterator[None]:
     The main process takes the lock, which the kernel releases when that process ends in any way.
     """
     with ExitStack() as stack:
-        with processes.agreeing(f"locking '{folder}'"):
+        with processes.fail_together(f"locking '{folder}'"):
             if processes.main:
                 stack.enter_context(hold(folder))
         yield
@@ -175,7 +175,7 @@ def upload(folder: Path, name: str, message: str, *, private: bool) -> str:
         api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message)
     except Exception as error:  # the client raises errors of its own and of its transport
         raise HubError(
-            f"cannot upload '{folder}' to '{name}': {in_one_line(error, 200)}. The model is on disk; when "
+            f"cannot upload '{folder}' to '{name}': {one_line(error, 200)}. The model is on disk; when "
             f"the hub can be reached and `hf auth login` was done, run: hf upload {name} {folder}"
         ) from error
     return f"https://huggingface.co/{name}"

@@ -164,7 +164,7 @@ def widen(module: nn.Module, names: Collection[str]) -> None:
         module._apply(lambda tensor: tensor.float() if id(tensor) in chosen else tensor)
 
 
-def exchange(parameter: Tensor, weight: Tensor) -> Tensor:
+def swap(parameter: Tensor, weight: Tensor) -> Tensor:
     """Set the data of a parameter to another weight, and return the old data.
 
     Shards are copied, because FSDP2 gathers from their memory, whatever the parameter points to.
@@ -179,13 +179,13 @@ def exchange(parameter: Tensor, weight: Tensor) -> Tensor:
     return weight  # with the old values
 
 
-def kept(parameter: Tensor) -> Tensor:
+def local_copy(parameter: Tensor) -> Tensor:
     """Copy the data of a parameter: to the CPU, or of a shard this process's part of it, where it is."""
     parameter = parameter.detach()
     return parameter.clone() if is_shard(parameter) else parameter.cpu().clone()
 
 
-def give_up(module: nn.Module) -> None:
+def reshard(module: nn.Module) -> None:
     """Reshard gathered weights, so that the next pass gathers their new values."""
     for part in sharded_parts(module):
         part.reshard()
@@ -204,7 +204,7 @@ def whole(tree: Any) -> Any:
     return tree_map_only(is_shard, gather, tree)
 
 
-def taken_up(tree: Any, parameters: Sequence[Tensor]) -> Any:
+def reshard_state(tree: Any, parameters: Sequence[Tensor]) -> Any:
     """Shard the tensors of a nested state like the parameters of equal shape."""
     like = {tuple(parameter.shape): parameter for parameter in parameters if is_shard(parameter)}
 

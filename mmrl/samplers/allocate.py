@@ -90,7 +90,7 @@ class Allocate:
         self.given = {prompt.uid: count for prompt, count in zip(prompts, counts, strict=True)}
         return [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
 
-    def consult(self, values: Callable[[Sequence[Prompt]], list[float]]) -> None:
+    def connect_value_model(self, values: Callable[[Sequence[Prompt]], list[float]]) -> None:
         """Take the function that values prompts by `value_model`."""
         self.values = values
 
@@ -132,12 +132,12 @@ class Allocate:
         for row in counts.nonzero()[:, 0].tolist():
             self.value.add(table.uids[row], [float(reward[row].clamp(0.0, 1.0))])
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report the fewest and the most rollouts that a prompt got at the last draw."""
         given = list(self.given.values()) or [0]
         return {"sampler/rollouts_min": float(min(given)), "sampler/rollouts_max": float(max(given))}
 
-    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
+    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return the mean reward of every prompt seen, its rollouts, and those of the last draw as weight."""
         return {
             uid: {"pass_rate": total / count, "rollouts": count, "weight": float(self.given.get(uid, 0))}

@@ -136,12 +136,12 @@ class WithHints(ReadsAnswers):
         if self.stream.round == 0 and any(map(self._hints, failures)):
             self._expect_a_round()
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Report how many prompts were asked with hints, and how many of them had a success."""
         counts, self.counts = self.counts, dict.fromkeys(self.counts, 0.0)
         return counts
 
-    def beliefs(self) -> dict[str, dict[str, float]]:
+    def sampling_weights(self) -> dict[str, dict[str, float]]:
         """Return how many hints were not enough for a prompt, where some were not."""
         return {uid: {"hints": float(level)} for uid, level in self.level.items()}
 

@@ -12,14 +12,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mmrl.core.protocols import Asking
+from mmrl.core.protocols import AsyncEngine
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Clock, Prompt
-from mmrl.runtime.fsdp import kept, taken_up
-from mmrl.training.trainer import Ahead, Run
+from mmrl.runtime.fsdp import local_copy, reshard_state
+from mmrl.training.trainer import InFlight, Run
 
 
-def ask_ahead(run: Run) -> None:
+def prefetch(run: Run) -> None:
     """Ask for the rollouts of the next step, where `rollout.max_staleness` is 1 and there is one.
 
     Options of the engine that follow a schedule have their values of this step.
@@ -36,7 +36,7 @@ def ask_ahead(run: Run) -> None:
         run.stream.step = step
 
 
-def drawn(run: Run, missing: int) -> list[Prompt]:
+def draw_prompts(run: Run, missing: int) -> list[Prompt]:
     """Draw the prompts of a round, or return those that were asked for ahead."""
     ahead, run.ahead = run.ahead, None
     if ahead is None:
@@ -45,37 +45,37 @@ def drawn(run: Run, missing: int) -> list[Prompt]:
     return prompts if ahead.asked else _ask_again(run, ahead, prompts)
 
 
-def _ask(run: Run, prompts: list[Prompt], clock: Clock) -> Ahead | None:
+def _ask(run: Run, prompts: list[Prompt], clock: Clock) -> InFlight | None:
     """Ask for rollouts with the weights of now; None where no prompt can be read."""
-    with run.acting():
+    with run.rollout_weights():
         # Process 0 saves them; of shards every process has its own.
         saves = run.processes.main or run.processes.shards
-        weights = tuple(map(kept, run.method.trained)) if saves else ()
+        weights = tuple(map(local_copy, run.method.trained)) if saves else ()
         prompts = _asked(run, prompts)
         if prompts:
             run.processes.compare(run.method.engine)
-    return Ahead(tuple(prompt.uid for prompt in prompts), weights, clock) if prompts else None
+    return InFlight(tuple(prompt.uid for prompt in prompts), weights, clock) if prompts else None
 
 
 def _asked(run: Run, prompts: list[Prompt]) -> list[Prompt]:
     """Ask the engine; return the prompts without those that turned out to be unreadable, or raise."""
     while prompts:
-        mine, _ = run.processes.share(prompts, RewardTable.empty())
+        mine, _ = run.processes.assign_prompts(prompts, RewardTable.empty())
         sampling = run.processes.sampling(run.method.engine)
-        with run.processes.agreeing("asking for rollouts"), run.unreadable.catching(), sampling:
-            cast(Asking, run.method.engine).ask(mine)
+        with run.processes.fail_together("asking for rollouts"), run.unreadable.catching(), sampling:
+            cast(AsyncEngine, run.method.engine).ask(mine)
         if not run.unreadable.agree(run.processes):
             break
         prompts = run.without_unreadable(prompts)
     return prompts
 
 
-def _ask_again(run: Run, ahead: Ahead, prompts: list[Prompt]) -> list[Prompt]:
+def _ask_again(run: Run, ahead: InFlight, prompts: list[Prompt]) -> list[Prompt]:
     """Ask once more, with the weights of that time, what was asked before the run was stopped."""
     now = [p.detach().clone() for p in run.method.trained]
     clock, run.pieces.clock = run.pieces.clock, ahead.clock
     try:
-        _copy(run, taken_up(tuple(ahead.weights), run.method.trained))
+        _copy(run, reshard_state(tuple(ahead.weights), run.method.trained))
         prompts = _asked(run, prompts)
         if prompts:
             run.processes.compare(run.method.engine)

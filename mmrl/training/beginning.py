@@ -11,8 +11,8 @@ from mmrl.config.changes import inside
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
 from mmrl.runtime.distributed import Processes
-from mmrl.runtime.files import in_one_line
-from mmrl.runtime.fsdp import gathered, taken_up
+from mmrl.runtime.files import one_line
+from mmrl.runtime.fsdp import gathered, reshard_state
 from mmrl.runtime.watchdog import ProcessFailed
 from mmrl.training.trainer import Run
 
@@ -21,19 +21,22 @@ T = TypeVar("T")
 
 def begin_from(run: Run, folder: Path) -> None:
     """Load the weights to begin with; `frozen` references keep those of before, the policy's own."""
-    with gathered(run.policy.module, changed=True) as loads, run.processes.agreeing(f"loading '{folder}'"):
+    with (
+        gathered(run.policy.module, changed=True) as loads,
+        run.processes.fail_together(f"loading '{folder}'"),
+    ):
         try:
             if loads:
                 run.policy.load(folder)
         except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
             raise CheckpointError(
-                f"the weights in '{folder}' (init_from) do not fit the policy: {in_one_line(error, 300)}; "
+                f"the weights in '{folder}' (init_from) do not fit the policy: {one_line(error, 300)}; "
                 "set up the policy as it was for them (policy.model, lora_rank), or name another folder"
             ) from error
     for reference in run.method.references.values():
         # Moving averages begin where the policy begins.
         if reference.decay < 1 or run.config.init_references:
-            reference.take()
+            reference.snapshot()
     if run.config.carry:
         _carry(run, folder.parent)
     run.report.console.say(f"beginning from the weights in {folder}")
@@ -53,19 +56,19 @@ def _carry(run: Run, folder: Path) -> None:
             for group, options in zip(run.method.optimizer.param_groups, configured, strict=True):
                 group |= options  # the moments go on, with the weight decay and betas of this run
         if "references" in carried:
-            with run.whole_weights(changed=True) as loads, run.processes.agreeing(f"loading '{folder}'"):
+            with run.whole_weights(changed=True) as loads, run.processes.fail_together(f"loading '{folder}'"):
                 for second in run.seconds.values() if loads else ():
                     second.load(folder)
             for name, reference in run.stateful["references"].items():
                 like = () if name in run.seconds else trained
-                reference.load_state_dict(taken_up(state["references"][name], like))
+                reference.load_state_dict(reshard_state(state["references"][name], like))
         for place in sorted(places):
             pieces[place].load_state_dict(state["pieces"][place])
     except ProcessFailed:  # a RuntimeError, but no fault of the checkpoint
         raise
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
         raise CheckpointError(
-            f"cannot carry {', '.join(carried)} over from '{folder}': {in_one_line(error, 300)}; both runs "
+            f"cannot carry {', '.join(carried)} over from '{folder}': {one_line(error, 300)}; both runs "
             "need the same pieces there; leave out of `carry` what does not fit"
         ) from error
     run.report.console.say(f"carried over from {folder}: {', '.join(carried)}")
@@ -85,7 +88,7 @@ def together(processes: Processes, work: Callable[[], T]) -> T:
         error = raised
     except ProcessFailed:  # another process has the reason
         processes.known = False  # an older checkpoint may do
-    reasons = processes.tell(None if error is None else error.args[0])
+    reasons = processes.all_gather_object(None if error is None else error.args[0])
     if reasons[0] is not None:
         raise CheckpointError(reasons[0]) from error
     failed = [rank for rank, reason in enumerate(reasons) if reason is not None]

@@ -20,7 +20,7 @@ from mmrl.reporting.model_card import write_card
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
 from mmrl.runtime.content_hash import of_prompts, of_tensors
-from mmrl.runtime.files import check_free, in_one_line, push, remove, write_whole
+from mmrl.runtime.files import check_free, one_line, push, remove, write_whole
 from mmrl.runtime.folders import MARK, check_owner, content, mark, mark_of
 from mmrl.runtime.fsdp import gathered, whole
 from mmrl.runtime.stages import check_alone
@@ -48,7 +48,7 @@ def save(run: Run) -> None:
     run.signal.compare(of_tensors(run.method.trained), run.progress.step)
     state = whole(run.state_dict())  # on process 0; every process takes part
     limit, best = run.config.save_total_limit, run.progress.best.step
-    with run.processes.agreeing(f"saving '{folder}'"), run.whole_weights():
+    with run.processes.fail_together(f"saving '{folder}'"), run.whole_weights():
         if run.processes.main:
             _write(run, state, folder)
             checkpoint.prune(run.folder, limit, run.progress.step, best, run.report.warn)
@@ -76,20 +76,20 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         before = [old.name for old in checkpoint.finished(run.folder)]
         raise CheckpointError(
-            f"cannot save '{folder}': {in_one_line(error)}; mend that (room on the disk, permissions), and "
+            f"cannot save '{folder}': {one_line(error)}; mend that (room on the disk, permissions), and "
             f"the same command goes on from {before[0] if before else 'the beginning'}"
         ) from error
 
 
 def write_model(run: Run, folder: Path) -> None:
     """Write the model as it is now, with its card, as a folder that its library loads."""
-    with run.processes.agreeing(f"writing '{folder}'"), gathered(run.policy.module):
+    with run.processes.fail_together(f"writing '{folder}'"), gathered(run.policy.module):
         if run.processes.main:
             run.policy.save(folder)
             write_card(run.config, run.progress.step, run.progress.reported, folder)
 
 
-def hand_over(run: Run) -> None:
+def publish(run: Run) -> None:
     """Add the last evaluation to the model card of the last checkpoint, name the best one, and upload."""
     if not run.processes.main:
         return
@@ -116,17 +116,19 @@ def resume(run: Run) -> int:
     """Prepare the output folder, load the last whole checkpoint in it, and return the step to go on with."""
     processes = run.processes
     changed: Changes = {}
-    with processes.agreeing("opening the output folder"):
+    with processes.fail_together("opening the output folder"):
         if processes.main:
             changed, run.made_with = _open_folder(run)
-    changed, run.made_with = processes.tell([changed, run.made_with])[0]
+    changed, run.made_with = processes.all_gather_object([changed, run.made_with])[0]
     run.progress.inputs = inputs = of_prompts(run.pieces.made["data"])
     if run.evaluator:
         hashes = of_prompts(run.evaluator.data)
         inputs |= {f"{name}{OF_EVALUATION}": value for name, value in hashes.items()}
     plain = json.dumps(as_plain(run.config), sort_keys=True, default=str)
     configuration = hashlib.sha256(plain.encode()).hexdigest()[:16]
-    processes.same({"configuration": configuration, **inputs, "weights to begin with": processes.placed})
+    processes.assert_equal(
+        {"configuration": configuration, **inputs, "weights to begin with": processes.placed}
+    )
     start = _load_latest(run, changed)
     if processes.main:
         _record(run, changed, start)
@@ -153,11 +155,11 @@ def _load_latest(run: Run, changed: Changes) -> int:
     refused: list[str] = []
     processes, say = run.processes, run.report.console.say
     seen = [folder.name for folder in checkpoint.checkpoints(run.folder)] if processes.main else []
-    for folder in (run.folder / name for name in processes.tell(seen)[0]):
+    for folder in (run.folder / name for name in processes.all_gather_object(seen)[0]):
         try:
             state, digest = together(processes, partial(_read_state, run, folder, changed))
-            processes.same({f"state in '{folder}'": digest})
-            processes.same(together(processes, partial(_load, run, state, folder)))
+            processes.assert_equal({f"state in '{folder}'": digest})
+            processes.assert_equal(together(processes, partial(_load, run, state, folder)))
         except CheckpointError as error:
             refused.append(error.args[0])
             say(f"{error.args[0]}; looking at the one before")
@@ -225,7 +227,7 @@ def _start_afresh(run: Run, state: dict[str, Any], changed: Changes) -> None:
 
 def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Load a checkpoint, and return what has to be the same on every process."""
-    loading = run.processes.agreeing(f"loading '{folder}'")
+    loading = run.processes.fail_together(f"loading '{folder}'")
     try:
         with run.whole_weights(changed=True) as loads, loading:
             if loads:
@@ -237,7 +239,7 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     except ProcessFailed:  # a RuntimeError, but no fault of the checkpoint
         raise
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
-        raise CheckpointError(f"'{folder}' does not fit this run: {in_one_line(error, 300)}") from error
+        raise CheckpointError(f"'{folder}' does not fit this run: {one_line(error, 300)}") from error
     base = run.progress.inputs["base model"]
     return {"step": state["step"], "weights taken up": trained, "base model": base}
 
@@ -245,7 +247,7 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 # ---- the folder
 
 
-def look(config: Config) -> None:
+def check_output_folder(config: Config) -> None:
     """Raise `ConfigError` where the output folder is in use or contains another run; nothing is loaded."""
     folder = Path(config.output_dir)
     _check_folder(config, folder)

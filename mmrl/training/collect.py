@@ -17,7 +17,7 @@ from mmrl.core.protocols import Replay
 from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.runtime.distributed import place_of
-from mmrl.training.ahead import drawn
+from mmrl.training.ahead import draw_prompts
 from mmrl.training.nonfinite import rolling_out
 from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
@@ -39,7 +39,7 @@ def collect(run: Run) -> Collection:
             break
         order, fresh, made, local = done
         stand_in = stand_in or made
-        with run.acting():
+        with run.rollout_weights():
             run.processes.compare(method.engine)
         with run.report.timing("reward"):
             scored = run.processes.gather(local, order)
@@ -54,8 +54,8 @@ def collect(run: Run) -> Collection:
     kept, learned = pick(rollouts, table, keep)
     collection = Collection(kept, learned, table, (kept or rollouts or stand_in)[0])
     for replay in run.replays:
-        keep, added = replay.mix(collection.table)
-        collection, _ = exchange(run, replay, collection, keep, added)
+        keep, added = replay.replay_before(collection.table)
+        collection, _ = exchange_rows(run, replay, collection, keep, added)
     return collection
 
 
@@ -67,11 +67,11 @@ def made_and_scored(
     Returns the order of the prompts, the rows that count, all rows, and the table of those that count.
     """
     method, order = run.method, [prompt.uid for prompt in prompts]
-    mine, counts = run.processes.share(prompts, table)
+    mine, counts = run.processes.assign_prompts(prompts, table)
     result = None
-    with run.processes.agreeing("making and scoring rollouts"), run.unreadable.catching():
+    with run.processes.fail_together("making and scoring rollouts"), run.unreadable.catching():
         sampling = run.processes.sampling(method.engine)
-        with run.report.timing("rollout"), run.acting(), sampling, rolling_out(run.stream.step):
+        with run.report.timing("rollout"), run.rollout_weights(), sampling, rolling_out(run.stream.step):
             made = in_order(method.engine.rollout(mine), order)
         fresh = made if counts else ()  # `counts`: the prompts are its own
         with run.report.timing("reward"):
@@ -85,7 +85,7 @@ def readable(run: Run, missing: int, table: RewardTable) -> Any:
     number = run.stream.round
     for attempt in range(DRAWS):
         run.stream.round = number + attempt * run.config.rollout.max_rounds  # each has draws of its own
-        drawn_now = drawn(run, missing)
+        drawn_now = draw_prompts(run, missing)
         prompts = run.unreadable.rest(drawn_now)
         while prompts:
             if done := made_and_scored(run, prompts, table):
@@ -96,16 +96,16 @@ def readable(run: Run, missing: int, table: RewardTable) -> Any:
     raise ConfigError(f"none of the prompts of {DRAWS} draws can be read: {run.unreadable.error()}")
 
 
-def refill(run: Run, collection: Collection, credit: RewardTable) -> tuple[Collection, RewardTable]:
+def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple[Collection, RewardTable]:
     """Exchange rows of a collection for rows of earlier steps that have their advantages already."""
     for replay in run.replays:
-        keep, added, credited = replay.refill(collection.table, credit)
-        collection, added = exchange(run, replay, collection, keep, added)
+        keep, added, credited = replay.replay_after(collection.table, credit)
+        collection, added = exchange_rows(run, replay, collection, keep, added)
         credit = credit.select(keep).join(credited.replace(process=added.process, rank=added.rank))
     return collection, credit
 
 
-def exchange(
+def exchange_rows(
     run: Run, replay: Replay, collection: Collection, keep: Tensor, added: RewardTable
 ) -> tuple[Collection, RewardTable]:
     """Keep rows (N,) bool of a collection and add others, each on a process; return what was added too."""
@@ -113,8 +113,8 @@ def exchange(
     homes = run.processes.homes(Counter(added.uids), table)
     ranks = torch.tensor([homes[uid] for uid in added.uids], dtype=torch.int64)
     added = added.replace(process=ranks, rank=run.processes.rank)
-    with run.processes.agreeing("bringing rollouts back"):
-        kept = kept + replay.recall(added.select(added.mine))
+    with run.processes.fail_together("bringing rollouts back"):
+        kept = kept + replay.restore_rows(added.select(added.mine))
     return replace(collection, rollouts=kept, table=table.join(added)), added
 
 

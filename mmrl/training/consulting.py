@@ -7,10 +7,10 @@ from functools import partial
 
 from mmrl.config.binding import Pieces
 from mmrl.config.registry import Needs
-from mmrl.core.protocols import Consulting, LogProbs, Policy
+from mmrl.core.protocols import LogProbs, Policy, UsesValueModel
 from mmrl.core.types import Outcome, Prompt, PromptError, Trajectory
 from mmrl.runtime.distributed import Processes
-from mmrl.training.loop import consult
+from mmrl.training.loop import evaluate_references
 
 
 def values_of(
@@ -36,9 +36,11 @@ def values_of(
         raise unread
     batch = policy.collate(tuple(rows.values()))
     needs = Needs(others={"value": frozenset({"value"})})
-    batch = consult({"value": model}, batch, needs, micro_batch_steps, processes.even)
+    batch = evaluate_references(
+        {"value": model}, batch, needs, micro_batch_steps, processes.pad_micro_batches
+    )
     values = batch.others["value"].extra["value"][:, 0].double()
-    read = dict(zip(rows, processes.tell(values.tolist())[0], strict=True))
+    read = dict(zip(rows, processes.all_gather_object(values.tolist())[0], strict=True))
     mean = sum(read.values()) / len(read)
     return [read.get(place, mean) for place in range(len(prompts))]
 
@@ -51,10 +53,10 @@ def connect(
     micro_batch_steps: int,
 ) -> None:
     """Give every piece that names a second model the function that values prompts by it."""
-    for piece in pieces.that_are(Consulting).values():
+    for piece in pieces.that_are(UsesValueModel).values():
         if piece.value_model:
             model = references[piece.value_model]
-            piece.consult(
+            piece.connect_value_model(
                 partial(
                     values_of,
                     policy=policy,

@@ -48,7 +48,7 @@ class Evaluator:
     def agreed(self) -> Evaluator:
         """Return itself; raise on every process where one reads other prompts or weights than process 0."""
         if self.processes.world > 1:
-            self.processes.same(of_prompts(self.data) | {"weights": of_weights(self.engine.policy)})
+            self.processes.assert_equal(of_prompts(self.data) | {"weights": of_weights(self.engine.policy)})
         return self
 
     def measure(self, intervals: bool = True, state: TrainerState | None = None) -> Measured:
@@ -64,8 +64,8 @@ class Evaluator:
             prompts = [prompt for prompt in self.unreadable.rest(asked) for _ in range(self.num_generations)]
             while prompts:
                 order = [prompt.uid for prompt in prompts]
-                mine, counts = self.processes.share(prompts, table)
-                with self.processes.agreeing("evaluating"), self.unreadable.catching():
+                mine, counts = self.processes.assign_prompts(prompts, table)
+                with self.processes.fail_together("evaluating"), self.unreadable.catching():
                     with torch.no_grad(), self.processes.sampling(self.engine):
                         fresh = in_order(self.engine.rollout(mine), order) if mine else ()
                     fresh = fresh if counts else ()

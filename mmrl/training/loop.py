@@ -18,9 +18,9 @@ from mmrl.core.tensor import pad_to
 from mmrl.core.types import Unit
 from mmrl.runtime.files import locked
 from mmrl.runtime.watchdog import listening
-from mmrl.training.ahead import ask_ahead
-from mmrl.training.checkpointing import hand_over, resume, save
-from mmrl.training.collect import collect, pick, refill
+from mmrl.training.ahead import prefetch
+from mmrl.training.checkpointing import publish, resume, save
+from mmrl.training.collect import collect, pick, replay_after
 from mmrl.training.method import per_step_only, through_chain
 from mmrl.training.nonfinite import largest_first
 from mmrl.training.second import Learning, SecondLearner
@@ -38,14 +38,14 @@ def train(run: Run) -> bool:
     shown = showing(run.report.console.work)
     with shown, run.processes.watching(), asked as stop, locked(run.folder, run.processes):
         start = resume(run)
-        run.tell("train_begin")
+        run.notify("train_begin")
         run.begin(start)
         for step in range(start, run.config.max_steps):
             if run.processes.any(run.ended):  # a callback asked for it, perhaps before the run was resumed
                 break
             run.tick(step)
             collection = collect(run)
-            ask_ahead(run)
+            prefetch(run)
             with run.report.timing("learn"):
                 collection, credit, batch = learnable(run, collection)
                 for _ in range(run.config.learn.num_iterations):
@@ -54,7 +54,7 @@ def train(run: Run) -> bool:
             due = run.saves_at(step + 1) or run.processes.any(run.ended)
             if due:
                 save(run)
-                run.tell("save")
+                run.notify("save")
             if run.processes.any(bool(stop.asked)):
                 if not due:
                     save(run)
@@ -62,9 +62,9 @@ def train(run: Run) -> bool:
                 return False
         run.close()
         with run.processes.waiting_for_main():
-            hand_over(run)
+            publish(run)
         stopped = run.processes.any(bool(stop.asked))  # too late for this run, but not for a next stage
-    run.tell("train_end")
+    run.notify("train_end")
     return not stopped
 
 
@@ -73,23 +73,25 @@ def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable
     first = [second for second in run.seconds.values() if second.model.learns_first]
     later = [second for second in run.seconds.values() if not second.model.learns_first]
     for second in first:
-        study(run, second, collection, with_others(run, collection, second.chain))
-    table = with_others(run, collection, [*run.method.chain, *(p for second in later for p in second.chain)])
+        learn(run, second, collection, add_reference_outputs(run, collection, second.chain))
+    table = add_reference_outputs(
+        run, collection, [*run.method.chain, *(p for second in later for p in second.chain)]
+    )
     for second in later:
-        study(run, second, collection, table)
-    collection, credit = refill(run, collection, run.advantage(table))
-    return collection, credit, laid(run, run, collection, credit, run.others)
+        learn(run, second, collection, table)
+    collection, credit = replay_after(run, collection, run.advantage(table))
+    return collection, credit, make_batch(run, run, collection, credit, run.others)
 
 
-def study(run: Run, second: SecondLearner, collection: Collection, table: RewardTable) -> None:
+def learn(run: Run, second: SecondLearner, collection: Collection, table: RewardTable) -> None:
     """Let a second model learn from a collection; `table` has the notes that its chain reads."""
     credit = through_chain(second.chain, table, run.stream.step)
-    batch = laid(run, second, collection, credit, second.others(run.method.references))
+    batch = make_batch(run, second, collection, credit, second.others(run.method.references))
     for _ in range(second.model.num_iterations):
         update(second, batch)
 
 
-def laid(
+def make_batch(
     run: Run,
     learning: Learning,
     collection: Collection,
@@ -106,19 +108,21 @@ def laid(
 
     def consulted() -> Batch:
         steps = learning.guard.micro_batch_steps
-        return consult(others, batch, learning.needs, steps, run.processes.even)
+        return evaluate_references(others, batch, learning.needs, steps, run.processes.pad_micro_batches)
 
     return learning.guard.within_memory(consulted)
 
 
-def with_others(run: Run, collection: Collection, chain: Sequence[Bound]) -> RewardTable:
+def add_reference_outputs(run: Run, collection: Collection, chain: Sequence[Bound]) -> RewardTable:
     """Note in a table what a chain reads of other policies: "ref/logp" and the like, (N, T)."""
     needs = reduce(Needs.__or__, (piece.needs for piece in chain), Needs())
     if not needs.others:
         return collection.table
     batch = run.policy.collate(collection.rollouts or (collection.stand_in,))
     policies = {name: run.method.references.get(name, run.policy) for name in needs.others}
-    batch = consult(policies, batch, needs, run.guard.micro_batch_steps, run.processes.even)
+    batch = evaluate_references(
+        policies, batch, needs, run.guard.micro_batch_steps, run.processes.pad_micro_batches
+    )
     mine = collection.table.select(collection.table.mine)
     for name, output in batch.others.items():
         for key, value in {"logp": output.logp, **output.extra}.items():
@@ -129,7 +133,7 @@ def with_others(run: Run, collection: Collection, chain: Sequence[Bound]) -> Rew
     return run.processes.joined(mine)
 
 
-def consult(
+def evaluate_references(
     policies: Mapping[str, LogProbs],
     batch: Batch,
     needs: Needs,
@@ -181,10 +185,10 @@ def accumulate(learning: Learning, part: Batch) -> None:
     guard, processes, policy, needs = learning.guard, learning.processes, learning.policy, learning.needs
     guard.forget()  # of a pass that ran out of memory
     micros = largest_first(part.split(guard.micro_batch_steps, needs.unit))
-    for number, (micro, counts, last) in enumerate(processes.even(micros)):
+    for number, (micro, counts, last) in enumerate(processes.pad_micro_batches(micros)):
         advance("learning, micro-batches", min(number, len(micros)), len(micros))
         micro = micro.on(processes.device)
         with processes.accumulating(policy.module, last):
-            loss, metrics = learning.objective(policy(micro, needs.extra), micro)
+            loss, metrics = learning.objective(policy(micro, needs.outputs), micro)
             processes.backward(counts * loss)
         guard.note(loss, metrics, micro, counts)

@@ -191,7 +191,7 @@ class Guard:
         method = self.method
         for micro in rows.split(self.micro_batch_steps, method.needs.unit):
             micro = micro.on(self.processes.device)
-            loss, _ = method.objective(method.policy(micro, method.needs.extra), micro)
+            loss, _ = method.objective(method.policy(micro, method.needs.outputs), micro)
             if not math.isfinite(float(loss.detach())):
                 return False
             gradients = torch.autograd.grad(loss, method.trained, allow_unused=True)  # `.grad` stays empty

@@ -158,7 +158,7 @@ class Reporter:
         for sentence in measured.table.absent.values():
             self.warn(f"evaluation: {sentence}")
         if self.config.report.log_completions:
-            with self.processes.agreeing("writing predictions"):
+            with self.processes.fail_together("writing predictions"):
                 path, world = step_file(self.folder, step), self.processes.world
                 write_predictions(path, measured, world=world, images=IMAGES)
         if step != self.evaluated_at:  # the last evaluation may be that of the last step once more

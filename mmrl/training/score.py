@@ -40,7 +40,7 @@ class RewardLog:
 
         Raises RewardFault for a name that is `known` as another metric.
         """
-        parts = processes.tell(
+        parts = processes.all_gather_object(
             {name: [math.fsum(values), len(values)] for name, values in self.metrics.items()}
         )
         self.metrics = {}

@@ -95,7 +95,7 @@ class SecondLearner:
             group["lr"] = self.model.learning_rate
         self.guard.step_optimizer()
 
-    def tell(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call, by the model's name."""
         metrics = self.guard.meter.take().items()
         # Moments of importance weights are those of the policy's own update.

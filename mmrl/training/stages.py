@@ -26,7 +26,7 @@ from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import check_free, locked, remove
 from mmrl.runtime.folders import check_owner
 from mmrl.runtime.stages import RECORD, StageRecord, begun, read_stages, write_stages
-from mmrl.training.checkpointing import CONFIG, look
+from mmrl.training.checkpointing import CONFIG, check_output_folder
 from mmrl.training.loop import train
 from mmrl.training.trainer import Run
 
@@ -40,7 +40,7 @@ def train_stages(
     """Train every stage that is not finished; return the evaluation of the last one, if it came to its end.
 
     Args:
-        stages: Of a run file, checked by `look_at`.
+        stages: Of a run file, checked by `check_stage_folders`.
         build: Makes a run from a configuration.
         quiet: Print nothing between the stages.
     """
@@ -60,7 +60,7 @@ def train_stages(
             (record,) = _told([_finished(stage, run)], processes)
             refused = _refused(stage, record, records, console)
             records[i] = record if not refused else records[i]
-            with processes.agreeing(f"writing '{home / RECORD}'"):
+            with processes.fail_together(f"writing '{home / RECORD}'"):
                 if processes.main:
                     write_stages(home, records)
                     write_report(home)
@@ -104,7 +104,7 @@ def write_report(home: Path, output: Path | None = None) -> Path:
     return write(begun(home), output or home / "report.html")
 
 
-def look_at(stages: Sequence[Stage]) -> None:
+def check_stage_folders(stages: Sequence[Stage]) -> None:
     """Raise `ConfigError` where a stage cannot begin, or cannot go on, in its folder; nothing is loaded."""
     home = stages[0].folder.parent
     check_owner(home, "train", [RECORD])
@@ -117,7 +117,7 @@ def look_at(stages: Sequence[Stage]) -> None:
         stage = stages[i]
         start = None if stage.begins is None else records[stage.begins]
         if start is None or start.checkpoint:
-            look(_ready(stage, stages, records))
+            check_output_folder(_ready(stage, stages, records))
 
     on_each([stage.place for stage in stages], check)
 
@@ -125,7 +125,7 @@ def look_at(stages: Sequence[Stage]) -> None:
 def _open(stages: Sequence[Stage], processes: Processes) -> list[StageRecord]:
     """Write the record of the stages as the first process knows them, and return it on every process."""
     home, records = stages[0].folder.parent, []
-    with processes.agreeing(f"opening '{home}'"):
+    with processes.fail_together(f"opening '{home}'"):
         if processes.main:
             records = _records(stages)
             if stages[
@@ -139,7 +139,7 @@ def _open(stages: Sequence[Stage], processes: Processes) -> list[StageRecord]:
 
 def _told(records: Sequence[StageRecord], processes: Processes) -> list[StageRecord]:
     """Return the records of the first process on every process."""
-    shared = processes.tell([asdict(record) for record in records])[0]
+    shared = processes.all_gather_object([asdict(record) for record in records])[0]
     return [convert(record, StageRecord, RECORD) for record in shared]
 
 

@@ -18,15 +18,15 @@ from mmrl.config.registry import Needs
 from mmrl.config.schema import Config
 from mmrl.core.protocols import (
     AdvantageObserver,
-    Believing,
+    HasMetrics,
     HeldOut,
     LogProbs,
     Observer,
     Policy,
     Replay,
+    ReportsSamplingWeights,
     RunCallback,
     Stateful,
-    Telling,
 )
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
@@ -37,7 +37,7 @@ from mmrl.reporting.metrics import Journal, describe_measured
 from mmrl.reporting.prompts import write_prompts
 from mmrl.runtime.content_hash import of_tensors, of_weights
 from mmrl.runtime.distributed import Processes
-from mmrl.runtime.fsdp import gathered, taken_up
+from mmrl.runtime.fsdp import gathered, reshard_state
 from mmrl.training.learning_signal import LearningSignal
 from mmrl.training.method import Method, through_chain
 from mmrl.training.nonfinite import Guard
@@ -73,7 +73,7 @@ class Progress:
 
 
 @dataclass
-class Ahead:
+class InFlight:
     """What was asked for the next step: a prompt for each rollout, and the weights and clock of that moment.
 
     A checkpoint keeps this instead of the rollouts, since they follow from it. `asked` is False after that.
@@ -89,9 +89,9 @@ class Ahead:
         return {"uids": list(self.uids), "weights": list(self.weights), "clock": asdict(self.clock)}
 
     @staticmethod
-    def of_state(state: Mapping[str, Any]) -> Ahead | None:
+    def of_state(state: Mapping[str, Any]) -> InFlight | None:
         """Restore what `state_dict` returned; None where nothing was in flight."""
-        return Ahead(state["uids"], state["weights"], Clock(**state["clock"]), False) if state else None
+        return InFlight(state["uids"], state["weights"], Clock(**state["clock"]), False) if state else None
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Run:
     signal: LearningSignal = field(init=False)
     untouched: list[str] | None = None  # trained parameters without a gradient in the first update
     final: Measured | None = None  # the evaluation after the last step
-    ahead: Ahead | None = None  # rollouts of the next step that were asked for
+    ahead: InFlight | None = None  # rollouts of the next step that were asked for
     unreadable: Unreadable = field(default_factory=Unreadable)  # prompts of the data
     made_with: Mapping[str, Any] = field(default_factory=dict)  # `record_of` it, and `run`, how it was begun
 
@@ -188,7 +188,7 @@ class Run:
 
     # ---- called by the loops
 
-    def tell(self, event: str) -> None:
+    def notify(self, event: str) -> None:
         """Tell the callbacks of an event; `RunCallback.on_event` lists them."""
         for callback in self.pieces.that_are(RunCallback).values():
             callback.on_event(event, self.progress.step, self.progress.reported)
@@ -212,10 +212,10 @@ class Run:
         for group in self.method.optimizer.param_groups:
             group["lr"] = rate(clock) if callable(rate) else rate
 
-    def acting(self) -> AbstractContextManager:
+    def rollout_weights(self) -> AbstractContextManager:
         """Sample from the weights of `rollout.policy` inside this context."""
         name = self.config.rollout.policy
-        return self.method.references[name].acting() if name else nullcontext()
+        return self.method.references[name].rollout_weights() if name else nullcontext()
 
     def advantage(self, table: RewardTable) -> RewardTable:
         """Turn rewards into advantages by the configured chain, and show them to who observes them."""
@@ -246,7 +246,7 @@ class Run:
             self.untouched = [name for name, p in named if p.requires_grad and p.grad is None]
         if self.guard.step_optimizer():
             for reference in self.method.references.values():
-                reference.move()  # moving averages follow optimizer steps, not collections
+                reference.update()  # moving averages follow optimizer steps, not collections
 
     def finish(self, step: int, collection: Collection, credit: RewardTable) -> None:
         """Report a step, with an evaluation where one is due."""
@@ -256,9 +256,9 @@ class Run:
             learning.guard.end_step()
         if step == 0 and self.processes.main:
             self._examine(collection)
-        tellers = self.pieces.that_are(Telling).values()
+        tellers = self.pieces.that_are(HasMetrics).values()
         tellers = [*tellers, *self.seconds.values()]
-        sources = [self.guard.meter.take(), *(teller.tell() for teller in tellers)]
+        sources = [self.guard.meter.take(), *(teller.metrics() for teller in tellers)]
         numbers = {name: value for source in sources for name, value in source.items()}
         metrics = report.describe(collection, credit, numbers)
         if skipped := sum(learning.guard.skipped for learning in (self, *self.seconds.values())):
@@ -277,7 +277,7 @@ class Run:
         if config.report.log_completions:
             report.write_completions(step, collection, credit)
         self.signal.see(updates, metrics, scheduled=callable(self.method.learning_rate))
-        self.tell("step_end")
+        self.notify("step_end")
 
     def _examine(self, collection: Collection) -> None:
         """Apply the startup checks to what is known of the first step anyway."""
@@ -311,7 +311,10 @@ class Run:
 
     def write_prompts(self) -> None:
         """Write which prompts were asked, how hard they were, and what samplers believe; main process."""
-        beliefs = {place: piece.beliefs() for place, piece in self.pieces.that_are(Believing).items()}
+        beliefs = {
+            place: piece.sampling_weights()
+            for place, piece in self.pieces.that_are(ReportsSamplingWeights).items()
+        }
         data, counts = self.pieces.made["data"], self.pieces.made["prompts"]
         write_prompts(self.folder, data, counts.columns(), beliefs)
 
@@ -389,7 +392,7 @@ class Run:
         self.processes.take_up(self.method.optimizer, state["optimizer"], trained)
         for name, reference in self.stateful["references"].items():
             like = () if name in self.seconds else trained  # second models take up their own shards
-            reference.load_state_dict(taken_up(state["references"][name], like))
+            reference.load_state_dict(reshard_state(state["references"][name], like))
         for place, piece in self.stateful["pieces"].items():
             piece.load_state_dict(state["pieces"][place])
         self.progress.step, self.progress.reported = state["step"], state["reported"]
@@ -397,4 +400,4 @@ class Run:
         self.guard.load_state_dict(state["guard"])
         if "signal" in state:  # checkpoints of version 0.1 have none
             self.signal.load_state_dict(state["signal"])
-        self.ahead = Ahead.of_state(state.get("ahead", {}))
+        self.ahead = InFlight.of_state(state.get("ahead", {}))

@@ -46,7 +46,9 @@ class Unreadable:
         """Return whether any process caught one; every process has to call this."""
         mine, self.caught = self.caught, None
         # Written anew, because an error of a Ray worker is shown with its traceback.
-        told = processes.tell([mine.uid, str(PromptError(mine.uid, mine.reason))] if mine else [])
+        told = processes.all_gather_object(
+            [mine.uid, str(PromptError(mine.uid, mine.reason))] if mine else []
+        )
         new = {uid: reason for uid, reason in filter(None, told)}
         for uid, reason in new.items():
             if self.drops and uid not in self.found and processes.main:

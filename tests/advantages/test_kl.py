@@ -12,7 +12,7 @@ from mmrl.advantages.normalize import leave_one_out
 from mmrl.advantages.select import per_step
 from mmrl.config.schema import ConfigError
 from mmrl.training.collect import collect
-from mmrl.training.loop import learnable, train, with_others
+from mmrl.training.loop import add_reference_outputs, learnable, train
 from tests.support.tables import assert_rows, reward_table
 from tests.support.toys import toy_run
 
@@ -68,7 +68,7 @@ def test_the_chain_hears_the_reference(tmp_path):
     run = toy_run(tmp_path, **PLAN)
     train(run)
     collection = collect(run)
-    notes = with_others(run, collection, run.method.chain).notes["ref/logp"]
+    notes = add_reference_outputs(run, collection, run.method.chain).notes["ref/logp"]
     weights = run.method.references["ref"].weights["table"].log_softmax(-1)
     for i, row in enumerate(collection.rollouts):
         place, tokens = row.steps

@@ -123,7 +123,7 @@ class Known:
     pipe = None
     device = torch.device("cpu")
     precision = torch.float64
-    says: Set[str] = frozenset()
+    outputs: Set[str] = frozenset()
     negative_prompt = ""
 
     def __init__(self, *, likelihood: str = "diffusion.transition", std: float = 0.3) -> None:

@@ -12,7 +12,7 @@ from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
 from mmrl.diffusion.model_family import family_of
-from mmrl.training.loop import consult
+from mmrl.training.loop import evaluate_references
 from tests.diffusion.flows import SOLVERS, TEXTS, asked, denoise, flow, make, picture
 
 MATCHING = {"name": "diffusion.matching", "draws": 2, "time_type": "uniform"}
@@ -42,7 +42,9 @@ def walked(policy, **options):
 
 def old(policy, batch, size=100, extra=frozenset()):
     """Ask the policy about a batch in micro-batches, as the trainer does."""
-    return consult({"old": policy}, batch, Needs(others={"old": frozenset(extra)}), size).others["old"]
+    return evaluate_references({"old": policy}, batch, Needs(others={"old": frozenset(extra)}), size).others[
+        "old"
+    ]
 
 
 # ---- the ratio
@@ -90,7 +92,7 @@ def test_another_policy_has_another_ratio(checkpoint):
 def test_cuts_of_rows_and_steps_say_what_the_whole_says(walker, matcher, likelihood):
     policy = {"diffusion.transition": walker, "diffusion.matching": matcher}[likelihood]
     names = EVERYTHING[likelihood]
-    assert policy.says == names
+    assert policy.outputs == names
     batch = policy.collate(
         denoise(policy, solver="diffusion.cps", guidance_scale=2.0).rollout(asked(*TEXTS, num=2))
     )
@@ -334,4 +336,4 @@ def test_every_likelihood_says_what_the_policy_may():
     entry = pieces.check(
         "policy", Piece("diffusion.flow", {"model": "none", "likelihood": "diffusion.matching"})
     )
-    assert entry.target.says == set().union(*EVERYTHING.values())
+    assert entry.target.outputs == set().union(*EVERYTHING.values())

@@ -71,7 +71,7 @@ def test_its_needs_are_those_of_its_pieces_and_whole_groups():
     ).needs
     assert needs.unit == Unit.GROUP
     assert set(needs.others) == {"ema", "ref"}
-    assert not needs.extra
+    assert not needs.outputs
 
 
 @pytest.mark.parametrize("max_steps", [1, 4, 100])

@@ -306,7 +306,7 @@ def test_what_is_compared_is_asked_of_the_other_policy_too(kind, name, against):
     field = "mean" if name in ("gaussian_kl", "grpo_guard_ratio") else "velocity"
     needs = Pieces(Stream()).make(kind, Piece(name)).needs
     assert dict(needs.others) == {against: {field}}
-    assert field in needs.extra
+    assert field in needs.outputs
     other = Pieces(Stream()).make(kind, Piece(name, {"against": "ema"})).needs
     assert dict(other.others) == {"ema": {field}}
     assert find(kind, name).of_others == {field}

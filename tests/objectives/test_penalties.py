@@ -144,7 +144,7 @@ def test_the_ratio_of_the_bias_correction_is_at_most_e_to_the_20():
 def test_negative_entropy_rewards_uncertainty():
     new, batch = step_table([[-1.0, -1.0]], extra={"entropy": [[2.0, 0.5]]})
     assert_rows(entropy_bonus(new, batch, coef=0.1), [[-0.2, -0.05]])
-    assert find("penalty", "entropy_bonus").needs.extra == {"entropy"}
+    assert find("penalty", "entropy_bonus").needs.outputs == {"entropy"}
 
 
 # ---- imitation

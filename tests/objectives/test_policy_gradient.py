@@ -52,13 +52,13 @@ def test_its_needs_are_those_of_its_pieces():
         penalty=[{"name": "k3", "against": "ema"}, "entropy_bonus"],
     )
     assert objective.needs.unit == Unit.ROW
-    assert objective.needs.extra == {"entropy"}
+    assert objective.needs.outputs == {"entropy"}
     assert set(objective.needs.others) == {"old", "engine", "ema"}
 
 
 def test_plain_grpo_needs_nothing_and_cuts_anywhere():
     needs = objective_of(**GRPO).needs
-    assert (needs.unit, needs.extra, dict(needs.others)) == (Unit.STEP, frozenset(), {})
+    assert (needs.unit, needs.outputs, dict(needs.others)) == (Unit.STEP, frozenset(), {})
 
 
 @pytest.mark.parametrize("ratio", ["step_ratio", "sequence_ratio", "sequence_sum"])

@@ -296,13 +296,13 @@ def test_off_policy_mask_reads_what_its_inner_surrogate_reads():
     options = {"surrogate": inner, "against": "engine"}
     needs = Pieces(Stream()).make("surrogate", Piece("off_policy_mask", options)).needs
     assert needs.others == {"ema": {"velocity"}, "engine": frozenset()}
-    assert needs.extra == {"velocity", "target", "time"}
+    assert needs.outputs == {"velocity", "target", "time"}
 
 
 # ---- what all of them share
 
 # Those that read fields of a flow have the like in test_fields.py.
-SURROGATES = [entry for entry in pieces("surrogate") if not entry.needs.extra]
+SURROGATES = [entry for entry in pieces("surrogate") if not entry.needs.outputs]
 
 
 def bound(entry):

@@ -108,9 +108,9 @@ def test_what_cannot_be_drawn_from_is_refused(options, words):
 def test_pools_tell_and_believe():
     sampler = pools(stages=({"a": 1.0, "b": 1.0},))
     sampler.draw(4, 1)
-    assert sampler.tell()["sampler/share/b"] == 0.5
-    assert sampler.tell()["sampler/entropy"] == pytest.approx(math.log(2) / math.log(3))
-    assert sampler.beliefs()["a"] == {"weight": 0.5, "prompts": 3, "drawn": 2}
+    assert sampler.metrics()["sampler/share/b"] == 0.5
+    assert sampler.metrics()["sampler/entropy"] == pytest.approx(math.log(2) / math.log(3))
+    assert sampler.sampling_weights()["a"] == {"weight": 0.5, "prompts": 3, "drawn": 2}
 
 
 def test_a_wrong_pool_ends_a_run_with_exit_code_2(tmp_path, capsys):

@@ -31,7 +31,7 @@ def test_norm_hinge_has_a_slope_at_zero_velocity():
 def test_norm_hinge_asks_the_other_policy_for_its_velocity():
     for options, against in (({}, "ref"), ({"against": "ema"}, "ema")):
         needs = Pieces(Stream()).make("penalty", Piece("norm_hinge", options)).needs
-        assert dict(needs.others) == {against: {"velocity"}} and "velocity" in needs.extra
+        assert dict(needs.others) == {against: {"velocity"}} and "velocity" in needs.outputs
 
 
 def test_the_coefficient_multiplies_and_equal_policies_cost_nothing():

@@ -81,7 +81,7 @@ def test_exits_are_not_replayed_since_their_exit_text_would_be_learned(policy):
     rows = memory.rollout(prompts * 4)
     table = score([], rows, notes=RECALLED)
     memory.remember(torch.ones(len(rows), dtype=torch.bool), table, table)
-    back = memory.recall(memory.stored)
+    back = memory.restore_rows(memory.stored)
     whole = [row for row in rows if row.steps.chosen is None]
     assert len(rows) > len(whole) == len(back) == 2
     assert [row.steps.ids.tolist() for row in back] == [row.steps.ids.tolist() for row in whole]

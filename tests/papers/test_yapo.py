@@ -27,7 +27,7 @@ def test_the_pair_is_swapped_where_the_vector_is_subtracted(reversed_logp, secon
     new, batch = step_table([[2.0], [-1.0]], advantage=[1, -1], group=[0, 0], ref=[[0.0], [0.0]])
     new = StepOutput(new.logp, {"reversed_logp": torch.tensor(reversed_logp)})
     objective = Pieces(Stream()).make("objective", Piece("bidirectional", {"objective": DPO}))
-    assert objective.needs.extra == {"reversed_logp"} and objective.needs.others.keys() == {"ref"}
+    assert objective.needs.outputs == {"reversed_logp"} and objective.needs.others.keys() == {"ref"}
     loss, metrics = objective(new.detach(), batch.replace(weight=objective.weigh(batch)))
     assert float(loss) == pytest.approx((0.554355 + second) / 2, abs=1e-6)
     assert float(metrics["rewards/accuracies"]) == 1

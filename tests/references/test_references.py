@@ -27,7 +27,7 @@ def test_frozen_answers_as_the_policy_did_when_it_was_made():
     policy = policy_of(1.0)
     reference, before = frozen(policy), policy(batch_of(policy)).logp.detach()
     policy.table.data[..., 1] = 5.0
-    reference.move()
+    reference.update()
     assert reference(batch_of(policy)).logp.equal(before)
     assert not policy(batch_of(policy)).logp.equal(before)
 
@@ -36,10 +36,10 @@ def test_ema_keeps_decay_of_itself_after_every_step():
     policy = policy_of(1.0)
     reference = ema(policy, decay=0.9)
     policy.table.data[..., 1] = 11.0
-    reference.move()
+    reference.update()
     # .9 * 1 + .1 * 11 = 2, then .9 * 2 + 1.1
     assert reference.weights["table"][0, 0, 1] == pytest.approx(2.0)
-    reference.move()
+    reference.update()
     assert reference.weights["table"][0, 0, 1] == pytest.approx(2.9)
     assert policy.table[0, 0, 1] == 11.0
 
@@ -48,7 +48,7 @@ def test_a_decay_of_0_is_the_policy_itself():
     policy = policy_of(1.0)
     reference = ema(policy, decay=0.0)
     policy.table.data[..., 1] = 4.0
-    reference.move()
+    reference.update()
     assert reference.weights["table"].equal(policy.table.data)
 
 
@@ -65,7 +65,7 @@ def test_weights_are_given_back_after_an_error():
     policy = policy_of(1.0)
     reference = frozen(policy)
     policy.table.data[..., 1] = 5.0
-    with pytest.raises(RuntimeError), reference.acting():
+    with pytest.raises(RuntimeError), reference.rollout_weights():
         assert policy.table[0, 0, 1] == 1.0
         raise RuntimeError
     assert policy.table[0, 0, 1] == 5.0
@@ -90,9 +90,9 @@ def test_a_saved_reference_is_taken_up_in_place():
     policy = policy_of(1.0)
     moved, resumed = ema(policy, decay=0.5), ema(policy, decay=0.5)
     policy.table.data[..., 1] = 3.0
-    moved.move()
+    moved.update()
     resumed.load_state_dict(moved.state_dict())
-    moved.move()
+    moved.update()
     assert resumed.weights["table"][0, 0, 1] == 2.0, "it holds a copy, not what it was loaded from"
 
 
@@ -102,7 +102,7 @@ def test_ema_moves_every_so_many_steps():
     policy.table.data[..., 1] = 8.0
     found = []
     for _ in range(7):
-        average.move()
+        average.update()
         found.append(average.weights["table"][0, 0, 1].item())
     # after the third and the sixth step: 0.5 * 8, and 0.5 * 4 + 0.5 * 8
     assert found == [0, 0, 4, 4, 4, 6, 6]
@@ -114,10 +114,10 @@ def test_a_resumed_average_moves_at_the_step_at_which_it_would_have():
     policy = policy_of(0.0)
     average, resumed = ema(policy, decay=0.5, every=3), ema(policy, decay=0.5, every=3)
     policy.table.data[..., 1] = 8.0
-    average.move()
-    average.move()
+    average.update()
+    average.update()
     resumed.load_state_dict(average.state_dict())
-    resumed.move()
+    resumed.update()
     assert resumed.weights["table"][0, 0, 1] == 4.0
 
 
@@ -130,5 +130,5 @@ def test_a_decay_that_follows_a_schedule_changes_when_the_clock_ticks():
     pieces.tick(Clock(100))
     assert average.decay == pytest.approx(0.1)
     policy.table.data[..., 1] = 10.0
-    average.move()
+    average.update()
     assert average.weights["table"][0, 0, 1] == pytest.approx(9.0)

@@ -28,7 +28,7 @@ def test_the_recursion_of_a_moving_average():
     found = []
     for value in (4.0, 8.0, -4.0):
         policy.table.data.fill_(value)
-        average.move()
+        average.update()
         found.append(average.weights["table"][0, 0, 0].item())
     # From 0: .25 * 4 = 1; .75 * 1 + .25 * 8 = 2.75; .75 * 2.75 - .25 * 4 = 1.0625
     assert found == [1.0, 2.75, 1.0625]
@@ -92,5 +92,5 @@ def test_weights_have_the_same_names_on_any_number_of_processes():
     among_many = frozen(policy)
     among_many.load_state_dict(alone.state_dict())
     assert not among_many.weights["table"].any()
-    with among_many.acting():
+    with among_many.rollout_weights():
         assert not policy.table.any()

@@ -78,7 +78,7 @@ class TellingToy:
         self.asked += 1
         return self.engine.rollout(prompts)
 
-    def tell(self):
+    def metrics(self):
         return {"rollout/asked": float(self.asked)}
 
 

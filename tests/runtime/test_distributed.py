@@ -49,7 +49,7 @@ def test_groups_are_shared_whole_and_evenly():
     # 4, 2, 2 and 1 rollouts on two processes: the 4 go to the first, the next 2 to the idle second, whose
     # 2 are still fewer than 4, so the third group follows; then both have 4, and ties go to the first.
     asked = [prompts()[i] for i, count in enumerate((4, 2, 2, 1)) for _ in range(count)]
-    parts = [process(rank, 2).share(asked, RewardTable.empty()) for rank in range(2)]
+    parts = [process(rank, 2).assign_prompts(asked, RewardTable.empty()) for rank in range(2)]
     assert [[p.uid for p in mine] for mine, _ in parts] == [["p0"] * 4 + ["p3"], ["p1", "p1", "p2", "p2"]]
     assert [counts for _, counts in parts] == [True, True]
 
@@ -57,12 +57,12 @@ def test_groups_are_shared_whole_and_evenly():
 def test_a_group_stays_where_it_began():
     began = RewardTable.empty().replace(uids=("p0", "p1"), process=torch.tensor([1, 1]))
     asked = [prompts()[i] for i in (0, 1, 2)]
-    parts = [process(rank, 2).share(asked, began)[0] for rank in range(2)]
+    parts = [process(rank, 2).assign_prompts(asked, began)[0] for rank in range(2)]
     assert [[p.uid for p in mine] for mine in parts] == [["p2"], ["p0", "p1"]]
 
 
 def test_a_process_without_work_keeps_step_with_a_rollout_that_does_not_count():
-    mine, counts = process(2, 3).share([prompts()[0]] * 4, RewardTable.empty())
+    mine, counts = process(2, 3).assign_prompts([prompts()[0]] * 4, RewardTable.empty())
     assert ([p.uid for p in mine], counts) == (["p0"], False)
 
 
@@ -71,7 +71,7 @@ def test_micro_batches_are_repeated_without_counting():
     micros: list[Batch] = ToyText().collate((row, row)).split(1, 1)
     one = process(0, 2)
     one._all_bytes = lambda data: [data, b"4"]
-    assert [(counts, last) for _, counts, last in one.even(micros)] == [
+    assert [(counts, last) for _, counts, last in one.pad_micro_batches(micros)] == [
         (1.0, False),
         (1.0, False),
         (0.0, False),
@@ -439,12 +439,12 @@ def test_a_process_that_finds_nothing_wrong_is_told_who_did(monkeypatch):
     one = process(0, 2)
     one._all_bytes = lambda data: [data, b"\"KeyError: 'span'\""]
     told = "process 1 of 2 failed while scoring: KeyError: 'span'"
-    with pytest.raises(ProcessFailed, match=told), one.agreeing("scoring"):
+    with pytest.raises(ProcessFailed, match=told), one.fail_together("scoring"):
         pass
-    with pytest.raises(OSError, match="no room"), one.agreeing("saving"):
+    with pytest.raises(OSError, match="no room"), one.fail_together("saving"):
         raise OSError("no room")
     one._all_bytes = lambda data: [data, b'""']
-    with one.agreeing("scoring"):
+    with one.fail_together("scoring"):
         pass
 
 
@@ -455,10 +455,10 @@ def test_an_error_is_not_lost_where_another_process_is_gone():
         raise gone
 
     one._all_bytes = breaks
-    with pytest.raises(OSError, match="no room") as raised, one.agreeing("saving"):
+    with pytest.raises(OSError, match="no room") as raised, one.fail_together("saving"):
         raise OSError("no room")
     assert raised.value.__cause__ is gone
-    with pytest.raises(RuntimeError, match="closed by peer"), one.agreeing("saving"):
+    with pytest.raises(RuntimeError, match="closed by peer"), one.fail_together("saving"):
         pass
 
 
@@ -509,13 +509,13 @@ def test_sharded_weights_are_saved_whole_and_taken_up_again(tmp_path):
 
 
 def test_on_one_process_nothing_is_sharded():
-    from mmrl.runtime.fsdp import gathered, taken_up, whole
+    from mmrl.runtime.fsdp import gathered, reshard_state, whole
 
     module, state = torch.nn.Linear(2, 2), {"a": [torch.ones(2)]}
     weight = module.weight
     with gathered(module, changed=True):
         assert module.weight is weight
-    assert whole(state)["a"][0] is state["a"][0] and taken_up(state, [weight]) is state
+    assert whole(state)["a"][0] is state["a"][0] and reshard_state(state, [weight]) is state
 
 
 # ---- configurations of the launcher

@@ -384,7 +384,7 @@ def tell(run: Run) -> None:
     SHARED._set(0, DOING.index("between"))
     run.report.timing = told
     loop.resume, loop.save = noted(loop.resume, "opening"), noted(loop.save, "saving")
-    run.close, loop.hand_over = noted(run.close, "closing"), noted(loop.hand_over, "closing")
+    run.close, loop.publish = noted(run.close, "closing"), noted(loop.publish, "closing")
     with_tools.begin_calls = noted(with_tools.begin_calls, "tools")
     with_tools.WithTools._reply = noted(with_tools.WithTools._reply, "tools")
     play.Play._answer = noted(play.Play._answer, "playing")

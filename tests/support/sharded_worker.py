@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from mmrl.runtime.checkpoint import read_state, write_state
-from mmrl.runtime.fsdp import gathered, taken_up, whole, widen
+from mmrl.runtime.fsdp import gathered, reshard_state, whole, widen
 
 
 def model() -> nn.Sequential:
@@ -76,7 +76,7 @@ def sharded_adapter(mesh, rows: torch.Tensor, rank: int, folder: Path) -> None:
         if loads:
             fresh.load_state_dict(state)
     moments = through_file(optimizers[1].state_dict(), folder / "adapter")
-    optimizers[2].load_state_dict(taken_up(moments, [p for p in fresh.parameters() if p.requires_grad]))
+    optimizers[2].load_state_dict(reshard_state(moments, [p for p in fresh.parameters() if p.requires_grad]))
     learn(plain, optimizers[0], rows)
     for one, optimizer in ((sharded, optimizers[1]), (fresh, optimizers[2])):
         learn(one, optimizer, part)
@@ -157,7 +157,7 @@ def main() -> None:
             fresh.moved.fill_(3.0)
     assert fresh.moved.tolist() == [3.0, 3.0]  # buffers of process 0 go to all
     del fresh.moved
-    optimizer.load_state_dict(taken_up(state, list(fresh.parameters())))
+    optimizer.load_state_dict(reshard_state(state, list(fresh.parameters())))
     learn(plain, optimizers[0], rows)
     learn(fresh, optimizer, rows[4 * rank : 4 * rank + 4])
     with gathered(fresh, everywhere=True):

@@ -20,13 +20,23 @@ from tests.support.toys import ToyText
 
 
 @dataclass(frozen=True)
-class Telling:
+class HasMetrics:
     """A look-up table of tokens that makes up the fields of a flow: log-probabilities of tokens are its
     latents (N, T, vocab), and a step's place gives its time."""
 
     toy: ToyText
 
-    says = ToyText.says | {"mean", "velocity", "target", "error", "std", "dt", "time", "value", "value_logit"}
+    outputs = ToyText.outputs | {
+        "mean",
+        "velocity",
+        "target",
+        "error",
+        "std",
+        "dt",
+        "time",
+        "value",
+        "value_logit",
+    }
 
     @property
     def table(self) -> Tensor:
@@ -139,7 +149,7 @@ class ToyFlow:
         self.module, self.stream = Field(num), stream
         self.form, self.draws, self.segments = form, draws, segments
 
-    says = frozenset({"mean", "std", "dt", "velocity", "time", "target", "error"})
+    outputs = frozenset({"mean", "std", "dt", "velocity", "time", "target", "error"})
 
     @property
     def table(self) -> Tensor:

@@ -148,7 +148,7 @@ class ToyText:
     Its hidden states are the logits; the head of a teacher weighs them by column.
     """
 
-    says = OF_LOGITS | OF_STATES | {"reversed_logp"}
+    outputs = OF_LOGITS | OF_STATES | {"reversed_logp"}
     prompt_encoder = ToyEncoder()
 
     def __init__(
@@ -203,7 +203,7 @@ class ToyText:
 
     def _inside(self, batch: Batch, places: Tensor, extra: frozenset[str]) -> dict[str, Tensor]:
         """Give what a language model says from inside, as `vision.tokens` does."""
-        if not extra & self.says:
+        if not extra & self.outputs:
             return {}
         hidden, shape = self.module()[batch.steps.prompt][:, places], batch.mask.shape
         others = [other.extra["hidden"] for other in batch.others.values() if "hidden" in other.extra]
@@ -351,7 +351,7 @@ def toy_run(folder: Path | str, **changes: Any) -> Run:
 class ToyRecalling(ToyText):
     """The look-up table, which makes rows again from what was noted."""
 
-    def recall(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
+    def restore_rows(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
         tokens = notes["token"].long()
         text = " ".join(str(token) for token in tokens.tolist() if token != STOP)
         outcome = Outcome(text=text, end=len(tokens))
@@ -466,7 +466,7 @@ class ToyTurnRows(ToyTurns):
 class ToyCritic(ToyText):
     """A look-up table of values: one per prompt and place."""
 
-    says = frozenset({"value", "value_logit"})
+    outputs = frozenset({"value", "value_logit"})
 
     def __init__(
         self, *, num: int = 8, length: int = 4, double: bool = False, probability: bool = False
@@ -474,7 +474,7 @@ class ToyCritic(ToyText):
         super().__init__(num=num, length=length, vocab=1, double=double)
         self.probability = probability
         if not probability:
-            self.says = self.says - {"value_logit"}
+            self.outputs = self.outputs - {"value_logit"}
 
     def __call__(self, batch: Batch, extra: frozenset[str] = frozenset()) -> StepOutput:
         steps = batch.steps

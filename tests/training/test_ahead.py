@@ -9,7 +9,7 @@ import torch
 
 from mmrl.config.schema import ConfigError
 from mmrl.costs import operations
-from mmrl.training.ahead import ask_ahead
+from mmrl.training.ahead import prefetch
 from mmrl.training.loop import train
 from tests.support.resuming import assert_alike, killed, resumed, without_times
 from tests.support.toys import ToyGenerate, toy_run
@@ -109,5 +109,5 @@ def test_prompts_that_a_sampler_changed_are_an_error(tmp_path):
 def test_only_the_process_that_saves_copies_the_weights_of_what_is_in_flight(rank, tensors, tmp_path):
     run = toy_run(tmp_path, **ahead())
     run.processes.rank = rank
-    ask_ahead(run)
+    prefetch(run)
     assert len(run.ahead.weights) == tensors

@@ -14,7 +14,7 @@ from mmrl.reporting.metrics import Journal
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
 from mmrl.schedules import cosine, linear
-from mmrl.training.checkpointing import look
+from mmrl.training.checkpointing import check_output_folder
 from mmrl.training.loop import train
 from tests.support.resuming import killed, resumed
 from tests.support.toys import plan, toy_run
@@ -84,7 +84,7 @@ def test_what_must_not_change_is_named_with_both_values_and_what_to_do(tmp_path)
     trained(tmp_path, max_steps=1)
     other = parse(plan(tmp_path, seed=1, rollout={"num_prompts": 2}, learn={"learning_rate": 9.0}), Config)
     with pytest.raises(ConfigError) as raised:
-        look(other)
+        check_output_folder(other)
     text = str(raised.value)
     assert "rollout.num_prompts is 4 there and 2 here" in text and "seed is 0 there and 1 here" in text
     assert "learning_rate" not in text, "that may change"
@@ -137,7 +137,7 @@ def test_epochs_become_steps_when_the_data_are_read(tmp_path):
     assert (run.config.max_steps, run.config.num_train_epochs) == (3, 0.0)
     train(run)
     assert load(tmp_path / "config.yaml").max_steps == 3
-    look(config)  # the same command goes on
+    check_output_folder(config)  # the same command goes on
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,9 @@ def test_weights_that_do_not_fit_or_are_not_there_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="do not fit the policy: RuntimeError"):
         trained(tmp_path / "second", init_from=str(tmp_path / "first"))
     with pytest.raises(ConfigError, match="'init_from' is '/nowhere', which is no folder"):
-        look(parse(plan(tmp_path / "third", init_from="/nowhere"), Config))
+        check_output_folder(parse(plan(tmp_path / "third", init_from="/nowhere"), Config))
     with pytest.raises(ConfigError, match="overwrite_output_dir=true empties"):
-        look(
+        check_output_folder(
             parse(
                 plan(tmp_path / "first", init_from=str(tmp_path / "first"), overwrite_output_dir=True), Config
             )

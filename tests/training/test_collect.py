@@ -217,7 +217,7 @@ def test_pick_counts_only_the_rows_of_this_process():
 
 def test_a_process_without_prompts_keeps_a_stand_in_that_no_table_counts(tmp_path, monkeypatch):
     run = collecting(tmp_path)
-    monkeypatch.setattr(run.processes, "share", lambda prompts, table: (prompts[:1], False))
+    monkeypatch.setattr(run.processes, "assign_prompts", lambda prompts, table: (prompts[:1], False))
     monkeypatch.setattr(run.processes, "gather", lambda local, order: local)
     for observer in run.observers:
         monkeypatch.setattr(observer, "observe", lambda rollouts, table: None)

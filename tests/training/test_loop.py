@@ -11,7 +11,7 @@ from mmrl.core.step_table import StepOutput
 from mmrl.core.types import Unit
 from mmrl.reporting import html
 from mmrl.training.collect import collect
-from mmrl.training.loop import consult, learnable, train, update
+from mmrl.training.loop import evaluate_references, learnable, train, update
 from mmrl.training.nonfinite import NotFinite
 from tests.support.toys import ToyText, toy_run
 
@@ -206,8 +206,8 @@ def test_old_is_the_policy_that_rolled_out(tmp_path):
 def test_what_others_say_stands_in_its_rows_however_it_was_cut(tmp_path):
     run, batch = ready(tmp_path)
     one, many = Rising(), Rising()
-    consult({"ref": one}, batch, run.method.needs, 10**6)
-    cut = consult({"ref": many}, batch, run.method.needs, 8)
+    evaluate_references({"ref": one}, batch, run.method.needs, 10**6)
+    cut = evaluate_references({"ref": many}, batch, run.method.needs, 8)
     assert (one.asked, len(many.asked)) == ([(16, frozenset())], 8)
     # Rows stand in order and 8 steps are two rows, so the answers count up in pairs.
     assert cut.others["ref"].logp[:, 0].tolist() == [float(1 + i // 2) for i in range(16)]
@@ -219,11 +219,15 @@ def test_the_engine_is_old_where_it_noted_nothing(tmp_path):
     noted = batch.notes["logp"].clone()
     noted[0] = math.nan
     needs = run.method.needs
-    engine = consult(run.others, batch.replace(notes={"logp": noted}), needs, 99).others["engine"].logp
+    engine = (
+        evaluate_references(run.others, batch.replace(notes={"logp": noted}), needs, 99).others["engine"].logp
+    )
     assert torch.equal(engine[0], old[0])
     steps = batch.mask[1:] > 0
     assert torch.equal(engine[1:][steps], noted[1:][steps].double())
-    nowhere = consult(run.others, batch.replace(notes={}), run.method.needs, 99).others["engine"].logp
+    nowhere = (
+        evaluate_references(run.others, batch.replace(notes={}), run.method.needs, 99).others["engine"].logp
+    )
     assert torch.equal(nowhere, old)
 
 
@@ -357,8 +361,8 @@ def test_other_policies_are_asked_as_often_on_every_process(tmp_path):
     def even(cuts):
         return [*((cut, 1.0, False) for cut in cuts), (cuts[-1], 0.0, False), (cuts[-1], 0.0, True)]
 
-    alone = consult({"ref": run.policy}, batch, run.method.needs, 8).others["ref"].logp
-    found = consult({"ref": counting}, batch, run.method.needs, 8, even).others["ref"].logp
+    alone = evaluate_references({"ref": run.policy}, batch, run.method.needs, 8).others["ref"].logp
+    found = evaluate_references({"ref": counting}, batch, run.method.needs, 8, even).others["ref"].logp
     assert len(asked) == len(list(batch.cuts(8, Unit.STEP))) + 2
     assert torch.equal(found, alone)
 

@@ -20,7 +20,7 @@ from tests.support.toys import toy_run
 class Hopeful(Uniform):
     """A sampler that believes something of a prompt."""
 
-    def beliefs(self):
+    def sampling_weights(self):
         return {"p1": {"success": 0.25}}
 
 

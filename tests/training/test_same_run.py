@@ -15,7 +15,7 @@ from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
 from mmrl.runtime.folders import MARK, mark_of
 from mmrl.training import record
-from mmrl.training.checkpointing import look
+from mmrl.training.checkpointing import check_output_folder
 from mmrl.training.loop import train
 from tests.support.toys import plan, toy_run
 
@@ -48,7 +48,7 @@ def cell(folder, source, **changes):
     space = {"__name__": "__main__"}
     exec(source, space)
     config = parse(plan(folder, rewards=[objects.put("short", space["short"])], **changes), Config)
-    look(config)
+    check_output_folder(config)
     run = build(config, quiet=True)
     train(run)
     return run
@@ -150,7 +150,7 @@ def test_a_foreign_configuration_is_not_overwritten_or_thrown_away(tmp_path):
     for changes in ({}, {"overwrite_output_dir": True}):
         config = parse(plan(tmp_path, **changes), Config)
         with pytest.raises(ConfigError, match="config.yaml.*which no `mmrl train` made"):
-            look(config)
+            check_output_folder(config)
     assert (tmp_path / "config.yaml").read_text() == "mine: 1\n" and (tmp_path / "thesis.txt").exists()
 
 

@@ -153,7 +153,7 @@ def test_a_second_model_values_it_as_the_others(monkeypatch):
     consulted = lambda models, rows, *rest: SimpleNamespace(
         others={"value": SimpleNamespace(extra={"value": torch.tensor([[values[row.uid]] for row in rows])})}
     )
-    monkeypatch.setattr(consulting, "consult", consulted)
+    monkeypatch.setattr(consulting, "evaluate_references", consulted)
     policy = SimpleNamespace(encode=encode, collate=lambda rows: rows)
     beside = {"policy": policy, "model": None, "processes": Processes(), "micro_batch_steps": 1}
     asked = [Prompt(uid, (Message("user", (Part(text),)),)) for uid, text in

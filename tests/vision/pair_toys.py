@@ -19,7 +19,7 @@ WORDS = ["a", "red", "green", "blue", "dog", "cat", "box", "ball", "on", "under"
 class Talker:
     """A policy that is nothing but weights."""
 
-    says: frozenset[str] = frozenset()
+    outputs: frozenset[str] = frozenset()
 
     def __init__(self, *, weight: float = 1.0) -> None:
         self.module = nn.Linear(1, 1)

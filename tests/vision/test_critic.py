@@ -48,7 +48,7 @@ def test_values_may_be_probabilities_and_say_their_logits(checkpoint):
     plain = critic_of(checkpoint)
     critic = Critic(policy=partial(loaded, checkpoint), probability=True)
     batch = recorded(loaded(checkpoint), FAMILY)
-    assert "value_logit" in critic.says and "value_logit" not in plain.says
+    assert "value_logit" in critic.outputs and "value_logit" not in plain.outputs
     assert torch.equal(critic(batch, frozenset({"value"})).extra["value"], torch.full(batch.mask.shape, 0.5))
     critic.head.load_state_dict(plain.head.state_dict())
     said = critic(batch, frozenset({"value", "value_logit"})).extra

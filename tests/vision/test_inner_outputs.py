@@ -122,7 +122,7 @@ def test_a_policy_tells_what_its_model_computes(checkpoint):
     batch = recorded(policy, FAMILY)
     plain = policy(batch)
     assert plain.extra == {}
-    output = policy(batch, policy.says - {"reverse_kl"})
+    output = policy(batch, policy.outputs - {"reverse_kl"})
     torch.testing.assert_close(output.logp, plain.logp)
     width = output.extra["hidden"].shape[-1]
     head, inside = policy.model.get_output_embeddings(), batch.mask > 0

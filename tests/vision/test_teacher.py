@@ -47,12 +47,12 @@ def test_a_teacher_says_what_its_own_model_says_and_does_not_learn(pair):
     assert not output.logp.requires_grad and output.extra["entropy"].shape == batch.mask.shape
     assert (output.logp - said(learner, FAMILY)).abs().max() > 0.01
     assert learning(learner) == before and not any(p.requires_grad for p in teacher.module.parameters())
-    teacher.move()
-    teacher.take()
+    teacher.update()
+    teacher.snapshot()
     teacher.load_state_dict(teacher.state_dict())
     assert teacher(batch).logp.equal(output.logp)
     with pytest.raises(ConfigError, match="names a teacher, which cannot sample"):
-        teacher.acting()
+        teacher.rollout_weights()
 
 
 def test_distillation_pulls_the_learner_to_its_teacher(pair):

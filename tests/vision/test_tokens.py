@@ -138,7 +138,7 @@ def test_a_row_is_made_again_from_its_notes(exact):
     policy = exact("qwen2_5_vl")
     prompt = mixed.prompts("qwen2_5_vl")[0]
     (row,) = mixed.generate(policy, [prompt], max_completion_length=5, temperature=0.7)
-    again = policy.recall(prompt, {name: note.double() for name, note in row.notes.items()})
+    again = policy.restore_rows(prompt, {name: note.double() for name, note in row.notes.items()})
     assert again.outcomes[-1].text == row.outcomes[-1].text and not again.on_policy
     assert again.steps.temperature == pytest.approx(row.steps.temperature) == pytest.approx(0.7)
     assert torch.equal(again.steps.ids, row.steps.ids)

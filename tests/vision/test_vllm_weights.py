@@ -38,7 +38,7 @@ def test_an_acting_reference_is_other_weights(policy, tmp_path):
     start_version = writer().version
     shift(policy)
     live = writer().version
-    with reference.acting():
+    with reference.rollout_weights():
         assert writer().version == start_version != live
     assert writer().version == live
 

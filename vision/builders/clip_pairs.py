@@ -126,7 +126,7 @@ class ClipPairs:
         if not total:
             raise SourceError(f"there is no image in '{self.source}'")
         content = images.content()  # the same for all processes and when resumed
-        processes.same({"images": f"{total}, {content}"})
+        processes.assert_equal({"images": f"{total}, {content}"})
         with locked(shards.folder, processes):
             if processes.main:
                 # Everything that answers and scores depend on.
@@ -146,7 +146,7 @@ class ClipPairs:
                 shards.agree("plan", plan)
             numbers = range(math.ceil(total / self.shard_size))
             # Process 0 checks for all: a process that saw shards later would skip work that others wait for.
-            if not processes.tell(all(map(shards.has, numbers)))[0]:
+            if not processes.all_gather_object(all(map(shards.has, numbers)))[0]:
                 self._generate(images, shards, numbers, total, processes)
             processes.wait()
             return self._assemble(images, shards, numbers, output) if processes.main else {"images": total}

@@ -167,7 +167,7 @@ class Vllm:
             self._compare(groups, version)  # now, since the policy may have learned when they are collected
         self.begun = list(prompts), groups, version
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return how many servers live, requests that were asked again, and seconds of work."""
         return self.asking.take()
 

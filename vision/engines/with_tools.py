@@ -124,7 +124,7 @@ class WithTools:
         rows = [[self._row(part) for part in talk.rows(self.only_n_most_recent_images)] for talk in talks]
         return (*(made[-1] for made in rows), *(row for made in rows for row in made[:-1]))
 
-    def tell(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return turns, calls and errors of calls per conversation since the last call."""
         number, counts = max(1, self.counts["conversations"]), self.counts
         self.counts = Counter()

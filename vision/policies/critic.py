@@ -55,14 +55,14 @@ class Critic:
             from which `value_cross_entropy` learns (PAV's verifier, V_0).
     """
 
-    says = frozenset({"value", "value_logit"})  # when a piece asks; the logit of probabilities alone
+    outputs = frozenset({"value", "value_logit"})  # when a piece asks; the logit of probabilities alone
 
     def __init__(self, *, policy: Callable[[], Tokens] | None = None, probability: bool = False) -> None:
         if policy is None:
             raise ConfigError("a critic needs a `policy`: the model that reads the answers")
         self.probability = probability
         if not probability:
-            self.says = self.says - {"value_logit"}
+            self.outputs = self.outputs - {"value_logit"}
         self.tokens = policy()
         inputs = self.tokens.model.get_input_embeddings().weight
         for weight in self.tokens.model.get_output_embeddings().parameters():

@@ -16,7 +16,7 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 class RecordedAnswers:
     """No model: with the engine `offline`, evaluations measure recorded answers. A step is a word."""
 
-    says: frozenset[str] = frozenset()
+    outputs: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.module = nn.Module()

@@ -81,7 +81,7 @@ class Tokens:
             is trained instead of the model.
     """
 
-    says: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # when a piece asks
+    outputs: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # when a piece asks
     makes = "text"  # what outcomes hold, for commands that write them
 
     def __init__(
@@ -119,7 +119,7 @@ class Tokens:
         self.adapter = self._adapted(adapter, roles, **shape, tower=not freeze_vision_tower)
         self.steering = None if self.adapter else steering_of(self.model)
         if not self.steering:
-            self.says = self.says - {"reversed_logp"}
+            self.outputs = self.outputs - {"reversed_logp"}
         self._choose_weights(freeze_vision_tower, frozen)
         if gradient_checkpointing:
             loading.checkpoint_layers(self.model)
@@ -228,7 +228,7 @@ class Tokens:
         row = TokenRow(encoded, ids)
         return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
 
-    def recall(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
+    def restore_rows(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
         """Make a row again from the notes (T,) of the engine: its tokens and its temperature."""
         ids, temperature = notes["token"].long(), float(notes["temperature"][0])
         outcome = Outcome(text=self.prompt_encoder.text(ids), end=len(ids))

@@ -50,7 +50,7 @@ def test_a_missing_one_is_noticed_before_anything_is_loaded(tmp_path, monkeypatc
 class unreachable:
     """A policy that must not be made."""
 
-    says = frozenset({"entropy"})
+    outputs = frozenset({"entropy"})
 
     def __init__(self) -> None:
         raise AssertionError("loaded")
