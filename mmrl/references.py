@@ -21,7 +21,7 @@ from mmrl.config.registry import reference
 from mmrl.config.schema import Piece
 from mmrl.core.protocols import Policy, ReadsSteps
 from mmrl.core.step_table import Batch, StepOutput
-from mmrl.runtime.fsdp import swap, reshard
+from mmrl.runtime.fsdp import reshard, swap
 
 
 def trained(policy: Policy) -> dict[str, Tensor]:
