@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.compression.profiling import cache_bytes
 from mmrl.core.types import Prompt
 from mmrl.kv_cache.layout import placeholder_ids
 
@@ -47,6 +46,12 @@ def inputs_of(encoder: Any, prompts: Iterable[Prompt], device: torch.device) -> 
         call = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
         inputs.append({name: x.to(device) for name, x in call.items()})
     return inputs
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of keys and values in a cache of dense layers, and of a pruned model's record of columns."""
+    tensors = (x for layer in cache.layers for x in (layer.keys, layer.values))
+    return sum(x.nbytes for x in tensors if x is not None)  # None in layers that nothing was written to
 
 
 @torch.no_grad()
@@ -148,21 +153,3 @@ def gate(
             f"{max_kl} nats. Give it more bits (or drop less), or set `allow: true` to go on with it"
         )
     return fidelity
-
-
-def choose(
-    model: nn.Module, prompts: Sequence[Inputs], candidates: Mapping[str, MakeCache], *,
-    num_tokens: int = 16, min_agreement: float = 0.9, max_kl: float = 0.1,
-) -> str:  # fmt: skip
-    """Measure and print several caches; return the name of the smallest one within the thresholds."""
-    measured = {
-        name: measure(model, prompts, make, num_tokens=num_tokens) for name, make in candidates.items()
-    }
-    print("\n".join(f"cache {name}: {fidelity}" for name, fidelity in measured.items()))
-    good = [name for name, x in measured.items() if x.agreement >= min_agreement and x.kl <= max_kl]
-    if not good:
-        raise ValueError(
-            f"none of the caches {', '.join(measured)} keeps {min_agreement:.1%} of the tokens within "
-            f"{max_kl} nats; offer one with more bits"
-        )
-    return min(good, key=lambda name: measured[name].nbytes)
