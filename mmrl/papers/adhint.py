@@ -1,4 +1,4 @@
-"""ADHint (arXiv 2512.13095): half of a group sees a part of the solution, the longer the harder the prompt.
+"""ADHint (arXiv 2512.13095): half of each group sees part of the solution, more for harder prompts.
 
 Title: ADHint: Adaptive Hints with Difficulty Priors for Reinforcement Learning
 Formula: hint = (1 - acc) max_hint of the solution; A > 0 of hinted rows times (1 - a_hinted) / (1 -

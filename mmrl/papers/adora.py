@@ -1,8 +1,8 @@
-"""ADORA (arXiv 2602.10019): groups whose right answers are not longer than the wrong ones are scaled down.
+"""ADORA (arXiv 2602.10019): scale down groups whose right answers are not longer than the wrong ones.
 
 Title: ADORA: Training Reasoning Models with Dynamic Advantage Estimation on Reinforcement Learning
 Formula: A' = A where max length of right > mean length of wrong, else `factor` A.
-Our reading: answers that the engine cut stand for those of more than 4094 tokens; the rule is that of the
+Our reading: truncated answers count as the code's answers of more than 4094 tokens; the rule is from the
 code for images.
 """
 

@@ -1,4 +1,4 @@
-"""C-MORL (arXiv 2410.02236): one reward is raised while the others stay above thresholds.
+"""C-MORL (arXiv 2410.02236): maximise one reward while barriers keep the others above thresholds.
 
 Title: C-MORL: Multi-Objective Reinforcement Learning through Efficient Discovery of Pareto Front
 Formula: weight of a reward with the threshold d: 1 / (t s), with the slack s = max(J - d, floor) and its

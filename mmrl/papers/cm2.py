@@ -1,4 +1,4 @@
-"""CM2 (arXiv 2602.12268): a model checks binary criteria one by one, and quotes where an answer meets each.
+"""CM2 (arXiv 2602.12268): a judge model checks binary criteria and quotes the passage that meets each.
 
 Title: CM2: Reinforcement Learning with Checklist Rewards for Multi-Turn and Multi-Step Agentic Tool Use
 Formula: reward = sum of the weights of what a turn meets first / sum of all weights.

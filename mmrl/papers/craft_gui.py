@@ -1,4 +1,4 @@
-"""CRAFT-GUI (arXiv 2508.11360): screen actions from tasks of few steps to many, with a reward of arguments.
+"""CRAFT-GUI (arXiv 2508.11360): screen actions from short tasks to long ones, and a reward for arguments.
 
 Title: CRAFT-GUI: Curriculum-Reinforced Agent For GUI Tasks
 Formula: stage k draws from pool k, and a share `earlier` from the pools before it; the reward of an argument

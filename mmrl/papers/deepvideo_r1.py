@@ -1,4 +1,4 @@
-"""DeepVideo-R1 (arXiv 2506.07464): prompts are asked again, harder or easier by how they were answered.
+"""DeepVideo-R1 (arXiv 2506.07464): repeat prompts with noise or hints, depending on their reward.
 
 Title: DeepVideo-R1: Video Reinforcement Fine-Tuning via Difficulty-aware Regressive GRPO
 Formula: difficulty = mean reward of the latest `window` prompts - mean reward of the prompt.

@@ -1,4 +1,4 @@
-"""DUMP (arXiv 2504.09710): a bandit over the sources of the data follows where most is learned.
+"""DUMP (arXiv 2504.09710): a bandit over the sources of the data prefers the largest advantages.
 
 Title: DUMP: Automated Distribution-Level Curriculum Learning for RL-based LLM Post-training
 Formula: score = mean |advantage| of a source + sqrt(2 ln(n + 1) / (n_source + 1)); sources by softmax.

@@ -1,8 +1,8 @@
-"""E-GRPO (arXiv 2510.24694): wrong answers earn for the known entities that they found.
+"""E-GRPO (arXiv 2510.24694): wrong answers earn a reward for the known entities that they mention.
 
 Title: Repurposing Synthetic Data for Fine-grained Search Agent Supervision
 Formula: reward of a wrong answer = alpha g / max g of the group, with g its share of the known entities.
-Our reading: case, articles and punctuation do not matter in a match; alpha is unverified.
+Our reading: matches ignore case, articles and punctuation; alpha is unverified.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""GEAR (arXiv 2509.24096): a curriculum over sources follows how fast the reward of each rises.
+"""GEAR (arXiv 2509.24096): a curriculum prefers the sources of data whose reward rises fastest.
 
 Title: GEAR: A General Evaluation Framework for Abductive Reasoning
 Formula: p(source) ~ max(velocity, 0) + floor; velocity: moving average of changes of its mean reward.
-Our reading: throughout, since only the abstract was read; its objectives are sources.
+Our reading: everything, since only the abstract was read; sources take the place of the paper's objectives.
 """
 
 from __future__ import annotations

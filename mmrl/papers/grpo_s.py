@@ -1,8 +1,8 @@
-"""GRPO-S of DR-IRL (arXiv 2503.18991): advantages are scaled against what is usual of a category.
+"""GRPO-S of DR-IRL (arXiv 2503.18991): scale advantages by difficulty relative to the category.
 
 Title: Inverse Reinforcement Learning with Dynamic Reward Scaling for LLM Alignment
 Formula: A' = A sigmoid(x) / sigmoid(mean of x over the category), x the hardness or the gap of rewards.
-Our reading: means are over all that a run has seen; a gap is the largest less the smallest reward of a
+Our reading: means are over the run so far; a gap is the largest less the smallest reward of a
 group.
 """
 

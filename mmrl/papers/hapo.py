@@ -1,4 +1,4 @@
-"""HAPO (arXiv 2509.16591): entropy steers temperatures, clip ranges and sizes of advantages.
+"""HAPO (arXiv 2509.16591): entropy sets temperatures, clip ranges and the size of advantages.
 
 Title: From Uniform to Heterogeneous: Tailoring Policy Optimization to Every Token's Nature
 Formula: T_t = T (1 + tau h_t), with the entropy h_t on a scale from -1 to 1.

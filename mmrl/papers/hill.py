@@ -1,4 +1,4 @@
-"""HiLL (arXiv 2604.00698): a second role writes hints for prompts that failed, and learns to.
+"""HiLL (arXiv 2604.00698): a second role learns to write hints for failed prompts.
 
 Title: Learning to Hint for Reinforcement Learning
 Formula: reliance = mean log p(y | x) - mean log p(y | x, hint), below 0 where an answer relies on its hint.

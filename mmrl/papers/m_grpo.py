@@ -1,4 +1,4 @@
-"""M-GRPO (arXiv 2511.13288): sub-agents earn by what the main agent reached.
+"""M-GRPO (arXiv 2511.13288): sub-agents earn a reward by the success of the main agent.
 
 Title: Multi-Agent Deep Research: Training Multi-Agent Systems with M-GRPO
 Formula: r of a sub-agent = 0 for a bad format, 0.1 where the main agent failed, else 1.

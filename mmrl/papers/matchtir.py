@@ -1,4 +1,4 @@
-"""MatchTIR (arXiv 2601.10712): turns earn how well their calls match reference calls.
+"""MatchTIR (arXiv 2601.10712): a turn earns the agreement of its calls with reference calls.
 
 Title: MatchTIR: Fine-Grained Supervision for Tool-Integrated Reasoning via Bipartite Matching
 Formula: r = mean over calls of (1 + J + m) / (2 + n) with the matched reference: J the share of argument

@@ -1,4 +1,4 @@
-"""VAS of MMR1 (arXiv 2509.21268): prompts are drawn by how much their rewards and their answers vary.
+"""VAS of MMR1 (arXiv 2509.21268): sample prompts by variance of rewards and diversity of answers.
 
 Title: MMR1: Enhancing Multimodal Reasoning with Variance-Aware Sampling and Open Resources
 Formula: score = variance_weight p (1 - p) + diversity_weight d, scaled to [0, 1] over the data.

@@ -1,4 +1,4 @@
-"""MultiRole-R1 (arXiv 2507.20187): varied wording earns a little beside a right answer.
+"""MultiRole-R1 (arXiv 2507.20187): a small reward for varied wording of right answers.
 
 Title: Diversity-Enhanced Reasoning for Subjective Questions
 Formula: r = 0.9 [right] + 0.1 (mean of eight measures of variety, each from 0 to 1).

@@ -1,4 +1,4 @@
-"""open-rs (arXiv 2503.16219): right answers earn more where they are short, along half a cosine.
+"""open-rs (arXiv 2503.16219): a reward for right answers that falls with length along a cosine.
 
 Title: Reinforcement Learning for Reasoning in Small LLMs: What Works and What Doesn't
 Formula: r = end + (start - end) (1 + cos(pi L / M)) / 2 at length L of at most M.

@@ -1,8 +1,8 @@
-"""PAV (arXiv 2410.08146): each step of an answer earns what it adds to the chances of a prover.
+"""PAV (arXiv 2410.08146): a step of an answer earns the increase in a prover's success rate.
 
 Title: Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning
 Formula: A_k = r + alpha (V(end of step k) - V(its start)), V the prover's value of a prefix.
-Our reading: the reward of the answer stands for Q, and the last change is that to its reward.
+Our reading: the reward of the answer replaces Q, also in the last change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PDR (arXiv 2510.01123): rounds of drafts, a short text made of them, and an answer.
+"""PDR (arXiv 2510.01123): rounds of parallel drafts and a bounded summary of them, then the answer.
 
 Title: Rethinking Thinking Tokens: LLMs as Improvement Operators
 Formula: y ~ p(. | x, C_R), with C_r a bounded text made of the drafts y_1..y_M ~ p(. | x, C_(r-1)).

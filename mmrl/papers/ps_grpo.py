@@ -1,4 +1,4 @@
-"""PS-GRPO (arXiv 2510.04392): answers earn for saying the same however a question is worded.
+"""PS-GRPO (arXiv 2510.04392): answers earn agreement with answers to other wordings of the question.
 
 Title: Improving Consistency in Retrieval-Augmented Systems with Group Similarity Rewards
 Formula: reward_i = mean of similarity(y_i, y_j) over the answers j to other wordings.

@@ -1,4 +1,4 @@
-"""R1-Router (arXiv 2505.22095): the next sub-question with its source is rewarded, and the answer in the end.
+"""R1-Router (arXiv 2505.22095): rewards for the next sub-question, its source, and the final answer.
 
 Title: Learning to Route Queries Across Knowledge Bases for Step-wise Retrieval-Augmented Reasoning
 Formula: step: cos(sub-questions) / 2 + [the retriever is right] / 2; end: recall of the words of the

@@ -1,4 +1,4 @@
-"""R3 (arXiv 2601.19620): replay of stored answers, reflection on wrong ones, ranks of cut ones.
+"""R3 (arXiv 2601.19620): replay, reflection on wrong answers, and entropy ranks for cut answers.
 
 Title: R^3: Replay, Reflection, and Ranking Rewards for LLM Reinforcement Learning
 Formula: reflect where the mean of a prompt's remembered rewards is below `threshold`; add stored answers of

@@ -1,4 +1,4 @@
-"""ReMax (arXiv 2310.10505): the most likely answer to a prompt is the baseline of the sampled ones.
+"""ReMax (arXiv 2310.10505): the baseline is the reward of the greedy answer.
 
 Title: ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language
 Models

@@ -1,4 +1,4 @@
-"""SCOPE (arXiv 2512.15146): parts of a group elect labels of their own.
+"""SCOPE (arXiv 2512.15146): subgroups of a group's answers vote for labels of their own.
 
 Title: Beyond Majority Voting: Towards Fine-grained and More Reliable Reward Signal for Test-Time
 Reinforcement Learning

@@ -1,9 +1,9 @@
-"""SLATE (arXiv 2602.23440): candidates of every turn are scored, and the conversation goes on from one.
+"""SLATE (arXiv 2602.23440): score candidates of every turn, and continue with one of them.
 
 Title: Truncated Step-Level Sampling with Process Rewards for Retrieval-Augmented Reasoning
 Formula: p(candidate j) = softmax(A / choice_temperature), A = (R - mean) / (std + eps); an early
 answer earns coef (budget - t) / budget.
-Our reading: turns of several conversations count alike.
+Our reading: turns of all conversations have equal weight.
 """
 
 from __future__ import annotations

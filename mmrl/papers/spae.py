@@ -1,4 +1,4 @@
-"""SPAE (arXiv 2601.03823): steps that raise the potential of the right answer are credited.
+"""SPAE (arXiv 2601.03823): credit steps that make the right answer more probable.
 
 Title: Step Potential Advantage Estimation: Harnessing Intermediate Confidence and Correctness for Efficient
 Mathematical Reasoning

@@ -1,4 +1,4 @@
-"""SPO tree (arXiv 2505.23564): answers to a prompt part from each other in a tree.
+"""SPO tree (arXiv 2505.23564): answers branch in a tree, and each part earns its change in value.
 
 Title: Segment Policy Optimization: Effective Segment-Level Credit Assignment in RL for Large Language
 Models

@@ -1,4 +1,4 @@
-"""T-PPO (arXiv 2506.15050): answers are cut at a window, and go on in the next step.
+"""T-PPO (arXiv 2506.15050): truncate answers at a window and continue them in the next step.
 
 Title: Truncated Proximal Policy Optimization
 Formula: y_k ~ p(. | x, y_(<k)), at most `window` tokens a step; each is learned from in the step that

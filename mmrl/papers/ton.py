@@ -1,4 +1,4 @@
-"""TON (arXiv 2505.16854): demonstrations of which half have an empty thought teach to skip it.
+"""TON (arXiv 2505.16854): demonstrations with an empty thought in half of the cases teach to skip it.
 
 Title: Think or Not? Selective Reasoning via Reinforcement Learning for Vision-Language Models
 Formula: thought = two line breaks with probability `share`, else the thought itself.

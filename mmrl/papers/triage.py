@@ -1,4 +1,4 @@
-"""Signals (arXiv 2604.00356): recorded conversations are drawn by a quality that is counted from signals.
+"""Signals (arXiv 2604.00356): sample recorded conversations by a quality computed from signals.
 
 Title: Signals: Trajectory Sampling and Triage for Agentic Interactions
 Formula: score = 50 + weighted counts of signals, in tiers from 75 (excellent) to below 25 (severe).

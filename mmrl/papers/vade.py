@@ -1,4 +1,4 @@
-"""VADE (arXiv 2511.18902): Thompson sampling of prompts by a running belief about their pass rates.
+"""VADE (arXiv 2511.18902): Thompson sampling of prompts by a running estimate of their pass rate.
 
 Title: VADE: Variance-Aware Dynamic Sampling via Online Sample-Level Difficulty Estimation for Multimodal RL
 Formula: p ~ Beta(alpha + 1, beta + 1); prompts with the highest p (1 - p)^2; counts decay.

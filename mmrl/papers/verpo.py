@@ -1,4 +1,4 @@
-"""VeRPO (arXiv 2601.03525): code is rewarded for the unit tests that it passes, which a server runs.
+"""VeRPO (arXiv 2601.03525): code earns a reward for each unit test that it passes on a server.
 
 Title: VeRPO: Verifiable Dense Reward Policy Optimization for Code Generation
 Formula: reward = sum_j w_j [passes j], w_j = exp(-alpha p_j) / (N_j + eps), N_j = sum_l exp(-(p_j - p_l)^2

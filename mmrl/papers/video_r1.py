@@ -1,4 +1,4 @@
-"""Video-R1 (arXiv 2503.21776): bonuses for answers that need the order of frames, and for their length.
+"""Video-R1 (arXiv 2503.21776): bonuses for answers that need the order of frames, and for length.
 
 Title: Video-R1: Reinforcing Video Reasoning in MLLMs
 Formula: reward + bonus for right answers where p(ordered) >= min_ratio p(shuffled) over a group, and

@@ -1,4 +1,4 @@
-"""Vision-Zero (arXiv 2509.25541): running baselines of roles, and stages that learn in turn.
+"""Vision-Zero (arXiv 2509.25541): running baselines per role, and stages that train in turn.
 
 Title: Vision-Zero: Scalable VLM Self-Improvement via Strategic Gamified Self-Play
 Formula: b = decay b + (1 - decay) mean r of the role; A = r - b.

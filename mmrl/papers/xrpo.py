@@ -1,4 +1,4 @@
-"""XRPO (arXiv 2510.06672): prompts that failed see solved examples, and rare right answers earn more.
+"""XRPO (arXiv 2510.06672): failed prompts show solved examples, and rare right answers earn more.
 
 Title: XRPO: Pushing the limits of GRPO with Targeted Exploration and Exploitation
 Formula: x' = x + the k solved questions with the largest cosine similarity to x; novelty = 1 - exp(s - mean
