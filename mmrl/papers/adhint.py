@@ -113,12 +113,12 @@ class WithDifficultyHints:
         return 1.0 - (total + 1.0) / (count + 2.0)
 
     def metrics(self) -> Mapping[str, float]:
-        """Report how many prompts were asked with hints, and the mean share of the solution in them."""
+        """Report the number of prompts with hints, and their mean share of the solution."""
         lengths, self.lengths = self.lengths, []
         return {"hints/prompts": float(len(lengths)), "hints/share": sum(lengths) / max(len(lengths), 1)}
 
-    def sampling_weights(self) -> dict[str, dict[str, float]]:
-        """Return the difficulty of every prompt that was asked."""
+    def beliefs(self) -> dict[str, dict[str, float]]:
+        """Return the difficulty of every prompt so far."""
         return {uid: {"difficulty": self.difficulty(uid)} for uid in self.answers}
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def adora(
     no_success: Literal["keep", "scale"] = "keep",
     by: Tags = BY_GROUP,
 ) -> RewardTable:
-    """Scale groups down whose right answers are not longer than the wrong ones (ADORA).
+    """Scale down groups with right answers no longer than the wrong ones (ADORA).
 
     A group keeps its advantages where its longest right answer is longer than the mean of its wrong answers
     that were not cut at the length limit. Where all wrong answers were cut, or none is wrong, it is scaled,

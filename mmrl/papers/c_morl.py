@@ -51,7 +51,7 @@ class Barrier:
         self.means: dict[str, float] = {}
 
     def __call__(self, table: RewardTable) -> RewardTable:
-        """Sum the rewards; what a threshold names weighs by its slack."""
+        """Sum the rewards; rewards with a threshold are weighted by their slack."""
         for name in self.thresholds:
             column_of(table, name)  # raises where there is none
         weights = {

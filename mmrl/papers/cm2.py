@@ -266,7 +266,7 @@ def met_in(judgement: Mapping[str, Any], text: str) -> frozenset[int]:
 def newly_met(
     criteria: Sequence[Criterion], met: set[int], found: frozenset[int], *, by_then: bool
 ) -> set[int]:
-    """Return what a turn meets first: criteria whose needed ones are met, `by_then` or before the turn."""
+    """Return the criteria first met in a turn whose prerequisites are met (`by_then` or before the turn)."""
     new: set[int] = set()
     while True:
         known = met | new if by_then else met

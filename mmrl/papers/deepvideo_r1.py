@@ -96,7 +96,7 @@ class DifficultyAugmentation:
         return again + (self.sampler.draw(missing, num_generations) if missing else [])
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Compare the prompts that were asked plainly with those before this round."""
+        """Update difficulties with the prompts that had neither noise nor hints."""
         rewards: dict[str, list[float]] = {}
         sampled = table.ids["on_policy"][:, 0].tolist()
         for uid, reward, counts in zip(table.uids, table.reward().tolist(), sampled, strict=True):

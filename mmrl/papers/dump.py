@@ -85,12 +85,12 @@ class SourceBandit:
         return (self.bounds / self.temperature).softmax(0)
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Note which rollouts await an advantage; groups with a faulty reward are asked anew and do not."""
+        """Record the rollouts of this step; groups with a faulty reward are repeated and not recorded."""
         for place, rows in self.among.candidates.rows(table, table.learn.any(-1)).items():
             self.waiting[place] = self.waiting.get(place, 0) + len(rows)
 
     def observe_advantages(self, credit: RewardTable) -> None:
-        """Add the absolute advantages of a step to the windows; what a filter dropped counts as 0."""
+        """Append the absolute advantages of a step to the windows; rows that a filter dropped count as 0."""
         valid = credit.valid[:, 0]
         sums = torch.where(valid, credit.values[:, 0], 0.0).sum(-1)
         size = (sums / valid.sum(-1).clamp(min=1)).abs()  # (N,)

@@ -33,7 +33,7 @@ def partial_credit(
     unless: str = "",
     by: Tags = BY_GROUP,
 ) -> RewardTable:
-    """Give wrong answers a share of a reward for what they found (E-GRPO, arXiv 2510.24694).
+    """Reward wrong answers for the entities that they mention (E-GRPO, arXiv 2510.24694).
 
     A wrong answer earns alpha g / (largest g of the group), 0 where nobody found anything. One that was cut
     at the length limit earns 0. Put it before `total`.

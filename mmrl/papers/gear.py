@@ -24,7 +24,7 @@ from mmrl.samplers.sources import Sources, sources_of
 
 @sampler
 class LearningVelocity:
-    """Draw from the sources whose reward rises fastest (GEAR's momentum curriculum, arXiv 2509.24096).
+    """Prefer sources of data with a fast rising reward (GEAR's momentum curriculum, arXiv 2509.24096).
 
     The velocity of a source is the moving average of the changes of its mean reward from one step with
     rollouts of it to the next; sources are drawn in proportion to max(velocity, 0) + `floor`. Our reading
@@ -76,7 +76,7 @@ class LearningVelocity:
         return weights / weights.sum()
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Add the rewards of a round to those of the step."""
+        """Add the rewards of a round to the sums of the step."""
         reward = reward_of(table, self.of)
         for place, rows in self.among.candidates.rows(table, ~reward.isnan()).items():
             source = int(self.among.source[place])

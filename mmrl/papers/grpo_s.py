@@ -55,7 +55,7 @@ class CategoryScale:
         return table.put(table.values * factor[:, None])
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Add what a round of rollouts has of every category."""
+        """Update the means of every category with a round of rollouts."""
         batch = self._measured(table)
         for key, member in self._categories(table):
             x = batch.values[:, 0][member & batch.valid[:, 0]]

@@ -81,5 +81,5 @@ def _conflicts(table: RewardTable, token: Tensor, sign: Tensor, places: Tensor) 
 
 
 def _run(mask: Tensor) -> Tensor:
-    """Keep what is True from the first step on without a break."""
+    """Keep the leading run of True in every row."""
     return mask.long().cumprod(-1).bool()

@@ -98,7 +98,7 @@ class WithHinter:
         )
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Write hints, and answer every entry but those whose hint cannot be used; hints come last."""
+        """Write hints, then answer all entries with a usable hint; the rows of the hints come last."""
         wanted = {(p.uid, p.tags[WANTED]): p for p in prompts if WANTED in p.tags}
         hints: dict[tuple[str, str], str] = {}  # those that can be used
         rows: list[Trajectory] = []
@@ -194,7 +194,7 @@ class ByRole:
             )
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry, in order; those of one role together. Rows that the engine adds come last."""
+        """Answer all entries in order, role by role; rows that the engine adds come last."""
         numbers = [self.roles.of(prompt.tags, prompt.uid) for prompt in prompts]
         rows: dict[int, Trajectory] = {}
         added: list[Trajectory] = []

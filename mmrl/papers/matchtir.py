@@ -155,7 +155,7 @@ def call_match(
 
 
 def matched(alike: Sequence[Sequence[float]], matching: str) -> list[float]:
-    """Sum what every call (row) has in common with the references (columns) that it is matched with."""
+    """Sum the agreement of every call (row) with its matched references (columns)."""
     if matching == "soft":
         shares = zip(transport_plan(alike), alike, strict=True)
         return [sum(share * value for share, value in zip(*both, strict=True)) for both in shares]

@@ -33,7 +33,7 @@ def process_advantage(table: RewardTable, *, alpha: NonNegativeFloat = 3.0) -> R
 
 @advantage(of_others={"value"})
 def verifier_values(table: RewardTable, *, against: str = "verifier") -> RewardTable:
-    """Replace the rewards of prefixes by what a critic predicts after them (PAV's verifier).
+    """Replace the rewards of prefixes by a critic's predicted values (PAV's verifier).
 
     arXiv 2410.08146. Prefixes whose completions were not sampled (`share` of `vision.with_prefix_rollouts`)
     get a value too; rewards of answers stay. Put it after `mean_by_end` and before `process_advantage`.

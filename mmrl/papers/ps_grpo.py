@@ -122,7 +122,7 @@ SIMILARITIES: Mapping[str, Callable[[str, str], float]] = {
 
 
 def _other_wordings(prompts: Sequence[Prompt], members: Sequence[int]) -> dict[int, list[int]]:
-    """List, for every answer of a group, those to other wordings of the question."""
+    """List for every answer of a group the answers to other wordings of the question."""
     return {i: [j for j in members if prompts[j].text != prompts[i].text] for i in members}
 
 

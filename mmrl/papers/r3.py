@@ -90,7 +90,7 @@ class WithReflection(ReadsAnswers):
         self.shown = 0
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Draw prompts, and show those that went badly one of their answers."""
+        """Draw prompts; those with low rewards get one of their wrong answers to reflect on."""
         drawn = self.sampler.draw(num_prompts, num_generations)
         low = {prompt.uid for prompt in drawn if self._low(prompt.uid)}
         self.shown += len(low)
@@ -113,8 +113,8 @@ class WithReflection(ReadsAnswers):
         shown, self.shown = self.shown, 0
         return {"reflection/prompts": float(shown)}
 
-    def sampling_weights(self) -> dict[str, dict[str, float]]:
-        """Return the mean of the remembered rewards of every prompt that was asked."""
+    def beliefs(self) -> dict[str, dict[str, float]]:
+        """Return the mean remembered reward of every prompt."""
         return {uid: {"mean": known.mean} for uid, known in self.known.items()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class WithStepCandidates(WithTools):
         return tuple(row for uid in uids for row in rows[uid])
 
     def metrics(self) -> Mapping[str, float]:
-        """Return what `vision.with_tools` does, and the means of what rewards logged."""
+        """Return the metrics of `vision.with_tools`, and means of the values that rewards logged."""
         logged, self.logged = self.logged, defaultdict(list)
         return {**super().metrics(), **{name: fmean(values) for name, values in logged.items()}}
 
@@ -185,7 +185,7 @@ class WithStepCandidates(WithTools):
         return [[_recorded(row, next(scores)) for row in sampled] for sampled in made]
 
     def _measured(self, rows: Sequence[Trajectory]) -> list[dict[str, float]]:
-        """Measure candidates with all rewards; nothing for those of a turn for which one failed."""
+        """Measure candidates with all rewards; turns with a failed reward have no scores."""
         prompts, outcomes = [row.prompt for row in rows], [row.outcomes[-1] for row in rows]
         tokens = [row.steps.ids.tolist() for row in rows]
         scoring = Scoring(tokens, [row.turns for row in rows], range(len(rows)))

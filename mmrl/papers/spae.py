@@ -20,7 +20,7 @@ from mmrl.core.reward_table import RewardTable
 
 @advantage
 def only_answers(table: RewardTable) -> RewardTable:
-    """Leave the rewards of completed prefixes out of what follows: they no longer apply.
+    """Remove the rewards of completed prefixes from the table.
 
     So answers are compared with answers; labels stay.
     """

@@ -134,7 +134,7 @@ class WithTurnBranches(WithTools):
         return [copied(talk, index) for index in range(first, first + number)]
 
     def _starts(self, roots: int) -> list[int]:
-        """Number the first conversation of every level of the tree; those that never begin count as well.
+        """Number the first conversation of every level of a full tree.
 
         So a number, by which its turns are drawn, depends on no other conversation.
         """

@@ -25,7 +25,7 @@ NEGLIGIBLE = 1e-12  # pseudo-counts below are 0
 
 @sampler
 class Vade:
-    """Draw the prompts whose pass rate is believed most informative (VADE, arXiv 2511.18902).
+    """Draw the prompts with the most informative estimated pass rates (VADE, arXiv 2511.18902).
 
     Every prompt has a Beta(alpha + 1, beta + 1) belief about its pass rate p. A draw samples p for each
     prompt and takes those with the highest score. Counts of passed and failed rollouts are added to alpha and
@@ -111,7 +111,7 @@ class Vade:
             self.updated[place] = self.seen[place] = True
 
     def metrics(self) -> Mapping[str, float]:
-        """Report how much of the data was asked, and how hard and how alike prompts are believed to be."""
+        """Report the share of the data drawn so far, the mean pass rate, and the entropy of the weights."""
         weights = self.information(self.pass_rate)
         return {
             "sampler/seen": float(self.seen.double().mean()),

@@ -124,7 +124,7 @@ class TestPasses(Http):
         return passed
 
     def _tests(self, prompt: Prompt) -> list | None:
-        """Read the tests of a prompt; raises `RowError` for what is no list."""
+        """Read the tests of a prompt; raises `RowError` unless they are a list."""
         tests = prompt.columns.get(self.column)
         if tests is None:
             return None

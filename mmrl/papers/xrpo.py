@@ -81,7 +81,7 @@ class WithSolvedExamples(ReadsAnswers):
         self.shown = 0
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Draw prompts, and show those that failed examples."""
+        """Draw prompts; failed ones get solved examples."""
         drawn = self.sampler.draw(num_prompts, num_generations)
         self.asked = {prompt.uid: prompt.text for prompt in drawn}
         seeded = {uid: found for uid in self.asked if uid in self.failed and (found := self._similar(uid))}
