@@ -20,7 +20,7 @@ PER_TOKEN = ("attention_mask", "mm_token_type_ids")  # inputs with a number for 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Agreement (share of tokens that stay the likeliest), KL(full || compressed) in nats, and bytes."""
+    """Agreement (share of equal most likely tokens), KL(full || compressed) in nats, and cache bytes."""
 
     agreement: float
     kl: float
@@ -38,7 +38,7 @@ class Fidelity:
 
 
 def inputs_of(encoder: Any, prompts: Iterable[Prompt], device: torch.device) -> list[Inputs]:
-    """Encode prompts to the inputs of one call each, as `measure` takes them."""
+    """Encode each prompt to the inputs of one model call, for `measure`."""
     inputs = []
     for encoded in map(encoder.encode, prompts):
         # (A, S) position ids on A axes: a model takes (1, S), or (A, 1, S) with the axes of M-RoPE.
@@ -61,10 +61,10 @@ def measure(
 ) -> Fidelity:  # fmt: skip
     """Measure the fidelity of a cache, a `cheaper` model, or both, on prompts.
 
-    A prompt is the inputs of one call: `input_ids` (1, S), pixels and so on, and if needed `position_ids`
-    (1, S) or (A, 1, S). The model answers greedily with the full cache; the compressed one reads the same
-    answer token by token. The last token of the prompt is read with the answer, so that every prediction
-    reads the cache.
+    A prompt is the inputs of one call: `input_ids` (1, S), pixels and so on, and optional `position_ids`
+    (1, S) or (A, 1, S). The model answers greedily with the full cache; the compressed one scores the same
+    answer token by token. The last token of the prompt is not cached, so that every prediction reads the
+    cache.
     """
     if not prompts:
         raise ValueError("there is no prompt to compare caches on; give at least one")
@@ -124,9 +124,9 @@ def read_answer(
 
 
 def answer_positions(positions: Tensor | None, start: int, stop: int) -> dict[str, Tensor]:
-    """Give the positions (..., stop - start) of input tokens; number 0 is the last one of the prompt.
+    """Position ids (..., stop - start) of decoded tokens; token 0 is the last one of the prompt.
 
-    Later tokens count on from the largest position, which may be that of an image. Without positions, none.
+    Positions continue from the largest one, which may belong to an image. Empty without `positions`.
     """
     if positions is None:
         return {}

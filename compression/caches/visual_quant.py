@@ -95,7 +95,7 @@ def visual_quant(
         rotate: Rotate channels first, which spreads outliers.
         score_drop: Nats by which the largest visual score of a query is lowered (paper: 3); needs `fused`.
         guard: Never reverse the order of scores that span less than `score_drop`.
-        fused: Attention reads codes; without, it reads dense tensors made anew in every step.
+        fused: Attention reads the codes; otherwise every step decodes them to dense tensors.
     """
     if per_image and q_group_size:
         raise ValueError("`per_image` and `q_group_size` both define groups; give one of them")
