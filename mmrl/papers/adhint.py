@@ -117,7 +117,7 @@ class WithDifficultyHints:
         lengths, self.lengths = self.lengths, []
         return {"hints/prompts": float(len(lengths)), "hints/share": sum(lengths) / max(len(lengths), 1)}
 
-    def beliefs(self) -> dict[str, dict[str, float]]:
+    def sampling_weights(self) -> dict[str, dict[str, float]]:
         """Return the difficulty of every prompt so far."""
         return {uid: {"difficulty": self.difficulty(uid)} for uid in self.answers}
 

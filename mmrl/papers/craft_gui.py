@@ -146,7 +146,7 @@ class Pools:
         named = {f"sampler/share/{name}": share for name, share in shares.items()}
         return {"sampler/entropy": evenness(torch.tensor(list(shares.values()))), **named}
 
-    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
+    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return share, size and number of draws of every pool."""
         return {
             name: {"weight": share, "prompts": float(len(pool.data)), "drawn": float(pool.drawn)}

@@ -113,7 +113,7 @@ class WithReflection(ReadsAnswers):
         shown, self.shown = self.shown, 0
         return {"reflection/prompts": float(shown)}
 
-    def beliefs(self) -> dict[str, dict[str, float]]:
+    def sampling_weights(self) -> dict[str, dict[str, float]]:
         """Return the mean remembered reward of every prompt."""
         return {uid: {"mean": known.mean} for uid, known in self.known.items()}
 
