@@ -133,7 +133,7 @@ def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:
             return engine.rollout(prompts)
 
     for piece in pieces.that_are(UsesEngine).values():
-        piece.connect(ask, processes.tell)
+        piece.connect(ask, processes.all_gather_object)
 
 
 def with_steps(config: Config, num_rows: int) -> Config:
