@@ -40,7 +40,6 @@ from mmrl.training import consulting
 from mmrl.training.collect import RewardCoverage
 from mmrl.training.evaluate import Evaluator
 from mmrl.training.method import Method
-from mmrl.training.prompt_counts import PromptCounts
 from mmrl.training.report import Reporter, ReportPieces
 from mmrl.training.second import SecondLearner
 from mmrl.training.trainer import Run
@@ -102,7 +101,6 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         make("until")  # a callback of the run, which finds it among the pieces
     labels_read = named_in(method.chain, (bound.name for bound in method.rewards))
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data), labels_read)
-    pieces.made["prompts"] = PromptCounts(stream)
     reporter = Reporter(config, processes, stream, watching, quiet)
     length = f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps" if epochs else ""
     for line in filter(None, (form.sentence, *doubts, length)):
