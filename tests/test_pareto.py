@@ -133,7 +133,7 @@ def test_what_was_measured_stays_when_a_later_setting_fails(config, tmp_path):
 
 def test_the_gap_of_answers_to_other_prompts_is_refused():
     first = pareto.Resampled(("p0", "p1"), {}, {})
-    with pytest.raises(ValueError, match="one answered 2 rows and the next 1"):
+    with pytest.raises(ValueError, match="the first answered 2 rows and another 1"):
         pareto.describe(None, pareto.Resampled(("p0",), {}, {}), first, {}, {})
 
 

@@ -138,7 +138,8 @@ def _absent(config: Config | EvaluateConfig) -> Iterator[str]:
         for option in ("model", "adapter"):
             match options.get(option):
                 case str(name) if name and _is_local(name) and not Path(name).exists():
-                    yield f"{place}.{option} is '{name}', which does not exist here; name a folder, or OWNER/NAME"
+                    missing = f"{place}.{option} is '{name}', which does not exist here"
+                    yield f"{missing}; name a folder, or OWNER/NAME"
     for place, data in (inner for outer in _data(config) for inner in with_inner(*outer)):
         for option in ("path", "root"):
             match data.options.get(option):

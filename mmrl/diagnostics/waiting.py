@@ -34,8 +34,8 @@ def advise_asking_ahead(records: Sequence[Mapping[str, Any]]) -> str:
     )
     if not rollout > SHARE * learn > 0:
         return ""
+    waited = rollout / step
     return (
-        f"in the last {STEPS - 1} steps the learner waited {rollout / step:.0%} of the time for rollouts, and "
-        f"the workers were idle for the other {1 - rollout / step:.0%}; consider `rollout.max_staleness: "
-        "1`, which prefetches rollouts"
+        f"of the last {STEPS - 1} steps the learner waited {waited:.0%} for rollouts, and the "
+        f"workers were idle for the other {1 - waited:.0%}; consider `rollout.max_staleness: 1`, a prefetch"
     )
