@@ -99,7 +99,6 @@ def test_train_leaves_everything_in_the_output_folder(file, tmp_path, capsys, no
         "metrics.jsonl",
         "predictions",
         "predictions.html",
-        "prompts.parquet",
         "report.html",
     ]
     printed = capsys.readouterr().out

@@ -85,10 +85,18 @@ def valid_rows(path: Path) -> Iterator[DataRow]:
 
 
 def bad_rows_error(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> SourceError:
-    """Make an error that counts the rows that cannot be used, and lists the first of them."""
-    shown = [*bad[:SHOWN], *([f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else [])]
+    """Error with the number of unusable rows and the first of them; `bad` are lines "place: reason".
+
+    Rows with the same reason share a line.
+    """
+    places: dict[str, list[str]] = {}
+    for line in bad[:SHOWN]:
+        place, _, reason = line.partition(": ")
+        places.setdefault(reason, []).append(place)
+    lines = [f"{', '.join(named)}: {reason}" if reason else named[0] for reason, named in places.items()]
+    lines += [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
     rows = "1 row" if len(bad) == 1 else f"{len(bad)} rows"
-    return SourceError(f"{rows} of '{source}' cannot be used; {advice}:\n  " + "\n  ".join(shown))
+    return SourceError(f"{rows} of '{source}' cannot be used; {advice}:\n  " + "\n  ".join(lines))
 
 
 def read_prompts(

@@ -117,10 +117,6 @@ class WithDifficultyHints:
         lengths, self.lengths = self.lengths, []
         return {"hints/prompts": float(len(lengths)), "hints/share": sum(lengths) / max(len(lengths), 1)}
 
-    def sampling_weights(self) -> dict[str, dict[str, float]]:
-        """Return the difficulty of every prompt so far."""
-        return {uid: {"difficulty": self.difficulty(uid)} for uid in self.answers}
-
     def state_dict(self) -> dict[str, Any]:
         """Return numbers and sums of accuracies."""
         return {"answers": dict(self.answers)}

@@ -146,13 +146,6 @@ class Pools:
         named = {f"sampler/share/{name}": share for name, share in shares.items()}
         return {"sampler/entropy": evenness(torch.tensor(list(shares.values()))), **named}
 
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return share, size and number of draws of every pool."""
-        return {
-            name: {"weight": share, "prompts": float(len(pool.data)), "drawn": float(pool.drawn)}
-            for (name, share), pool in zip(self.shares.items(), self.pools.values(), strict=True)
-        }
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position in every pool."""
         return {name: pool.state_dict() for name, pool in self.pools.items()}

@@ -110,15 +110,6 @@ class SourceBandit:
         named = {f"sampler/share/{name}": share for name, share in self.among.of(chance).items()}
         return {"sampler/entropy": evenness(chance), **named}
 
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the mean absolute advantage, the bound, the probability and the rollouts of every source."""
-        return self.among.by_source(
-            learnability=self.learnability,
-            bound=self.bounds,
-            weight=self.probabilities,
-            rollouts=self.count,
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Return the windows and the counts by source."""
         return {

@@ -104,10 +104,6 @@ class LearningVelocity:
         named = {f"sampler/share/{name}": share for name, share in self.among.of(chance).items()}
         return {"sampler/entropy": evenness(chance), **named}
 
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return mean reward, velocity and probability of every source; NaN before any rollout."""
-        return self.among.by_source(level=self.level, velocity=self.velocity, weight=self.probabilities)
-
     def state_dict(self) -> dict[str, Any]:
         """Return levels and velocities by source, and how many sources are open."""
         return {

@@ -20,7 +20,7 @@ from mmrl.config.registry import sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.samplers.candidates import Candidates, by_uid, evenness, reward_of
+from mmrl.samplers.candidates import Candidates, evenness, reward_of
 
 EPSILON = 1e-8  # of the min-max normalisation, as in the code
 
@@ -146,10 +146,6 @@ class VarianceAware:
             "sampler/score": float(self.scores[known].mean()) if known.any() else 0.0,
             "sampler/entropy": evenness(self.weights),
         }
-
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the last pass rate, the score and the weight by uid; NaN where nothing is known."""
-        return by_uid(self.candidates.data, pass_rate=self.pass_rate, score=self.scores, weight=self.weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Return scores and weights (M,), and the counters."""

@@ -113,10 +113,6 @@ class WithReflection(ReadsAnswers):
         shown, self.shown = self.shown, 0
         return {"reflection/prompts": float(shown)}
 
-    def sampling_weights(self) -> dict[str, dict[str, float]]:
-        """Return the mean remembered reward of every prompt."""
-        return {uid: {"mean": known.mean} for uid, known in self.known.items()}
-
     def state_dict(self) -> dict[str, Any]:
         """Return rewards and answers by prompt."""
         return {"known": {uid: asdict(known) for uid, known in self.known.items()}}

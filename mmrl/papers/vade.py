@@ -18,7 +18,7 @@ from mmrl.config.registry import sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.samplers.candidates import Candidates, by_uid, evenness, reward_of
+from mmrl.samplers.candidates import Candidates, evenness, reward_of
 
 NEGLIGIBLE = 1e-12  # pseudo-counts below are 0
 
@@ -118,12 +118,6 @@ class Vade:
             "sampler/pass_rate": float(self.pass_rate.mean()),
             "sampler/entropy": evenness(weights),
         }
-
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the mean pass rate, its score and the rollouts behind it, by uid."""
-        rate = self.pass_rate
-        counts = self.passed + self.failed
-        return by_uid(self.candidates.data, pass_rate=rate, weight=self.information(rate), rollouts=counts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts (M,)."""

@@ -99,9 +99,9 @@ def _refused(stage: Stage, record: StageRecord, records: Sequence[StageRecord], 
 
 def write_report(home: Path, output: Path | None = None) -> Path:
     """Write the page of all stages that have begun, side by side."""
-    from mmrl.reporting.html import write_stages as write
+    from mmrl.reporting.html import write_comparison
 
-    return write(begun(home), output or home / "report.html")
+    return write_comparison(begun(home), output or home / "report.html", stages=True)
 
 
 def check_stage_folders(stages: Sequence[Stage]) -> None:
