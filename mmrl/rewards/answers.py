@@ -96,7 +96,7 @@ def is_right(
 
 
 def _same_number(answer: str, wanted: str, tolerance: float) -> bool:
-    """Whether the last number of the answer is right; the answer may omit the target's unit, not change it."""
+    """Whether the last number of the answer is right; it may omit the unit of the target."""
     number, value = number_in(answer), number_in(wanted)
     if number is None and words_of(answer) == ["none"]:
         number, answer = Fraction(0), ""
