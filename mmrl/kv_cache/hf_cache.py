@@ -246,13 +246,8 @@ class PromptCache:
             self.batch_select_indices(owner.new_tensor(range(len(owner))).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens of every row, a negative number as in transformers."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"`crop` takes minus the number of tokens to drop, not {tokens_to_remove}")
-        super().crop(tokens_to_remove)  # all layers, also the ones that a pruned model appended
-        # Layers need the old length of the prompts while they are cropped, so layouts come last.
-        for layer in self.own_layers:
-            layer.layout.crop(layer.length)
+        """Raise ValueError, because quantised and shared tokens are not dropped again."""
+        raise ValueError("this cache drops no tokens; make another one and read the tokens that stay")
 
     def reset(self) -> None:
         """Raise ValueError, because a cache belongs to one batch of prompts."""

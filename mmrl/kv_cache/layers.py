@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -84,7 +83,7 @@ class SplitRecipe(Recipe):
 class CacheLayer:
     """The interface that transformers requires of a cache layer; `length` counts its slots."""
 
-    is_sliding, is_croppable = False, True
+    is_sliding, is_croppable = False, False
     length: int
     layout: PromptLayout
     pending: tuple[Tensor, Tensor] | None = None  # keys and values of a prompt that is not stored yet
@@ -144,16 +143,6 @@ class SharedPrefixLayer(CacheLayer):
         if prompts is not None:
             self.keys, self.values = self.keys[prompts], self.values[prompts]
         self.tail.select(rows)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens of every row, a negative number as in transformers."""
-        length = self.length + tokens_to_remove
-        if length < self.layout.length:
-            raise ValueError(
-                f"a shared prompt of {self.layout.length} tokens is not cropped, but {-tokens_to_remove} of "
-                f"{self.length} tokens are to be dropped; drop tokens of answers only"
-            )
-        self.tail.crop(length)
 
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """Attend from queries of the newest tokens (N, H, t, D) to all stored tokens: (N, t, H, D).
@@ -279,24 +268,13 @@ class QuantizedLayer(CacheLayer):
         if self.shared is None:
             return
         if prompts is not None:
-            self.move(lambda slots: slots[prompts], lambda block: block.select(prompts))
+            # Keys and values may share one tensor of slots, and continue to do so.
+            slots = {id(part.slots): part.slots[prompts] for part in self.shared_parts()}
+            self.shared = tuple(
+                [replace(p, block=p.block.select(prompts), slots=slots[id(p.slots)]) for p in side]
+                for side in self.shared
+            )
         self.tail.select(rows)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if not tokens_to_remove or self.shared is None:
-            return
-        self.length = max(0, self.length + tokens_to_remove)
-        if self.length < self.layout.length:
-            self.move(lambda slots: slots.masked_fill(slots >= self.length, -1), lambda block: block)
-        self.tail.crop(self.length)
-
-    def move(self, slots: Callable[[Tensor], Tensor], block: Callable[[Block], Block]) -> None:
-        """Change the slots and blocks of shared parts; keys and values may share one tensor of slots."""
-        moved = {id(part.slots): slots(part.slots) for part in self.shared_parts()}
-        self.shared = tuple(
-            [replace(part, block=block(part.block), slots=moved[id(part.slots)]) for part in side]
-            for side in self.shared
-        )
 
 
 def split_weights(

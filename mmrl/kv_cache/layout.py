@@ -114,11 +114,6 @@ class PromptLayout:
             self.real, self.visual = self.real[prompts], self.visual[prompts]
         return used
 
-    def crop(self, length: int) -> None:
-        """Shorten the prompts to a number of slots."""
-        self.length = min(self.length, length)
-        self._hidden, self._full = {}, {}
-
     def prefix_mask(self, num: int, length: int, stored: int, window: int, like: Tensor) -> Tensor | None:
         """Make the additive mask of the prompts' last `stored` tokens: (P, 1, 1 or num, stored).
 

@@ -90,10 +90,6 @@ class GrowingTail:
         if self._buffers is not None:
             self._buffers = tuple(x[rows] for x in self._buffers)
 
-    def crop(self, length: int) -> None:
-        """Drop the tokens from slot `length` on; `length` may be inside the prompt."""
-        self.start, self.length = min(self.start, length), min(self.length, length)
-
 
 @lru_cache(maxsize=4)
 def slot_range(start: int, end: int, device: torch.device) -> Tensor:
@@ -149,12 +145,6 @@ class RaggedRows:
         """Index rows."""
         self.tensors = {name: x[rows] for name, x in self.tensors.items()}
         self.slots, self.count = self.slots[rows], self.count[rows]
-
-    def crop(self, length: int) -> None:
-        """Drop the tokens from slot `length` on; a group stays as long as it has a token."""
-        self.slots = self.slots.masked_fill(self.slots >= length, -1)
-        newest = self.slots.flatten(2).amax(-1) if self.slots.dim() == 3 else self.slots
-        self.count = (newest >= 0).sum(1)  # items are in the order of slots, so dropped ones are last
 
 
 def lengthen(x: Tensor, dim: int, more: int, fill: int = 0) -> Tensor:
@@ -264,8 +254,3 @@ class ResidualWindow:
     def select(self, rows: Tensor) -> None:
         for side in self._sides():
             side.select(rows)
-
-    def crop(self, length: int) -> None:
-        self.length = length
-        for side in self._sides():
-            side.crop(length)

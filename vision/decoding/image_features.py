@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.vision.decoding.prefill import merge_media
+from mmrl.vision.models.model_families import family_of
 
 Media = Mapping[str, Tensor]
 PIXELS, GRID = "pixel_values", "image_grid_thw"
-OF_VIDEOS = {"pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
+SUPPORTED = {PIXELS, GRID, "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
 
 
 @contextmanager
@@ -25,9 +26,15 @@ def distinct_images(
     Supported where images are patches with a grid (Qwen) or one tensor each (LLaVA, InternVL); with other
     models all images are computed.
     """
-    split = [split_images(tensors) for tensors in media if PIXELS in tensors]
-    distinct, which = find_distinct([image for images in split for image in images])
-    if not all(split) or len(distinct) == len(which) or not hasattr(core, "get_image_features"):
+    split = family_of(core.config).split if all(tensors.keys() <= SUPPORTED for tensors in media) else None
+    images = [
+        image
+        for tensors in media
+        if split and PIXELS in tensors
+        for image in split({name: tensors[name] for name in (PIXELS, GRID) if name in tensors})
+    ]
+    distinct, which = find_distinct(images)
+    if len(distinct) == len(which) or not hasattr(core, "get_image_features"):
         yield merge_media(media, device)
         return
     rest = [{name: value for name, value in tensors.items() if name != PIXELS} for tensors in media]
@@ -50,18 +57,6 @@ def distinct_images(
         yield {**merged, PIXELS: once[PIXELS]}
     finally:
         del core.get_image_features
-
-
-def split_images(tensors: Media) -> list[Media]:
-    """Split the image tensors of a row by image; an empty list if the format is not supported."""
-    images = {name: value for name, value in tensors.items() if name not in OF_VIDEOS}
-    match images:
-        case {"pixel_values": pixels, "image_grid_thw": grid, **others} if not others:
-            patches = pixels.split(grid.prod(-1).tolist())
-            return [{PIXELS: x, GRID: size[None]} for x, size in zip(patches, grid, strict=True)]
-        case {"pixel_values": pixels, **others} if not others and pixels.dim() == 4:
-            return [{PIXELS: x} for x in pixels.split(1)]
-    return []
 
 
 def find_distinct(images: Sequence[Media]) -> tuple[list[Media], list[int]]:
