@@ -20,9 +20,8 @@ from mmrl.core.protocols import ComparesAnswers, Engine, Policy, SendsWeights
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Totals
 from mmrl.core.types import Count, Prompt
-from mmrl.runtime import deepspeed
 from mmrl.runtime.content_hash import of_weights
-from mmrl.runtime.fsdp import check_shardable, gathered, reshard_state, unsharded, widen
+from mmrl.runtime.fsdp import check_shardable, gathered, unsharded, widen
 from mmrl.runtime.launcher import check_joined, check_restarts
 from mmrl.runtime.modules import LATER
 from mmrl.runtime.state_tree import apart, flatten, unflatten
@@ -37,7 +36,6 @@ class Processes:
 
     known = False  # whether every process knows of the failure
     placed = ""  # hashes of the weights that `place` found, where there are several processes
-    _zero = False  # whether DeepSpeed wraps the optimizer
     _watch: Watch | None = None  # inside `watching`
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
@@ -48,6 +46,10 @@ class Processes:
         # Outside of `watching`, collectives time out by themselves.
         patience = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + GRACE))
         self.accelerator = Accelerator(kwargs_handlers=[patience])
+        if self.accelerator.state.deepspeed_plugin is not None:
+            raise ConfigError(
+                "DeepSpeed is not supported; launch with configs/accelerate/fsdp2.yaml or ddp.yaml"
+            )
         self.rank = self.accelerator.process_index
         self.world = self.accelerator.num_processes
         self.device = self.accelerator.device
@@ -253,15 +255,9 @@ class Processes:
     # ---- data parallelism
 
     def place(
-        self,
-        policy: Policy,
-        make_optimizer: Callable[..., torch.optim.Optimizer],
-        max_grad_norm: float,
+        self, policy: Policy, make_optimizer: Callable[..., torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        """Move a policy to its device, wrap it for data parallelism as launched, and make its optimizer.
-
-        `max_grad_norm` (0: no limit) is for DeepSpeed, which clips gradients itself.
-        """
+        """Move a policy to its device, wrap it for data parallelism as launched, and make its optimizer."""
         learning = [(name, p) for name, p in policy.module.named_parameters() if p.requires_grad]
         if not learning:
             raise ValueError(
@@ -274,44 +270,17 @@ class Processes:
         else:
             policy.module.to(self.device)
         optimizer = make_optimizer(learning)
-        zero = self.accelerator.state.deepspeed_plugin  # None where DeepSpeed was not launched
-        if zero is not None and self._zero:
-            raise ConfigError(
-                "DeepSpeed trains one model, but `references` names a second model that learns; launch with "
-                "configs/accelerate/ddp.yaml or fsdp2.yaml, or leave the second model out"
-            )
-        self._zero = zero is not None
-        if zero is not None:
-            deepspeed.check(zero.zero_stage, optimizer)
-            # DeepSpeed requires a number for its speed report; micro-batches here have no fixed size.
-            zero.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
-            zero.deepspeed_config["gradient_clipping"] = max_grad_norm
         later = {name for name, parameter in learning if LATER in vars(parameter)}
         del learning  # the last references to whole weights
         policy.module, optimizer = self.accelerator.prepare(policy.module, optimizer)
         widen(policy.module, later)
         return optimizer
 
-    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer by parameter. Every process has to call this."""
-        return deepspeed.state_of(optimizer.optimizer) if self._zero else optimizer.state_dict()
-
-    def take_up(self, optimizer: torch.optim.Optimizer, state: Any, weights: Sequence[Tensor]) -> None:
-        """Load what `state_of` returned, after the weights themselves."""
-        if self._zero:
-            deepspeed.take_up(optimizer.optimizer, state)
-        else:
-            optimizer.load_state_dict(reshard_state(state, weights))
-
     @contextmanager
     def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
         """Synchronise gradients only at the last micro-batch."""
-        self.accelerator.sync_gradients = last  # DeepSpeed takes its step where this is set
-        try:
-            with nullcontext() if last else self.accelerator.no_sync(module):
-                yield
-        finally:
-            self.accelerator.sync_gradients = True
+        with nullcontext() if last else self.accelerator.no_sync(module):
+            yield
 
     @contextmanager
     def sampling(self, engine: Engine) -> Iterator[None]:

@@ -44,23 +44,23 @@ def begin_from(run: Run, folder: Path) -> None:
 
 def _carry(run: Run, folder: Path) -> None:
     """Take over what `carry` names from the state of another run's checkpoint."""
-    carried, trained = run.config.carry, run.method.trained
+    carried, learner = run.config.carry, run.learner
     state = together(run.processes, partial(checkpoint.read_state, folder))
     pieces = run.stateful["pieces"]
     places = {place for place in {*pieces, *state["pieces"]} if inside(place, *carried)}
     try:
         if "optimizer" in carried:
-            groups = run.method.optimizer.param_groups
+            groups = learner.optimizer.param_groups
             configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            run.processes.take_up(run.method.optimizer, state["optimizer"], trained)
-            for group, options in zip(run.method.optimizer.param_groups, configured, strict=True):
+            learner.optimizer.load_state_dict(reshard_state(state["optimizer"], learner.trained))
+            for group, options in zip(learner.optimizer.param_groups, configured, strict=True):
                 group |= options  # the moments go on, with the weight decay and betas of this run
         if "references" in carried:
             with run.whole_weights(changed=True) as loads, run.processes.fail_together(f"loading '{folder}'"):
                 for second in run.seconds.values() if loads else ():
                     second.load(folder)
             for name, reference in run.stateful["references"].items():
-                like = () if name in run.seconds else trained
+                like = () if name in run.seconds else learner.trained
                 reference.load_state_dict(reshard_state(state["references"][name], like))
         for place in sorted(places):
             pieces[place].load_state_dict(state["pieces"][place])

@@ -45,7 +45,7 @@ def save(run: Run) -> None:
     """Write `checkpoint-{step}`: the model folder of its library, and the state that resuming needs."""
     folder = run.folder / f"checkpoint-{run.progress.step}"
     run.rank_checkpoint()  # before the state, which names the best checkpoint
-    run.signal.compare(of_tensors(run.method.trained), run.progress.step)
+    run.signal.compare(of_tensors(run.learner.trained), run.progress.step)
     state = whole(run.state_dict())  # on process 0; every process takes part
     limit, best = run.config.save_total_limit, run.progress.best.step
     with run.processes.fail_together(f"saving '{folder}'"), run.whole_weights():

@@ -17,7 +17,7 @@ from mmrl.core.protocols import Replay
 from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.runtime.distributed import place_of
-from mmrl.training.ahead import draw_prompts
+from mmrl.training.ahead import requested_prompts
 from mmrl.training.nonfinite import rolling_out
 from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
@@ -94,6 +94,14 @@ def readable(run: Run, missing: int, table: RewardTable) -> Any:
         if not drawn_now:
             return None
     raise ConfigError(f"none of the prompts of {DRAWS} draws can be read: {run.unreadable.error()}")
+
+
+def draw_prompts(run: Run, missing: int) -> list[Prompt]:
+    """Draw the prompts of a round, or return those whose rollouts were requested a step ahead."""
+    ahead, run.ahead = run.ahead, None
+    if ahead is not None:
+        return requested_prompts(run, ahead)
+    return run.method.sampler.draw(missing, run.config.rollout.num_generations) if missing > 0 else []
 
 
 def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple[Collection, RewardTable]:
