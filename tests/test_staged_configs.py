@@ -13,7 +13,7 @@ from mmrl.config.schema import Config, as_plain, parse
 from mmrl.config.stages import load_stages
 from mmrl.reporting import html
 from mmrl.runtime.stages import read_stages
-from mmrl.training.stages import look_at, train_stages
+from mmrl.training.stages import check_stage_folders, train_stages
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 STAGED = [path for path in sorted((CONFIGS / "train").glob("*.yaml")) if read(path).get("stages")]
@@ -113,7 +113,7 @@ def on_toys(stage, folder):
 def test_the_stages_train_one_after_another_on_a_toy(path, tmp_path, monkeypatch):
     monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     stages = [on_toys(stage, tmp_path / "run") for stage in load_stages(path)]
-    look_at(stages)
+    check_stage_folders(stages)
     train_stages(stages, lambda config: build(config, quiet=True), quiet=True)
     records = read_stages(tmp_path / "run")
     assert [record.step for record in records] == [2] * len(stages)

@@ -11,7 +11,7 @@ from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError
 from mmrl.core.protocols import Replay
 from mmrl.core.types import Message, Part
-from mmrl.training.collect import collect, refill
+from mmrl.training.collect import collect, replay_after
 from mmrl.training.loop import learnable, train
 from tests.support.remembering import MEMORIES, of_memory
 from tests.support.resuming import EVERYTHING, assert_alike, killed, resumed
@@ -43,7 +43,7 @@ def replaying(folder, *, engine="with_replay", **options):
 def step(run, number):
     run.tick(number)
     collection = collect(run)
-    return collection, *refill(run, collection, run.advantage(collection.table))
+    return collection, *replay_after(run, collection, run.advantage(collection.table))
 
 
 @pytest.fixture(autouse=True)

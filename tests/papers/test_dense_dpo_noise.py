@@ -14,7 +14,7 @@ from mmrl.core.types import Outcome
 from mmrl.diffusion.flow_math import noised
 from mmrl.diffusion.steps import Conditioning
 from mmrl.papers.dense_dpo import PartialNoise
-from mmrl.training.loop import consult
+from mmrl.training.loop import evaluate_references
 from tests.diffusion import tiny
 from tests.diffusion.flows import asked, denoise, flow, make, picture
 
@@ -143,7 +143,7 @@ def test_stochastic_steps_after_the_start_are_recorded_in_their_places(checkpoin
     rows = engine.rollout(asked("a cat", num=2, answers=SHOWN))
     assert [row.steps.at.tolist() for row in rows] == [[4, 5]] * 2
     assert all(row.steps.path.shape == (8, 4, 4, 4) for row in rows)
-    batch = consult({"old": policy}, policy.collate(rows), Needs(), 8)
+    batch = evaluate_references({"old": policy}, policy.collate(rows), Needs(), 8)
     # The densities that were noted are those of the same steps: the ratio is 1.
     assert_close(batch.others["old"].logp, batch.notes["logp"].double(), atol=1e-5, rtol=0)
     with pytest.raises(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmrl.build import build, check
 from mmrl.config.stages import load_stages, on_each
-from mmrl.training.stages import look_at, train_stages
+from mmrl.training.stages import check_stage_folders, train_stages
 from tests.support.toys import plan
 
 STAGES = [
@@ -39,6 +39,6 @@ def trained(folder: Path, *overrides: str, stages=None, **changes):
     """Train them."""
     loaded = staged(folder, *overrides, stages=stages, **changes)
     on_each([stage.place for stage in loaded], lambda i: check(loaded[i].config))
-    look_at(loaded)
+    check_stage_folders(loaded)
     train_stages(loaded, lambda config: build(config, quiet=True), quiet=True)
     return loaded

@@ -25,7 +25,7 @@ from mmrl.reporting.metrics import Journal
 from mmrl.runtime import checkpoint
 from mmrl.runtime.stages import RECORD, last_finished, read_stages
 from mmrl.training import stages as runner
-from mmrl.training.checkpointing import look
+from mmrl.training.checkpointing import check_output_folder
 from tests.support.distributed_worker import start
 from tests.support.killing import differences
 from tests.support.resuming import Killed
@@ -350,7 +350,7 @@ def test_a_folder_of_other_stages_is_not_gone_on_with(tmp_path):
     with pytest.raises(ConfigError, match=r"stages\[0\]: '.*1-source' holds a run with another"):
         trained(run, "stages.source.rollout.num_generations=3", stages=STAGES[:2])
     with pytest.raises(ConfigError, match="holds the stages 1-source, 2-target; name another output_dir"):
-        look(parse(plan(run), Config))
+        check_output_folder(parse(plan(run), Config))
     trained(run, "overwrite_output_dir=true", stages=[{"name": "last"}])
     assert sorted(p.name for p in run.iterdir() if p.is_dir()) == ["1-last"]
 
