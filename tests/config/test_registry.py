@@ -154,7 +154,7 @@ def test_needs_join_to_the_coarsest_unit_and_all_names():
     one = Needs(Unit.ROW, frozenset({"mean"}), {"ref": frozenset({"mean"})}, frozenset({"logp"}))
     two = Needs(Unit.STEP, frozenset({"std"}), {"ref": frozenset({"std"}), "ema": frozenset()})
     both = one | two
-    assert (both.unit, both.extra, both.notes) == (Unit.ROW, {"mean", "std"}, {"logp"})
+    assert (both.unit, both.outputs, both.notes) == (Unit.ROW, {"mean", "std"}, {"logp"})
     assert dict(both.others) == {"ref": {"mean", "std"}, "ema": frozenset()}
     assert Needs() | one == one
 

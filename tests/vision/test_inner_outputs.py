@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmrl.config.registry import Needs
-from mmrl.training.loop import consult
+from mmrl.training.loop import evaluate_references
 from mmrl.vision.decoding import step_model
 from mmrl.vision.decoding.inner_outputs import (
     OF_LOGITS,
@@ -153,7 +153,7 @@ def test_distillation_over_the_whole_vocabulary_pulls_the_learner_to_its_teacher
     teacher = Teacher(learner, model=str(folder), dtype="float32")
     assert len(list(learner.module.parameters())) == before, "the teacher is no part of what learns"
     needs = Needs(others={"teacher": frozenset({"hidden"})})
-    batch = consult({"teacher": teacher}, recorded(learner, FAMILY), needs, 10**6)
+    batch = evaluate_references({"teacher": teacher}, recorded(learner, FAMILY), needs, 10**6)
     p, q = (model(batch, frozenset({"hidden"})).extra["hidden"] for model in (learner, teacher))
     p = learner.model.get_output_embeddings()(p).log_softmax(-1)
     q = other.model.get_output_embeddings()(q).log_softmax(-1)
