@@ -1,4 +1,4 @@
-"""Communication between processes and placement on devices, by accelerate; the identity on one process."""
+"""Collectives and device placement by accelerate; on one process everything is the identity."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mmrl.runtime.modules import LATER
 from mmrl.runtime.state_tree import apart, flatten, unflatten
 from mmrl.runtime.watchdog import GRACE, ProcessFailed, Watch
 
-TIMEOUT = 1800.0  # seconds that a process waits for another one
+TIMEOUT = 1800.0  # seconds that a process waits for another process
 T = TypeVar("T")
 
 
@@ -35,7 +35,7 @@ class Processes:
     """The processes of a run: rank, device, collectives and data parallelism."""
 
     known = False  # whether every process knows of the failure
-    placed = ""  # hashes of the weights that `place` found, where there are several processes
+    placed = ""  # hashes of the weights before `place`, with several processes
     _watch: Watch | None = None  # inside `watching`
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
@@ -68,14 +68,14 @@ class Processes:
 
     @property
     def load_device(self) -> torch.device | None:
-        """The device that models are loaded onto; None: main memory, from which FSDP2 takes shards."""
+        """The device that models are loaded onto; None: main memory, from which FSDP2 shards them."""
         return None if self.shards or self.device.type == "cpu" else self.device
 
     # ---- agreement
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """End all processes when one fails or hangs inside this context."""
+        """End all processes if one fails or hangs inside this context."""
         if self.world == 1:
             yield
             return
@@ -90,11 +90,11 @@ class Processes:
                 self._watch = None
 
     def meeting(self, where: str) -> AbstractContextManager:
-        """Mark a point where all processes wait for each other; one that does not come is reported."""
+        """Mark a collective, so that a process that does not reach it is reported."""
         return self._watch.meeting(where) if self._watch else nullcontext()
 
     def waiting_for_main(self) -> AbstractContextManager:
-        """Wait at the end of this context for process 0, however long it takes, such as for an upload."""
+        """Wait for process 0 at the end of this context without a limit, as for an upload."""
         return self._watch.waiting_for_main() if self._watch else nullcontext()
 
     def wait(self) -> None:
@@ -104,7 +104,7 @@ class Processes:
 
     @contextmanager
     def fail_together(self, doing: str) -> Iterator[None]:
-        """Raise on every process when one fails inside this context; all have to enter it."""
+        """Raise on every process if one fails inside this context; all have to enter it."""
         error: Exception | None = None
         try:
             yield
@@ -133,7 +133,7 @@ class Processes:
             return [json.loads(data) for data in self._all_bytes(json.dumps(value).encode())]
 
     def assert_equal(self, values: Mapping[str, Any]) -> None:
-        """Raise on every process unless all have the JSON values of process 0."""
+        """Raise on every process unless all have the same JSON values as process 0."""
         first, *others = self.all_gather_object(values)
         unlike = {
             rank: f"{name}: {its[name]}, but on process 0: {first[name]}"
@@ -145,7 +145,7 @@ class Processes:
             self.disagree(list(unlike), next(iter(unlike.values())))
 
     def disagree(self, ranks: Sequence[int], words: str) -> None:
-        """Raise on every process because of some of them. Every process has to call this."""
+        """Raise on every process, naming the ranks at fault. Every process has to call this."""
         self.known = True
         many = f"processes {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"process {ranks[0]}"
         raise ProcessFailed(
@@ -158,10 +158,7 @@ class Processes:
         return any(self.all_gather_object(value))
 
     def means(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Average named numbers over processes, and add up those that are a `Count`.
-
-        A process without a number counts as 0.
-        """
+        """Average named numbers over processes; sum those of type `Count`. A missing number counts as 0."""
         if self.world == 1:
             return dict(values)
         counted = [name for name, value in values.items() if isinstance(value, Count)]
@@ -173,7 +170,7 @@ class Processes:
         }
 
     def rank_mean(self, totals: Totals) -> Totals:
-        """Average the divisors of losses; data parallelism averages gradients, so both together are exact."""
+        """Average the divisors of losses: data parallelism averages gradients, so their quotient is exact."""
         return Totals(**self.means(asdict(totals)))
 
     def _all_bytes(self, data: bytes) -> list[bytes]:
@@ -191,17 +188,20 @@ class Processes:
     # ---- a step's rows
 
     def assign_prompts(self, prompts: Sequence[Prompt], table: RewardTable) -> tuple[list[Prompt], bool]:
-        """Choose this process's prompts: whole groups, known ones where they began, others by least load.
+        """Choose the prompts of this process, and whether their rows count.
 
-        A process without work gets one prompt and False: it has to take part in every forward pass of a
-        sharded model, and its rows never enter the table.
+        Groups stay whole: a group that is in the table stays on its process, others go to the least loaded
+        one. A process without work gets one prompt and False, since sharded models need it in every pass.
         """
         home = self.homes(Counter(prompt.uid for prompt in prompts), table)
         mine = [prompt for prompt in prompts if home[prompt.uid] == self.rank]
         return mine or [prompts[0]], bool(mine)
 
     def homes(self, counts: Mapping[str, int], table: RewardTable) -> dict[str, int]:
-        """Choose the process of every prompt, given the number of its rows: where it is, or by least load."""
+        """Map prompts to processes: to their process in the table, else to the least loaded one.
+
+        `counts` has the number of rows by prompt uid.
+        """
         # Groups stay whole on one process, since advantages compare their rows.
         home = dict(zip(table.uids, table.process.tolist(), strict=True))
         load = [sum(n for uid, n in counts.items() if home.get(uid) == rank) for rank in range(self.world)]
@@ -212,7 +212,7 @@ class Processes:
         return home
 
     def gather(self, table: RewardTable, order: Sequence[str]) -> RewardTable:
-        """Join the tables of all processes, with rows in the order of their prompts."""
+        """Join the tables of all processes; rows are in the order of their prompts."""
         table = self._joined(table)
         place = place_of(order)
         rows = sorted(range(len(table)), key=lambda row: place(table.uids[row]))
@@ -224,7 +224,7 @@ class Processes:
         return table.replace(ids={**table.ids, "row": numbers})
 
     def joined(self, table: RewardTable) -> RewardTable:
-        """Join what each process has of one table again, in the order of the rows' numbers."""
+        """Join the parts of one table on all processes again, ordered by the row ids."""
         numbers = torch.tensor(
             sum(self.all_gather_object(table.ids["row"][:, 0].tolist()), []), dtype=torch.int64
         )
@@ -284,7 +284,7 @@ class Processes:
 
     @contextmanager
     def sampling(self, engine: Engine) -> Iterator[None]:
-        """Have the policy's weights where an engine samples: whole on this process, or sent elsewhere."""
+        """Provide the policy's weights to an engine: whole on this process, or sent to its servers."""
         if not isinstance(engine, SendsWeights):
             with self.unshard(engine.policy.module):
                 yield
@@ -297,13 +297,13 @@ class Processes:
         yield
 
     def compare(self, engine: Engine) -> None:
-        """Let an engine compare answers from elsewhere with a policy in shards; every process calls this."""
+        """Let an engine check the answers of servers against a sharded policy; every process calls this."""
         if self.shards and isinstance(engine, ComparesAnswers):
             engine.compare(self.pad_micro_batches)
 
     @contextmanager
     def unshard(self, module: nn.Module) -> Iterator[None]:
-        """Unshard all weights inside this context, for generation."""
+        """Unshard all weights of a model inside this context, for generation."""
         with ExitStack() as stack:
             with self.meeting("gathering weights"):
                 stack.enter_context(unsharded(module, again=self._reshards))
@@ -315,24 +315,23 @@ class Processes:
             self.accelerator.backward(loss)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-        """Clip the norm of all gradients together (0: no limit), and return the norm before clipping."""
+        """Clip the global gradient norm (0: no limit); return the norm before clipping."""
         with self.meeting("measuring gradients"):
             return float(self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf")))
 
 
 def leave() -> None:
-    """End the process group, while Python still runs.
+    """Destroy the process group before the interpreter exits.
 
-    Threads of gloo hold the tensors of the last collective for a moment longer than it takes. To free them
-    they need an interpreter, and abort the process ("terminate called without an active exception", exit
-    code 134) where it is already gone (pytorch#190489).
+    Otherwise gloo threads may free the tensors of the last collective after the exit, which aborts the
+    process with "terminate called without an active exception", code 134 (pytorch#190489).
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def place_of(order: Sequence[str]) -> Callable[[str], tuple[int, str]]:
-    """Make a key that sorts rows by where their prompt was first asked, others after them by name.
+    """Return a sort key of uids: the order of the drawn prompts, then other uids by name.
 
     An engine may add rows of prompts that were not drawn, such as replayed ones.
     """

@@ -256,7 +256,7 @@ class Guard:
         learner = self.learner
         for micro in rows.split(self.micro_batch_steps, learner.needs.unit):
             micro = micro.on(learner.processes.device)
-            loss, _ = learner.objective(learner.policy(micro, learner.needs.extra), micro)
+            loss, _ = learner.objective(learner.policy(micro, learner.needs.outputs), micro)
             if not math.isfinite(float(loss.detach())):
                 return False
             gradients = torch.autograd.grad(loss, learner.trained, allow_unused=True)  # `.grad` stays empty

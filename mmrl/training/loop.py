@@ -188,7 +188,7 @@ def accumulate(learner: Learner, part: Batch) -> None:
         advance("learning, micro-batches", min(number, len(micros)), len(micros))
         micro = micro.on(processes.device)
         with processes.accumulating(learner.policy.module, last):
-            loss, metrics = learner.objective(learner.policy(micro, needs.extra), micro)
+            loss, metrics = learner.objective(learner.policy(micro, needs.outputs), micro)
             processes.backward(counts * loss)
         guard.note(loss, metrics, micro, counts)
 

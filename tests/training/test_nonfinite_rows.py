@@ -41,7 +41,7 @@ def test_one_entry_of_one_gradient_is_enough(bad, sound):
         trained[i].data[1] = 0.0
     learner = SimpleNamespace(
         processes=SimpleNamespace(device="cpu"),
-        needs=SimpleNamespace(unit=Unit.STEP, extra=frozenset()),
+        needs=SimpleNamespace(unit=Unit.STEP, outputs=frozenset()),
         policy=lambda micro, extra: None,
         objective=lambda new, micro: (trained[0].sqrt().sum() + trained[1].sqrt().sum(), {}),
         trained=trained,
