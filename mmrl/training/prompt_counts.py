@@ -1,4 +1,4 @@
-"""Counts of the prompts of a run: how often each was asked, and how hard it was."""
+"""Statistics of the prompts of a run: number of rollouts and mean rewards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmrl.core.types import Rollouts
 
 @dataclass
 class PromptCount:
-    """What is known of one prompt; `first` and `last` are the mean rewards of its first and last group."""
+    """Statistics of one prompt; `first` and `last` are the mean rewards of its first and last group."""
 
     asked: int = 0  # rounds in which it had rollouts
     rollouts: int = 0
@@ -29,9 +29,9 @@ class PromptCount:
 
 
 class PromptCounts:
-    """Counts, for every prompt, the rounds in which it was asked and the mean rewards of its groups.
+    """Counts the rounds and averages the rewards (weighted sums) of every prompt.
 
-    The reward is the weighted sum. Everything is read from the reward table, so it is equal on every process.
+    All numbers come from the reward table, so they are equal on every process.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -46,19 +46,15 @@ class PromptCounts:
             groups.setdefault(uid, []).append(reward)
         for uid, group in groups.items():
             count = self.counts.setdefault(uid, PromptCount())
-            known = [reward for reward in group if not math.isnan(reward)]
-            count.asked, count.rollouts, count.step = (
-                count.asked + 1,
-                count.rollouts + len(group),
-                self.stream.step,
-            )
-            if known:
-                count.scored, count.total = count.scored + len(known), count.total + sum(known)
-                count.last = sum(known) / len(known)
+            count.asked, count.rollouts = count.asked + 1, count.rollouts + len(group)
+            count.step = self.stream.step
+            if scores := [reward for reward in group if not math.isnan(reward)]:
+                count.scored, count.total = count.scored + len(scores), count.total + sum(scores)
+                count.last = sum(scores) / len(scores)
                 count.first = count.last if math.isnan(count.first) else count.first
 
     def columns(self) -> dict[str, list]:
-        """Return the columns of `prompts.parquet`: prompts in the order in which they were first asked."""
+        """Return the columns of `prompts.parquet`, prompts in the order of their first rollout."""
         counts = self.counts.values()
         return {
             "uid": list(self.counts),
@@ -71,7 +67,7 @@ class PromptCounts:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return one tensor a column, and all ids as one text: 100,000 prompts take 6 MB."""
+        """Return a tensor per column, and all uids as one JSON text; 100,000 prompts take 6 MB."""
         columns = {
             field.name: torch.tensor(
                 [vars(count)[field.name] for count in self.counts.values()],

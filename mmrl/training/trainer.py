@@ -171,30 +171,30 @@ class Run:
     # ---- called by the loops
 
     def notify(self, event: str) -> None:
-        """Tell the callbacks of an event; `RunCallback.on_event` lists them."""
+        """Pass an event to the callbacks; `RunCallback.on_event` lists the events."""
         for callback in self.pieces.that_are(RunCallback).values():
             callback.on_event(event, self.progress.step, self.progress.reported)
 
     def begin(self, start: int) -> None:
-        """Evaluate before the first step, where `eval_on_start` says so."""
+        """Evaluate before the first step if `eval_on_start` is on."""
         if start == 0 and self.evaluator and self.config.eval_on_start:
             self.report.log_start(self._measure(self.evaluator, 0))
 
     def tick(self, step: int) -> None:
-        """Begin a step: advance random streams, schedules and the learning rate."""
+        """Start a step: advance random streams, schedules and learning rates."""
         self.report.tick()
         self.stream.step = step
         learn = self.config.learn
         updates = max(1, learn.num_iterations) * learn.minibatches  # optimizer steps of a collection
         self.log.state = TrainerState(step * updates, self.config.max_steps * updates)
-        # Schedules may read the metrics of the step before.
+        # Schedules may read the metrics of the previous step.
         clock = Clock(step, self.progress.reported, self.config.max_steps)
         self.pieces.tick(clock)
         for learner in self.learners:
             learner.set_learning_rate(clock)
 
     def rollout_weights(self) -> AbstractContextManager:
-        """Sample from the weights of `rollout.policy` inside this context."""
+        """Use the weights of `rollout.policy` for sampling inside this context."""
         name = self.config.rollout.policy
         return self.method.references[name].rollout_weights() if name else nullcontext()
 
@@ -206,7 +206,7 @@ class Run:
         return credit
 
     def finish(self, step: int, collection: Collection, credit: RewardTable) -> None:
-        """Report a step, with an evaluation where one is due."""
+        """Report a step, with an evaluation if one is due."""
         config, report = self.config, self.report
         updates = sum(learner.guard.updates for learner in self.learners)
         for learner in self.learners:
@@ -275,7 +275,7 @@ class Run:
         write_prompts(self.folder, data, counts.columns(), beliefs)
 
     def without_unreadable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Leave out prompts that turned out to be unreadable, or note them in the folder and raise."""
+        """Return the prompts without unreadable ones, or record these in the folder and raise."""
         if self.unreadable.drops:
             return self.unreadable.rest(prompts)
         if self.processes.main:
@@ -284,7 +284,7 @@ class Run:
 
     # ---- checkpoints
     def saves_at(self, step: int) -> bool:
-        """Return whether a checkpoint is due after so many steps."""
+        """Whether a checkpoint is due after `step` steps."""
         every = self.config.save_steps
         return step == self.config.max_steps or (every > 0 and step % every == 0)
 
@@ -292,14 +292,14 @@ class Run:
     def whole_weights(self, *, changed: bool = False) -> Iterator[bool]:
         """Gather the weights of all models inside this context; yield whether this process has them.
 
-        Those that process 0 `changed` are sharded again after it.
+        With `changed`, the weights of process 0 are sharded again on exit.
         """
         with ExitStack() as stack:
             models = [learner.policy.module for learner in self.learners]
             yield all([stack.enter_context(gathered(module, changed=changed)) for module in models])
 
     def rank_checkpoint(self) -> None:
-        """Compare the checkpoint of this moment with the best one so far, by `metric_for_best_model`."""
+        """Compare the current checkpoint with the best one so far, by `metric_for_best_model`."""
         name, reported = self.config.metric_for_best_model, self.progress.reported
         if name and name not in reported:
             hint = nearest(name, reported) or f"there are {', '.join(sorted(reported))}"
@@ -310,11 +310,10 @@ class Run:
             self.progress.best.see(self.progress.step, reported[name], self.config.greater_is_better)
 
     def name_weights(self) -> str:
-        """Hash the frozen weights as an input, and return the hash of the trained ones ("" on one process).
+        """Store the hash of the frozen weights, and return that of the trained ones ("" on one process).
 
-        Every process has to call this, since shards are gathered, one at a time. Trained weights were just
-        loaded from the checkpoint, so where weights differ between two starts, the base model does. Buffers
-        may move in training.
+        Every process has to call this, since shards are gathered one at a time. Trained weights come from the
+        checkpoint and buffers may change in training, so only frozen weights identify the base model.
         """
         trained: list[Tensor] = []
         for learner in self.learners:
@@ -327,7 +326,7 @@ class Run:
         return of_tensors(trained) if self.processes.world > 1 else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything besides the model that resuming needs. Every process has to call this."""
+        """Return the state for resuming, without the model. Every process has to call this."""
         return {
             "step": self.progress.step,
             "inputs": self.progress.inputs,

@@ -111,14 +111,14 @@ def test_the_forward_pass_holds_at_most_micro_batch_steps(tmp_path, monkeypatch)
 def test_minibatches_take_a_step_for_every_part_of_whole_groups(tmp_path):
     run, batch = ready(tmp_path, learn={"minibatches": 3}, rollout={"num_prompts": 4})
     before, counted = run.policy.table.detach().clone(), []
-    step = run.step_optimizer
+    step = run.learner.step_optimizer
 
     def watched():
         touched = run.policy.table.grad.abs().sum((1, 2)) > 0
         counted.append(touched.nonzero()[:, 0].tolist())
         step()
 
-    run.step_optimizer = watched
+    run.learner.step_optimizer = watched
     update(run.learner, batch)
     order = list(dict.fromkeys(batch.steps.prompt.tolist()))
     # Four groups in three parts: one, one and two. Groups whose answers tie push nowhere.
@@ -146,7 +146,7 @@ def test_iterations_pass_over_one_collection_again(tmp_path):
     train(run)
     again, batch = ready(tmp_path / "b", objective={"surrogate": "log_likelihood"})
     for _ in range(3):
-        update(again, batch)
+        update(again.learner, batch)
     assert torch.equal(run.policy.table, again.policy.table)
     assert run.journal.read()[0]["grad_norm"] == pytest.approx(run.progress.reported["grad_norm"])
 
