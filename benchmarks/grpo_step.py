@@ -97,7 +97,7 @@ def step_once(run, number: int):
     run.tick(number)
     collection = collect(run)
     _, _, batch = learnable(run, collection)
-    update(run, batch)
+    update(run.learner, batch)
     return collection
 
 
@@ -210,10 +210,10 @@ def compare_gradients(run, trainer, number: int) -> float:
     _, _, batch = learnable(run, collection)
     (part,) = batch.parts(1)
     part = part.replace(totals=run.processes.rank_mean(part.count()))
-    part = part.replace(weight=run.method.objective.weigh(part))
-    run.guard.begin(part)
+    part = part.replace(weight=run.learner.objective.weigh(part))
+    run.learner.guard.begin(part)
     run.policy.module.forbidden = []
-    accumulate(run, part)
+    accumulate(run.learner, part)
     ours = {name: p.grad for name, p in run.policy.model.named_parameters() if p.grad is not None}
     model = trainer.model
     model.load_state_dict(run.policy.model.state_dict())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,9 @@ from mmrl.runtime.ray_rewards import with_actors
 from mmrl.training import consulting
 from mmrl.training.collect import RewardCoverage
 from mmrl.training.evaluate import Evaluator
+from mmrl.training.learner import Learner
 from mmrl.training.method import Method
 from mmrl.training.report import Reporter, ReportPieces
-from mmrl.training.second import SecondLearner
 from mmrl.training.trainer import Run
 from mmrl.training.unreadable import Unreadable
 
@@ -68,23 +68,20 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     loading = partial(loading_onto, processes.load_device, shards=processes.shards)
     with loading():
         policy, objective = make("policy"), make("objective")
-    optimizer = processes.place(policy, make("learn.optimizer"), config.learn.max_grad_norm)
+    optimizer = processes.place(policy, make("learn.optimizer"))
     with loading():
         references = make("references", policy)
     check_outputs(config, objective.needs, {"": policy.outputs})
     method = Method(
-        policy=policy,
-        optimizer=optimizer,
         references=references,
         sampler=sampler,
         engine=make_chain(pieces, "engine", config.rollout.engine, policy, "rollout.engine"),
         rewards=with_actors(make("rewards")),
         group_filter=make("group_filter"),
-        chain=make("advantage"),
-        objective=objective,
-        learning_rate=pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate"),
-        noted=pieces.notes,
     )
+    chain = make("advantage")
+    method.noted = pieces.notes
+    learning_rate = pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate")
     _connect(pieces, policy, processes)
     consulting.connect(pieces, policy, references, processes, config.learn.micro_batch_steps)
     evaluator = make_evaluator(config, eval_prompts, policy, processes) if eval_prompts else None
@@ -98,28 +95,52 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         trackers=Trackers(trackers),
     )
     if config.until:
-        make("until")  # the loop finds it among the pieces
-    labels_read = named_in(method.chain, (bound.name for bound in method.rewards))
+        make("until")  # a callback of the run, which finds it among the pieces
+    labels_read = named_in(chain, (bound.name for bound in method.rewards))
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data), labels_read)
     reporter = Reporter(config, processes, stream, watching, quiet)
     length = f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps" if epochs else ""
     for line in filter(None, (form.sentence, *warnings, length)):
         reporter.console.say(line)
-    seconds = second_learners(config, references, processes, stream)
-    unreadable = Unreadable(drops(config.data))
-    return Run(config, pieces, processes, method, reporter, evaluator, seconds, unreadable=unreadable)
-
-
-def second_learners(
-    config: Config, references: Mapping[str, Any], processes: Processes, stream: Stream
-) -> dict[str, SecondLearner]:
-    """Move the second models among the references to their devices, with their optimizers."""
-    seconds = {name: second for name, second in references.items() if isinstance(second, SecondModel)}
-    placed = partial(processes.place, max_grad_norm=config.learn.max_grad_norm)
-    return {
-        name: SecondLearner(name, second, placed(second.model, second.optimizer), processes, config, stream)
-        for name, second in seconds.items()
+    shared = {"config": config, "processes": processes, "stream": stream, "references": references}
+    shared["say"] = reporter.console.say
+    learner = Learner(
+        policy,
+        objective,
+        chain,
+        optimizer,
+        learning_rate,
+        num_iterations=config.learn.num_iterations,
+        minibatches=config.learn.minibatches,
+        rollout_policy=config.rollout.policy,
+        followers=list(references.values()),
+        **shared,
+    )
+    seconds = {
+        name: second_learner(name, second, **shared)
+        for name, second in references.items()
+        if isinstance(second, SecondModel)
     }
+    unreadable = Unreadable(drops(config.data))
+    return Run(
+        config, pieces, processes, method, learner, reporter, evaluator, seconds, unreadable=unreadable
+    )
+
+
+def second_learner(name: str, second: SecondModel, **shared: Any) -> Learner:
+    """Place a second model on its device, with its optimizer; `shared` go to its `Learner`."""
+    return Learner(
+        second.model,
+        second.objective,
+        second.advantage,
+        shared["processes"].place(second.model, second.optimizer),
+        lambda clock: second.learning_rate,
+        name=name,
+        num_iterations=second.num_iterations,
+        minibatches=second.minibatches,
+        learns_first=second.learns_first,
+        **shared,
+    )
 
 
 def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:

@@ -118,17 +118,17 @@ def _look(small: Config, config: Config) -> Examined:
 
     memory = estimate_with(config, run.policy, [row.prompt for row in collection.rollouts])
     if "learning/activations" not in memory:  # else an estimate measured them with rows of the full length
-        memory = {**memory, f"learning/activations of {run.guard.micro_batch_steps} steps": saved}
+        memory = {**memory, f"learning/activations of {run.learner.guard.micro_batch_steps} steps": saved}
     return Examined(
         config=config,
         policy=run.policy,
         engine=run.method.engine,
         rewards=run.method.rewards,
-        needs=run.method.needs,
+        needs=run.learner.needs,
         rollouts=collection.rollouts,
         table=collection.table,
         batch=batch,
-        micro_batch_steps=run.guard.micro_batch_steps,
+        micro_batch_steps=run.learner.guard.micro_batch_steps,
         untouched=untouched,
         memory=memory,
         again=again,
@@ -141,10 +141,10 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
 
     Returns their names, and the bytes that a micro-batch of `micro_batch_steps` keeps for its backward pass.
     """
-    wanted, module = run.guard.micro_batch_steps, run.policy.module
+    wanted, module = run.learner.guard.micro_batch_steps, run.policy.module
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     parameters = list(named.values())
-    rows, columns = max(batch.cuts(wanted, run.method.needs.unit), key=lambda cut: len(cut[0]))
+    rows, columns = max(batch.cuts(wanted, run.learner.needs.unit), key=lambda cut: len(cut[0]))
     micro = batch.select(rows, columns).on(run.processes.device)
     with _nudged(parameters), evaluating(module):
         with _counting(module) as kept:

@@ -185,15 +185,15 @@ class RunningMean:
     """
 
     def __init__(self, *, metrics: tuple[str, ...] = REWARDS, start: TakenFloat = 0.0) -> None:
-        self.metrics, self.start = metrics, start
+        self.names, self.start = metrics, start
         self.mean, self.count = 0.0, 0
 
     def __call__(self, clock: Clock) -> float:
         """Include the metrics of the previous step, and return the mean."""
-        if all(name in clock.metrics for name in self.metrics):
+        if all(name in clock.metrics for name in self.names):
             self.count += 1
             # m + (x - m) / n = ((n - 1) m + x) / n
-            self.mean += (_mean(clock, self.metrics, self.start) - self.mean) / self.count
+            self.mean += (_mean(clock, self.names, self.start) - self.mean) / self.count
         return self.mean if self.count else self.start
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,14 +234,14 @@ class Towards:
         high: TakenFloat | None = None,
         form: Literal["proportional", "sign"] = "proportional",
     ) -> None:
-        self.metrics, self.target, self.rate, self.form = metrics, target, rate, form
+        self.names, self.target, self.rate, self.form = metrics, target, rate, form
         self.low, self.high = low, high
         self.value = start
 
     def __call__(self, clock: Clock) -> float:
         """Move by the metrics of the previous step, and return the value."""
-        if all(name in clock.metrics for name in self.metrics):
-            away = _mean(clock, self.metrics, 0.0) - self.target
+        if all(name in clock.metrics for name in self.names):
+            away = _mean(clock, self.names, 0.0) - self.target
             if self.form == "sign":
                 away = math.copysign(1.0, away) if away else 0.0
             moved = max(self.low, self.value + self.rate * away)

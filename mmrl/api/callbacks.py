@@ -49,7 +49,7 @@ class CallbackAdapter:
                 self._call(callback.on_train_end)
 
     def _call(self, method: Callable[..., Any], **more: Any) -> None:
-        parts = {"model": self.run.policy.module, "optimizer": self.run.method.optimizer, **more}
+        parts = {"model": self.run.policy.module, "optimizer": self.run.learner.optimizer, **more}
         self.control = method(self.arguments, self.state, self.control, **parts) or self.control
 
     def _note_best(self, record: Mapping[str, float]) -> None:

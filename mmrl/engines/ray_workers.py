@@ -121,7 +121,7 @@ class Servers:
         """Put the trained weights where workers take them from, if they changed.
 
         A hash tells, as identities and versions of tensors do not: FSDP2 gathers into the same tensors,
-        ZeRO-1 writes to a flat copy, and a reference that acts is swapped in as `.data`.
+        and a reference that samples is swapped in as `.data`.
         """
         import ray
         from safetensors.torch import save

@@ -20,7 +20,7 @@ from mmrl.runtime.state_tree import apart, flatten, unflatten
 
 STATE = "trainer_state.json"
 TENSORS = "trainer_state.safetensors"
-SUMS = "SHA256SUMS"  # of every other file, written last; `sha256sum -c` reads it as well
+SUMS = "SHA256SUMS"  # checksums of all other files, written last; `sha256sum -c` reads it
 MODEL = "model"
 log = logging.getLogger("mmrl")
 
@@ -54,7 +54,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote; raise `CheckpointError` where a file of the folder was changed."""
+    """Read the state that `write_state` wrote; raise `CheckpointError` if any file was changed."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -72,10 +72,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def publish(unfinished: Path, folder: Path, warn: Callable[[str], None] = log.warning) -> None:
-    """Rename a finished folder, so that a checkpoint with its final name is always whole.
+    """Rename a finished folder, so that a checkpoint with its final name is always complete.
 
-    An earlier one of the same run is broken, or it would have been resumed from. Another folder of that name
-    is moved out of the way.
+    An existing checkpoint of the same run is replaced; it is broken, or the run would have resumed from it.
+    Another folder of that name is moved aside.
     """
     if folder.is_dir() and any(folder.iterdir()) and not of_run(folder):
         aside = next(
@@ -89,7 +89,7 @@ def publish(unfinished: Path, folder: Path, warn: Callable[[str], None] = log.wa
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that a partly removed one never has the name."""
+    """Remove a checkpoint; it is renamed first, so that no partly removed one keeps the name."""
     if folder.exists() or folder.is_symlink():
         gone = folder.with_name(f"{folder.name}.gone.tmp")
         remove(gone)
@@ -98,15 +98,15 @@ def discard(folder: Path) -> None:
 
 
 def tidy(output_dir: Path, warn: Callable[[str], None] = log.warning) -> None:
-    """Remove folders that a killed process was writing or removing; warn of those that stay."""
+    """Remove temporary folders of a killed process; warn of those that cannot be removed."""
     for path in output_dir.glob("checkpoint-*.tmp"):
         _clear(path, remove, warn)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """List folders that are called as checkpoints are, the latest first, without empty ones.
+    """List the non-empty folders named `checkpoint-STEP`, the latest first.
 
-    Raises `OSError` where a folder cannot be read.
+    Raises `OSError` if a folder cannot be read.
     """
     inside = list(output_dir.iterdir()) if output_dir.exists() else []
     numbered = [path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
@@ -114,7 +114,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def finished(output_dir: Path) -> list[Path]:
-    """List the checkpoints of the run in a folder that were written to their end, the latest first."""
+    """List the complete checkpoints of the run in a folder, the latest first."""
     complete = (
         path for path in checkpoints(output_dir) if (path / SUMS).is_file() and (path / STATE).is_file()
     )
@@ -122,23 +122,23 @@ def finished(output_dir: Path) -> list[Path]:
 
 
 def of_run(folder: Path) -> bool:
-    """Return whether a checkpoint is of the run in whose folder it is, as far as both say."""
+    """Whether a checkpoint belongs to the run of its folder, by the run names in their marks."""
     run = mark_of(folder.parent).get("run")
     return run is None or mark_of(folder).get("run", "") == run
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in the name of a checkpoint."""
+    """Parse the step from the name of a checkpoint."""
     return int(folder.name.partition("-")[2])
 
 
 def prune(
     output_dir: Path, limit: int, step: int, keep: int = 0, warn: Callable[[str], None] = log.warning
 ) -> None:
-    """Keep the latest `limit` checkpoints up to `step`, and that of step `keep`; a limit of 0 keeps all.
+    """Keep the latest `limit` checkpoints up to `step`, and the one of step `keep`; 0 keeps all.
 
-    Later ones are broken, since the run resumed from an earlier one; they must not push out whole ones. An
-    old one that cannot be removed goes to `warn`: the latest is safe by then, so the run goes on.
+    Checkpoints after `step` are broken, since the run resumed from an earlier one; they do not count. One
+    that cannot be removed goes to `warn`.
     """
     reached = [folder for folder in finished(output_dir) if step_of(folder) <= step]
     for old in reached[limit:] if limit else ():
@@ -154,7 +154,7 @@ def _clear(path: Path, how: Callable[[Path], None], warn: Callable[[str], None])
 
 
 def model_folder(path: str) -> Path:
-    """Find the model in the folder of a run (its latest checkpoint), of a checkpoint or of a model."""
+    """Return the model folder inside a run (its latest checkpoint), a checkpoint or a model folder."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"'init_from' is '{path}', which is no folder; name that of a run or of a model")

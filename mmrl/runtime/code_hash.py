@@ -1,8 +1,8 @@
-"""Hashes of functions and classes by what they compute: their instructions and the constants they read.
+"""Hashes of functions and classes, from their bytecode and the constants that they read.
 
-Comments, docstrings and line numbers do not count, nor does what the code itself changes while it runs, such
-as a counter or a list that it appends to. What a function calls is followed into modules of the user, but not
-into installed packages.
+Comments, docstrings, line numbers, and variables that the code itself changes (a counter, a list that it
+appends to) do not count. Called functions are included if they are in modules of the user, not in installed
+packages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 INSTALLED = ("site-packages", "dist-packages")
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, re.Pattern)
 CONTAINERS = (list, dict, set)
-DEEPEST = 6  # objects inside objects that are looked at
+DEEPEST = 6  # levels of nested objects that are hashed
 MUTATING = {
     "append", "extend", "insert", "pop", "remove", "clear", "add", "update", "discard", "setdefault",
     "popitem", "sort", "reverse", "appendleft",
@@ -37,7 +37,7 @@ STORES = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_
 def of_code(target: Callable) -> str:
     """Hash a function, class or callable object to 16 hexadecimal digits, for one version of Python."""
     while _root(target) == "mmrl" and hasattr(target, "__wrapped__"):
-        target = target.__wrapped__  # wrapped by `per_outcome` and the like, which are no part of it
+        target = target.__wrapped__  # undo decorators of mmrl such as `per_outcome`
     walk = _Walk(home=getattr(target, "__module__", "") or "")
     code = walk.of(target)
     values = [
@@ -56,16 +56,16 @@ def _root(thing: Any) -> str:
 class _Walk:
     """Describes code as JSON, each function and class once."""
 
-    home: str  # the module of what is hashed
-    # What code reads by the name of a variable or attribute, and whether it is of a plain type.
+    home: str  # module of the hashed object
+    # Variables and attributes that the code reads: name, description, whether the type is plain.
     values: list[tuple[str, Any, bool]] = field(default_factory=list)
-    assigned: set[str] = field(default_factory=set)  # names that the code itself assigns to
-    filled: set[str] = field(default_factory=set)  # names of lists and dictionaries that it may change
-    seen: dict[int, int] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)  # so that no other object gets the id of one that was seen
+    assigned: set[str] = field(default_factory=set)  # names that the code assigns to
+    filled: set[str] = field(default_factory=set)  # names of containers that the code may change
+    seen: dict[int, int] = field(default_factory=dict)  # id of an object to its number
+    kept: list[Any] = field(default_factory=list)  # the seen objects, so that no id is used twice
 
     def of(self, thing: Any, depth: int = 0) -> Any:
-        """Describe anything that code holds on to."""
+        """Describe any object that code refers to."""
         if isinstance(thing, PLAIN):
             return repr(thing)
         if isinstance(thing, ModuleType):
@@ -88,7 +88,7 @@ class _Walk:
         return self._object(thing, depth)
 
     def _object(self, thing: Any, depth: int) -> Any:
-        """Describe a container, or another object by its class and, if that is followed, its attributes."""
+        """Describe a container by its items, another object by its class and attributes of user classes."""
         match thing:
             case list() | tuple() | set() | frozenset() if depth < DEEPEST:
                 parts = [self.of(part, depth + 1) for part in thing]
@@ -102,7 +102,7 @@ class _Walk:
         return self.of(kind, depth + 1)
 
     def _own(self, module: str | None) -> bool:
-        """Return whether the code of a module is followed: not that of packages, but at home."""
+        """Whether the code of a module is hashed: the home module and modules of the user, no packages."""
         module = module or ""
         root, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None) or ""
         return module == self.home or not (
@@ -136,7 +136,7 @@ class _Walk:
         return [_of_code(code), described]
 
     def _changes(self, code: CodeType) -> None:
-        """Note the outer variables and attributes that code assigns to, or whose content it may change."""
+        """Record outer variables and attributes that code assigns to, or whose content it may change."""
         steps = list(dis.get_instructions(code))
         stores_items = any(step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for step in steps)
         if code.co_name in ("__init__", "__post_init__"):
@@ -160,13 +160,13 @@ class _Walk:
 
 
 def _imported(code: CodeType, known: Mapping[str, Any]) -> Iterator[ModuleType]:
-    """Import the modules of the user that a function imports when it runs."""
+    """Import the user's modules that a function imports in its body."""
     steps = list(dis.get_instructions(code))
     for at, step in enumerate(steps):
         if step.opname == "IMPORT_NAME":
             level = steps[at - 2].argval  # the number of dots before the name
             name = "." * (level if isinstance(level, int) else 0) + step.argval
-            with suppress(Exception):  # a package that is not here, of a branch that is not run
+            with suppress(Exception):  # a missing package, in a branch that does not run
                 name = importlib.util.resolve_name(name, known.get("__package__"))
                 root = name.partition(".")[0]
                 spec = None if root in ("mmrl", *sys.stdlib_module_names) else importlib.util.find_spec(root)
@@ -176,7 +176,7 @@ def _imported(code: CodeType, known: Mapping[str, Any]) -> Iterator[ModuleType]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Walk over a code object and those of the functions inside it."""
+    """Yield a code object and the code objects of its inner functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -184,7 +184,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _of_code(code: CodeType) -> Any:
-    """Describe a code object without its docstring, its file and its lines."""
+    """Describe the instructions of a code object, without docstring, file and lines."""
     steps = []
     for step in dis.get_instructions(code):
         value = step.argval

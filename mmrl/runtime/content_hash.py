@@ -1,6 +1,6 @@
-"""Hashes of the prompts, media and weights that a run reads, equal on any number of processes.
+"""Hashes of the prompts, media and weights of a run, equal on any number of processes.
 
-They take seconds at most, and are computed once per start.
+They are computed once per start, in a few seconds.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from mmrl.core.types import Media, Prompt, Readable
 from mmrl.runtime.fsdp import full
 
 ENDS = 16384  # bytes read at both ends of a media file
-PROMPTS = 1024  # that are hashed together
-CHUNK = 1 << 22  # elements of a tensor that are summed together
-STRIDE = 1024  # sums of a chunk
+PROMPTS = 1024  # hashed at a time
+CHUNK = 1 << 22  # elements of a tensor per checksum
+STRIDE = 1024  # sums per chunk
 
 
 def of_prompts(prompts: Sequence[Prompt], *, named: bool = True) -> dict[str, str]:
-    """Hash prompts as they were read, with their names unless asked otherwise, and the media of both.
+    """Hash the texts of prompts (with their uids if `named`), and their media.
 
-    A file is hashed by its size and 16 KiB at both ends, and not by its time, which differs between copies of
-    a file; media in memory are hashed by their bytes.
+    A media file is hashed by its size and 16 KiB at both ends; media in memory by all bytes.
     """
     texts, media, count = hashlib.sha256(), hashlib.sha256(), 0
     known: dict[Path, str] = {}  # several prompts may be about one file
@@ -56,7 +55,7 @@ def of_prompts(prompts: Sequence[Prompt], *, named: bool = True) -> dict[str, st
 
 
 def _of_source(source: Path | bytes | Readable | None) -> str:
-    """Hash where a medium comes from: both ends of a file, or all bytes that a row had."""
+    """Hash the source of a medium: size and both ends of a file, or all bytes in memory."""
     match source:
         case Path():
             try:
@@ -80,10 +79,10 @@ def of_file(path: Path) -> str:
 
 
 def _text(value: Any, sources: list) -> str:
-    """Write any value as JSON, equally in every process, and add where its media come from to `sources`."""
+    """Serialise any value as JSON, equally in every process; append the sources of media to `sources`."""
 
     def keyed(value: Any) -> Any:
-        """Convert mappings to sorted pairs, for keys that JSON lacks or that cannot be sorted."""
+        """Convert mappings to sorted pairs, for keys that are no strings."""
         match value:
             case None | bool() | int() | float() | str():
                 return value
@@ -101,7 +100,7 @@ def _text(value: Any, sources: list) -> str:
 
 
 def _plain(value: Any, sources: list) -> Any:
-    """Convert a value that JSON lacks to one that it has, for the outermost level."""
+    """Convert the outermost level of a value to types that JSON has."""
     kind = type(value).__qualname__
     match value:
         case Media():
@@ -140,7 +139,7 @@ def _plain(value: Any, sources: list) -> Any:
 def of_weights(thing: Any, leave: Iterable[Tensor] = ()) -> str:
     """Hash the parameters and saved buffers of a model, or of the models in an object's attributes.
 
-    Tensors in `leave` are left out. Empty where there are none.
+    Tensors in `leave` do not count. Empty without any tensor.
     """
     left_out = {id(tensor) for tensor in leave}
     tensors: dict[int, Tensor] = {}  # each once, by identity
@@ -165,9 +164,9 @@ def _models(thing: Any, depth: int) -> Iterator[nn.Module]:
 def of_tensors(tensors: Iterable[Tensor]) -> str:
     """Hash the bits of tensors, in any order and on any device, to 64 hexadecimal digits.
 
-    Shards are gathered one at a time, so every process has to call this for them. Bits are read as 64-bit
-    integers. Of every `CHUNK` elements, the sums of every `STRIDE`-th integer modulo
-    2^64 are hashed. This is as fast as memory, and detects accidents, though not forgery.
+    Bits are read as 64-bit integers; of every `CHUNK` elements, the sums of every `STRIDE`-th integer modulo
+    2^64 are hashed. This runs at memory speed and detects accidents, not forgery. Shards are gathered one at
+    a time, so every process has to call this.
     """
     return hashlib.sha256("\n".join(sorted(map(_of_tensor, tensors))).encode()).hexdigest()
 

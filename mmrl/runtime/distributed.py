@@ -1,4 +1,4 @@
-"""Communication between processes and placement on devices, by accelerate; the identity on one process."""
+"""Collectives and device placement by accelerate; on one process everything is the identity."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from mmrl.core.protocols import ComparesAnswers, Engine, Policy, SendsWeights
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Totals
 from mmrl.core.types import Count, Prompt
-from mmrl.runtime import deepspeed
 from mmrl.runtime.content_hash import of_weights
-from mmrl.runtime.fsdp import check_shardable, gathered, reshard_state, unsharded, widen
+from mmrl.runtime.fsdp import check_shardable, gathered, unsharded, widen
 from mmrl.runtime.launcher import check_joined, check_restarts
 from mmrl.runtime.modules import LATER
 from mmrl.runtime.state_tree import apart, flatten, unflatten
 from mmrl.runtime.watchdog import GRACE, ProcessFailed, Watch
 
-TIMEOUT = 1800.0  # seconds that a process waits for another one
+TIMEOUT = 1800.0  # seconds that a process waits for another process
 T = TypeVar("T")
 
 
@@ -36,8 +35,7 @@ class Processes:
     """The processes of a run: rank, device, collectives and data parallelism."""
 
     known = False  # whether every process knows of the failure
-    placed = ""  # hashes of the weights that `place` found, where there are several processes
-    _zero = False  # whether DeepSpeed wraps the optimizer
+    placed = ""  # hashes of the weights before `place`, with several processes
     _watch: Watch | None = None  # inside `watching`
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
@@ -48,6 +46,10 @@ class Processes:
         # Outside of `watching`, collectives time out by themselves.
         patience = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + GRACE))
         self.accelerator = Accelerator(kwargs_handlers=[patience])
+        if self.accelerator.state.deepspeed_plugin is not None:
+            raise ConfigError(
+                "DeepSpeed is not supported; launch with configs/accelerate/fsdp2.yaml or ddp.yaml"
+            )
         self.rank = self.accelerator.process_index
         self.world = self.accelerator.num_processes
         self.device = self.accelerator.device
@@ -66,14 +68,14 @@ class Processes:
 
     @property
     def load_device(self) -> torch.device | None:
-        """The device that models are loaded onto; None: main memory, from which FSDP2 takes shards."""
+        """The device that models are loaded onto; None: main memory, from which FSDP2 shards them."""
         return None if self.shards or self.device.type == "cpu" else self.device
 
     # ---- agreement
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """End all processes when one fails or hangs inside this context."""
+        """End all processes if one fails or hangs inside this context."""
         if self.world == 1:
             yield
             return
@@ -88,11 +90,11 @@ class Processes:
                 self._watch = None
 
     def meeting(self, where: str) -> AbstractContextManager:
-        """Mark a point where all processes wait for each other; one that does not come is reported."""
+        """Mark a collective, so that a process that does not reach it is reported."""
         return self._watch.meeting(where) if self._watch else nullcontext()
 
     def waiting_for_main(self) -> AbstractContextManager:
-        """Wait at the end of this context for process 0, however long it takes, such as for an upload."""
+        """Wait for process 0 at the end of this context without a limit, as for an upload."""
         return self._watch.waiting_for_main() if self._watch else nullcontext()
 
     def wait(self) -> None:
@@ -102,7 +104,7 @@ class Processes:
 
     @contextmanager
     def fail_together(self, doing: str) -> Iterator[None]:
-        """Raise on every process when one fails inside this context; all have to enter it."""
+        """Raise on every process if one fails inside this context; all have to enter it."""
         error: Exception | None = None
         try:
             yield
@@ -131,7 +133,7 @@ class Processes:
             return [json.loads(data) for data in self._all_bytes(json.dumps(value).encode())]
 
     def assert_equal(self, values: Mapping[str, Any]) -> None:
-        """Raise on every process unless all have the JSON values of process 0."""
+        """Raise on every process unless all have the same JSON values as process 0."""
         first, *others = self.all_gather_object(values)
         unlike = {
             rank: f"{name}: {its[name]}, but on process 0: {first[name]}"
@@ -143,7 +145,7 @@ class Processes:
             self.disagree(list(unlike), next(iter(unlike.values())))
 
     def disagree(self, ranks: Sequence[int], words: str) -> None:
-        """Raise on every process because of some of them. Every process has to call this."""
+        """Raise on every process, naming the ranks at fault. Every process has to call this."""
         self.known = True
         many = f"processes {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"process {ranks[0]}"
         raise ProcessFailed(
@@ -156,10 +158,7 @@ class Processes:
         return any(self.all_gather_object(value))
 
     def means(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Average named numbers over processes, and add up those that are a `Count`.
-
-        A process without a number counts as 0.
-        """
+        """Average named numbers over processes; sum those of type `Count`. A missing number counts as 0."""
         if self.world == 1:
             return dict(values)
         counted = [name for name, value in values.items() if isinstance(value, Count)]
@@ -171,7 +170,7 @@ class Processes:
         }
 
     def rank_mean(self, totals: Totals) -> Totals:
-        """Average the divisors of losses; data parallelism averages gradients, so both together are exact."""
+        """Average the divisors of losses: data parallelism averages gradients, so their quotient is exact."""
         return Totals(**self.means(asdict(totals)))
 
     def _all_bytes(self, data: bytes) -> list[bytes]:
@@ -189,17 +188,20 @@ class Processes:
     # ---- a step's rows
 
     def assign_prompts(self, prompts: Sequence[Prompt], table: RewardTable) -> tuple[list[Prompt], bool]:
-        """Choose this process's prompts: whole groups, known ones where they began, others by least load.
+        """Choose the prompts of this process, and whether their rows count.
 
-        A process without work gets one prompt and False: it has to take part in every forward pass of a
-        sharded model, and its rows never enter the table.
+        Groups stay whole: a group that is in the table stays on its process, others go to the least loaded
+        one. A process without work gets one prompt and False, since sharded models need it in every pass.
         """
         home = self.homes(Counter(prompt.uid for prompt in prompts), table)
         mine = [prompt for prompt in prompts if home[prompt.uid] == self.rank]
         return mine or [prompts[0]], bool(mine)
 
     def homes(self, counts: Mapping[str, int], table: RewardTable) -> dict[str, int]:
-        """Choose the process of every prompt, given the number of its rows: where it is, or by least load."""
+        """Map prompts to processes: to their process in the table, else to the least loaded one.
+
+        `counts` has the number of rows by prompt uid.
+        """
         # Groups stay whole on one process, since advantages compare their rows.
         home = dict(zip(table.uids, table.process.tolist(), strict=True))
         load = [sum(n for uid, n in counts.items() if home.get(uid) == rank) for rank in range(self.world)]
@@ -210,7 +212,7 @@ class Processes:
         return home
 
     def gather(self, table: RewardTable, order: Sequence[str]) -> RewardTable:
-        """Join the tables of all processes, with rows in the order of their prompts."""
+        """Join the tables of all processes; rows are in the order of their prompts."""
         table = self._joined(table)
         place = place_of(order)
         rows = sorted(range(len(table)), key=lambda row: place(table.uids[row]))
@@ -222,7 +224,7 @@ class Processes:
         return table.replace(ids={**table.ids, "row": numbers})
 
     def joined(self, table: RewardTable) -> RewardTable:
-        """Join what each process has of one table again, in the order of the rows' numbers."""
+        """Join the parts of one table on all processes again, ordered by the row ids."""
         numbers = torch.tensor(
             sum(self.all_gather_object(table.ids["row"][:, 0].tolist()), []), dtype=torch.int64
         )
@@ -253,15 +255,9 @@ class Processes:
     # ---- data parallelism
 
     def place(
-        self,
-        policy: Policy,
-        make_optimizer: Callable[..., torch.optim.Optimizer],
-        max_grad_norm: float,
+        self, policy: Policy, make_optimizer: Callable[..., torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        """Move a policy to its device, wrap it for data parallelism as launched, and make its optimizer.
-
-        `max_grad_norm` (0: no limit) is for DeepSpeed, which clips gradients itself.
-        """
+        """Move a policy to its device, wrap it for data parallelism as launched, and make its optimizer."""
         learning = [(name, p) for name, p in policy.module.named_parameters() if p.requires_grad]
         if not learning:
             raise ValueError(
@@ -274,48 +270,21 @@ class Processes:
         else:
             policy.module.to(self.device)
         optimizer = make_optimizer(learning)
-        zero = self.accelerator.state.deepspeed_plugin  # None where DeepSpeed was not launched
-        if zero is not None and self._zero:
-            raise ConfigError(
-                "DeepSpeed trains one model, but `references` names a second model that learns; launch with "
-                "configs/accelerate/ddp.yaml or fsdp2.yaml, or leave the second model out"
-            )
-        self._zero = zero is not None
-        if zero is not None:
-            deepspeed.check(zero.zero_stage, optimizer)
-            # DeepSpeed requires a number for its speed report; micro-batches here have no fixed size.
-            zero.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
-            zero.deepspeed_config["gradient_clipping"] = max_grad_norm
         later = {name for name, parameter in learning if LATER in vars(parameter)}
         del learning  # the last references to whole weights
         policy.module, optimizer = self.accelerator.prepare(policy.module, optimizer)
         widen(policy.module, later)
         return optimizer
 
-    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer by parameter. Every process has to call this."""
-        return deepspeed.state_of(optimizer.optimizer) if self._zero else optimizer.state_dict()
-
-    def take_up(self, optimizer: torch.optim.Optimizer, state: Any, weights: Sequence[Tensor]) -> None:
-        """Load what `state_of` returned, after the weights themselves."""
-        if self._zero:
-            deepspeed.take_up(optimizer.optimizer, state)
-        else:
-            optimizer.load_state_dict(reshard_state(state, weights))
-
     @contextmanager
     def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
         """Synchronise gradients only at the last micro-batch."""
-        self.accelerator.sync_gradients = last  # DeepSpeed takes its step where this is set
-        try:
-            with nullcontext() if last else self.accelerator.no_sync(module):
-                yield
-        finally:
-            self.accelerator.sync_gradients = True
+        with nullcontext() if last else self.accelerator.no_sync(module):
+            yield
 
     @contextmanager
     def sampling(self, engine: Engine) -> Iterator[None]:
-        """Have the policy's weights where an engine samples: whole on this process, or sent elsewhere."""
+        """Provide the policy's weights to an engine: whole on this process, or sent to its servers."""
         if not isinstance(engine, SendsWeights):
             with self.unshard(engine.policy.module):
                 yield
@@ -328,13 +297,13 @@ class Processes:
         yield
 
     def compare(self, engine: Engine) -> None:
-        """Let an engine compare answers from elsewhere with a policy in shards; every process calls this."""
+        """Let an engine check the answers of servers against a sharded policy; every process calls this."""
         if self.shards and isinstance(engine, ComparesAnswers):
             engine.compare(self.pad_micro_batches)
 
     @contextmanager
     def unshard(self, module: nn.Module) -> Iterator[None]:
-        """Unshard all weights inside this context, for generation."""
+        """Unshard all weights of a model inside this context, for generation."""
         with ExitStack() as stack:
             with self.meeting("gathering weights"):
                 stack.enter_context(unsharded(module, again=self._reshards))
@@ -346,24 +315,23 @@ class Processes:
             self.accelerator.backward(loss)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-        """Clip the norm of all gradients together (0: no limit), and return the norm before clipping."""
+        """Clip the global gradient norm (0: no limit); return the norm before clipping."""
         with self.meeting("measuring gradients"):
             return float(self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf")))
 
 
 def leave() -> None:
-    """End the process group, while Python still runs.
+    """Destroy the process group before the interpreter exits.
 
-    Threads of gloo hold the tensors of the last collective for a moment longer than it takes. To free them
-    they need an interpreter, and abort the process ("terminate called without an active exception", exit
-    code 134) where it is already gone (pytorch#190489).
+    Otherwise gloo threads may free the tensors of the last collective after the exit, which aborts the
+    process with "terminate called without an active exception", code 134 (pytorch#190489).
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def place_of(order: Sequence[str]) -> Callable[[str], tuple[int, str]]:
-    """Make a key that sorts rows by where their prompt was first asked, others after them by name.
+    """Return a sort key of uids: the order of the drawn prompts, then other uids by name.
 
     An engine may add rows of prompts that were not drawn, such as replayed ones.
     """

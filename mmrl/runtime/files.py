@@ -26,7 +26,7 @@ log = logging.getLogger("mmrl")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` at the end, atomically even on a kill or power cut."""
+    """Yield a temporary path that replaces `path` on exit, atomically even in a kill or power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -63,16 +63,13 @@ def remove(path: Path) -> None:
 
 
 def one_line(error: Exception, limit: int | None = None) -> str:
-    """Write the kind of an error and the first `limit` characters of its message, without line breaks."""
+    """Format the type of an error and the first `limit` characters of its message on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:limit]}"
 
 
 @contextmanager
 def locked(folder: Path, processes: Processes) -> Iterator[None]:
-    """Lock a folder for this run; raises `ConfigError` where another process has the lock.
-
-    The main process takes the lock, which the kernel releases when that process ends in any way.
-    """
+    """Lock a folder for a run of several processes; raises `ConfigError` if another run has the lock."""
     with ExitStack() as stack:
         with processes.fail_together(f"locking '{folder}'"):
             if processes.main:
@@ -82,15 +79,15 @@ def locked(folder: Path, processes: Processes) -> Iterator[None]:
 
 @contextmanager
 def hold(folder: Path, *, leave: bool = True) -> Iterator[None]:
-    """Lock a folder for this process; raises `ConfigError` where another one has the lock.
+    """Lock a folder for this process; raises `ConfigError` if another process has the lock.
 
-    The kernel releases the lock when the process ends in any way. Its file is removed unless `leave` is on.
+    The kernel releases the lock when the process ends in any way. Without `leave`, the lock file is removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     with ExitStack() as stack:
         while True:
-            file = stack.enter_context(path.open("a+"))  # "w" would wipe the name of the owner
+            file = stack.enter_context(path.open("a+"))  # "w" would erase the owner's name
             _flock(file, fcntl.LOCK_EX, folder)
             # An owner that ended meanwhile may have removed the file.
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -106,16 +103,16 @@ def hold(folder: Path, *, leave: bool = True) -> Iterator[None]:
 
 
 def check_free(folder: Path) -> None:
-    """Raise `ConfigError` where another process has locked a folder."""
+    """Raise `ConfigError` if another process has locked a folder."""
     if (folder / LOCK).exists():
         with (folder / LOCK).open() as file:
-            _flock(file, fcntl.LOCK_SH, folder)  # shared, so that several may look at once
+            _flock(file, fcntl.LOCK_SH, folder)  # shared, so that several processes may check at once
 
 
 def flock(file: TextIO, how: int) -> None:
-    """Lock an open file as `fcntl.flock` does; where its file system has no locks, warn once and go on.
+    """Call `fcntl.flock` on an open file; on a file system without locks, warn once and continue.
 
-    Raises `BlockingIOError` where `how` has LOCK_NB and another process has the lock.
+    Raises `BlockingIOError` if `how` has LOCK_NB and another process has the lock.
     """
     try:
         fcntl.flock(file, how)
@@ -141,15 +138,15 @@ def _flock(file: TextIO, how: int, folder: Path) -> None:
         ) from None
 
 
-# ---- uploads a finished model folder to the hugging face hub
+# ---- uploads to the Hugging Face hub
 
 
 class HubError(RuntimeError):
-    """A model could not be uploaded; it is still on disk."""
+    """An upload failed; the model is still on disk."""
 
 
 def check_hub(config: Config) -> None:
-    """Raise `ConfigError` for an upload that cannot work."""
+    """Raise `ConfigError` if `push_to_hub` lacks a valid `hub_model_id`."""
     if config.push_to_hub and (not config.hub_model_id or config.hub_model_id.count("/") > 1):
         raise ConfigError(
             f"'push_to_hub' wants 'hub_model_id' as owner/name, not '{config.hub_model_id}'; set it (the "

@@ -1,4 +1,4 @@
-"""Who made a folder: a mark inside it says so, and no other command writes there or empties it."""
+"""Owner marks of output folders, which keep other commands from writing there or emptying them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from mmrl.config.loading import ConfigError
 from mmrl.runtime.files import LOCK, hold, remove, write_whole
 
-MARK = ".mmrl"  # JSON: `by`, the command that made the folder, and what that command wants to know again
-UNFINISHED = ".unfinished"  # the folder, inside the one that is made, of what is being made
+MARK = ".mmrl"  # JSON: `by`, the command that made the folder, and further facts about it
+UNFINISHED = ".unfinished"  # folder inside an output folder, for new content until it is complete
 NO_CONTENT = (LOCK, MARK, UNFINISHED)
 SHOWN = 3
 
 
 def mark(folder: Path, by: str, **facts: Any) -> None:
-    """Write down that a command made a folder."""
+    """Mark a folder as made by a command."""
     write_whole(folder / MARK, json.dumps({"by": by, **facts}, sort_keys=True) + "\n")
 
 
@@ -37,12 +37,12 @@ def mark_of(folder: Path) -> dict[str, Any]:
 
 
 def content(folder: Path) -> list[Path]:
-    """List what is in a folder besides marks and locks; nothing where there is no folder."""
+    """List the content of a folder without marks and locks; empty for a missing folder."""
     return sorted(path for path in folder.iterdir() if path.name not in NO_CONTENT) if folder.is_dir() else []
 
 
 def check_writable(folder: Path) -> None:
-    """Raise `ConfigError` where a folder cannot be made, or nothing can be written into it."""
+    """Raise `ConfigError` if a folder cannot be created or written to."""
     there = folder.absolute()
     while not (there.exists() or there.is_symlink()) and there != there.parent:
         there = there.parent
@@ -57,13 +57,13 @@ def check_writable(folder: Path) -> None:
 
 
 def check_owner(folder: Path, by: str, writes: Iterable[str] | None = None) -> dict[str, Any]:
-    """Raise `ConfigError` where a command must not write into a folder; return the mark that is there.
+    """Raise `ConfigError` if a command must not write into a folder; return the mark of the folder.
 
     Args:
-        folder: The output folder of the command; it may be missing.
+        folder: Output folder of the command; it may be missing.
         by: The command: `train`, `evaluate`, `build` or `export`.
-        writes: Files and folders that the command writes beside what others put there; None: it needs the
-            folder for itself.
+        writes: Names of files and folders that the command writes, beside files of others; None: the folder
+            must be empty or its own.
     """
     check_writable(folder)
     found, there = mark_of(folder), content(folder)
@@ -84,20 +84,20 @@ def check_owner(folder: Path, by: str, writes: Iterable[str] | None = None) -> d
 
 
 def _listed(paths: Sequence[Path]) -> str:
-    """Name some of the paths."""
+    """Format the names of the first `SHOWN` paths and the number of the others."""
     more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
     return ", ".join(path.name for path in paths[:SHOWN]) + more
 
 
 @contextmanager
 def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> Iterator[Path]:
-    """Yield the folder that a command is to make; at the end, that takes the place of the content.
+    """Yield a temporary folder that replaces the content of `folder` on exit.
 
-    A process that is killed leaves the content as it was. Where the same command made the folder from the
-    same `facts`, it may do so again.
+    A killed process leaves the content as it was. The same command may replace its own output for the same
+    `facts`.
 
     Raises:
-        ConfigError: Another process makes the folder, or it has content that must not be replaced.
+        ConfigError: Another process makes the folder, or its content must not be replaced.
     """
     check_replaceable(folder, by, overwrite=overwrite, **facts)
     existed, unfinished = folder.is_dir(), folder / UNFINISHED
@@ -106,10 +106,10 @@ def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> I
             check_replaceable(folder, by, overwrite=overwrite, **facts)  # another may have just finished
             remove(unfinished)  # of a process that was killed
             made = unfinished / "new" / folder.resolve().name  # some builders write the name of their folder
-            made.parent.mkdir(parents=True)  # the folder itself is made by who fills it
+            made.parent.mkdir(parents=True)  # the caller creates the folder itself
             try:
                 yield made
-                check_replaceable(folder, by, overwrite=overwrite, **facts)  # others do not ask for the lock
+                check_replaceable(folder, by, overwrite=overwrite, **facts)  # other programs ignore the lock
                 mark(folder, by, **facts)
                 _move(folder, unfinished / "old")
                 _move(made, folder)
@@ -121,14 +121,14 @@ def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> I
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move the content of a folder into another one on the same disk."""
+    """Move the content of a folder into another folder on the same disk."""
     target.mkdir(exist_ok=True)
     for path in content(source):
         path.rename(target / path.name)
 
 
 def check_replaceable(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> None:
-    """Raise `ConfigError` where the content of a folder must not be replaced by what a command makes."""
+    """Raise `ConfigError` if a command must not replace the content of a folder."""
     found = check_owner(folder, by)
     same = bool(facts) and json.loads(json.dumps(facts)) == {k: v for k, v in found.items() if k != "by"}
     if content(folder) and not overwrite and not same:

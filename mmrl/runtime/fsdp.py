@@ -1,8 +1,8 @@
-"""Gathers the sharded weights of FSDP2 for saving, loading and generation, and shards states again.
+"""Gathers FSDP2 shards for saving, loading and generation, and shards loaded states again.
 
-To be saved, tensors are gathered one at a time into the main memory of process 0, so that no device holds
-more than a shard and one whole tensor. On one process, and where weights are not sharded, everything here is
-the identity.
+For saving, tensors are gathered one at a time into main memory of process 0, so that no device holds more
+than its shards and one whole tensor. Models save themselves with their library's method, which
+`torch.distributed.checkpoint.state_dict` cannot call. Without sharding everything here is the identity.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmrl.config.schema import ConfigError
 
 
 def is_shard(tensor: Tensor | None) -> bool:
-    """Return whether a tensor is this process's part of a larger one."""
+    """Whether a tensor is a shard (`DTensor`)."""
     if not torch.distributed.is_initialized():
         return False
     from torch.distributed.tensor import DTensor
@@ -28,29 +28,29 @@ def is_shard(tensor: Tensor | None) -> bool:
 
 
 def _spread(data: Tensor, like: Tensor) -> Tensor:
-    """Shard a whole tensor of process 0; what other processes give has its shape only."""
+    """Shard a whole tensor of process 0 like another one; other processes pass any tensor of its shape."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(data.to(like.device), like.device_mesh, like.placements)
 
 
 def in_shards(module: nn.Module) -> bool:
-    """Return whether weights of a model are shards at this moment."""
+    """Whether weights of a model are currently shards."""
     return any(map(is_shard, module.parameters()))
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a tensor whole, on its device. Of a shard, every process has to call this."""
+    """Gather a tensor on its device; every process has to call this for a shard."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
 def _saves() -> bool:
-    """Return whether this is the process that saves whole weights."""
+    """Whether this process saves whole weights."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def check_shardable(module: nn.Module) -> None:
-    """Raise `ConfigError` for weights in few bits, which FSDP2 would leave whole and on another device."""
+    """Raise `ConfigError` for quantised weights, which FSDP2 would leave whole and on another device."""
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point():
             raise ConfigError(
@@ -60,7 +60,7 @@ def check_shardable(module: nn.Module) -> None:
 
 
 def sharded_parts(module: nn.Module) -> list[Any]:
-    """List the parts of a model whose weights FSDP2 shards, gathered at the moment or not."""
+    """List the modules of a model that FSDP2 shards, whether gathered at the moment or not."""
     if not torch.distributed.is_initialized():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -76,10 +76,9 @@ def gathered(
     only: Iterable[Tensor] | None = None,
     everywhere: bool = False,
 ) -> Iterator[bool]:
-    """Replace sharded parameters by whole ones in main memory inside this context, on process 0 alone.
+    """Replace sharded parameters by whole ones in main memory of process 0 inside this context.
 
-    Every process has to enter it. Yields whether this process has whole weights now: all have where
-    nothing is sharded.
+    Every process has to enter it. Yields whether this process has whole weights; without sharding all have.
 
     Args:
         module: The model.
@@ -95,10 +94,10 @@ def gathered(
         if is_shard(parameter) and (chosen is None or id(parameter) in chosen)
     ]
     keeps = not sharded or everywhere or _saves()
-    # FSDP2 hooks expect shards after a state was loaded; inside this context there are whole tensors.
+    # Hooks of FSDP2 expect shards after `load_state_dict`; inside this context tensors are whole.
     hooks = [part._load_state_dict_post_hooks for part in module.modules()] if sharded else []
     before = [dict(hook) for hook in hooks]
-    wholes: dict[int, nn.Parameter] = {}  # a parameter that two modules share stays shared
+    wholes: dict[int, nn.Parameter] = {}  # by id, so that a shared parameter stays shared
     for owner, name, parameter in sharded:
         if id(parameter) not in wholes:
             data = parameter.detach().full_tensor()
@@ -121,9 +120,9 @@ def gathered(
 
 @torch.no_grad()
 def _take_back(shards: dict[int, Any], wholes: dict[int, nn.Parameter], module: nn.Module) -> None:
-    """Update shards from the whole parameters of process 0, and the buffers of other processes."""
+    """Copy the whole parameters of process 0 to the shards of all processes, and its buffers to others."""
     for key, shard in shards.items():
-        # What other processes pass is not read.
+        # Data of other processes is ignored.
         data = wholes[key].data if _saves() else torch.empty(shard.shape, dtype=shard.dtype)
         shard.copy_(_spread(data.to(shard.dtype), shard))
     for buffer in module.buffers():
@@ -132,15 +131,15 @@ def _take_back(shards: dict[int, Any], wholes: dict[int, nn.Parameter], module: 
 
 @contextmanager
 def unsharded(module: nn.Module, *, again: bool = True) -> Iterator[None]:
-    """Unshard all weights inside this context, so that processes may call parts of the module freely.
+    """Unshard all weights inside this context, so that each process may call parts of the module alone.
 
-    Every process has to enter it. `again`: whether later forward passes reshard what they gathered.
+    Every process has to enter it. `again`: whether forward passes after it reshard the weights.
     """
     parts = sharded_parts(module)
     if parts:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        # The FSDP2 root is the module that is first called; generation may call a part before the whole.
+        # FSDP2 takes the first called module as its root; generation may call a part before the whole.
         module.begin = lambda: None
         register_fsdp_forward_method(module, "begin")
         module.begin()
@@ -157,17 +156,17 @@ def unsharded(module: nn.Module, *, again: bool = True) -> Iterator[None]:
 
 
 def widen(module: nn.Module, names: Collection[str]) -> None:
-    """Convert named parameters of a sharded model to float32, shard by shard; the Parameters stay."""
+    """Convert named parameters of a sharded model to float32 in place, shard by shard."""
     chosen = {id(parameter) for name, parameter in module.named_parameters() if name in names}
     if chosen:
-        # `_apply` also renews the flat memory of shards, from which FSDP2 gathers.
+        # `_apply` also renews the flat buffers from which FSDP2 gathers.
         module._apply(lambda tensor: tensor.float() if id(tensor) in chosen else tensor)
 
 
 def swap(parameter: Tensor, weight: Tensor) -> Tensor:
     """Set the data of a parameter to another weight, and return the old data.
 
-    Shards are copied, because FSDP2 gathers from their memory, whatever the parameter points to.
+    Shards are copied in place, because FSDP2 gathers from fixed buffers.
     """
     if not is_shard(parameter):
         old, parameter.data = parameter.data, weight
@@ -180,19 +179,19 @@ def swap(parameter: Tensor, weight: Tensor) -> Tensor:
 
 
 def local_copy(parameter: Tensor) -> Tensor:
-    """Copy the data of a parameter: to the CPU, or of a shard this process's part of it, where it is."""
+    """Copy the data of a parameter to the CPU; copy a shard on its device."""
     parameter = parameter.detach()
     return parameter.clone() if is_shard(parameter) else parameter.cpu().clone()
 
 
 def reshard(module: nn.Module) -> None:
-    """Reshard gathered weights, so that the next pass gathers their new values."""
+    """Reshard gathered weights, so that the next forward pass gathers their new values."""
     for part in sharded_parts(module):
         part.reshard()
 
 
 def whole(tree: Any) -> Any:
-    """Gather the sharded tensors of a nested state in the main memory of process 0; others get empty ones.
+    """Gather the shards of a nested state in main memory of process 0; other processes get empty tensors.
 
     Every process has to call this.
     """
@@ -205,7 +204,7 @@ def whole(tree: Any) -> Any:
 
 
 def reshard_state(tree: Any, parameters: Sequence[Tensor]) -> Any:
-    """Shard the tensors of a nested state like the parameters of equal shape."""
+    """Shard the tensors of a nested state like the parameters of the same shape."""
     like = {tuple(parameter.shape): parameter for parameter in parameters if is_shard(parameter)}
 
     def shard(data: Tensor) -> Tensor:

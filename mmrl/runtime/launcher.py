@@ -1,4 +1,4 @@
-"""Refuses launches whose processes would not find each other."""
+"""Checks of the environment that a launcher sets: processes that would not join, and unsafe restarts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mmrl.config.schema import ConfigError
 
 
 def check_joined() -> None:
-    """Raise `ConfigError` in one of several processes that a launcher started, and that are not joined."""
+    """Raise `ConfigError` if a launcher started several processes that do not join one group."""
     number, words = os.environ.get("WORLD_SIZE", ""), ""
     if number not in ("", "1"):
         words = f"WORLD_SIZE is {number}"
-    # What `accelerate launch --cpu` sets for several processes or machines, without joining them.
+    # `accelerate launch --cpu` sets these for several processes or machines, without joining them.
     if not number and os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in os.environ:
         number, words = "N", "MASTER_ADDR is set as for several processes"
     if words:
@@ -30,10 +30,10 @@ def check_joined() -> None:
 
 
 def check_restarts() -> None:
-    """Raise `ConfigError` where a launcher would start processes again beside addresses of ended ones.
+    """Raise `ConfigError` if torchrun would restart processes with a store of stale addresses.
 
-    Agents of torchrun share one store over all restarts, so a process that is started again may read where an
-    ended one listened, and wait for it: half of the restarts on two machines did not come up.
+    Its agents share one store over all restarts, so a restarted process may wait for the address of an ended
+    one: half of the restarts on two machines hung.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":

@@ -1,7 +1,7 @@
-"""Connections between process 0 and every other one, which notice that a process or its machine is gone.
+"""TCP connections between process 0 and every other process, which detect lost processes and machines.
 
-A process that is killed closes its connection. A machine that is switched off, or no longer reached, answers
-no probe of the network; a process that is only suspended does, since its kernel answers for it.
+A killed process closes its connection. A machine that is off or unreachable answers no keep-alive probe; for
+a suspended process the kernel still answers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ ENOUGH = 60.0  # seconds to connect
 
 
 class Links:
-    """Calls `lost` with words, in a thread of its own, when a process leaves without a farewell.
+    """Calls `lost` with a description, in a separate thread, if a process leaves without a farewell.
 
     Args:
-        rank: This process.
-        world: How many there are.
-        exchange: Gathers bytes from every process, by rank; every process has to make its links together.
-        lost: Takes what is known of the process that is gone.
+        rank: Rank of this process.
+        world: Number of processes.
+        exchange: Gathers bytes from every process, by rank; all processes create their links together.
+        lost: Receives the description of the lost process.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Links:
             for _ in range(self.world - 1):
                 link, _ = server.accept()
                 link.settimeout(ENOUGH)
-                # Who else may reach the port could at most make this run end with a timeout.
+                # A stranger that reaches the port can at most make this run time out.
                 other = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "big")
                 self._listen(link, other)
 
@@ -60,7 +60,7 @@ class Links:
     def _listen(self, link: socket.socket, other: int) -> None:
         link.settimeout(None)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # Names of Linux; elsewhere the probes are those of the system.
+        # Options of Linux; other systems use their default probes.
         probes = {"TCP_KEEPIDLE": IDLE, "TCP_KEEPINTVL": INTERVAL, "TCP_KEEPCNT": PROBES}
         for name, value in probes.items():
             if hasattr(socket, name):
@@ -79,7 +79,7 @@ class Links:
             self.lost(f"process {other} of {self.world} ({where}) is gone: {why}")
 
     def close(self) -> None:
-        """Say farewell to the other side, which then expects nothing more."""
+        """Send a farewell to the other side and close."""
         self.over = True
         for link in self.sockets:
             with suppress(OSError):

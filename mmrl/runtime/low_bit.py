@@ -1,4 +1,4 @@
-"""Linear layers of bitsandbytes: their quantised weights, which can have shapes alone, and their scales."""
+"""Quantised weights of bitsandbytes layers and their scales, also for fake tensors (shapes only)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def quantize_into(layer: Any, weight: Tensor) -> nn.Module:
-    """Quantise a weight into a linear layer of bitsandbytes, whose own one only has settings.
+    """Quantise a weight into a linear layer of bitsandbytes, which holds the settings.
 
-    Codes and scales of a weight that has a shape alone have shapes alone.
+    A fake tensor is quantised to fake codes and scales.
     """
     if isinstance(weight, FakeTensor):
         layer.weight = _shapes(layer, weight)
@@ -23,9 +23,9 @@ def quantize_into(layer: Any, weight: Tensor) -> nn.Module:
 
 
 def _shapes(layer: Any, weight: Tensor) -> nn.Parameter:
-    """Make the codes of a weight without numbers, with their scales as attributes.
+    """Quantise a fake tensor; its scales become attributes of the codes.
 
-    They are an ordinary parameter: a fake tensor cannot have a class of bitsandbytes.
+    The codes are an ordinary parameter, since a fake tensor cannot have a class of bitsandbytes.
     """
     from bitsandbytes import functional
     from bitsandbytes.nn.modules import Linear4bit
@@ -34,21 +34,21 @@ def _shapes(layer: Any, weight: Tensor) -> nn.Parameter:
     if isinstance(layer, Linear4bit):
         names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
         codes, state = functional.quantize_4bit(weight, **{name: settings[name] for name in names})
-        found = {"quant_state": state, "bnb_quantized": True}
+        attributes = {"quant_state": state, "bnb_quantized": True}
     else:
         codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
-        found = {"CB": codes, "SCB": scales}
-        layer.state.threshold = 0.0  # only numbers tell which features are outliers
+        attributes = {"CB": codes, "SCB": scales}
+        layer.state.threshold = 0.0  # outliers depend on values, which fake tensors lack
     parameter = nn.Parameter(codes, requires_grad=False)
-    vars(parameter).update(settings | found)
+    vars(parameter).update(settings | attributes)
     return parameter
 
 
 def quantize_as_checkpoint(model: nn.Module, settings: Any) -> None:
-    """Replace the linear layers of a model without numbers, as loading a quantised checkpoint does.
+    """Replace the linear layers of a model with fake weights, as loading a quantised checkpoint does.
 
     Args:
-        model: A model of transformers that was made in full precision.
+        model: A transformers model in full precision.
         settings: The `quantization_config` of the checkpoint.
     """
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -64,7 +64,7 @@ def quantize_as_checkpoint(model: nn.Module, settings: Any) -> None:
 
 
 def scales_of(module: nn.Module) -> Iterator[Tensor]:
-    """List the scales of quantised weights, which are neither parameters nor buffers."""
+    """Yield the scales of quantised weights, which are neither parameters nor buffers."""
     for part in module.modules():
         for owner in (*part.parameters(recurse=False), getattr(part, "state", None)):
             state = getattr(owner, "quant_state", None)

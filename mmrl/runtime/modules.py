@@ -1,4 +1,4 @@
-"""Helpers for models: where to load them from, precision, transforms, evaluation mode."""
+"""Helpers for models: sources, placement, precision, transforms, evaluation mode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LATER = "mmrl_float32_later"  # attribute of parameters that become float32 once
 
 
 def model_source(name: str) -> str:
-    """Return the folder or hub id of a model; raises `ValueError` for a path to a missing folder."""
+    """Return the folder or hub id of a model; raises `ValueError` for a missing folder."""
     folder = Path(name).expanduser()
     if name and folder.is_dir():
         return str(folder)
@@ -49,7 +49,7 @@ def model_source(name: str) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where models are loaded: onto which device (None: main memory), and what will be done with them."""
+    """Device (None: main memory) and purpose of loaded models; `loading_onto` explains the fields."""
 
     device: torch.device | None = None
     learns: bool = True
@@ -65,15 +65,14 @@ _PLACEMENT: ContextVar[Placement] = ContextVar("placement", default=TRAINING)
 def loading_onto(
     device: torch.device | None, *, learns: bool = True, shards: bool = False, empty: bool = False
 ) -> Iterator[None]:
-    """Load models inside this context straight onto a device, file by file, without a copy in main memory.
+    """Load models inside this context directly onto a device, file by file, without a copy in main memory.
 
     Args:
-        device: None: main memory, where weights in the dtype of their file stay mapped to it, so that
-            processes of one machine share them.
-        learns: Whether weights that policies train become float32; without it they keep their dtype.
-        shards: Whether they become float32 only after FSDP2 has sharded them (`Processes.place`), so that no
-            process holds a float32 copy of the model.
-        empty: Whether weights have shapes alone, for estimates of memory; no file of weights is read.
+        device: None: main memory, where weights stay memory-mapped and are shared between processes.
+        learns: Convert trained weights to float32.
+        shards: Convert them only after FSDP2 has sharded them (`Processes.place`), so that no process holds
+            a float32 copy of the model.
+        empty: Create fake weights (shapes only), for estimates of memory, without reading weight files.
     """
     token = _PLACEMENT.set(Placement(device, learns, shards, empty))
     try:
@@ -83,26 +82,26 @@ def loading_onto(
 
 
 def placement() -> Placement:
-    """Return where models are loaded at the moment."""
+    """Return the current placement of loaded models."""
     return _PLACEMENT.get()
 
 
 @cache
 def _fake() -> FakeTensorMode:
-    # With others than the weights, such as token ids, being real.
+    # Inputs such as token ids may be real tensors.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def making_weights() -> AbstractContextManager:
-    """Make weights that have shapes alone inside this context, where `loading_onto` says so.
+    """Create fake weights inside this context if `loading_onto` has `empty`.
 
-    What is computed with them has shapes alone, too, and takes neither memory nor time.
+    Results computed from them are fake as well, and take neither memory nor time.
     """
     return _fake() if placement().empty else nullcontext()
 
 
 class _Values(torch.autograd.Function):
-    """Zeros in place of a tensor, in its graph."""
+    """Replaces a tensor by zeros, and keeps it in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -110,28 +109,28 @@ class _Values(torch.autograd.Function):
 
 
 def with_values(tensor: Tensor) -> Tensor:
-    """Return a tensor, or zeros where it has a shape alone, for code that branches on numbers.
+    """Replace a fake tensor by zeros, for code that branches on values.
 
-    What it computed with stays in the graph, so that memory for the backward pass is counted.
+    The graph of the fake tensor stays, so that memory for the backward pass is counted.
     """
     return _Values.apply(tensor) if isinstance(tensor, FakeTensor) else tensor
 
 
 def keep_training_precision(model: nn.Module, *, now: bool = False) -> None:
-    """Convert trained weights to float32, since updates of 1e-6 vanish in 16 bits; frozen ones stay.
+    """Convert trained weights to float32, since updates of 1e-6 vanish in 16 bits.
 
-    Weights that will be sharded are converted after that, except `now`, as saved adapters need it.
+    Weights that will be sharded are only marked for a later conversion, unless `now` (for saved adapters).
     """
     for parameter in model.parameters() if placement().learns else ():
         if parameter.requires_grad and parameter.dtype in LOW:
             if placement().shards and not now:
                 vars(parameter)[LATER] = True
             else:
-                parameter.data = parameter.data.float()  # the Parameter stays, which others may refer to
+                parameter.data = parameter.data.float()  # in place: others hold the Parameter
 
 
 def stored_dtypes(folder: Path) -> dict[str, str]:
-    """Read the dtype of every weight in the safetensors files of a folder, by safetensors' names."""
+    """Read the dtype of every weight in the safetensors files of a folder, such as "BF16"."""
     from safetensors import SafetensorError, safe_open
 
     dtypes: dict[str, str] = {}
@@ -153,10 +152,10 @@ def widest_dtype(model: nn.Module, folder: Path) -> torch.dtype:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, saved: nn.Module) -> None:
-    """Copy the weights of a model of the same architecture, in place, bit for bit.
+    """Copy the weights of a model of the same architecture in place, bit for bit.
 
-    A 16-bit weight that was trained takes the dtype of the saved one: models that only answer are loaded in
-    16 bits, and checkpoints hold what was trained in float32.
+    A trained 16-bit weight takes the dtype of the saved one: models for inference are loaded in 16 bits, but
+    checkpoints hold trained weights in float32.
     """
     weights, trained = saved.state_dict(), {id(p): p for p in model.parameters() if p.requires_grad}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -179,7 +178,7 @@ def applied_transforms(model: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def record_transform(view: nn.Module, model: nn.Module, name: str, options: Mapping[str, Any]) -> nn.Module:
-    """Record on a view that a transform was applied to `model`; twice raises ValueError."""
+    """Record a transform of `model` on the result; raises `ValueError` if it was applied before."""
     for done in applied_transforms(model):
         if done["name"] == name:
             raise ValueError(
@@ -195,27 +194,26 @@ def twin(model: nn.Module) -> nn.Module:
     """Copy the modules, settings and hooks of a model; both share the same weight tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     for module in model.modules():
-        # The first call of an 8-bit layer of bitsandbytes takes codes and scales off its weight, which both
-        # share: the copy's call would leave the model without scales. So they are moved to the layer now.
+        # The first call of an 8-bit bitsandbytes layer moves codes and scales from the weight to the layer.
+        # With a shared weight, the call of the copy would leave the model without scales: move them now.
         if hasattr(module, "init_8bit_state"):
             if module.weight.CB is not None:
                 module.init_8bit_state()
             tensors += [value for value in vars(module.state).values() if isinstance(value, torch.Tensor)]
-    # What is in the memo of `deepcopy` counts as copied already, so the copy gets the tensors themselves.
+    # Tensors in the memo of `deepcopy` count as copied, so both models share them.
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 class Derived:
     """A transformed copy of a model that shares its weights and follows them in training.
 
-    Weights that both share are always current. Where a transform replaced weights (quantised, sliced), the
-    copy is made anew once the weights that the transform read have changed.
+    If the transforms replaced weights (quantised, sliced), the copy is rebuilt after these weights changed.
     """
 
     def __init__(self, model: nn.Module, transforms: Sequence[Callable]) -> None:
         self.model, self.transforms = model, transforms
         self.made: nn.Module | None = None
-        self._read: list[nn.Parameter] = []  # weights that the copy has in another form
+        self._read: list[nn.Parameter] = []  # weights of the model that the transforms replaced
         self._stamp: Any = None
 
     def __call__(self) -> nn.Module:
@@ -230,21 +228,21 @@ class Derived:
             copied = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
             shared = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
             parameters = list(self.model.parameters())
-            # What the copy lacks was replaced. One with tensors of its own besides may have read any weight.
+            # Weights that the copy lacks were replaced; if it only has more, any may have been read.
             replaced = [parameter for parameter in parameters if id(parameter) not in copied]
             self._read = replaced or (parameters if copied - shared else [])
             self._stamp = self._look()
         return self.made
 
     def _look(self) -> Any:
-        """Return what changes when weights change: in place, by other memory, or by another parameter."""
+        """Return a value that changes with the weights: in place, in other memory, or other parameters."""
         identities = tuple(id(p) for p in self.model.parameters())
         return identities, tuple((p._version, p.data_ptr()) for p in self._read)
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Set a module to evaluation mode inside this context; every part returns to its own mode."""
+    """Set a module to evaluation mode inside this context; afterwards every submodule has its mode again."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:

@@ -1,4 +1,4 @@
-"""Logits from the last hidden states of a language model, as its own forward pass makes them."""
+"""Logits from the last hidden states of a language model, equal to those of its forward pass."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OutputHead:
 
 
 class _States:
-    """What a model without its head returns: last hidden states, and nothing else."""
+    """Output of a model without its head: the last hidden states only."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -56,9 +56,9 @@ class _States:
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Raise ConfigError unless `OutputHead` makes the logits that the model's forward pass makes.
+    """Raise `ConfigError` unless `OutputHead` gives the logits of the model's forward pass.
 
-    Only what comes after the last layer is run, on states that are no text's.
+    Only the part after the last layer runs, on artificial hidden states.
     """
     core, head = model.base_model, OutputHead(model)
     weight = head.weight
@@ -81,8 +81,8 @@ def check_head(model: Any) -> None:
         del core.forward
         if before is not None:
             core.forward = before
-    found = head(hidden).float()
-    if not (found - wanted).norm() <= 0.02 * wanted.norm():
+    logits = head(hidden).float()
+    if not (logits - wanted).norm() <= 0.02 * wanted.norm():
         raise ConfigError(
             f"a model of type '{model.config.model_type}' does not take the logits of its head as they are; "
             "`mmrl.runtime.output_head.OutputHead` knows `logit_scale`, `lm_head_multiplier`, "

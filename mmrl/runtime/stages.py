@@ -1,4 +1,4 @@
-"""The record of a run in several stages: which of them are finished, and with which checkpoint."""
+"""The record of a run in several stages: finished stages and their checkpoints."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.schema import convert
 from mmrl.runtime.files import write_whole
 
-RECORD = "stages.json"  # of the output folder that has a folder for every stage
+RECORD = "stages.json"  # in the output folder, beside one folder per stage
 
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What is known of a stage.
+    """The record of a stage.
 
     Args:
-        name: Of the stage.
-        folder: The name of its folder.
-        checkpoint: The checkpoint that later stages go on from; empty until the stage is finished.
-        step: The steps that it took.
-        length: The keys that decide how long it is, as they were when it was finished.
-        metrics: Of the evaluation of the checkpoint, where there was one; without what a clock measured.
+        name: Name of the stage.
+        folder: Name of its folder.
+        checkpoint: Checkpoint that later stages begin from; empty until the stage is finished.
+        step: Number of its training steps.
+        length: Values of the keys that decided its length.
+        metrics: Metrics of the checkpoint's evaluation, if any, without times.
     """
 
     name: str
@@ -37,7 +37,7 @@ class StageRecord:
 
 
 def read_stages(home: Path) -> list[StageRecord]:
-    """Read the record in an output folder; empty where that has none, so that it holds no stages."""
+    """Read the record in an output folder; empty for a folder without stages."""
     path = home / RECORD
     if not path.exists():
         return []
@@ -53,9 +53,9 @@ def write_stages(home: Path, records: Sequence[StageRecord]) -> None:
 
 
 def last_finished(home: Path) -> Path | None:
-    """Find the checkpoint of the last finished stage; None where the folder holds no stages.
+    """Return the checkpoint of the last finished stage; None for a folder without stages.
 
-    Raises `ConfigError` where no stage is finished.
+    Raises `ConfigError` if no stage is finished.
     """
     records = read_stages(home)
     finished = [record for record in records if record.checkpoint]
@@ -66,13 +66,13 @@ def last_finished(home: Path) -> Path | None:
 
 
 def begun(home: Path) -> list[Path]:
-    """List the folders of the stages that have taken a step."""
+    """List the folders of stages with at least one finished step."""
     folders = [home / record.folder for record in read_stages(home)]
     return [folder for folder in folders if (folder / "metrics.jsonl").exists()]
 
 
 def check_alone(folder: Path) -> None:
-    """Raise `ConfigError` where the output folder of a run holds the stages of another file."""
+    """Raise `ConfigError` if the output folder of a run holds stages."""
     if records := read_stages(folder):
         raise ConfigError(
             f"'{folder}' holds the stages {', '.join(record.folder for record in records)}; name another "

@@ -1,4 +1,4 @@
-"""Nested states as JSON and a flat list of named tensors, for safetensors files."""
+"""Conversion of nested states to JSON and a flat mapping of named tensors, for safetensors files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """Convert a nested state to JSON; its tensors go into `tensors`, by their path in the state.
+    """Convert a nested state to JSON; add its tensors to `tensors` by their path in the state.
 
-    They are the state's own where these are on the CPU.
+    Tensors on the CPU are not copied.
     """
     match value:
         case Tensor():
@@ -30,7 +30,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy the tensors that share memory with another one, or are part of a larger one, for safetensors."""
+    """Copy tensors that share memory with another one or are part of a larger one; safetensors needs that."""
     seen: set[int] = set()
     own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -42,7 +42,7 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unflatten(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-    """Make the state that `flatten` took apart; tuples have become lists."""
+    """Rebuild the state that `flatten` converted; tuples become lists."""
     match tree:
         case {"tensor": name}:
             return tensors[name]

@@ -1,9 +1,8 @@
-"""Ends all processes of a run when one fails, hangs or is gone, so that none waits in a collective for ever.
+"""Ends all processes of a run if one fails, hangs or is lost, so that none waits in a collective for ever.
 
-A process that fails writes the reason into a `TCPStore`; a thread of every other process reads it. If the
-main thread is still waiting half a minute later, the process ends with the reason on its standard error. The
-same happens when a process that is alive does not come to a collective within a limit, and sooner when one is
-killed or its machine cannot be reached.
+A failing process writes the reason into a `TCPStore`, which a thread of every other process reads. If the
+main thread still waits half a minute later, the process exits and prints the reason. The same happens if a
+process does not reach a collective within a limit, and sooner if one is killed or its machine is unreachable.
 """
 
 from __future__ import annotations
@@ -23,26 +22,25 @@ from mmrl.runtime.links import Links
 
 PERIOD = 0.25  # seconds between two reads of the store
 GRACE = 30.0  # seconds that a process has to end by itself
-SOON = 5.0  # seconds that it has where another process is gone, which nothing will bring back
+SOON = 5.0  # the same after a process was lost
 FAREWELL = 5.0  # seconds that a failed process waits for the others to read the reason
 KEY = "failed"
-LATE = "did not come to"  # in the message about a process that hangs
-GONE = ") is gone: "  # in the message about one that was killed
+LATE = "did not come to"  # marks messages about a process that hangs
+GONE = ") is gone: "  # marks messages about a lost process
 
 
 @dataclass
 class Stop:
-    """The first signal that asked a run to stop, by name; empty until there is one."""
+    """Name of the first signal that asked a run to stop; empty until then."""
 
     asked: str = ""
 
 
 @contextmanager
 def listening(loud: bool) -> Iterator[Stop]:
-    """Take SIGTERM and SIGINT (Ctrl-C) as requests to stop, inside this context.
+    """Treat SIGTERM and SIGINT (Ctrl-C) as requests to stop inside this context.
 
-    The second one interrupts. Python delivers signals to the main thread only; in other threads this does
-    nothing.
+    The second signal interrupts. In other threads than the main one this does nothing.
     """
     stop = Stop()
 
@@ -52,7 +50,7 @@ def listening(loud: bool) -> Iterator[Stop]:
             raise KeyboardInterrupt(f"{name} for the second time")
         stop.asked = name
         if loud:
-            # A handler may interrupt a print of the same stream, so this goes to the file itself.
+            # A handler may interrupt a print to the same stream, so write to the file descriptor.
             os.write(2, f"\n{name}: this step is finished and saved; once more to leave at once\n".encode())
 
     inside_main = threading.current_thread() is threading.main_thread()
@@ -66,14 +64,18 @@ def listening(loud: bool) -> Iterator[Stop]:
 
 
 class ProcessFailed(RuntimeError):
-    """Another process failed, and this one cannot go on without it."""
+    """Another process failed, so that this one cannot continue."""
 
 
 class Watch:
     """Exchanges failures with the other processes inside this context.
 
-    Its own failure is sent unless all know it (`known`). No process is waited for longer than `limit`
-    seconds.
+    Args:
+        rank: Rank of this process.
+        world: Number of processes.
+        exchange: Gathers bytes from every process, by rank.
+        known: Whether all processes know of this process's failure already.
+        limit: Seconds that a process may be late at a collective.
     """
 
     def __init__(
@@ -87,9 +89,9 @@ class Watch:
         from torch.distributed import TCPStore
 
         self.rank, self.world, self.known, self.limit = rank, world, known, limit
-        self.place = (0, "the beginning")  # number of meetings that this process came to, and the last one
+        self.place = (0, "the beginning")  # number and name of the last collective of this process
         self.waiting = False
-        self.stays = 0  # of other processes for process 0, so far
+        self.stays = 0  # calls of `waiting_for_main`
         self.heard = ""
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._listen, daemon=True)
@@ -105,7 +107,7 @@ class Watch:
 
     @contextmanager
     def meeting(self, where: str) -> Iterator[None]:
-        """Come to a point where this process waits for every other one."""
+        """Mark a collective that waits for every other process."""
         self.place, self.waiting = (self.place[0] + 1, where), True
         try:
             yield
@@ -114,7 +116,7 @@ class Watch:
 
     @contextmanager
     def waiting_for_main(self) -> Iterator[None]:
-        """Wait at the end of this context for process 0, without a limit of time."""
+        """Wait for process 0 at the end of this context, without a time limit."""
         self.stays += 1
         key = f"left {self.stays}"
         yield
@@ -157,7 +159,7 @@ class Watch:
             time.sleep(PERIOD / 5)
 
     def _lost(self, words: str) -> None:
-        """Tell all that are left that a process is gone, and end soon where the main thread waits for it."""
+        """Publish that a process is lost, and exit soon if the main thread waits for it."""
         if self.heard or self.over.is_set():
             return
         self.heard = words
@@ -167,16 +169,16 @@ class Watch:
         self._end(words, SOON)
 
     def _end(self, words: str, patience: float) -> None:
-        """End this process with words, unless its main thread ends by itself within some seconds."""
+        """Print a reason and exit, unless the main thread leaves the context within `patience` seconds."""
         if not self.over.wait(patience):
             os.write(2, f"failed: {ProcessFailed.__name__}: {words}\n".encode())
             os._exit(1)
 
     def _listen(self) -> None:
-        """Publish where this process is, and read failures of others, until the context is over."""
+        """Publish the last collective of this process and read failures of others, until the context ends."""
         shown, waited = None, 0.0
         while not self.over.wait(PERIOD):
-            # Periods are counted instead of time, which goes on while all processes are suspended together.
+            # Count periods: wall time goes on while all processes are suspended together.
             waited = waited + PERIOD if self.waiting and shown is self.place else 0.0
             try:
                 if shown is not self.place:
@@ -202,7 +204,7 @@ class Watch:
             return
 
     def _name_the_late(self, count: int, where: str) -> None:
-        """Send the processes that have not come to where this one waits, if there are any."""
+        """Publish which processes have not reached the collective that this one waits in."""
         keys = [f"at {rank}" for rank in range(self.world)]
         places = [json.loads(self.store.get(key)) if self.store.check([key]) else (0, "") for key in keys]
         late = [

@@ -1,4 +1,4 @@
-"""Weights are those that were named: models whose files hold every weight, and adapters that fit."""
+"""Checks of loaded weights: complete model files, and adapters that fit their model."""
 
 from __future__ import annotations
 
@@ -17,29 +17,33 @@ from mmrl.runtime.content_hash import of_tensors
 from mmrl.runtime.modules import DTYPES, placement, stored_dtypes
 
 log = logging.getLogger("mmrl")
-# Weights that older files hold beside those of the model: what is computed anew, and copies of tied ones.
+# Extra weights in older files: buffers that are computed anew, and copies of tied weights.
 BUFFERS = re.compile(r"(position_ids|inv_freq|masked_bias|attn\.bias|num_batches_tracked|lm_head\.weight)$")
 FEW_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F4")  # of safetensors; without scales they are other numbers
-BASE = "mmrl_base_weights"  # in the header of an adapter: a hash of the frozen weights below it
-# Settings of a `LoraConfig` that decide what the weights of an adapter do.
+BASE = "mmrl_base_weights"  # header key of an adapter file: hash of the base weights
+# Settings of a `LoraConfig` that change the effect of given adapter weights.
 EFFECTIVE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
-# Settings that do not matter once the weights are there; the names of weights tell which modules have some.
+# Settings without effect once weights exist; weight names tell the adapted modules.
 PAST = (
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "init_lora_weights",
     "layers_to_transform", "layers_pattern", "runtime_config", "ensure_weight_tying",
 )  # fmt: skip
-# Starts of `init_lora_weights` that change the weights of the base too.
+# Values of `init_lora_weights` (prefixes) that change the base weights too.
 REWRITING = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 
 
 def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
-    """Load a model of transformers or diffusers from safetensors.
+    """Load a model of transformers or diffusers from safetensors files that hold every weight.
 
-    `kind` is the class, `options` are those of its `from_pretrained`. Raises `ValueError` where the files
-    lack weights, have other shapes, hold NaN or integers, or cannot be read: transformers would begin with
-    random or rounded numbers in their place. A folder that holds an adapter too is refused, as transformers
-    would put it on the model. Weights that the model does not use are logged.
+    Raises `ValueError` if weights are missing, have other shapes, hold NaN or integers, or cannot be read;
+    transformers would use random or rounded numbers instead. A folder with an adapter beside the model is
+    refused, since transformers would apply it. Unused weights are logged.
+
+    Args:
+        kind: Class of the model.
+        source: Folder or hub id.
+        options: Options of `kind.from_pretrained`.
     """
     from safetensors import SafetensorError
 
@@ -99,7 +103,7 @@ def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
 def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the weights of an adapter and the header of its file.
 
-    Raises `ValueError` for a file that is damaged, empty, or holds NaN, infinity or whole numbers.
+    Raises `ValueError` for a damaged or empty file, and for NaN, infinity or integers.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -121,7 +125,7 @@ def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def lora_config(settings: Mapping[str, Any], folder: str | Path) -> Any:
-    """Make peft's `LoraConfig`; raise `ValueError` for settings that peft or this toolkit cannot train."""
+    """Create peft's `LoraConfig`; raise `ValueError` for settings that cannot be trained."""
     from peft import LoraConfig
 
     try:
@@ -135,9 +139,9 @@ def lora_config(settings: Mapping[str, Any], folder: str | Path) -> Any:
 
 
 def check_trainable(config: Any, folder: str | Path) -> Any:
-    """Return a `LoraConfig` whose adapter can be trained further; raise `ValueError` for another.
+    """Return a `LoraConfig` if its adapter can be trained further; raise `ValueError` otherwise.
 
-    The reference is the model without the adapter, so nothing else may change with it.
+    The reference model is the model without adapter, so an adapter must not change base weights.
     """
     if str(config.init_lora_weights).startswith(REWRITING):
         raise ConfigError(
@@ -156,7 +160,7 @@ def check_trainable(config: Any, folder: str | Path) -> Any:
 
 
 def check_adapter(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], folder: str | Path) -> None:
-    """Raise `ValueError` where a saved adapter lacks weights of `own` or has others."""
+    """Raise `ValueError` unless a saved adapter has the same weight names and shapes as `own`."""
     shapes = [{(name, *value.shape) for name, value in held.items()} for held in (own, weights)]
     if odd := sorted(shapes[0] ^ shapes[1]):
         raise ConfigError(
@@ -167,7 +171,7 @@ def check_adapter(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], fold
 
 
 def check_settings(saved: Any, own: Any, folder: str | Path) -> None:
-    """Raise `ValueError` where two `LoraConfig` make other models of the same weights."""
+    """Raise `ValueError` if two `LoraConfig` give different models for the same weights."""
     pairs = {name: (getattr(saved, name) or None, getattr(own, name) or None) for name in EFFECTIVE}
     if odd := [f"{name} {then}, not {now}" for name, (then, now) in pairs.items() if then != now]:
         raise ConfigError(
@@ -177,7 +181,7 @@ def check_settings(saved: Any, own: Any, folder: str | Path) -> None:
 
 
 def check_base(base: str, own: str, folder: str | Path) -> None:
-    """Raise `ValueError` where an adapter was trained over other weights, by the hashes of both."""
+    """Raise `ValueError` if the base weights of an adapter have another hash than those of the model."""
     if base and own and base != own:
         raise ConfigError(
             f"the adapter in '{folder}' was trained over other weights than those of the model (their hashes "
@@ -186,9 +190,9 @@ def check_base(base: str, own: str, folder: str | Path) -> None:
 
 
 def base_hash(frozen: Iterable[Tensor]) -> str:
-    """Hash the frozen weights below an adapter, rounded to bfloat16, so that float32 has the same hash.
+    """Hash the base weights of an adapter, rounded to bfloat16, so that float32 copies hash equally.
 
-    Empty for float16, which rounds otherwise, for weights in few bits, and for those with shapes alone.
+    Empty for float16 (rounds differently), quantised and fake weights.
     """
     frozen = list(frozen)
     if placement().empty or any(

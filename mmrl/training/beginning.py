@@ -1,4 +1,4 @@
-"""Begins a run from the weights of another one, and carries over more of it where `carry` says so."""
+"""Starts a run from the weights of another one (`init_from`), and from parts of its state (`carry`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def begin_from(run: Run, folder: Path) -> None:
-    """Load the weights to begin with; `frozen` references keep those of before, the policy's own."""
+    """Load the initial weights of the policy; `frozen` references keep the weights of `policy.model`."""
     with (
         gathered(run.policy.module, changed=True) as loads,
         run.processes.fail_together(f"loading '{folder}'"),
@@ -34,7 +34,7 @@ def begin_from(run: Run, folder: Path) -> None:
                 "set up the policy as it was for them (policy.model, lora_rank), or name another folder"
             ) from error
     for reference in run.method.references.values():
-        # Moving averages begin where the policy begins.
+        # Moving averages start from the loaded weights.
         if reference.decay < 1 or run.config.init_references:
             reference.snapshot()
     if run.config.carry:
@@ -43,24 +43,24 @@ def begin_from(run: Run, folder: Path) -> None:
 
 
 def _carry(run: Run, folder: Path) -> None:
-    """Take over what `carry` names from the state of another run's checkpoint."""
-    carried, trained = run.config.carry, run.method.trained
+    """Restore the parts of another run's checkpoint that `carry` names."""
+    carried, learner = run.config.carry, run.learner
     state = together(run.processes, partial(checkpoint.read_state, folder))
     pieces = run.stateful["pieces"]
     places = {place for place in {*pieces, *state["pieces"]} if inside(place, *carried)}
     try:
         if "optimizer" in carried:
-            groups = run.method.optimizer.param_groups
+            groups = learner.optimizer.param_groups
             configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            run.processes.take_up(run.method.optimizer, state["optimizer"], trained)
-            for group, options in zip(run.method.optimizer.param_groups, configured, strict=True):
-                group |= options  # the moments go on, with the weight decay and betas of this run
+            learner.optimizer.load_state_dict(reshard_state(state["optimizer"], learner.trained))
+            for group, options in zip(learner.optimizer.param_groups, configured, strict=True):
+                group |= options  # keep the moments, with the weight decay and betas of this run
         if "references" in carried:
             with run.whole_weights(changed=True) as loads, run.processes.fail_together(f"loading '{folder}'"):
                 for second in run.seconds.values() if loads else ():
                     second.load(folder)
             for name, reference in run.stateful["references"].items():
-                like = () if name in run.seconds else trained
+                like = () if name in run.seconds else learner.trained
                 reference.load_state_dict(reshard_state(state["references"][name], like))
         for place in sorted(places):
             pieces[place].load_state_dict(state["pieces"][place])
@@ -75,10 +75,9 @@ def _carry(run: Run, folder: Path) -> None:
 
 
 def together(processes: Processes, work: Callable[[], T]) -> T:
-    """Do a part of loading a checkpoint on every process.
+    """Run a part of loading a checkpoint on every process.
 
-    Where process 0 cannot use the checkpoint, `CheckpointError` on all; where only another one cannot, all
-    fail.
+    If process 0 cannot use the checkpoint, all raise `CheckpointError`; if only another one cannot, all fail.
     """
     error: CheckpointError | None = None
     results: list[T] = []
@@ -86,7 +85,7 @@ def together(processes: Processes, work: Callable[[], T]) -> T:
         results.append(work())
     except CheckpointError as raised:
         error = raised
-    except ProcessFailed:  # another process has the reason
+    except ProcessFailed:  # another process reports the reason
         processes.known = False  # an older checkpoint may do
     reasons = processes.all_gather_object(None if error is None else error.args[0])
     if reasons[0] is not None:

@@ -31,8 +31,8 @@ from mmrl.training.trainer import Best, Run
 from mmrl.training.unreadable import FILE, taken_out
 
 CONFIG = "config.yaml"
-CHANGES = "changes.jsonl"  # keys that changed between a stop and a resumption; never rewound
-# What a run writes into its folder, besides checkpoints.
+CHANGES = "changes.jsonl"  # keys that changed before a run was resumed; never truncated
+# Files and folders of a run, besides checkpoints.
 WRITES = (
     CONFIG, CHANGES, "metrics.jsonl", "warnings.jsonl", "completions", "predictions", "evaluation.json",
     "report.html", "stages.json", FILE,
@@ -42,10 +42,10 @@ WRITES = (
 
 
 def save(run: Run) -> None:
-    """Write `checkpoint-{step}`: the model folder of its library, and the state that resuming needs."""
+    """Write `checkpoint-{step}`: the model in its library's format, and the state for resuming."""
     folder = run.folder / f"checkpoint-{run.progress.step}"
     run.rank_checkpoint()  # before the state, which names the best checkpoint
-    run.signal.compare(of_tensors(run.method.trained), run.progress.step)
+    run.signal.compare(of_tensors(run.learner.trained), run.progress.step)
     state = whole(run.state_dict())  # on process 0; every process takes part
     limit, best = run.config.save_total_limit, run.progress.best.step
     with run.processes.fail_together(f"saving '{folder}'"), run.whole_weights():
@@ -55,7 +55,7 @@ def save(run: Run) -> None:
 
 
 def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
-    """Write a checkpoint under a temporary name and rename it; remove what could not be written whole."""
+    """Write a checkpoint under a temporary name and rename it; remove it if writing fails."""
     from safetensors import SafetensorError
 
     unfinished = folder.with_name(f"{folder.name}.tmp")
@@ -81,7 +81,7 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
 
 
 def write_model(run: Run, folder: Path) -> None:
-    """Write the model as it is now, with its card, as a folder that its library loads."""
+    """Write the current model and its card as a folder that its library loads."""
     with run.processes.fail_together(f"writing '{folder}'"), gathered(run.policy.module):
         if run.processes.main:
             run.policy.save(folder)
@@ -89,7 +89,7 @@ def write_model(run: Run, folder: Path) -> None:
 
 
 def publish(run: Run) -> None:
-    """Add the last evaluation to the model card of the last checkpoint, name the best one, and upload."""
+    """Finish the model card of the last checkpoint, print the best checkpoint, and upload it if asked."""
     if not run.processes.main:
         return
     config, progress, say = run.config, run.progress, run.report.console.say
@@ -108,11 +108,11 @@ def publish(run: Run) -> None:
 # ---- resuming
 
 OF_EVALUATION = " of the evaluation"
-OF_DATA = ("prompts", "media")  # what `of_prompts` hashes
+OF_DATA = ("prompts", "media")  # keys of `of_prompts`
 
 
 def resume(run: Run) -> int:
-    """Prepare the output folder, load the last whole checkpoint in it, and return the step to go on with."""
+    """Prepare the output folder, load its last complete checkpoint, and return the next step."""
     processes = run.processes
     changed: Changes = {}
     with processes.fail_together("opening the output folder"):
@@ -131,7 +131,7 @@ def resume(run: Run) -> int:
     start = _load_latest(run, changed)
     if processes.main:
         _record(run, changed, start)
-        # A run that was killed right after its last checkpoint has not removed the older ones.
+        # A run that was killed right after its last checkpoint has not pruned older ones.
         limit, best = run.config.save_total_limit, run.progress.best.step
         checkpoint.prune(run.folder, limit, start, best, run.report.warn)
     run.report.begin(start)
@@ -139,7 +139,7 @@ def resume(run: Run) -> int:
 
 
 def _record(run: Run, changed: Changes, start: int) -> None:
-    """Write down what changed in the configuration, and then the configuration as it is now."""
+    """Record changed keys in `changes.jsonl`, then write the current configuration."""
     for key, (old, new) in changed.items():
         if not inside(key, *UNTOLD):
             Journal(run.folder, CHANGES).write({"step": start, "key": key, "old": old, "new": new})
@@ -150,7 +150,7 @@ def _record(run: Run, changed: Changes, start: int) -> None:
 
 
 def _load_latest(run: Run, changed: Changes) -> int:
-    """Load the latest checkpoint that is whole and fits, as process 0 sees it; 0 where there is none."""
+    """Load the latest usable checkpoint, as process 0 sees it; return its step, 0 without any."""
     refused: list[str] = []
     processes, say = run.processes, run.report.console.say
     seen = [folder.name for folder in checkpoint.checkpoints(run.folder)] if processes.main else []
@@ -194,7 +194,7 @@ def _load_latest(run: Run, changed: Changes) -> int:
 
 
 def _read_state(run: Run, folder: Path, changed: Changes) -> tuple[dict[str, Any], str]:
-    """Read the state of a checkpoint of this run, and its hash; what changed since then starts afresh."""
+    """Read the state of a checkpoint of this run, and its hash; reset pieces whose keys changed."""
     state = checkpoint.read_state(folder)
     if not checkpoint.of_run(folder):
         raise CheckpointError(f"'{folder}' is a checkpoint of another run")
@@ -211,7 +211,7 @@ def _read_state(run: Run, folder: Path, changed: Changes) -> tuple[dict[str, Any
 
 
 def _start_afresh(run: Run, state: dict[str, Any], changed: Changes) -> None:
-    """Give what depends on changed keys its state of a new run: schedules, checks, the best checkpoint."""
+    """Reset the state that depends on changed keys: schedules, checks, the best checkpoint."""
     pieces, now = state.get("pieces", {}), run.stateful["pieces"]
     for place in {*pieces, *now}:
         if inside(place, *MAY_CHANGE) and any(inside(key, place) or inside(place, key) for key in changed):
@@ -225,7 +225,7 @@ def _start_afresh(run: Run, state: dict[str, Any], changed: Changes) -> None:
 
 
 def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Load a checkpoint, and return what has to be the same on every process."""
+    """Load a checkpoint; return values that must be equal on every process."""
     loading = run.processes.fail_together(f"loading '{folder}'")
     try:
         with run.whole_weights(changed=True) as loads, loading:
@@ -247,7 +247,7 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def check_output_folder(config: Config) -> None:
-    """Raise `ConfigError` where the output folder is in use or contains another run; nothing is loaded."""
+    """Raise `ConfigError` if the output folder is in use or holds another run, before anything is loaded."""
     folder = Path(config.output_dir)
     _check_folder(config, folder)
     check_free(folder)
@@ -269,7 +269,7 @@ def check_output_folder(config: Config) -> None:
 
 
 def _check_folder(config: Config, folder: Path) -> None:
-    """Raise `ConfigError` where a run must not write into a folder, or must not throw away what is there."""
+    """Raise `ConfigError` if a run must not write into a folder, or must not overwrite its content."""
     numbered = [path.name for path in checkpoint.checkpoints(folder)]
     found = check_owner(folder, "train", [*WRITES, *numbered])
     others = [path for path in content(folder) if mark_of(path).get("by") != "evaluate"]
@@ -281,20 +281,21 @@ def _check_folder(config: Config, folder: Path) -> None:
 
 
 def _open_folder(run: Run) -> tuple[Changes, dict[str, Any]]:
-    """Make the output folder that of this run, empty where asked for.
+    """Prepare the output folder of a run; empty it if `overwrite_output_dir` is on.
 
-    Returns what changed in its keys, and what the run is made with.
+    Returns the keys that changed since the run began, and the record of the run.
     """
     folder, written = run.folder, run.folder / CONFIG
     _check_folder(run.config, folder)
     if run.config.overwrite_output_dir:
-        # The configuration and the mark go last: after a kill, the rest is still known to be a run.
+        # Remove configuration and mark last, so that a killed removal still leaves a recognisable run.
         for path in (*(path for path in content(folder) if path != written), written, folder / MARK):
             remove(path)
     record, begun = record_of(run.config), _begun(folder)
     known = _known(folder) if begun else {"run": name_of(record)}
     changed = _changes(run.config, folder, record, run.report.warn)
-    for name in () if begun else ("completions", "warnings.jsonl", CHANGES):  # of a run that failed at once
+    # Files of a run that failed before its first step.
+    for name in () if begun else ("completions", "warnings.jsonl", CHANGES):
         remove(folder / name)
     checkpoint.tidy(folder, run.report.warn)
     if not (begun and written.exists()):
@@ -305,24 +306,23 @@ def _open_folder(run: Run) -> tuple[Changes, dict[str, Any]]:
 
 
 def _known(folder: Path) -> dict[str, Any]:
-    """Read what the run in a folder was made with, from the folder or else from its last checkpoint."""
+    """Read the record of the run in a folder, from the folder or else from its last checkpoint."""
     found = mark_of(folder)
     latest = checkpoint.finished(folder)
     return mark_of(latest[0]) if "run" not in found and latest else found
 
 
 def _begun(folder: Path) -> bool:
-    """Return whether a run in a folder has come as far as a checkpoint or a line of metrics."""
+    """Whether the run in a folder has a checkpoint or a line of metrics."""
     journal = Journal(folder).path
     return bool(checkpoint.checkpoints(folder)) or (journal.exists() and journal.stat().st_size > 0)
 
 
 def _changes(config: Config, folder: Path, record: Mapping[str, Any], warn: Callable[[str], None]) -> Changes:
-    """List the keys that changed since a run was begun in a folder, each with its value before and now.
+    """List the keys that changed since the run in a folder began, with their values before and now.
 
-    Raises `ConfigError` where one of them must not change, or the code of a reward or another piece, or where
-    the written configuration is broken. Other versions go to `warn`. A run that failed before its first step
-    counts as none.
+    Raises `ConfigError` if a key or the code of a piece must not change, or the written configuration is
+    broken. Changed versions go to `warn`. A run that failed before its first step counts as none.
     """
     if not _begun(folder):
         return {}
@@ -349,7 +349,7 @@ def _changes(config: Config, folder: Path, record: Mapping[str, Any], warn: Call
 
 
 def _check_fixed(folder: Path, found: Changes) -> Changes:
-    """Raise `ConfigError` at changes of keys that must not change; return all of them."""
+    """Return the changes; raise `ConfigError` if one of their keys must not change."""
     fixed = {key: both for key, both in found.items() if not may_change(key)}
     if fixed:
         raise ConfigError(
@@ -361,7 +361,7 @@ def _check_fixed(folder: Path, found: Changes) -> Changes:
 
 
 def _changed_keys(config: Config, written: Path) -> Changes:
-    """List what differs from the configuration that was written when the run was begun."""
+    """List the differences from the configuration that was written when the run began."""
     if not written.exists():
         return {}
     last = dataclasses.fields(Config)[-1].name
@@ -375,6 +375,6 @@ def _changed_keys(config: Config, written: Path) -> Changes:
             f"'{written}' is broken, so it is unknown which run is there: {fault}. If it is this run, remove "
             "that file and start it again: it goes on from its last checkpoint; else name another output_dir"
         ) from error
-    with suppress(ConfigError):  # keys that did not exist when it was written get their defaults
+    with suppress(ConfigError):  # new keys get their defaults
         raw = as_plain(parse(raw, Config))
     return differences(raw, as_plain(config))

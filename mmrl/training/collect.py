@@ -17,23 +17,23 @@ from mmrl.core.protocols import Replay
 from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.runtime.distributed import place_of
-from mmrl.training.ahead import draw_prompts
+from mmrl.training.ahead import requested_prompts
 from mmrl.training.nonfinite import rolling_out
 from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
 
-ROUNDS = 10  # rounds that a reward may not apply to: answers have to be good enough for some
-DRAWS = 10  # of which all prompts may be unreadable
-PROMPTS = 1000  # prompts, or all there are: a task may have a small share of the data
+ROUNDS = 10  # rounds that a reward may not apply to: some need answers of a certain quality
+DRAWS = 10  # draws in a row whose prompts may all be unreadable
+PROMPTS = 1000  # prompts (or all) that a reward may not apply to: a task may be a small share of the data
 
 
 def collect(run: Run) -> Collection:
-    """Collect `num_prompts` groups, in up to `max_rounds` rounds: the filter's losses are drawn again."""
+    """Collect `num_prompts` groups in up to `max_rounds` rounds; dropped groups are replaced."""
     rollouts, table, keep = (), RewardTable.empty(), torch.zeros(0, dtype=torch.bool)
     stand_in: Rollouts = ()
     method, size = run.method, run.config.rollout
     for number in range(size.max_rounds):
-        run.stream.round = number  # each round has random draws of its own
+        run.stream.round = number  # keys the random draws
         done = readable(run, size.num_prompts - table.num_groups(keep), table)
         if done is None:
             break
@@ -46,7 +46,7 @@ def collect(run: Run) -> Collection:
         for observer in run.observers:
             observer.observe(fresh, scored)
         rollouts, table = rollouts + fresh, table.join(scored)
-        # Groups with a faulty reward are asked anew.
+        # Groups with a faulty reward are replaced too.
         keep = of_episodes(method.group_filter, table) & table.learn.any(-1)
     run.stream.round = 0
     if not stand_in:
@@ -62,9 +62,9 @@ def collect(run: Run) -> Collection:
 def made_and_scored(
     run: Run, prompts: list[Prompt], table: RewardTable
 ) -> tuple[list[str], Rollouts, Rollouts, RewardTable] | None:
-    """Roll out prompts and score this process's rows; None where a prompt turned out to be unreadable.
+    """Roll out prompts and score the rows of this process; None if a prompt was unreadable.
 
-    Returns the order of the prompts, the rows that count, all rows, and the table of those that count.
+    Returns the uids of the prompts in order, the rows that count, all rows, and the table of rows that count.
     """
     method, order = run.method, [prompt.uid for prompt in prompts]
     mine, counts = run.processes.assign_prompts(prompts, table)
@@ -81,10 +81,10 @@ def made_and_scored(
 
 
 def readable(run: Run, missing: int, table: RewardTable) -> Any:
-    """Draw prompts, and drop those that cannot be read, or raise, until all of the others are rolled out."""
+    """Draw prompts and roll them out; drop unreadable ones, or raise if these are an error."""
     number = run.stream.round
     for attempt in range(DRAWS):
-        run.stream.round = number + attempt * run.config.rollout.max_rounds  # each has draws of its own
+        run.stream.round = number + attempt * run.config.rollout.max_rounds  # keys the random draws
         drawn_now = draw_prompts(run, missing)
         prompts = run.unreadable.rest(drawn_now)
         while prompts:
@@ -96,8 +96,16 @@ def readable(run: Run, missing: int, table: RewardTable) -> Any:
     raise ConfigError(f"none of the prompts of {DRAWS} draws can be read: {run.unreadable.error()}")
 
 
+def draw_prompts(run: Run, missing: int) -> list[Prompt]:
+    """Draw the prompts of a round, or return those whose rollouts were requested a step ahead."""
+    ahead, run.ahead = run.ahead, None
+    if ahead is not None:
+        return requested_prompts(run, ahead)
+    return run.method.sampler.draw(missing, run.config.rollout.num_generations) if missing > 0 else []
+
+
 def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple[Collection, RewardTable]:
-    """Exchange rows of a collection for rows of earlier steps that have their advantages already."""
+    """Replace rows of a collection by rows of earlier steps that already have advantages."""
     for replay in run.replays:
         keep, added, credited = replay.replay_after(collection.table, credit)
         collection, added = exchange_rows(run, replay, collection, keep, added)
@@ -108,7 +116,10 @@ def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple
 def exchange_rows(
     run: Run, replay: Replay, collection: Collection, keep: Tensor, added: RewardTable
 ) -> tuple[Collection, RewardTable]:
-    """Keep rows (N,) bool of a collection and add others, each on a process; return what was added too."""
+    """Keep the rows `keep` (N,) of a collection, add others and assign them to processes.
+
+    Returns the collection, and the added rows with their processes.
+    """
     kept, table = pick(collection.rollouts, collection.table, keep)
     homes = run.processes.homes(Counter(added.uids), table)
     ranks = torch.tensor([homes[uid] for uid in added.uids], dtype=torch.int64)
@@ -119,29 +130,33 @@ def exchange_rows(
 
 
 def in_order(rollouts: Rollouts, order: Sequence[str]) -> Rollouts:
-    """Sort rollouts as on a single process: by `place_of` their prompts."""
+    """Sort rollouts by the order of their prompts, as on a single process."""
     place = place_of(order)
     return tuple(sorted(rollouts, key=lambda row: place(row.prompt.uid)))
 
 
 def pick(rollouts: Rollouts, table: RewardTable, keep: Tensor) -> tuple[Rollouts, RewardTable]:
-    """Keep rows (N,) bool of a table and of this process's rollouts."""
+    """Select the rows `keep` (N,) of a table, and the rollouts of this process among them."""
     mine = keep[table.mine].tolist()
     return tuple(row for row, kept in zip(rollouts, mine, strict=True) if kept), table.select(keep)
 
 
 class RewardCoverage:
-    """Stops a run when a reward gave None for all answers, so that nothing is learned from it.
+    """Stops a run if a reward gave None for all answers, so that nothing is learned from it.
 
-    It waits for `ROUNDS` rounds, and for all prompts or `PROMPTS` of them. A label (weight 0) may be None
-    unless it is among the names that are `read`, by the chain, and so may a reward with `on_absent: warn`.
-    Rounds in which a reward failed do not count for it.
+    The check waits for `ROUNDS` rounds and for `PROMPTS` prompts (or all). Rounds in which a reward failed do
+    not count. Exempt are rewards with `on_absent: warn`, and labels (weight 0) that no chain reads.
+
+    Args:
+        rewards: The rewards of the run.
+        prompts: Number of prompts of the data.
+        read: Names of the labels that chains read.
     """
 
     def __init__(self, rewards: Sequence[Bound], prompts: int, read: Set[str] = frozenset()) -> None:
         raising = [b for b in rewards if b.call.get("on_absent", "raise") == "raise"]
         watched = [b.name for b in raising if b.weight or b.name in read]
-        self.absent = dict.fromkeys(watched, 0)  # prompts so far; a reward that applied is taken out
+        self.absent = dict.fromkeys(watched, 0)  # number of prompts by reward that never applied
         self.rounds, self.enough = 0, min(prompts, PROMPTS)
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:

@@ -1,4 +1,4 @@
-"""Lets pieces ask second models what prompts are worth before they are answered."""
+"""Gives pieces the values that a second model assigns to prompts before they are answered."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def values_of(
     processes: Processes,
     micro_batch_steps: int,
 ) -> list[float]:
-    """Return a second model's value before the first step of an answer to each prompt.
+    """Return a second model's value before the first step of an answer, for each prompt.
 
-    Every process computes them, and those of the first count, so that all agree to the last bit. A prompt
-    that cannot be read has the mean of the others: what to do with it is known when it is asked.
+    Every process computes all values and uses those of process 0, so that they agree bit for bit. An
+    unreadable prompt gets the mean of the others; it is handled when it is rolled out.
     """
     rows, unread = dict[int, Trajectory](), None
     for place, prompt in enumerate(prompts):
@@ -52,7 +52,7 @@ def connect(
     processes: Processes,
     micro_batch_steps: int,
 ) -> None:
-    """Give every piece that names a second model the function that values prompts by it."""
+    """Pass every piece that names a second model a function that computes its values of prompts."""
     for piece in pieces.that_are(UsesValueModel).values():
         if piece.value_model:
             model = references[piece.value_model]

@@ -42,26 +42,26 @@ class Evaluator:
     num_generations: int = 1
     confidence: float = 0.95
     correct: str = ""
-    prepare: Sequence[Preparing] = ()  # samplers of the run that put something before every prompt
+    prepare: Sequence[Preparing] = ()  # samplers of the run that add text before every prompt
     unreadable: Unreadable = field(default_factory=Unreadable)
 
     def agreed(self) -> Evaluator:
-        """Return itself; raise on every process where one reads other prompts or weights than process 0."""
+        """Return itself; raise on every process unless all have the prompts and weights of process 0."""
         if self.processes.world > 1:
             self.processes.assert_equal(of_prompts(self.data) | {"weights": of_weights(self.engine.policy)})
         return self
 
     def measure(self, intervals: bool = True, state: TrainerState | None = None) -> Measured:
-        """Answer every prompt, score, and compute every metric, with bootstrap intervals if wanted.
+        """Answer and score every prompt, and compute the metrics, with bootstrap intervals if `intervals`.
 
-        `state` is the progress of the training that rewards read.
+        `state` is the training progress, for rewards.
         """
         rollouts, table, log = (), RewardTable.empty(), RewardLog(state or TrainerState())
         began = time.perf_counter()
         for at in range(0, len(self.data), CHUNK):
-            chunk = list(self.data[at : at + CHUNK])  # a slice may make prompts as they are asked for
-            asked = reduce(lambda chunk, piece: piece.prepare(chunk), self.prepare, chunk)
-            prompts = [prompt for prompt in self.unreadable.rest(asked) for _ in range(self.num_generations)]
+            chunk = list(self.data[at : at + CHUNK])  # a slice may build prompts lazily
+            chunk = reduce(lambda chunk, piece: piece.prepare(chunk), self.prepare, chunk)
+            prompts = [prompt for prompt in self.unreadable.rest(chunk) for _ in range(self.num_generations)]
             while prompts:
                 order = [prompt.uid for prompt in prompts]
                 mine, counts = self.processes.assign_prompts(prompts, table)
@@ -96,7 +96,7 @@ class Evaluator:
         return Measured(metrics, ranges, rollouts, table, self.correct)
 
     def resample(self, table: RewardTable) -> dict[str, Tensor]:
-        """Compute metrics of bootstrap samples of prompts: (RESAMPLES,) each, NaN where a sample has none.
+        """Compute every metric on bootstrap samples: (RESAMPLES,) each, NaN if undefined in a sample.
 
         Prompts are drawn with replacement; all tables of the same prompts get the same draws.
         """
@@ -115,11 +115,11 @@ class Evaluator:
         return drawn
 
     def interval(self, drawn: Tensor, prompts: int, *, difference: bool = False) -> tuple[float, float]:
-        """Return the interval of a metric from its bootstrap values over a number of prompts.
+        """Compute the confidence interval of a metric from its bootstrap values over `prompts` prompts.
 
-        Percentiles are taken further out for few prompts, as Student's t is wider than the normal (expanded
-        percentiles, Hesterberg 2015, arXiv 1411.5279). Where all prompts have 0, or all 1, no draw differs,
-        and the interval is Wilson's for a share: 5 of 5 is [0.57, 1] at 95 %. A `difference` is no share.
+        Expanded percentiles (Hesterberg 2015, arXiv 1411.5279) widen it for few prompts, as Student's t does.
+        If all values are 0, or all 1, it is Wilson's interval of a share: 5 of 5 is [0.57, 1] at 95 %. A
+        `difference` of metrics is no share.
         """
         z = NormalDist().inv_cdf((1 + self.confidence) / 2)
         known = drawn[~drawn.isnan()]
@@ -132,9 +132,9 @@ class Evaluator:
 
 
 def student_t(z: float, freedom: int) -> float:
-    """Approximate the quantile of Student's t that belongs to a normal one (Cornish-Fisher expansion).
+    """Convert a normal quantile to that of Student's t by a Cornish-Fisher expansion.
 
-    It is 3 % low with 2 degrees of freedom, and less than 1 % from 3 on.
+    The result is 3 % low for 2 degrees of freedom, and less than 1 % from 3 on.
     """
     n = max(1, freedom)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -142,9 +142,9 @@ def student_t(z: float, freedom: int) -> float:
 
 
 def _of_groups(table: RewardTable, groups: Sequence[Tensor]) -> RewardTable:
-    """Select the rows of groups, each as a group of its own, also where one comes twice."""
+    """Select the rows of groups; a group that occurs twice becomes two groups."""
     sample = table.select(torch.cat(list(groups)))
     sizes = torch.tensor([len(rows) for rows in groups])
-    # Under one number a prompt that was drawn twice would be one group of twice the answers, and count once.
+    # With one id, a prompt that was drawn twice would be one group with twice the answers, and count once.
     number = torch.arange(len(groups)).repeat_interleave(sizes)
     return sample.replace(ids={**sample.ids, "group": number[:, None].expand_as(sample.ends)})

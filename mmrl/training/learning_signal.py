@@ -1,4 +1,4 @@
-"""Whether a run learns: the updates that moved its weights, and what to do where none does."""
+"""Detection of runs that do not learn: steps without an update, checkpoints with equal weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FIRST = 3  # steps without an update, at the start of a run, after which it is warned
-LASTING = 12  # and after which it ends, or is warned later on
+FIRST = 3  # first steps without an update before a warning
+LASTING = 12  # steps without an update before the run ends, or warns if it has learned before
 
 
 class NoLearning(RuntimeError):
@@ -16,12 +16,12 @@ class NoLearning(RuntimeError):
 
 @dataclass
 class LearningSignal:
-    """Counts the updates of a run, and speaks up where steps pass without one.
+    """Counts the updates of a run, and warns or stops if steps pass without one.
 
-    An update is an optimizer step whose gradient and learning rate are not 0.
+    An update is an optimizer step with a gradient and a learning rate above 0.
 
     Args:
-        stops: End the run, with `NoLearning`, after `LASTING` first steps without an update.
+        stops: Raise `NoLearning` after the first `LASTING` steps without an update.
         warn: Shows a warning.
     """
 
@@ -32,9 +32,9 @@ class LearningSignal:
     weights: str = ""  # hash of the trained weights in the last checkpoint
 
     def see(self, updates: int, metrics: Mapping[str, float], *, scheduled: bool = False) -> None:
-        """Count the updates of a step; `metrics` say why there may be none.
+        """Count the updates of a step; warn or raise after too many steps without one.
 
-        A learning rate that is `scheduled`, and 0 for now, ends no run.
+        `metrics` explain the cause. A `scheduled` learning rate that is 0 for now ends no run.
         """
         self.updates, self.idle = self.updates + updates, 0 if updates else self.idle + 1
         if self.updates and self.idle == LASTING:
@@ -47,7 +47,7 @@ class LearningSignal:
         self.warn(text)
 
     def compare(self, weights: str, step: int) -> None:
-        """Compare the weights of a checkpoint with those of the one before, by their hashes."""
+        """Warn if a checkpoint has the same weight hash as the one before."""
         if weights and weights == self.weights:
             self.warn(
                 f"checkpoint-{step} holds the same weights as the one before; look at learn.learning_rate, "
@@ -56,7 +56,7 @@ class LearningSignal:
         self.weights = weights
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is saved with the run."""
+        """Return the counts and the hash."""
         return {"updates": self.updates, "idle": self.idle, "weights": self.weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class LearningSignal:
 
 
 def cause(metrics: Mapping[str, float]) -> str:
-    """Say why a step moved no weight, and what to do, by its metrics."""
+    """Explain from its metrics why a step moved no weight, and give advice."""
     alike = metrics.get("frac_reward_zero_std") == 1 or metrics.get("reward_std") == 0
     if metrics.get("frac_groups_kept") == 0 or alike:
         dropped = "the group filter kept no group, since" if metrics.get("frac_groups_kept") == 0 else ""

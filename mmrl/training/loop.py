@@ -21,18 +21,16 @@ from mmrl.runtime.watchdog import listening
 from mmrl.training.ahead import prefetch
 from mmrl.training.checkpointing import publish, resume, save
 from mmrl.training.collect import collect, pick, replay_after
+from mmrl.training.learner import Learner
 from mmrl.training.method import per_step_only, through_chain
-from mmrl.training.nonfinite import largest_first
-from mmrl.training.second import Learning, SecondLearner
 from mmrl.training.trainer import Run
 
 
 def train(run: Run) -> bool:
     """Train until `max_steps`, from the last checkpoint of the run if there is one.
 
-    A run that gets SIGTERM or Ctrl-C finishes its step, saves, and leaves without its last evaluation.
-    Returns whether it came to its end and nobody asked it to stop. Raises `ConfigError` where another process
-    trains in the same folder.
+    After SIGTERM or Ctrl-C a run finishes its step, saves, and ends without its last evaluation. Returns
+    whether it finished without such a signal. Raises `ConfigError` if another process trains in its folder.
     """
     asked = listening(not run.report.console.quiet)
     shown = showing(run.report.console.work)
@@ -45,11 +43,12 @@ def train(run: Run) -> bool:
                 break
             run.tick(step)
             collection = collect(run)
-            prefetch(run)
+            if run.config.rollout.max_staleness and step + 1 < run.config.max_steps:
+                run.ahead = prefetch(run, step + 1, run.pieces.clock)
             with run.report.timing("learn"):
                 collection, credit, batch = learnable(run, collection)
                 for _ in range(run.config.learn.num_iterations):
-                    update(run, batch)
+                    update(run.learner, batch)
             run.finish(step, collection, credit)
             due = run.saves_at(step + 1) or run.processes.any(run.ended)
             if due:
@@ -69,60 +68,54 @@ def train(run: Run) -> bool:
 
 
 def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable, Batch]:
-    """Compute advantages, lay them over a step table, and evaluate the other policies on it."""
-    first = [second for second in run.seconds.values() if second.model.learns_first]
-    later = [second for second in run.seconds.values() if not second.model.learns_first]
+    """Let second models learn, compute advantages, and make the batch that the policy learns from."""
+    first = [second for second in run.seconds.values() if second.learns_first]
+    later = [second for second in run.seconds.values() if not second.learns_first]
     for second in first:
         learn(run, second, collection, add_reference_outputs(run, collection, second.chain))
-    table = add_reference_outputs(
-        run, collection, [*run.method.chain, *(p for second in later for p in second.chain)]
-    )
+    chains = [*run.learner.chain, *(piece for second in later for piece in second.chain)]
+    table = add_reference_outputs(run, collection, chains)
     for second in later:
         learn(run, second, collection, table)
     collection, credit = replay_after(run, collection, run.advantage(table))
-    return collection, credit, make_batch(run, run, collection, credit, run.others)
+    return collection, credit, make_batch(run, run.learner, collection, credit)
 
 
-def learn(run: Run, second: SecondLearner, collection: Collection, table: RewardTable) -> None:
-    """Let a second model learn from a collection; `table` has the notes that its chain reads."""
+def learn(run: Run, second: Learner, collection: Collection, table: RewardTable) -> None:
+    """Update a second model on a collection; `table` has the notes that its chain reads."""
     credit = through_chain(second.chain, table, run.stream.step)
-    batch = make_batch(run, second, collection, credit, second.others(run.method.references))
-    for _ in range(second.model.num_iterations):
+    batch = make_batch(run, second, collection, credit)
+    for _ in range(second.num_iterations):
         update(second, batch)
 
 
-def make_batch(
-    run: Run,
-    learning: Learning,
-    collection: Collection,
-    credit: RewardTable,
-    others: Mapping[str, LogProbs],
-) -> Batch:
-    """Lay the credit of a collection over a step table, and evaluate the policies on it that it needs."""
+def make_batch(run: Run, learner: Learner, collection: Collection, credit: RewardTable) -> Batch:
+    """Make the step table of a collection, with its advantages and the outputs of other policies."""
     rollouts, learned = pick(collection.rollouts, credit, credit.learn.any(-1))
     rollouts = rollouts or (collection.stand_in,)
     batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
-    drawn = float(collection.table.mine.sum())
-    batch = batch.replace(order=tuple(dict.fromkeys(learned.group.tolist())), drawn=drawn)
-    learning.guard.watch(rollouts)
+    num_rollouts = float(collection.table.mine.sum())
+    batch = batch.replace(order=tuple(dict.fromkeys(learned.group.tolist())), drawn=num_rollouts)
+    learner.guard.rollouts = rollouts
 
-    def consulted() -> Batch:
-        steps = learning.guard.micro_batch_steps
-        return evaluate_references(others, batch, learning.needs, steps, run.processes.pad_micro_batches)
+    def evaluated() -> Batch:
+        steps = learner.guard.micro_batch_steps
+        return evaluate_references(
+            learner.others, batch, learner.needs, steps, run.processes.pad_micro_batches
+        )
 
-    return learning.guard.within_memory(consulted)
+    return learner.guard.within_memory(evaluated)
 
 
 def add_reference_outputs(run: Run, collection: Collection, chain: Sequence[Bound]) -> RewardTable:
-    """Note in a table what a chain reads of other policies: "ref/logp" and the like, (N, T)."""
+    """Add the outputs of references that a chain reads to the notes of a table: "ref/logp" etc., (N, T)."""
     needs = reduce(Needs.__or__, (piece.needs for piece in chain), Needs())
     if not needs.others:
         return collection.table
     batch = run.policy.collate(collection.rollouts or (collection.stand_in,))
     policies = {name: run.method.references.get(name, run.policy) for name in needs.others}
-    batch = evaluate_references(
-        policies, batch, needs, run.guard.micro_batch_steps, run.processes.pad_micro_batches
-    )
+    steps = run.learner.guard.micro_batch_steps
+    batch = evaluate_references(policies, batch, needs, steps, run.processes.pad_micro_batches)
     mine = collection.table.select(collection.table.mine)
     for name, output in batch.others.items():
         for key, value in {"logp": output.logp, **output.extra}.items():
@@ -140,10 +133,16 @@ def evaluate_references(
     micro_batch_steps: int,
     even: Callable[[list], Iterable[tuple]] = lambda cuts: ((cut, 1.0, False) for cut in cuts),
 ) -> Batch:
-    """Add the outputs of other policies for every step, without gradient and on the CPU.
+    """Add the outputs of other policies to a batch, without gradient and on the CPU.
 
-    `even` makes as many cuts on every process, because sharded weights are gathered for each. `engine` is
-    what the engine noted while it made the rollouts; where it noted nothing, it is `old`.
+    The policy `engine` is what the engine noted while sampling, or `old` for steps without a note.
+
+    Args:
+        policies: Policies to evaluate, by name.
+        batch: The steps to evaluate them on.
+        needs: The outputs to compute besides log-probabilities, by policy.
+        micro_batch_steps: Largest number of steps in one forward pass.
+        even: Pads the list of micro-batches to an equal number on every process, for sharded weights.
     """
     others = dict(batch.others)
     for name, policy in policies.items():
@@ -167,28 +166,33 @@ def evaluate_references(
     return batch.replace(others=others)
 
 
-def update(learning: Learning, batch: Batch) -> None:
+def update(learner: Learner, batch: Batch) -> None:
     """Take one pass over the batch, with an optimizer step for every part."""
-    for part in batch.parts(learning.minibatches):
-        part = part.replace(totals=learning.processes.rank_mean(part.count()))
-        # Totals are of all processes, so every one skips the same parts.
+    for part in batch.parts(learner.minibatches):
+        part = part.replace(totals=learner.processes.rank_mean(part.count()))
+        # Totals are over all processes, so every process skips the same parts.
         if not part.totals.steps:  # the filter dropped everything: there is no direction to step in
             continue
-        part = part.replace(weight=learning.objective.weigh(part))
-        learning.guard.begin(part)
-        learning.guard.within_memory(partial(accumulate, learning, part))
-        learning.step_optimizer()
+        part = part.replace(weight=learner.objective.weigh(part))
+        learner.guard.begin(part)
+        learner.guard.within_memory(partial(accumulate, learner, part))
+        learner.step_optimizer()
 
 
-def accumulate(learning: Learning, part: Batch) -> None:
-    """Add up the gradients of the micro-batches of a part."""
-    guard, processes, policy, needs = learning.guard, learning.processes, learning.policy, learning.needs
-    guard.forget()  # of a pass that ran out of memory
+def accumulate(learner: Learner, part: Batch) -> None:
+    """Accumulate the gradients of the micro-batches of a part."""
+    guard, processes, needs = learner.guard, learner.processes, learner.needs
+    guard.forget()  # drops a pass that ran out of memory
     micros = largest_first(part.split(guard.micro_batch_steps, needs.unit))
     for number, (micro, counts, last) in enumerate(processes.pad_micro_batches(micros)):
         advance("learning, micro-batches", min(number, len(micros)), len(micros))
         micro = micro.on(processes.device)
-        with processes.accumulating(policy.module, last):
-            loss, metrics = learning.objective(policy(micro, needs.outputs), micro)
+        with processes.accumulating(learner.policy.module, last):
+            loss, metrics = learner.objective(learner.policy(micro, needs.outputs), micro)
             processes.backward(counts * loss)
         guard.note(loss, metrics, micro, counts)
+
+
+def largest_first(micros: list[Batch]) -> list[Batch]:
+    """Sort micro-batches by their steps, so that one that does not fit into memory fails at once."""
+    return sorted(micros, key=lambda micro: micro.steps.cost(torch.arange(len(micro))), reverse=True)

@@ -4,48 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmrl.config.binding import Bound
-from mmrl.config.registry import Needs
 from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import has_turns, join_episodes, merge_turns, part_episodes
-from mmrl.core.protocols import Engine, Policy, Sampler
+from mmrl.core.protocols import Engine, Sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.references import Reference
 
 
 @dataclass
 class Method:
-    """The pieces of a training method: what samples, what is rewarded, and what is learned from it."""
+    """The pieces of a training method that produce rollouts and rewards."""
 
-    policy: Policy
-    optimizer: torch.optim.Optimizer
     references: Mapping[str, Reference]
     sampler: Sampler
     engine: Engine
     rewards: Sequence[Bound]
     group_filter: Bound
-    chain: Sequence[Bound]  # of the advantage
-    objective: Any
-    learning_rate: Bound | float
     noted: frozenset[str] = frozenset()  # notes of the engine that the chain, samplers and engines read
 
-    @property
-    def needs(self) -> Needs:
-        """What the objective reads."""
-        return self.objective.needs
 
-    @property
-    def trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that the optimizer moves."""
-        return [parameter for parameter in self.policy.module.parameters() if parameter.requires_grad]
-
-
-# ---- the advantage chain: functions that turn a table of rewards into a table of advantages
+# ---- the advantage chain: functions that turn a reward table into a table of advantages
 
 
 class ChainError(ValueError):
@@ -55,11 +37,10 @@ class ChainError(ValueError):
 def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> RewardTable:
     """Apply the pieces of a chain to a reward table, in order.
 
-    Rows of one episode are laid out as one row meanwhile. Where no piece reads turns, a conversation is one
-    answer.
+    The pieces see one row per episode; unless one of them reads turns, a conversation is one answer.
 
-    Raises `ChainError` with the name of the first piece that fails, returns something else than a table of
-    the same rows, or makes a valid value NaN or infinite. `step` is only for the message.
+    Raises `ChainError`, naming the piece, if one fails, does not return a table of the same rows, or makes a
+    valid value NaN or infinite. `step` appears in the message only.
     """
     rows, table = table, join_episodes(table)
     if has_turns(table) and not any(piece.needs.turns for piece in chain):
@@ -92,7 +73,7 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
 
 
 def per_step_only(name: str, value: Tensor) -> None:
-    """Raise `ChainError` unless an output that the chain reads has one number per step: (N, T)."""
+    """Raise `ChainError` unless a model output for the chain has shape (N, T), one number per step."""
     if value.dim() != 2:
         raise ChainError(
             f"the advantage chain reads '{name}', which has {tuple(value.shape[2:])} numbers per step; a "

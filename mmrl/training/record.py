@@ -1,6 +1,6 @@
-"""What decides the numbers of a run besides its data: defaults, the code of its pieces, and versions.
+"""The record of a run: its configuration with defaults, the code of its pieces, and package versions.
 
-It is written into the folder of the run and into its checkpoints, and compared when the run is resumed.
+It is stored in the run's folder and checkpoints, and compared when the run is resumed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmrl.runtime.code_hash import of_code
 
 Changes = Mapping[str, Any]  # dotted key to its value before and now
 
-_of_library = cache(of_code)  # which does not change while a process runs
+_of_library = cache(of_code)  # code of mmrl does not change while a process runs
 
 
 def record_of(config: Config) -> dict[str, Any]:
@@ -36,22 +36,22 @@ def record_of(config: Config) -> dict[str, Any]:
 
 
 def name_of(record: Mapping[str, Any]) -> str:
-    """Name a run by how it was begun; two that were begun alike are the same, bit for bit."""
+    """Hash the record of a run to a name; runs with equal records give equal numbers, bit for bit."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def changed_defaults(old: Mapping[str, Any], new: Mapping[str, Any], given: Changes) -> Changes:
-    """List what differs between two records, where `given` is what differs between the files alone.
+    """List the differences between two records; `given` are the differences between the files alone.
 
-    A default that was written out is no difference. An option that did not exist is one where it is given.
+    A default that was only written out is no difference; a new option is one if it is given.
     """
-    found = differences(old["config"], {k: v for k, v in new["config"].items() if k in old["config"]})
+    changed = differences(old["config"], {k: v for k, v in new["config"].items() if k in old["config"]})
     later = {
         key: both for key, both in given.items() if key.partition(".")[0] not in (*old["config"], *UNTOLD)
     }
     return later | {
         key: both
-        for key, both in found.items()
+        for key, both in changed.items()
         if both[0] != ABSENT or any(inside(key, name) or inside(name, key) for name in given)
     }
 
@@ -60,8 +60,8 @@ def changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change
     """Compare the code of two records.
 
     Returns:
-        Changes of code that may change, by place; descriptions of those that must not; and of those that a
-        new version explains.
+        Allowed changes by place, descriptions of forbidden changes, and descriptions of changes that a new
+        version explains.
     """
     versions = [dict(text.rsplit(" ", 1) for text in record["versions"]) for record in (old, new)]
     same = {name: versions[0].get(name) == versions[1].get(name) for name in ("mmrl", "python")}
@@ -81,6 +81,6 @@ def changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change
 
 
 def changed_versions(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str]:
-    """Spell the versions that differ, then and now; empty where none does."""
+    """Format the versions that differ, before and now; empty without a difference."""
     then, now = ({*record["versions"]} for record in (old, new))
     return ", ".join(sorted(then - now)), ", ".join(sorted(now - then))

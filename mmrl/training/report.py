@@ -1,4 +1,4 @@
-"""What a training run reports: metrics, warnings, completions, and the page at the end."""
+"""Reports of a training run: metrics, warnings, completions, and the final page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ IMAGES = 64  # prompts of an evaluation that keep thumbnails
 
 @dataclass(frozen=True)
 class ReportPieces:
-    """The pieces that look at a run without taking part in it."""
+    """The pieces that observe a run without influence on its numbers."""
 
     metrics: Sequence[Bound] = ()
     visualizations: Sequence[Bound] = ()
@@ -63,7 +63,7 @@ class Reporter:
         self, config: Config, processes: Processes, stream: Stream, pieces: ReportPieces, quiet: bool = False
     ) -> None:
         self.config, self.processes, self.stream, self.pieces = config, processes, stream, pieces
-        self.cheap = ", ".join(lossy_pieces(config))  # what makes rollouts cheaper than the policy
+        self.cheap = ", ".join(lossy_pieces(config))  # pieces that approximate the policy in rollouts
         self.could_ask_ahead = could_ask_ahead(config)
         self.journal = Journal(Path(config.output_dir))
         self.warnings = Journal(self.folder, "warnings.jsonl")
@@ -80,9 +80,9 @@ class Reporter:
         return self.journal.path.parent
 
     def begin(self, start: int) -> None:
-        """Begin, or resume at a step: later lines of the journals are dropped and trackers are opened."""
+        """Start or resume at a step: drop later lines of the journals and open trackers."""
         if self.processes.main:
-            self.journal.rewind(start)  # the steps after the checkpoint are taken once more
+            self.journal.rewind(start)  # steps after the checkpoint are repeated
             self.records = [{**record, "cheap": self.cheap} for record in self.journal.read()]
             self.warnings.rewind(start)
             drop_predictions(self.folder, start)
@@ -91,7 +91,7 @@ class Reporter:
         self.console.begin(start, next(iter(of_training(self.records)), None))
 
     def tick(self) -> None:
-        """Begin to time a step."""
+        """Start the timer of a step."""
         self.began, self.times = time.perf_counter(), {}
 
     @contextmanager
@@ -102,7 +102,7 @@ class Reporter:
         self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
 
     def warn(self, text: str, by: str = "") -> None:
-        """Warn once, on the console and at the head of the page."""
+        """Show a warning once, on the console and on the page."""
         if text not in self.raised:
             self.raised.append(text)
             if self.processes.main:
@@ -112,7 +112,7 @@ class Reporter:
     def describe(
         self, collection: Collection, credit: RewardTable, numbers: Mapping[str, float]
     ) -> dict[str, float]:
-        """Compute the metrics of a step; `numbers` of this process are averaged over all processes."""
+        """Compute the metrics of a step; `numbers` are averaged over processes."""
         shared = conclude(self.processes.means(numbers))  # means first: ratios of means, not means of ratios
         entropy = self.processes.means(noted_sums(collection.rollouts, "entropy"))
         if entropy["steps"]:
@@ -127,14 +127,14 @@ class Reporter:
         return metrics
 
     def durations(self, collection: Collection) -> dict[str, float]:
-        """Return the seconds of the step and its activities, and rollouts per second without evaluation."""
+        """Return the seconds of the step and its activities, and the rollout throughput."""
         metrics = {f"time/{name}": seconds for name, seconds in self.times.items()}
         metrics["step_time"] = time.perf_counter() - self.began
         trained = metrics["step_time"] - self.times.get("evaluate", 0.0)
         return metrics | describe_speed(collection.seen, trained)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a line of the journal, pass it on to trackers, and run the checks."""
+        """Write metrics to the journal and the trackers, and run the checks."""
         if self.processes.main:
             self.records.append({**self.journal.write({"step": step, **metrics}), "cheap": self.cheap})
             self.pieces.trackers.write(metrics, step)
@@ -147,27 +147,27 @@ class Reporter:
         self.console.step(step, metrics)
 
     def log_start(self, measured: Measured) -> None:
-        """Write an evaluation before the first step to the journal, as a line of its own at step 0."""
+        """Write an evaluation before the first step to the journal, as a separate line of step 0."""
         metrics = describe_measured(measured)
         if self.processes.main:
             self.records.append({**self.journal.write({"step": 0, **metrics}), "cheap": self.cheap})
             self.pieces.trackers.write(metrics, 0)
 
     def evaluated(self, step: int, measured: Measured) -> None:
-        """Print an evaluation after `step` steps beside the first one, and write its predictions."""
+        """Print an evaluation after `step` steps, compared with the first one, and write its predictions."""
         for sentence in measured.table.absent.values():
             self.warn(f"evaluation: {sentence}")
         if self.config.report.log_completions:
             with self.processes.fail_together("writing predictions"):
                 path, world = step_file(self.folder, step), self.processes.world
                 write_predictions(path, measured, world=world, images=IMAGES)
-        if step != self.evaluated_at:  # the last evaluation may be that of the last step once more
+        if step != self.evaluated_at:  # the final evaluation may repeat that of the last step
             words = [self._beside_first(name, measured) for name in measured.intervals]
             self.console.say(f"evaluation at step {step}: " + ";  ".join(words))
         self.evaluated_at = step
 
     def first_value(self, name: str) -> tuple[int, float] | None:
-        """Return a metric of the first evaluation in the journal, after the steps that had been taken."""
+        """Return a metric of the first evaluation in the journal, and its step."""
         for record in self.records:
             if (key := f"eval_{name}") in record:
                 return steps_taken(record), record[key]
@@ -188,7 +188,7 @@ class Reporter:
                 self.warn(finding.text)
 
     def write_completions(self, step: int, collection: Collection, credit: RewardTable) -> None:
-        """Write this process's rollouts of a step with their rewards and advantages."""
+        """Write the rollouts of this process with their rewards and advantages."""
         if not collection.rollouts:
             return
         mine = credit.select(credit.mine)
@@ -199,14 +199,14 @@ class Reporter:
         write_completions(path, collection.rollouts, collection.table, advantage, images=images)
 
     def leave(self, step: int, why: str) -> None:
-        """Stop before the last step, which the same command goes on from."""
+        """Print that the run stopped early, and close the trackers."""
         self.console.end()
         if self.processes.main:
             self.pieces.trackers.close()
         self.console.say(f"stopped by {why or 'another process'} after step {step}, which is saved")
 
     def close(self, last: Measured | None) -> None:
-        """Write the last evaluation, its visualizations and the page; main process only."""
+        """Write the final evaluation, its visualizations and the page; main process only."""
         from mmrl.reporting.html import write_page
 
         records = list(self.records)

@@ -1,4 +1,4 @@
-"""Scores rollouts: calls all rewards at the same time, checks what they return, makes a reward table."""
+"""Scores rollouts: calls all rewards in parallel, checks their results, builds the reward table."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from mmrl.runtime.reward_calls import RewardFault, call_all, checked
 
 @dataclass
 class RewardLog:
-    """What rewards log of their own: metrics, and columns of the completions that are written."""
+    """Metrics and completion columns that rewards log (`log_metric`, `log_extra`)."""
 
     state: TrainerState = TrainerState()
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    columns: dict[str, list[Any]] = field(default_factory=dict)  # of the rollouts that were scored last
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # of the last scored rollouts
 
     def add(self, call: Scoring) -> None:
-        """Add what one call of a reward logged."""
+        """Add the metrics and columns of one reward call."""
         for name, values in call.metrics.items():
             self.metrics.setdefault(name, []).extend(values)
         self.columns |= call.columns
 
     def take(self, processes: Processes, known: Collection[str] = ()) -> dict[str, float]:
-        """Return the means of the metrics over all calls on all processes, and begin anew.
+        """Return the means of the metrics over all calls on all processes, and reset them.
 
-        Raises RewardFault for a name that is `known` as another metric.
+        Raises `RewardFault` for a name that is `known` as a metric of the run.
         """
         parts = processes.all_gather_object(
             {name: [math.fsum(values), len(values)] for name, values in self.metrics.items()}
@@ -54,7 +54,7 @@ class RewardLog:
         return {name: total / count for name, (total, count) in totals.items()}
 
     def onto(self, rollouts: Rollouts) -> Rollouts:
-        """Give the rollouts that were scored last the columns of their last outcomes."""
+        """Add the logged columns to the rollouts that were scored last."""
         if not self.columns:
             return rollouts
         last, rows = -1, []
@@ -74,11 +74,17 @@ def score(
     rank: int = 0,
     log: RewardLog | None = None,
 ) -> RewardTable:
-    """Measure every outcome of rollouts with every reward.
+    """Score every outcome of rollouts with every reward.
 
-    `notes` names the engine's notes that the advantage chain reads, `rank` is this process, and `log` takes
-    what rewards log. A reward that fails stops the run with `RewardFault`; with `on_error: skip` the whole
-    group is left out of statistics and learning.
+    A failing reward raises `RewardFault`; with `on_error: skip` its group is left out of statistics and
+    learning.
+
+    Args:
+        rewards: The rewards.
+        rollouts: The rollouts of this process.
+        notes: Names of the engine's notes that the advantage chain reads.
+        rank: Rank of this process.
+        log: Collects the metrics and columns that rewards log.
     """
     if not rollouts:
         return RewardTable.empty().replace(rank=rank)
@@ -122,13 +128,13 @@ def score(
 
 
 def _versions(outcomes: Sequence[Outcome]) -> list[int]:
-    """List the version counters of the tensors of outcomes, which grow when one is changed in place."""
+    """List the version counters of the tensors of outcomes; in-place changes increase them."""
     tensors = [t for outcome in outcomes for t in (outcome.image, outcome.video, outcome.times)]
     return [t._version for t in tensors if t is not None and not t.is_inference()]
 
 
 def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
-    """List the tokens of every outcome: its own, or those that the engine noted of its steps."""
+    """List the tokens of every outcome: its own, or the tokens that the engine noted."""
 
     def of_outcome(outcome: Outcome, noted: Tensor | None) -> list[int] | None:
         if outcome.tokens is not None:
@@ -139,9 +145,9 @@ def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
 
 
 def final_turns(rollouts: Rollouts) -> list[bool]:
-    """Tell which outcomes end their conversation; one without the tag `turn` is no part of one.
+    """Mark the outcomes that end their conversation, or belong to none (no tag `turn`).
 
-    Outcomes with the tag `bare` do not.
+    Outcomes with the tag `bare` are not marked.
     """
     last: dict[tuple[str, str], int] = {}  # number of the last turn of every episode
     for row in rollouts:
@@ -167,7 +173,7 @@ def _lay_out(
     notes: frozenset[str],
     rank: int,
 ) -> RewardTable:
-    """Make the table of measured rewards, with the ends and ids of outcomes and the notes of steps."""
+    """Build the reward table: values, ends and ids of outcomes, notes of steps."""
     ends = []
     for row in rollouts:
         ends.append([row.length if outcome.end is None else outcome.end for outcome in row.outcomes])
@@ -218,15 +224,15 @@ def _lay_out(
 
 
 def _padded(rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
-    """Make a table (N, K) of whole numbers from rows of different lengths."""
+    """Pad rows of integers to a table (N, K)."""
     columns = [torch.tensor(row, dtype=torch.int64) for row in rows]
     return pad_sequence(columns, batch_first=True, padding_value=fill)
 
 
 def _notes(rollouts: Rollouts, names: frozenset[str]) -> dict[str, Tensor]:
-    """Pad the engine's notes on every step to (N, T), NaN where there are none.
+    """Pad the engine's notes of every step to (N, T), NaN without a note.
 
-    Where the policy did not choose every step of a row, `logp` is among them: it tells which.
+    `logp` is included if it is NaN somewhere, since it marks the steps that the policy did not choose.
     """
     steps = max(row.length for row in rollouts)
     if any(row.notes["logp"].isnan().any() for row in rollouts if "logp" in row.notes):

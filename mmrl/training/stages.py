@@ -1,7 +1,7 @@
-"""Trains the stages of a run file one after another, and goes on where the last command was stopped.
+"""Trains the stages of a run file in order, and resumes where the last command stopped.
 
-A stage is an ordinary run in a folder of its own. It begins when the one before is finished, from its
-checkpoint on the disk, so that it does not matter whether the same process trained that.
+A stage is an ordinary run in its own folder. It starts from the checkpoint of an earlier stage on disk,
+whichever process trained that.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from mmrl.training.checkpointing import CONFIG, check_output_folder
 from mmrl.training.loop import train
 from mmrl.training.trainer import Run
 
-MACHINE = ("seconds_per_prompt", "memory_bytes")  # ends of names of metrics that no two runs have alike
-LENGTH = ("max_steps", "num_train_epochs", "until")  # keys that decide how long a stage is
+MACHINE = ("seconds_per_prompt", "memory_bytes")  # suffixes of metrics that depend on the machine
+LENGTH = ("max_steps", "num_train_epochs", "until")  # keys that decide the length of a stage
 
 
 def train_stages(
     stages: Sequence[Stage], build: Callable[[Config], Run], *, quiet: bool = False
 ) -> Measured | None:
-    """Train every stage that is not finished; return the evaluation of the last one, if it came to its end.
+    """Train every unfinished stage; return the evaluation of the last stage if it was finished.
 
     Args:
         stages: Of a run file, checked by `check_stage_folders`.
-        build: Makes a run from a configuration.
+        build: Builds a run from a configuration.
         quiet: Print nothing between the stages.
     """
     home, final = stages[0].folder.parent, None
@@ -75,22 +75,21 @@ def train_stages(
 
 
 class StageRefused(RuntimeError):
-    """A stage was trained, and its evaluation does not meet `keep_if`, so that no stage may begin from it."""
+    """The evaluation of a trained stage does not meet its `keep_if`, so that no stage may start from it."""
 
 
 def _refused(stage: Stage, record: StageRecord, records: Sequence[StageRecord], console: Console) -> str:
-    """Say why `keep_if` refuses a stage that is finished, after the numbers of all stages so far; or nothing.
+    """Explain why `keep_if` refuses a finished stage, and print the metrics of all stages; "" if it passes.
 
-    The stage stays unfinished in the record: the same command evaluates it again, and refuses it again
-    unless `keep_if` was changed.
+    A refused stage stays unfinished in the record: the same command evaluates it again.
     """
     before = records[stage.begins].metrics if stage.begins is not None else {}
     reasons = [reason for gate in stage.keep_if if (reason := gate.refusal(record.metrics, before))]
     if not reasons:
         return ""
-    for known in (*(known for known in records if known.checkpoint), record):
-        numbers = ", ".join(f"{gate.of} {known.metrics.get(gate.of, math.nan):.6g}" for gate in stage.keep_if)
-        console.say(f"  {known.folder}: {numbers}")
+    for one in (*(one for one in records if one.checkpoint), record):
+        numbers = ", ".join(f"{gate.of} {one.metrics.get(gate.of, math.nan):.6g}" for gate in stage.keep_if)
+        console.say(f"  {one.folder}: {numbers}")
     return (
         f"stage '{stage.name}' is not kept, and the stages after it do not begin: {'; '.join(reasons)}. "
         f"Change keep_if, or change the stage and remove '{stage.folder}'; stages before it stay as they are"
@@ -98,14 +97,14 @@ def _refused(stage: Stage, record: StageRecord, records: Sequence[StageRecord], 
 
 
 def write_report(home: Path, output: Path | None = None) -> Path:
-    """Write the page of all stages that have begun, side by side."""
+    """Write a page that compares all started stages."""
     from mmrl.reporting.html import write_comparison
 
     return write_comparison(begun(home), output or home / "report.html", stages=True)
 
 
 def check_stage_folders(stages: Sequence[Stage]) -> None:
-    """Raise `ConfigError` where a stage cannot begin, or cannot go on, in its folder; nothing is loaded."""
+    """Raise `ConfigError` if a stage cannot start or resume in its folder, before anything is loaded."""
     home = stages[0].folder.parent
     check_owner(home, "train", [RECORD])
     check_free(home)
@@ -123,14 +122,12 @@ def check_stage_folders(stages: Sequence[Stage]) -> None:
 
 
 def _open(stages: Sequence[Stage], processes: Processes) -> list[StageRecord]:
-    """Write the record of the stages as the first process knows them, and return it on every process."""
+    """Write the record of the stages on process 0, and return it on every process."""
     home, records = stages[0].folder.parent, []
     with processes.fail_together(f"opening '{home}'"):
         if processes.main:
             records = _records(stages)
-            if stages[
-                0
-            ].config.overwrite_output_dir:  # the record goes last: a kill leaves it beside the rest
+            if stages[0].config.overwrite_output_dir:  # remove the record last, in case of a kill
                 for record in read_stages(home):
                     remove(home / record.folder)
             write_stages(home, records)
@@ -138,13 +135,13 @@ def _open(stages: Sequence[Stage], processes: Processes) -> list[StageRecord]:
 
 
 def _told(records: Sequence[StageRecord], processes: Processes) -> list[StageRecord]:
-    """Return the records of the first process on every process."""
+    """Return the records of process 0 on every process."""
     shared = processes.all_gather_object([asdict(record) for record in records])[0]
     return [convert(record, StageRecord, RECORD) for record in shared]
 
 
 def _ready(stage: Stage, stages: Sequence[Stage], records: Sequence[StageRecord]) -> Config:
-    """Put the checkpoint that a stage begins from into its configuration."""
+    """Set `init_from` of a stage to the checkpoint that it starts from."""
     if stage.begins is None:
         return stage.config
     start = stages[stage.begins].folder / records[stage.begins].checkpoint
@@ -161,7 +158,7 @@ def _length(stage: Stage) -> dict[str, Any]:
 
 
 def _finished(stage: Stage, run: Run) -> StageRecord:
-    """Describe a stage that is finished; its best checkpoint is handed on where one was chosen."""
+    """Build the record of a finished stage, with its best checkpoint if one was chosen."""
     best, taken = run.progress.best, run.progress.step
     metrics = describe_measured(run.final) if run.final else {}
     if best.step:  # the last evaluation is of other weights
@@ -172,10 +169,10 @@ def _finished(stage: Stage, run: Run) -> StageRecord:
 
 
 def _records(stages: Sequence[Stage]) -> list[StageRecord]:
-    """Compare the stages with those that were trained in the folder so far, and return what is known of each.
+    """Match the stages with the record in their folder; return a record for each.
 
-    A stage that is to take more steps than it took counts as not finished. Raises `ConfigError` where the
-    folder has other stages, or one that began from weights that are to be trained on.
+    A stage whose length changed counts as unfinished. Raises `ConfigError` if the folder has other stages, or
+    a stage that started from a checkpoint that is gone or will change.
     """
     home = stages[0].folder.parent
     fresh = [StageRecord(stage.name, stage.folder.name) for stage in stages]

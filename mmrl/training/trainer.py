@@ -1,4 +1,4 @@
-"""The training run: the pieces of its method, its progress, and what happens at both ends of a step."""
+"""The training run: its pieces and progress, and the work at the start and the end of every step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from torch import Tensor
 
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import nearest
-from mmrl.config.registry import Needs
 from mmrl.config.schema import Config
 from mmrl.core.protocols import (
     AdvantageObserver,
     HasMetrics,
     HeldOut,
-    LogProbs,
     Observer,
     Policy,
     Replay,
@@ -36,18 +34,17 @@ from mmrl.reporting.metrics import Journal, describe_measured
 from mmrl.runtime.content_hash import of_tensors, of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.fsdp import gathered, reshard_state
+from mmrl.training.learner import Learner
 from mmrl.training.learning_signal import LearningSignal
 from mmrl.training.method import Method, through_chain
-from mmrl.training.nonfinite import Guard
 from mmrl.training.report import Reporter
 from mmrl.training.score import RewardLog
-from mmrl.training.second import SecondLearner
 from mmrl.training.unreadable import Unreadable
 
 
 @dataclass
 class Best:
-    """The checkpoint at which `metric_for_best_model` was best; step 0 means that there is none yet."""
+    """The checkpoint with the best `metric_for_best_model`; step 0 means none yet."""
 
     step: int = 0
     value: float = math.nan
@@ -62,7 +59,7 @@ class Best:
 
 @dataclass
 class Progress:
-    """How far a run has come; saved in its checkpoints."""
+    """Progress of a run, saved in its checkpoints."""
 
     step: int = 0  # finished steps
     reported: dict[str, float] = field(default_factory=dict)  # metrics of the last step
@@ -72,75 +69,60 @@ class Progress:
 
 @dataclass
 class InFlight:
-    """What was asked for the next step: a prompt for each rollout, and the weights and clock of that moment.
+    """Rollouts that were requested for the next step, and the weights and clock of the request.
 
-    A checkpoint keeps this instead of the rollouts, since they follow from it. `asked` is False after that.
+    A checkpoint stores this instead of the rollouts, which are requested again after a resume.
     """
 
-    uids: Sequence[str]  # of the rollouts of all processes, in order
-    weights: Sequence[Tensor]  # the trained ones
+    uids: Sequence[str]  # prompts of the rollouts of all processes, in order
+    weights: Sequence[Tensor]  # trained weights
     clock: Clock
-    asked: bool = True
+    requested: bool = True  # by this process; False after a resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but whether it was asked in this process."""
+        """Return everything but `requested`."""
         return {"uids": list(self.uids), "weights": list(self.weights), "clock": asdict(self.clock)}
 
     @staticmethod
     def of_state(state: Mapping[str, Any]) -> InFlight | None:
-        """Restore what `state_dict` returned; None where nothing was in flight."""
+        """Restore `state_dict`; None for an empty state."""
         return InFlight(state["uids"], state["weights"], Clock(**state["clock"]), False) if state else None
 
 
 @dataclass
 class Run:
-    """A training run, as the loops use it. They never ask which method or modality it is."""
+    """A training run, as the loop uses it; nothing here depends on the method or the modality."""
 
     config: Config
     pieces: Pieces
     processes: Processes
     method: Method
+    learner: Learner  # of the policy
     report: Reporter
     evaluator: HeldOut | None = None
-    seconds: Mapping[str, SecondLearner] = field(default_factory=dict)  # second models that learn, by name
+    seconds: Mapping[str, Learner] = field(default_factory=dict)  # second models by name
     progress: Progress = field(default_factory=Progress)
     log: RewardLog = field(default_factory=RewardLog)  # what rewards log of their own
-    guard: Guard = field(init=False)
     signal: LearningSignal = field(init=False)
-    untouched: list[str] | None = None  # trained parameters without a gradient in the first update
     final: Measured | None = None  # the evaluation after the last step
-    ahead: InFlight | None = None  # rollouts of the next step that were asked for
+    ahead: InFlight | None = None  # requested rollouts of the next step
     unreadable: Unreadable = field(default_factory=Unreadable)  # prompts of the data
-    made_with: Mapping[str, Any] = field(default_factory=dict)  # `record_of` it, and `run`, how it was begun
+    made_with: Mapping[str, Any] = field(default_factory=dict)  # `record_of` the run, and its name as `run`
 
     def __post_init__(self) -> None:
-        say, steps = self.report.console.say, self.config.learn.micro_batch_steps
-        self.guard = Guard(self.config, self.method, self.processes, self.stream, say, steps)
         learns = self.config.learn.num_iterations > 0
         stops = learns and self.config.learn.on_no_learning == "stop"
         self.signal = LearningSignal(stops, self.report.warn if learns else lambda text: None)
-        for second in self.seconds.values():
-            second.guard.say = say
 
     @property
     def policy(self) -> Policy:
-        """The model that learns."""
-        return self.method.policy
+        """The policy that is trained."""
+        return self.learner.policy
 
     @property
-    def objective(self) -> Any:
-        """What the policy minimises."""
-        return self.method.objective
-
-    @property
-    def needs(self) -> Needs:
-        """What the objective reads."""
-        return self.method.needs
-
-    @property
-    def minibatches(self) -> int:
-        """Optimizer steps per pass."""
-        return self.config.learn.minibatches
+    def learners(self) -> tuple[Learner, ...]:
+        """The policy's learner, then those of second models."""
+        return (self.learner, *self.seconds.values())
 
     @property
     def stream(self) -> Stream:
@@ -159,7 +141,7 @@ class Run:
 
     @cached_property
     def prompts_by_uid(self) -> Mapping[str, Prompt]:
-        """The prompts of the data by name."""
+        """The prompts of the data by uid."""
         return ByUid(self.pieces.made["data"])
 
     @property
@@ -169,7 +151,7 @@ class Run:
 
     @property
     def replays(self) -> list[Replay]:
-        """The pieces that bring rows of earlier steps back."""
+        """The pieces that replay rows of earlier steps."""
         return list(self.pieces.that_are(Replay).values())
 
     @property
@@ -179,7 +161,7 @@ class Run:
 
     @property
     def stateful(self) -> dict[str, Mapping[str, Stateful]]:
-        """The references and the other pieces with a memory, by name or place."""
+        """The references by name, and the other pieces with saved state by place."""
         references = {f"references.{name}" for name in self.method.references}
         others = {k: piece for k, piece in self.pieces.that_are(Stateful).items() if k not in references}
         return {"references": {**self.method.references, **self.seconds}, "pieces": others}
@@ -187,83 +169,57 @@ class Run:
     # ---- called by the loops
 
     def notify(self, event: str) -> None:
-        """Tell the callbacks of an event; `RunCallback.on_event` lists them."""
+        """Pass an event to the callbacks; `RunCallback.on_event` lists the events."""
         for callback in self.pieces.that_are(RunCallback).values():
             callback.on_event(event, self.progress.step, self.progress.reported)
 
     def begin(self, start: int) -> None:
-        """Evaluate before the first step, where `eval_on_start` says so."""
+        """Evaluate before the first step if `eval_on_start` is on."""
         if start == 0 and self.evaluator and self.config.eval_on_start:
             self.report.log_start(self._measure(self.evaluator, 0))
 
     def tick(self, step: int) -> None:
-        """Begin a step: advance random streams, schedules and the learning rate."""
+        """Start a step: advance random streams, schedules and learning rates."""
         self.report.tick()
         self.stream.step = step
         learn = self.config.learn
         updates = max(1, learn.num_iterations) * learn.minibatches  # optimizer steps of a collection
         self.log.state = TrainerState(step * updates, self.config.max_steps * updates)
-        # Schedules may read the metrics of the step before.
+        # Schedules may read the metrics of the previous step.
         clock = Clock(step, self.progress.reported, self.config.max_steps)
         self.pieces.tick(clock)
-        rate = self.method.learning_rate
-        for group in self.method.optimizer.param_groups:
-            group["lr"] = rate(clock) if callable(rate) else rate
+        for learner in self.learners:
+            learner.set_learning_rate(clock)
 
     def rollout_weights(self) -> AbstractContextManager:
-        """Sample from the weights of `rollout.policy` inside this context."""
+        """Use the weights of `rollout.policy` for sampling inside this context."""
         name = self.config.rollout.policy
         return self.method.references[name].rollout_weights() if name else nullcontext()
 
     def advantage(self, table: RewardTable) -> RewardTable:
-        """Turn rewards into advantages by the configured chain, and show them to who observes them."""
-        credit = through_chain(self.method.chain, table, self.stream.step)
+        """Turn rewards into advantages by the configured chain, and pass them to the advantage observers."""
+        credit = through_chain(self.learner.chain, table, self.stream.step)
         for observer in self.pieces.that_are(AdvantageObserver).values():
             observer.observe_advantages(credit)
         return credit
 
-    @property
-    def others(self) -> dict[str, LogProbs]:
-        """The policies whose log-probabilities a batch needs, by name.
-
-        `old` is evaluated when the weights will have moved before the last update of a collection, when
-        another policy made the rollouts, or when a piece names it or the engine's own log-probabilities.
-        Otherwise it is the current pass, detached.
-        """
-        names, references = self.method.needs.others, self.method.references
-        asked: dict[str, LogProbs] = {name: references[name] for name in names if name in references}
-        learn, acting = self.config.learn, self.config.rollout.policy
-        if learn.num_iterations * learn.minibatches > 1 or acting or {"old", "engine"} & set(names):
-            asked["old"] = references.get(acting, self.policy)  # "" is the policy itself
-        return asked
-
-    def step_optimizer(self) -> None:
-        """Take an optimizer step, unless it is not finite, and update moving averages."""
-        if self.untouched is None:  # the first update, before `zero_grad` frees gradients
-            named = self.policy.module.named_parameters()
-            self.untouched = [name for name, p in named if p.requires_grad and p.grad is None]
-        if self.guard.step_optimizer():
-            for reference in self.method.references.values():
-                reference.update()  # moving averages follow optimizer steps, not collections
-
     def finish(self, step: int, collection: Collection, credit: RewardTable) -> None:
-        """Report a step, with an evaluation where one is due."""
+        """Report a step, with an evaluation if one is due."""
         config, report = self.config, self.report
-        updates = sum(learning.guard.updates for learning in (self, *self.seconds.values()))
-        for learning in (self, *self.seconds.values()):
-            learning.guard.end_step()
+        updates = sum(learner.guard.updates for learner in self.learners)
+        for learner in self.learners:
+            learner.guard.end_step()
         if step == 0 and self.processes.main:
             self._examine(collection)
-        tellers = self.pieces.that_are(HasMetrics).values()
-        tellers = [*tellers, *self.seconds.values()]
-        sources = [self.guard.meter.take(), *(teller.metrics() for teller in tellers)]
+        sources = [*self.pieces.that_are(HasMetrics).values(), *self.seconds.values()]
+        sources = [piece.metrics() for piece in (self.learner, *sources)]
         numbers = {name: value for source in sources for name, value in source.items()}
         metrics = report.describe(collection, credit, numbers)
-        if skipped := sum(learning.guard.skipped for learning in (self, *self.seconds.values())):
+        if skipped := sum(learner.guard.skipped for learner in self.learners):
             metrics["skipped_updates"] = float(skipped)
         metrics |= self.log.take(self.processes, metrics)
         metrics |= {f"schedule/{place}": value for place, value in self.pieces.scheduled.items()}
-        metrics["learning_rate"] = self.method.optimizer.param_groups[0]["lr"]
+        metrics["learning_rate"] = self.learner.optimizer.param_groups[0]["lr"]
         if self.evaluator and config.eval_steps and (step + 1) % config.eval_steps == 0:
             with report.timing("evaluate"):
                 metrics |= describe_measured(self._measure(self.evaluator, step + 1))
@@ -274,21 +230,21 @@ class Run:
             report.log(step, metrics)
         if config.report.log_completions:
             report.write_completions(step, collection, credit)
-        self.signal.see(updates, metrics, scheduled=callable(self.method.learning_rate))
+        self.signal.see(updates, metrics, scheduled=callable(self.learner.learning_rate))
         self.notify("step_end")
 
     def _examine(self, collection: Collection) -> None:
-        """Apply the startup checks to what is known of the first step anyway."""
+        """Apply the startup checks to the first step."""
         method = self.method
         examined = Examined(
             config=self.config,
-            policy=method.policy,
+            policy=self.policy,
             engine=method.engine,
             rewards=method.rewards,
-            needs=method.needs,
+            needs=self.learner.needs,
             rollouts=collection.rollouts,
             table=collection.seen,
-            untouched=self.untouched or (),
+            untouched=self.learner.untouched or (),
         )
         for check in self.report.pieces.startup_checks:
             for finding in check(examined):
@@ -308,7 +264,7 @@ class Run:
         self.final = last
 
     def without_unreadable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Leave out prompts that turned out to be unreadable, or note them in the folder and raise."""
+        """Return the prompts without unreadable ones, or record these in the folder and raise."""
         if self.unreadable.drops:
             return self.unreadable.rest(prompts)
         if self.processes.main:
@@ -317,7 +273,7 @@ class Run:
 
     # ---- checkpoints
     def saves_at(self, step: int) -> bool:
-        """Return whether a checkpoint is due after so many steps."""
+        """Whether a checkpoint is due after `step` steps."""
         every = self.config.save_steps
         return step == self.config.max_steps or (every > 0 and step % every == 0)
 
@@ -325,14 +281,14 @@ class Run:
     def whole_weights(self, *, changed: bool = False) -> Iterator[bool]:
         """Gather the weights of all models inside this context; yield whether this process has them.
 
-        Those that process 0 `changed` are sharded again after it.
+        With `changed`, the weights of process 0 are sharded again on exit.
         """
         with ExitStack() as stack:
-            models = [learning.policy.module for learning in (self, *self.seconds.values())]
+            models = [learner.policy.module for learner in self.learners]
             yield all([stack.enter_context(gathered(module, changed=changed)) for module in models])
 
     def rank_checkpoint(self) -> None:
-        """Compare the checkpoint of this moment with the best one so far, by `metric_for_best_model`."""
+        """Compare the current checkpoint with the best one so far, by `metric_for_best_model`."""
         name, reported = self.config.metric_for_best_model, self.progress.reported
         if name and name not in reported:
             hint = nearest(name, reported) or f"there are {', '.join(sorted(reported))}"
@@ -343,50 +299,46 @@ class Run:
             self.progress.best.see(self.progress.step, reported[name], self.config.greater_is_better)
 
     def name_weights(self) -> str:
-        """Hash the frozen weights as an input, and return the hash of the trained ones ("" on one process).
+        """Store the hash of the frozen weights, and return that of the trained ones ("" on one process).
 
-        Every process has to call this, since shards are gathered, one at a time. Trained weights were just
-        loaded from the checkpoint, so where weights differ between two starts, the base model does. Buffers
-        may move in training.
+        Every process has to call this, since shards are gathered one at a time. Trained weights come from the
+        checkpoint and buffers may change in training, so only frozen weights identify the base model.
         """
-        trained = self.method.trained
-        base = of_weights(self.policy, [*trained, *self.policy.module.buffers()])
-        self.progress.inputs["base model"] = f"frozen weights {base[:16]}" if base else "no frozen weights"
-        for name, second in self.seconds.items():
-            frozen = of_weights(second.policy, [*second.trained, *second.policy.module.buffers()])
-            trained = trained + second.trained
-            self.progress.inputs[f"base model of '{name}'"] = f"frozen weights {frozen[:16] or 'none'}"
+        trained: list[Tensor] = []
+        for learner in self.learners:
+            trained += learner.trained
+            frozen = of_weights(learner.policy, [*learner.trained, *learner.policy.module.buffers()])[:16]
+            key, none = "base model", "no frozen weights"
+            if learner.name:
+                key, none = f"base model of '{learner.name}'", "frozen weights none"
+            self.progress.inputs[key] = f"frozen weights {frozen}" if frozen else none
         return of_tensors(trained) if self.processes.world > 1 else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything besides the model that resuming needs. Every process has to call this."""
+        """Return the state for resuming, without the model. Every process has to call this."""
         return {
             "step": self.progress.step,
             "inputs": self.progress.inputs,
             "reported": self.progress.reported,
-            "optimizer": self.processes.state_of(self.method.optimizer),
+            **self.learner.state_dict(),
             **{
                 kind: {name: piece.state_dict() for name, piece in pieces.items()}
                 for kind, pieces in self.stateful.items()
             },
             "best": asdict(self.progress.best),
-            "guard": self.guard.state_dict(),
             "signal": self.signal.state_dict(),
             "ahead": self.ahead.state_dict() if self.ahead else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; the model's weights have to be loaded before."""
-        trained = self.method.trained
-        self.processes.take_up(self.method.optimizer, state["optimizer"], trained)
+        """Restore `state_dict`; the model's weights must be loaded before."""
+        self.learner.load_state_dict(state)
         for name, reference in self.stateful["references"].items():
-            like = () if name in self.seconds else trained  # second models take up their own shards
+            like = () if name in self.seconds else self.learner.trained  # second models shard their own
             reference.load_state_dict(reshard_state(state["references"][name], like))
         for place, piece in self.stateful["pieces"].items():
             piece.load_state_dict(state["pieces"][place])
         self.progress.step, self.progress.reported = state["step"], state["reported"]
         self.progress.best = Best(**state["best"])
-        self.guard.load_state_dict(state["guard"])
-        if "signal" in state:  # checkpoints of version 0.1 have none
-            self.signal.load_state_dict(state["signal"])
+        self.signal.load_state_dict(state["signal"])
         self.ahead = InFlight.of_state(state.get("ahead", {}))

@@ -1,4 +1,4 @@
-"""Prompts that turn out to be unreadable when they are asked: dropped with their groups, or an error."""
+"""Prompts that prove unreadable in a rollout: dropped with their groups, or an error."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Unreadable:
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Catch the `PromptError` of this process, until all processes `agree`."""
+        """Store a `PromptError` of this process, until all processes call `agree`."""
         try:
             yield
         except PromptError as error:
             self.caught = error
 
     def agree(self, processes: Processes) -> bool:
-        """Return whether any process caught one; every process has to call this."""
+        """Share the caught errors; return whether any process had one. Every process has to call this."""
         mine, self.caught = self.caught, None
-        # Written anew, because an error of a Ray worker is shown with its traceback.
+        # Rebuild the message, because an error of a Ray worker contains its traceback.
         told = processes.all_gather_object(
             [mine.uid, str(PromptError(mine.uid, mine.reason))] if mine else []
         )
@@ -57,25 +57,25 @@ class Unreadable:
         return bool(new)
 
     def rest(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Leave out the prompts that could not be read."""
+        """Return the prompts without unreadable ones."""
         return [prompt for prompt in prompts if prompt.uid not in self.found]
 
     def error(self) -> ConfigError:
-        """Make the error about the prompts that could not be read."""
+        """Create the error that lists the unreadable prompts."""
         return ConfigError(
             f"{'; '.join(self.found.values())}. Set `bad_rows: drop` on the data set ({self.place}), or take "
             "the row out: the same command then goes on from the last checkpoint"
         )
 
     def note(self, folder: Path, data: Sequence[Prompt]) -> None:
-        """Write down what the data are without these prompts, so that a run goes on without their rows."""
+        """Record the unreadable prompts and the hash of the other data, for a resume without their rows."""
         left = chosen(data, [at for at, uid in enumerate(uids_of(data)) if uid not in self.found])
         record = {"prompts": self.found, "inputs": of_prompts(left, named=False)}
         write_whole(folder / FILE, json.dumps(record, indent=1, ensure_ascii=False))
 
 
 def taken_out(folder: Path, data: Sequence[Prompt]) -> Mapping[str, str]:
-    """Return the unreadable prompts, with the reasons, that alone were taken out of the data of a run."""
+    """Return the unreadable prompts and reasons if exactly these were removed from the data of a run."""
     if not (folder / FILE).is_file():
         return {}
     record = json.loads((folder / FILE).read_text(encoding="utf-8"))

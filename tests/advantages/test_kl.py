@@ -68,7 +68,7 @@ def test_the_chain_hears_the_reference(tmp_path):
     run = toy_run(tmp_path, **PLAN)
     train(run)
     collection = collect(run)
-    notes = add_reference_outputs(run, collection, run.method.chain).notes["ref/logp"]
+    notes = add_reference_outputs(run, collection, run.learner.chain).notes["ref/logp"]
     weights = run.method.references["ref"].weights["table"].log_softmax(-1)
     for i, row in enumerate(collection.rollouts):
         place, tokens = row.steps

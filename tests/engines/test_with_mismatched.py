@@ -58,5 +58,5 @@ def test_kto_measures_unrelated_answers_and_learns_from_the_others(tmp_path, no_
     levels = [step["rewards/unrelated"] for step in steps]
     assert any(abs(level) > 1e-3 for level in levels) and all(map(math.isfinite, levels))
     # The level of the step before is what the loss takes off.
-    (kto,) = run.method.objective.compare
+    (kto,) = run.learner.objective.compare
     assert kto.options["delta"] == pytest.approx(levels[-2])

@@ -185,7 +185,7 @@ def test_a_run_learns_from_answers_to_the_videos_alone(tmp_path):
     collection, credit, batch = learnable(run, collection)
     assert len(collection.table) == 4 * 6 and len(batch) == 4 * 4
     assert collection.table.group.unique(return_counts=True)[1].tolist() == [6] * 4
-    update(run, batch)
+    update(run.learner, batch)
     run.finish(0, collection, credit)
     metrics = run.progress.reported
     assert metrics["time/rollouts_per_second"] > 0 and math.isfinite(metrics["loss"])

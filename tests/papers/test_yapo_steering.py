@@ -173,16 +173,16 @@ def test_yapo_trains_the_vector_alone(questions, checkpoint, tmp_path, monkeypat
         build(parse(plan("yapo", questions, checkpoint, tmp_path / "none"), Config), quiet=True)
     raw = plan("yapo", questions, checkpoint, tmp_path / "run", policy={"transform": [piece]}, save_steps=2)
     run = build(parse(raw, Config), quiet=True)
-    before = {name: weight.clone() for name, weight in run.method.policy.module.state_dict().items()}
+    before = {name: weight.clone() for name, weight in run.policy.module.state_dict().items()}
     train(run)
     lines = (Path(raw["output_dir"]) / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)  # both directions are the reference
     assert all(step["grad_norm"] > 0 and "reversed/rewards/margins" in step for step in steps)
-    changed = [n for n, w in run.method.policy.module.state_dict().items() if not torch.equal(w, before[n])]
+    changed = [n for n, w in run.policy.module.state_dict().items() if not torch.equal(w, before[n])]
     assert [name.rsplit(".", 1)[1] for name in changed] == ["vector"]
     saved = load_file(tmp_path / "run" / "checkpoint-2" / "model" / "steering.safetensors")
-    assert torch.equal(saved["vector"], run.method.policy.steering.vector.detach())
+    assert torch.equal(saved["vector"], run.policy.steering.vector.detach())
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_gradients_reach_the_learner_only(tmp_path):
     run.tick(0)
     _, _, batch = learnable(run, collect(run))
     assert set(batch.others) == {"old", "ref"}
-    update(run, batch)
+    update(run.learner, batch)
     assert run.policy.table is parameter
     assert not torch.equal(parameter, before)
     assert torch.equal(run.method.references["ref"].weights["table"], before)

@@ -19,7 +19,6 @@ from mmrl.config.loading import merge
 from mmrl.config.schema import Config, parse
 from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
-from mmrl.runtime import deepspeed
 from mmrl.runtime.checkpoint import MODEL
 from mmrl.training.loop import train
 from mmrl.vision.policies.tokens import Tokens
@@ -196,8 +195,6 @@ def plans(tmp_path_factory):
 
 def left_out(name, way):
     """Say why a plan cannot be trained in a way; nothing where it can."""
-    if name == "a critic" and way == "zero1":
-        return "DeepSpeed trains one model"
     if "4 bits" in name and (way != "ddp" or not BITSANDBYTES):
         return "weights of 4 bits are for data parallelism, and need bitsandbytes"
     return ""
@@ -259,13 +256,11 @@ def copied(policy, trained=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "fsdp2", "zero1"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_train_real_models_as_one(name, way, on_one, on_two):
     if reason := left_out(name, way):
         pytest.skip(reason)
-    if way == "zero1":
-        pytest.importorskip("deepspeed", reason="an extra of its own")
     run, trained, learned = on_one(name)
     for weight in run.policy.module.parameters():
         if weight.requires_grad:
@@ -455,17 +450,3 @@ def test_servers_get_the_weights_of_shards_and_answer_while_they_stay_shards(pla
     printed, ended = on_processes([{**plan, "output_dir": str(tmp_path / "other")}], tmp_path, "fsdp2")
     stand_in.kill()
     assert not ended and "does not sample from the policy" in printed
-
-
-@pytest.mark.parametrize(
-    "stage, optimizer, said",
-    [
-        (2, torch.optim.AdamW, "ZeRO-2 exchanges gradients"),
-        (3, torch.optim.AdamW, "ZeRO-3 exchanges gradients"),
-        (1, torch.optim.Adagrad, "Adagrad needs their shapes; set learn.optimizer=adamw"),
-    ],
-)
-def test_what_deepspeed_would_train_wrongly_is_refused(stage, optimizer, said):
-    with pytest.raises(ValueError, match=said):
-        deepspeed.check(stage, optimizer([torch.nn.Parameter(torch.zeros(2))]))
-    deepspeed.check(1, torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]))

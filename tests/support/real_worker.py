@@ -1,17 +1,17 @@
 """One of two processes that train real classes: `python -m tests.support.real_worker plans.json
-ddp|fsdp2|zero1`."""
+ddp|fsdp2`."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from mmrl.build import build
@@ -126,25 +126,9 @@ def sharding():
     return mock.patch.object(AcceleratorState, "__init__", init)
 
 
-@contextmanager
-def zero1():
-    """Share the optimizer out as `configs/accelerate/deepspeed_zero1.yaml` says, also on a CPU."""
-    told = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": "false"}
-    zero = {"ZERO_STAGE": "1", "ZERO3_INIT": "false", "OFFLOAD_OPTIMIZER_DEVICE": "none"}
-    told |= {f"ACCELERATE_DEEPSPEED_{key}": value for key, value in zero.items()}
-    told |= {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1", "ACCELERATE_GRADIENT_CLIPPING": "1.0"}
-    backend = mock.Mock(return_value=("gloo", DistributedType.MULTI_XPU))
-    with (
-        mock.patch.dict(os.environ, told),
-        mock.patch.object(PartialState, "_prepare_backend", backend),
-        mock.patch.object(PartialState, "set_device", lambda self: setattr(self, "device", CPU)),
-    ):
-        yield
-
-
 def main() -> None:
     """Train every plan."""
-    with {"ddp": nullcontext, "fsdp2": sharding, "zero1": zero1}[sys.argv[2]]():
+    with {"ddp": nullcontext, "fsdp2": sharding}[sys.argv[2]]():
         html.pages.curves = lambda runs: []  # drawing takes longer than everything else
         for plan in json.loads(Path(sys.argv[1]).read_text()):
             train(build(parse(plan, Config), quiet=True))

@@ -83,12 +83,12 @@ def measure(plan: dict) -> None:
     with sharding(), mock.patch.object(Processes, "load_device", property(loading)):
         run = build(parse(plan, Config), quiet=True)
     tell("loading", shard=sum(parameter.to_local().nbytes for parameter in run.policy.module.parameters()))
-    for parameter in run.method.trained:
+    for parameter in run.learner.trained:
         parameter.grad = torch.zeros_like(parameter)
-    run.method.optimizer.step()  # makes the moments
-    run.method.optimizer.zero_grad()
+    run.learner.optimizer.step()  # makes the moments
+    run.learner.optimizer.zero_grad()
     run.progress.step = 1
-    tell("a step", moments=2 * sum(parameter.to_local().nbytes for parameter in run.method.trained))
+    tell("a step", moments=2 * sum(parameter.to_local().nbytes for parameter in run.learner.trained))
     with run.processes.watching():
         resume(run)
         tell("a new folder")

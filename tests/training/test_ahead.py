@@ -109,5 +109,4 @@ def test_prompts_that_a_sampler_changed_are_an_error(tmp_path):
 def test_only_the_process_that_saves_copies_the_weights_of_what_is_in_flight(rank, tensors, tmp_path):
     run = toy_run(tmp_path, **ahead())
     run.processes.rank = rank
-    prefetch(run)
-    assert len(run.ahead.weights) == tensors
+    assert len(prefetch(run, 1, run.pieces.clock).weights) == tensors

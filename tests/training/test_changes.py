@@ -55,10 +55,10 @@ def test_a_key_that_may_change_is_written_down_and_holds_from_then_on(tmp_path, 
     assert records.keys() >= {key, "max_steps"} and records[key]["step"] == 2
     assert (records["max_steps"]["old"], records["max_steps"]["new"]) == (2, 4)
     assert load(tmp_path / "config.yaml") == run.config, "rewritten"
-    assert run.guard.micro_batch_steps == run.config.learn.micro_batch_steps
+    assert run.learner.guard.micro_batch_steps == run.config.learn.micro_batch_steps
     # A cosine from 0.1 to 0 over the 4 steps of the run: 0.05 (1 + cos(3 pi / 4)) at the last one.
     rates = {"rate": 0.02, "schedule": 0.05 * (1 - 0.5**0.5)}
-    assert run.method.optimizer.param_groups[0]["lr"] == pytest.approx(rates.get(name, 0.1))
+    assert run.learner.optimizer.param_groups[0]["lr"] == pytest.approx(rates.get(name, 0.1))
     trained(tmp_path, max_steps=4, **changes)
     assert len(Journal(tmp_path, "changes.jsonl").read()) == len(records), "nothing changed since"
 

@@ -37,7 +37,7 @@ def ready(folder, **changes):
 def moved_by(folder, **changes):
     """Give how the weights move in one pass: with plain descent of rate 1, minus the gradient."""
     run, batch = ready(folder, **changes)
-    update(run, batch)
+    update(run.learner, batch)
     return run.policy.table.detach().clone()
 
 
@@ -103,7 +103,7 @@ def test_the_forward_pass_holds_at_most_micro_batch_steps(tmp_path, monkeypatch)
         return forward(policy, micro, extra)
 
     monkeypatch.setattr(ToyText, "__call__", watched)
-    update(run, batch)
+    update(run.learner, batch)
     # 16 rows of 4 steps: two rows fit into 9 steps, three do not.
     assert sizes == [8] * 8
 
@@ -111,19 +111,19 @@ def test_the_forward_pass_holds_at_most_micro_batch_steps(tmp_path, monkeypatch)
 def test_minibatches_take_a_step_for_every_part_of_whole_groups(tmp_path):
     run, batch = ready(tmp_path, learn={"minibatches": 3}, rollout={"num_prompts": 4})
     before, counted = run.policy.table.detach().clone(), []
-    step = run.step_optimizer
+    step = run.learner.step_optimizer
 
     def watched():
         touched = run.policy.table.grad.abs().sum((1, 2)) > 0
         counted.append(touched.nonzero()[:, 0].tolist())
         step()
 
-    run.step_optimizer = watched
-    update(run, batch)
+    run.learner.step_optimizer = watched
+    update(run.learner, batch)
     order = list(dict.fromkeys(batch.steps.prompt.tolist()))
     # Four groups in three parts: one, one and two. Groups whose answers tie push nowhere.
     parts = [order[:1], order[1:2], order[2:]]
-    assert len(counted) == 3 and run.guard.meter.updates == 3
+    assert len(counted) == 3 and run.learner.guard.meter.updates == 3
     assert all(set(seen) <= set(part) for seen, part in zip(counted, parts, strict=True))
     assert sum(map(len, counted)) >= 3
     assert not torch.equal(run.policy.table, before)
@@ -146,7 +146,7 @@ def test_iterations_pass_over_one_collection_again(tmp_path):
     train(run)
     again, batch = ready(tmp_path / "b", objective={"surrogate": "log_likelihood"})
     for _ in range(3):
-        update(again, batch)
+        update(again.learner, batch)
     assert torch.equal(run.policy.table, again.policy.table)
     assert run.journal.read()[0]["grad_norm"] == pytest.approx(run.progress.reported["grad_norm"])
 
@@ -179,7 +179,7 @@ def test_old_is_asked_where_they_do(tmp_path, changes):
 def test_old_stays_what_rolled_out_while_the_policy_moves(tmp_path):
     run, batch = ready(tmp_path, learn={"num_iterations": 2, "learning_rate": 5.0})
     before = batch.others["old"].logp.clone()
-    update(run, batch)
+    update(run.learner, batch)
     assert torch.equal(batch.others["old"].logp, before)
     with torch.no_grad():
         assert (run.policy(batch).logp - before).abs().max() > 0.1
@@ -206,8 +206,8 @@ def test_old_is_the_policy_that_rolled_out(tmp_path):
 def test_what_others_say_stands_in_its_rows_however_it_was_cut(tmp_path):
     run, batch = ready(tmp_path)
     one, many = Rising(), Rising()
-    evaluate_references({"ref": one}, batch, run.method.needs, 10**6)
-    cut = evaluate_references({"ref": many}, batch, run.method.needs, 8)
+    evaluate_references({"ref": one}, batch, run.learner.needs, 10**6)
+    cut = evaluate_references({"ref": many}, batch, run.learner.needs, 8)
     assert (one.asked, len(many.asked)) == ([(16, frozenset())], 8)
     # Rows stand in order and 8 steps are two rows, so the answers count up in pairs.
     assert cut.others["ref"].logp[:, 0].tolist() == [float(1 + i // 2) for i in range(16)]
@@ -218,15 +218,19 @@ def test_the_engine_is_old_where_it_noted_nothing(tmp_path):
     old = batch.others["old"].logp
     noted = batch.notes["logp"].clone()
     noted[0] = math.nan
-    needs = run.method.needs
+    needs = run.learner.needs
     engine = (
-        evaluate_references(run.others, batch.replace(notes={"logp": noted}), needs, 99).others["engine"].logp
+        evaluate_references(run.learner.others, batch.replace(notes={"logp": noted}), needs, 99)
+        .others["engine"]
+        .logp
     )
     assert torch.equal(engine[0], old[0])
     steps = batch.mask[1:] > 0
     assert torch.equal(engine[1:][steps], noted[1:][steps].double())
     nowhere = (
-        evaluate_references(run.others, batch.replace(notes={}), run.method.needs, 99).others["engine"].logp
+        evaluate_references(run.learner.others, batch.replace(notes={}), run.learner.needs, 99)
+        .others["engine"]
+        .logp
     )
     assert torch.equal(nowhere, old)
 
@@ -245,8 +249,10 @@ def test_gradients_are_clipped_to_a_norm(tmp_path):
 
 def test_the_norm_is_reported_as_it_was_before_clipping(tmp_path):
     run, batch = ready(tmp_path, learn={"max_grad_norm": 0.01})
-    update(run, batch)
-    assert run.guard.meter.take()["grad_norm"] == pytest.approx(float(moved_by(tmp_path).norm()), rel=1e-6)
+    update(run.learner, batch)
+    assert run.learner.guard.meter.take()["grad_norm"] == pytest.approx(
+        float(moved_by(tmp_path).norm()), rel=1e-6
+    )
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
@@ -254,11 +260,11 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
     before = run.policy.table.detach().clone()
     spoilt = batch.replace(advantage=torch.full_like(batch.advantage, math.nan))
     with pytest.raises(NotFinite, match="the gradient of step 0 has the norm nan; the step was not taken"):
-        update(run, spoilt)
+        update(run.learner, spoilt)
     assert torch.equal(run.policy.table, before)
-    assert not run.method.optimizer.state_dict()["state"]
+    assert not run.learner.optimizer.state_dict()["state"]
     assert run.policy.table.grad is None or not run.policy.table.grad.any()
-    update(run, batch)
+    update(run.learner, batch)
     assert run.policy.table.isfinite().all(), "nothing of it is left in the next step"
 
 
@@ -266,7 +272,7 @@ def test_a_collection_without_groups_takes_no_step(tmp_path):
     run = toy_run(tmp_path, group_filter=f"{__name__}:drop_all", max_steps=2, learn={"optimizer": "adamw"})
     train(run)
     assert not run.policy.table.any()
-    assert not run.method.optimizer.state_dict()["state"]
+    assert not run.learner.optimizer.state_dict()["state"]
     record = run.journal.read()[-1]
     assert record["frac_groups_kept"] == 0.0
     assert "loss" not in record and "reward" in record
@@ -276,8 +282,8 @@ def test_an_empty_minibatch_takes_no_step(tmp_path):
     # Two groups of which the filter keeps one, in two parts: the first part is empty.
     run, batch = ready(tmp_path, learn={"minibatches": 2}, rollout={"num_prompts": 2})
     one = batch.select((batch.group == batch.group[0]).nonzero()[:, 0])
-    update(run, one)
-    assert run.guard.meter.updates == 1
+    update(run.learner, one)
+    assert run.learner.guard.meter.updates == 1
 
 
 def test_rows_that_are_not_learned_from_cost_no_forward_pass(tmp_path):
@@ -299,7 +305,7 @@ def test_a_chain_that_ends_with_two_rewards_is_told_to_add_them_up(tmp_path):
 def test_references_follow_every_step(tmp_path):
     run, batch = ready(tmp_path, references={"slow": {"name": "ema", "decay": 0.75}})
     for _ in range(2):
-        update(run, batch)
+        update(run.learner, batch)
     first = moved_by(tmp_path)
     # From 0: .25 w1 after the first step, .75 * .25 w1 + .25 w2 after the second.
     expected = 0.75 * 0.25 * first + 0.25 * run.policy.table.detach()
@@ -318,7 +324,7 @@ def test_schedules_take_their_value_before_a_step(tmp_path):
     train(run)
     assert [record["learning_rate"] for record in run.journal.read()] == [1.0, 0.75, 0.5]
     # The last of three ticks was at step 2, where the width has arrived.
-    assert run.method.objective.surrogate.options["epsilon"] == pytest.approx(0.2)
+    assert run.learner.objective.surrogate.options["epsilon"] == pytest.approx(0.2)
 
 
 def test_every_step_draws_anew(tmp_path):
@@ -341,7 +347,7 @@ def test_clocks_carry_the_metrics_of_the_last_report(tmp_path):
             return 0.1
 
     run = toy_run(tmp_path, policy=DOUBLE)
-    run.method.learning_rate = Watching()
+    run.learner.learning_rate = Watching()
     train(run)
     rewards = [record["reward"] for record in run.journal.read()]
     assert seen == [(0, None), (1, rewards[0]), (2, rewards[1])]
@@ -361,8 +367,8 @@ def test_other_policies_are_asked_as_often_on_every_process(tmp_path):
     def even(cuts):
         return [*((cut, 1.0, False) for cut in cuts), (cuts[-1], 0.0, False), (cuts[-1], 0.0, True)]
 
-    alone = evaluate_references({"ref": run.policy}, batch, run.method.needs, 8).others["ref"].logp
-    found = evaluate_references({"ref": counting}, batch, run.method.needs, 8, even).others["ref"].logp
+    alone = evaluate_references({"ref": run.policy}, batch, run.learner.needs, 8).others["ref"].logp
+    found = evaluate_references({"ref": counting}, batch, run.learner.needs, 8, even).others["ref"].logp
     assert len(asked) == len(list(batch.cuts(8, Unit.STEP))) + 2
     assert torch.equal(found, alone)
 

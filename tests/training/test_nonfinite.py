@@ -24,8 +24,8 @@ from mmrl.reporting import html
 from mmrl.runtime import checkpoint
 from mmrl.runtime.watchdog import listening
 from mmrl.training.checkpointing import resume
-from mmrl.training.loop import train
-from mmrl.training.nonfinite import NotFinite, OutOfMemory, largest_first
+from mmrl.training.loop import largest_first, train
+from mmrl.training.nonfinite import NotFinite, OutOfMemory
 from mmrl.training.trainer import Run
 from tests.support.fork_server import command
 from tests.support.toys import ToyGenerate, ToyText, plan, prompts, toy_run
@@ -310,7 +310,7 @@ def test_a_skipped_step_leaves_the_optimizer_alone(tmp_path):
     }
     run = toy_run(tmp_path, **changes, max_steps=2)
     train(run)
-    assert not run.method.optimizer.state_dict()["state"] and run.method.references["slow"].passed == 0
+    assert not run.learner.optimizer.state_dict()["state"] and run.method.references["slow"].passed == 0
 
 
 # ---- memory
@@ -338,7 +338,7 @@ def test_a_resumed_run_remembers_that_it_halved(tmp_path):
     Full.sizes.clear()
     run = toy_run(tmp_path, **changes, max_steps=2)
     train(run)
-    assert run.guard.micro_batch_steps == 8 and max(Full.sizes) == 8
+    assert run.learner.guard.micro_batch_steps == 8 and max(Full.sizes) == 8
 
 
 def test_asking_other_policies_may_run_out_of_memory_as_well(tmp_path):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mmrl.core.types import Unit
+from mmrl.training.learner import Guard
 from mmrl.training.loop import train
-from mmrl.training.nonfinite import Guard, NotFinite
+from mmrl.training.nonfinite import NotFinite
 from tests.support.tables import step_table
 from tests.support.toys import toy_run
 from tests.training.test_nonfinite import left_in
@@ -38,12 +39,13 @@ def test_one_entry_of_one_gradient_is_enough(bad, sound):
     trained = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     for i in bad:
         trained[i].data[1] = 0.0
-    method = SimpleNamespace(
-        needs=SimpleNamespace(unit=Unit.STEP, extra=frozenset()),
+    learner = SimpleNamespace(
+        processes=SimpleNamespace(device="cpu"),
+        needs=SimpleNamespace(unit=Unit.STEP, outputs=frozenset()),
         policy=lambda micro, extra: None,
         objective=lambda new, micro: (trained[0].sqrt().sum() + trained[1].sqrt().sum(), {}),
         trained=trained,
     )
-    guard = Guard(None, method, SimpleNamespace(device="cpu"), None, print, micro_batch_steps=100)
+    guard = Guard(learner, micro_batch_steps=100)
     batch = step_table([[-1.0, -2.0]], old=[[-1.0, -2.0]], advantage=[1.0])[1]
     assert guard.is_finite(batch) is sound

@@ -63,7 +63,7 @@ def test_what_has_a_memory_is_taken_up(tmp_path):
     assert run.observers[0].count == state["pieces"]["advantage[1]"]["count"] > 0
     assert run.progress.reported["reward"] == state["reported"]["reward"]
     # 3 steps of 2 iterations over 2 minibatches, each with an optimizer step unless the filter took it all.
-    assert 6 <= run.method.optimizer.state_dict()["state"][0]["step"] <= 12
+    assert 6 <= run.learner.optimizer.state_dict()["state"][0]["step"] <= 12
     assert fresh.method.sampler.drawn == fresh.observers[0].count == 0
 
 
