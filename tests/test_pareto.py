@@ -13,10 +13,10 @@ import torch
 from mmrl import pareto
 from mmrl.cli import main
 from mmrl.config.registry import find
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError, EvaluateConfig, parse
 from mmrl.reporting import pareto as drawing
 from mmrl.reporting.html.point_labels import LINE, place
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training import evaluate
 from tests.support.svg import overlap, text_boxes
 from tests.support.toys import ToyGenerate

@@ -13,18 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from mmrl.config.loading import ConfigError, UnknownKey
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, Taken, is_number, is_whole, marks
-from mmrl.config.registry import FACTORIES, HOMES, LOADED, MADE, Entry, Needs, find, leaves_form
-from mmrl.config.schema import (
-    Kind,
-    Piece,
-    Scheduled,
-    as_piece,
-    convert,
-    each,
-    held_fields,
-)
-from mmrl.config.tool_functions import RIGHTS
-from mmrl.config.workers import Elsewhere, Workers, check_elsewhere
+from mmrl.config.registry import FACTORIES, HOMES, LOADED, MADE, Entry, Needs, find, import_name, leaves_form
+from mmrl.config.schema import Kind, Piece, Scheduled, as_piece, convert, each, held_fields
 from mmrl.core.protocols import Stateful
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
@@ -32,34 +22,25 @@ from mmrl.core.types import Clock
 T = TypeVar("T")
 # Options that the run fills, never a configuration.
 FILLED = ("generator", "recipe", "stream", "train_prompts")
+WORKERS = "mmrl.runtime.workers:workers_of"  # of a wing above, so by name
+CALLED = {"label": str, "timeout": PositiveFloat, "retries": NonNegativeInt}  # the time-out in seconds
+# What a tool may do besides computing; one that declares any of these has no other rights.
+RIGHTS = {"reads": tuple[str, ...], "writes": tuple[str, ...], "network": bool, "process": bool}
+TOOL = {**CALLED, "on_error": Literal["tell", "skip", "raise"], **RIGHTS}
 # Keys of a piece that are settings of its caller and no options of the piece itself.
 CALLED_WITH = {
     "reward": {
         "weight": float,
-        "label": str,
-        "timeout": PositiveFloat,  # seconds
+        **CALLED,
         "on_error": Literal["raise", "skip"],
-        "retries": NonNegativeInt,
         "on_absent": Literal["raise", "warn"],
-        "where": Mapping[str, Any],  # columns of the prompts that it is asked about, with their values
-        "at": str,  # turns that it is asked about: `last` (the usual), `every`, `tag` or `tag=word`
-        "workers": Workers,  # Ray actors that it is computed by
+        "where": Mapping[str, Any],  # columns of the prompts that it scores, with their values
+        "at": str,  # turns that it scores: `last` (the default), `every`, `tag` or `tag=word`
+        "workers": Mapping[str, Any],  # settings of the Ray actors that compute it
     },
     "compare": {"weight": float},
-    "tool": {
-        "label": str,
-        "timeout": PositiveFloat,  # seconds
-        "on_error": Literal["tell", "skip", "raise"],
-        "retries": NonNegativeInt,
-        **RIGHTS,
-    },
-    "environment": {
-        "label": str,
-        "timeout": PositiveFloat,  # seconds
-        "on_error": Literal["tell", "skip", "raise"],
-        "retries": NonNegativeInt,  # of `reset`
-        **RIGHTS,
-    },
+    "tool": TOOL,
+    "environment": TOOL,  # `retries` of its `reset`
 }
 
 
@@ -112,6 +93,21 @@ class Recipe:
     stage: int
     remembering: tuple[str, ...]  # which of the engines have a state
     clock: Callable[[], Clock]  # of the schedules of this step
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A reward that other processes make: its piece, what they need for that, and the moment of a call."""
+
+    name: str  # in errors
+    piece: Piece
+    policy: Piece | None  # of the run
+    stream: Stream
+    clock: Callable[[], Clock]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Raise: actors have to be started for it first."""
+        raise RuntimeError(f"the reward '{self.name}' has `workers`, which were not started")
 
 
 class Pieces:
@@ -273,7 +269,7 @@ class Pieces:
                 case None if name == "policy" and name not in options and self.policy and entry.copies_policy:
                     options[name] = self._inner(name, self.policy, f"{place}.{name}")
         if "workers" in call:
-            check_elsewhere(entry, piece.options, call["workers"], place)
+            call["workers"] = import_name(WORKERS)(entry, piece.options, call["workers"], place)
             if call["workers"].runtime_env:  # which has the packages of the piece, and this process need not
                 del self.entries[known:]
             self.entries.append(replace(entry, packages={"ray": "ray"}))

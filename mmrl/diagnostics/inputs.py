@@ -15,8 +15,7 @@ from mmrl.config import objects
 from mmrl.config.binding import Pieces
 from mmrl.config.consistency import evaluation_of
 from mmrl.config.loading import ConfigError
-from mmrl.config.registry import find
-from mmrl.config.reward_adapters import is_trl
+from mmrl.config.registry import find, is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
@@ -35,7 +34,7 @@ OFFERED = (
     "completion_ids",
     "trainer_state",
     "target",
-)  # `reward_adapters.from_trl`
+)  # `rewards.adapters.from_trl`
 
 
 def check_inputs(config: Config | EvaluateConfig) -> None:

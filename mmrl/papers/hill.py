@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import engine
-from mmrl.config.reward_adapters import tagged
 from mmrl.config.schema import ConfigError
+from mmrl.core.answer_text import tagged
 from mmrl.core.protocols import Engine
 from mmrl.core.types import CHANGED, Message, Part, Prompt, Rollouts, Trajectory
 from mmrl.data.hints import ATTEMPT, TAG, WANTED, WROTE, with_hint, without_hint

@@ -12,13 +12,6 @@ from mmrl.config.loading import ConfigError
 
 GIVEN = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 SHOWN = "image of the conversation"  # marks the type of an argument as an image, as that of PIL is
-# Settings of what a model calls; one that declares any of these has no other rights.
-RIGHTS = {
-    "reads": tuple[str, ...],  # files and folders
-    "writes": tuple[str, ...],
-    "network": bool,
-    "process": bool,
-}
 
 
 def parameters_of(tool: Callable) -> dict[str, inspect.Parameter]:
