@@ -28,14 +28,6 @@ DPO_LOSSES = {  # to the comparison
     **{name: name for name in ("sppo_hard", "apo_zero", "apo_down", "discopop")},
     "sigmoid_norm": "sigmoid",
 }
-SMOOTHED = ("robust", "exo_pair")
-DIVERGENCES = {  # of TRL's `f_divergence_type`, to the option of `f_divergence`
-    "reverse_kl": "",
-    "forward_kl": "forward_kl",
-    "js_divergence": "js",
-    "alpha_divergence": "alpha",
-}
-NO_DIVERGENCE = ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
 ABSENT_LOSSES = ("aot", "aot_unpaired", "sft")
 CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines around another one
 STEP_MEANS = ("dapo", "bnpo", "cispo", "vespo")
