@@ -1,4 +1,4 @@
-"""Binding: names in a configuration become callables with checked options, schedules and random streams."""
+"""Bind the names in a configuration to callables with checked options, schedules and random streams."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an engine is made of, so that another process can make it again."""
+    """Everything that another process needs to rebuild an engine."""
 
     policy: Piece
     engines: tuple[Piece, ...]  # those that it wraps, the innermost first
@@ -97,7 +97,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A reward that other processes make: its piece, what they need for that, and the moment of a call."""
+    """A reward that Ray actors rebuild and call: its piece, the policy, the random stream and the clock."""
 
     name: str  # in errors
     piece: Piece
@@ -111,7 +111,7 @@ class Elsewhere:
 
 
 class Pieces:
-    """Checks and makes pieces, and records which of them have state or follow a schedule."""
+    """Checks and builds pieces, and records which of them have state or follow a schedule."""
 
     def __init__(self, stream: Stream, policy: Piece | None = None) -> None:
         self.stream = stream
@@ -156,7 +156,7 @@ class Pieces:
         return bound.function if kind in MADE else bound
 
     def _recipe(self, place: str, name: str) -> Recipe:
-        """Describe the engines before the one at a place."""
+        """Describe the policy and the engines that the engine at a place wraps."""
         chain = place.rpartition("[")[0]  # `rollout.engine` of `rollout.engine[1]`
         before = {at: piece for at, piece in self.engines.items() if at.startswith(f"{chain}[")}
         if self.trained is None:
@@ -187,7 +187,7 @@ class Pieces:
         return _Follows(schedule, wanted, place)
 
     def that_are(self, protocol: type[T]) -> dict[str, T]:
-        """List the pieces that follow a runtime-checkable protocol, by the place that made them."""
+        """List the pieces that implement a runtime-checkable protocol, by their places."""
         return {place: thing for place, thing in self.made.items() if isinstance(thing, protocol)}
 
     @property
@@ -317,7 +317,7 @@ class Pieces:
 
 @dataclass
 class _Follows:
-    """An option that follows a schedule: rounded where it is a whole number, checked against its range."""
+    """The value of an option that follows a schedule: rounded for integer options, checked for its range."""
 
     schedule: Bound
     wanted: Any
@@ -344,7 +344,7 @@ def _check_names(kind: str, made: Sequence[Any], place: str) -> None:
 
 
 def left_out(entry: Entry, name: str, value: Any) -> bool:
-    """Return whether None stands for the default of an option, because its type does not take None."""
+    """Whether None means the default of an option, because the option's type excludes None."""
     wanted = entry.hints.get(name, Any)
     known = wanted is not Any and type(None) not in marks(wanted, type)
     return value is None and known and entry.options[name].default is not inspect.Parameter.empty

@@ -1,4 +1,4 @@
-"""Adapters of reward functions: for one outcome at a time, and in TRL's form."""
+"""Adapters for reward functions: functions of one outcome, and functions with TRL's signature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmrl.runtime.scoring import SCORING, Scoring
 
 
 def log_metric(name: str, value: float) -> None:
-    """Add a number to a metric of the run, which is the mean over a step; nothing outside of a run."""
+    """Add a number to a metric of the run (its mean over a step); does nothing outside of a run."""
     if call := SCORING.get(None):
         call.log_metric(name, value)
 
@@ -63,7 +63,7 @@ class OwnAnswer:
 
 
 def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:
-    """Turn a function of one prompt and one outcome into a reward of a batch."""
+    """Decorate a function of one prompt and one outcome as a reward of a batch."""
 
     @functools.wraps(measure)
     def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome], **options: Any) -> list[float | None]:
@@ -73,7 +73,7 @@ def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[floa
 
 
 def by_rollout(outcomes: Sequence[Outcome]) -> list[list[int]]:
-    """List the outcomes of every rollout, such as the turns of a conversation, in their order."""
+    """Group indices of outcomes, such as the turns of a conversation, by rollout, in order."""
     rows = (SCORING.get(None) or Scoring()).rows or range(len(outcomes))
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):

@@ -20,7 +20,7 @@ from mmrl.core.types import Message, Outcome, Prompt, TrainerState
 
 
 def handed(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> tuple[list[Prompt], list[Outcome]]:
-    """Copy the arguments of a reward, so that a reward that changes them affects no other reward.
+    """Copy the arguments of a reward: changes that it makes to them reach no other reward.
 
     Lists, dictionaries, sets, tensors and arrays are copied. The pixels and times of outcomes are shared, and
     so are objects of other classes.
@@ -62,20 +62,20 @@ class Scoring:
     deadline: float = math.inf  # of `time.monotonic`, after which nobody waits for it
 
     def about(self, rows: Sequence[int]) -> Scoring:
-        """Take the part of the call that is about some of its outcomes."""
+        """Restrict the call to some of its outcomes, by their indices."""
         turns = [self.turns[i] for i in rows] if self.turns else ()
         own = [self.rows[i] for i in rows] if self.rows else ()
         return replace(self, tokens=[self.tokens[i] for i in rows], turns=turns, rows=own)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Add a number to a metric of the run, which is the mean of all that is logged for a step."""
+        """Add a number to a metric of the run; the metric is the mean of all numbers logged in a step."""
         number = to_float(value)
         if not math.isfinite(number):
             raise ValueError(f"log_metric('{name}', {shown(value)}): a finite number is wanted")
         self.metrics.setdefault(name, []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Add a column to the completions that are written, with a value for every outcome."""
+        """Add a column to the table of completions on disk, one value per outcome."""
         if len(values) != len(self.tokens):
             raise ValueError(
                 f"log_extra('{column}', ...): wanted {len(self.tokens)} values, one for each completion, got "
@@ -95,9 +95,9 @@ def called(
     call: Scoring,
     seconds: float,
 ) -> list:
-    """Call a reward and list what it returns, one entry per outcome; `call` takes what it logs.
+    """Call a reward and return a list of one entry per outcome; `call` collects its metrics and columns.
 
-    An asynchronous reward has `seconds` to return. Raises `NotNumbers` for something else than entries.
+    An asynchronous reward is cancelled after `seconds`. Raises `NotNumbers` for any other return value.
     """
 
     async def awaited(result: Awaitable[Any]) -> Any:
@@ -111,7 +111,7 @@ def called(
 
 
 def by_prompt(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """List the outcomes of every prompt, by its id."""
+    """Group indices of outcomes by the id of their prompt."""
     groups: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         groups.setdefault(prompt.uid, []).append(i)
@@ -124,11 +124,11 @@ SHOWN = 200  # characters of a value in a message
 
 
 class NotNumbers(ValueError):
-    """A reward returned something else than one entry per outcome."""
+    """A reward did not return one entry per outcome."""
 
 
 def one_each(result: Any, count: int) -> list:
-    """List what a reward returned: a list, tuple, iterator or one-dimensional array of `count` entries.
+    """Convert the return value of a reward to a list: a sequence, iterator or 1-D array of `count` entries.
 
     Raises `NotNumbers` for anything else.
     """
@@ -168,7 +168,7 @@ def to_float(value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """Return the `repr` of a value, shortened for a message; that of a user's class may itself fail."""
+    """Return a shortened `repr` for an error message, or the class where `repr` fails."""
     try:
         text = repr(value)
     except Exception:

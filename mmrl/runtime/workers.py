@@ -1,4 +1,4 @@
-"""Settings of Ray actors, and what a piece has to be so that it can be made again in another process."""
+"""Settings of Ray actors, and checks that a piece can be rebuilt in another process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmrl.core.protocols import Stateful
 
 @dataclass(frozen=True)
 class Workers:
-    """Ray actors that a piece is made in: how many, what each of them has, and where."""
+    """Ray actors that run a piece: their number, resources, environment and cluster."""
 
     num: PositiveInt = 1  # actors, of every process of the run
     num_cpus: NonNegativeFloat = 1.0  # CPU cores of an actor; whole numbers are also its threads

@@ -1,4 +1,4 @@
-"""Arguments of TRL that were given."""
+"""Arguments of TRL's configuration classes, with TRL's defaults for the ones left out."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Given:
         return default_of(name, self.pairs) if value is None else value
 
     def __contains__(self, name: str) -> bool:
-        """Whether an argument was given a value; None stands for none."""
+        """Whether an argument has a value other than None."""
         return self.values.get(name) is not None
 
     def has(self, *names: str) -> bool:
