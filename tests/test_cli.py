@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 import mmrl
 from mmrl.cli import main
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.reporting import html
+from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.files import LOCK, hold
 from tests.support.toys import plan, prompts
 

@@ -13,9 +13,9 @@ import torch
 from mmrl import pareto
 from mmrl.cli import main
 from mmrl.config.registry import find
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError, EvaluateConfig, parse
 from mmrl.reporting import pareto as drawing
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training import evaluate
 from tests.support.svg import overlap, text_boxes
 from tests.support.toys import ToyGenerate

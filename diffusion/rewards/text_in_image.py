@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer
 from mmrl.core.answer_text import spelled
 from mmrl.core.answers import targets_of
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.reward_base import frames_of, import_function
+from mmrl.rewards.adapters import OwnAnswer
 
 # From an image (3, height, width) uint8 to texts with confidences.
 Recogniser = Callable[[Tensor], Sequence[tuple[str, float]]]

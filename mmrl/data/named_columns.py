@@ -10,8 +10,7 @@ from typing import Any
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
-from mmrl.config.registry import PIECES, find, import_name
-from mmrl.config.reward_adapters import is_trl
+from mmrl.config.registry import PIECES, find, import_name, is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Kind, as_plain, each, held_fields
 from mmrl.data.row_fields import ASKING, NamedColumns
 

@@ -15,8 +15,7 @@ from mmrl.config import objects
 from mmrl.config.binding import Pieces
 from mmrl.config.consistency import evaluation_of
 from mmrl.config.loading import ConfigError
-from mmrl.config.registry import find
-from mmrl.config.reward_adapters import is_trl
+from mmrl.config.registry import find, is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
@@ -29,7 +28,7 @@ from mmrl.runtime.checkpoint import model_folder
 
 FIRST = 20  # rows that are read
 OPENED = 4  # images, and videos, that are decoded
-# Arguments that `reward_adapters.from_trl` passes to every reward, whatever the columns.
+# Arguments that `rewards.adapters.from_trl` passes to every reward, whatever the columns.
 OFFERED = ("prompts", "completions", "completion_ids", "trainer_state", "target")
 
 

@@ -12,12 +12,13 @@ from typing import Any
 from mmrl.config.binding import Bound, Pieces
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import leaves_form
-from mmrl.config.reward_adapters import OwnAnswer, Scoring, called, shown, to_float
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer
 from mmrl.rewards.answers import FormOfData
 from mmrl.runtime.reward_calls import matches
+from mmrl.runtime.scoring import Scoring, called, shown, to_float
 
 SAMPLE = 200  # rows that are checked when a run starts
 WRONG_SHARE = 0.05  # largest share of rows whose own target earns less than full marks

@@ -18,7 +18,6 @@ from typing import Any
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Probability
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import SCORING, by_prompt
 from mmrl.core.answers import words_of
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts
@@ -34,6 +33,7 @@ from mmrl.rewards.asking import (
     judge_template,
     judge_words,
 )
+from mmrl.runtime.scoring import SCORING, by_prompt
 
 Marks = tuple[tuple[float, ...], int, str]  # scores in [0, 1], index of the worst criterion, and why
 REASONS = 3  # most frequent reasons stored in a memory item

@@ -20,8 +20,8 @@ import torch
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import comparable_outcomes, log_metric
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import comparable_outcomes, log_metric
 from mmrl.rewards.asking import (
     TWO_ANSWERS,
     Judging,

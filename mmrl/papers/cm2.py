@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import log_metric, policy_turns, shown
 from mmrl.core.episodes import EPISODE, turn_number
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError, is_number
+from mmrl.rewards.adapters import log_metric, policy_turns
 from mmrl.rewards.asking import (
     DATA,
     QUESTION,
@@ -28,6 +28,7 @@ from mmrl.rewards.asking import (
     judge_template,
     judge_words,
 )
+from mmrl.runtime.scoring import shown
 
 CHECKLIST = f"""\
 Check which criteria an answer to a question meets.

@@ -19,11 +19,11 @@ import torch
 from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.ranges import Ascending, NonNegativeFloat, PositiveFloat, Probability
 from mmrl.config.registry import reward, sampler
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.answers import word_f1
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.row_prompts import chosen
+from mmrl.rewards.adapters import per_outcome
 from mmrl.samplers.candidates import evenness
 from mmrl.samplers.sources import column_of, numbers_of
 from mmrl.samplers.uniform import Uniform

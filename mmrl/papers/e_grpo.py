@@ -16,10 +16,11 @@ from mmrl.advantages.notes import label
 from mmrl.advantages.shape import column_of
 from mmrl.config.ranges import NonNegativeFloat, Tags
 from mmrl.config.registry import advantage, reward
-from mmrl.config.reward_adapters import policy_turns, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.answers import words_of
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable, name_id
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import policy_turns
 
 
 @advantage

@@ -21,12 +21,13 @@ from mmrl.advantages.notes import noted
 from mmrl.advantages.select import per_step
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.config.registry import advantage, engine, reward
-from mmrl.config.reward_adapters import OwnAnswer, per_outcome, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.protocols import Engine
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.tool_calls import Call, CallError, call_of
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.data.fields import RowError, short
+from mmrl.rewards.adapters import OwnAnswer, per_outcome
 
 FENCE = re.compile(r"^\s*```\w*\n(.*?)\n?```\s*$", re.DOTALL)
 LONGEST = 20_000  # characters of calls that are parsed: longer texts cost time and stack

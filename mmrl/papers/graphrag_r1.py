@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, ShareBelowOne
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import policy_messages, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.types import Message, Outcome, Prompt
+from mmrl.rewards.adapters import policy_messages
 from mmrl.rewards.tool_calls import ANSWERED, CALL, calls_in
 
 

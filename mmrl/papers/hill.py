@@ -21,8 +21,8 @@ from torch import Tensor
 from mmrl.advantages.hinted import hint_of, keep_rows, successes
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.config.registry import advantage, engine
-from mmrl.config.reward_adapters import tagged
 from mmrl.config.schema import ConfigError
+from mmrl.core.answer_text import tagged
 from mmrl.core.protocols import Engine
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import CHANGED, Message, Part, Prompt, Rollouts, Trajectory

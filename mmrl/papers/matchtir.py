@@ -16,10 +16,11 @@ from itertools import islice
 from typing import Any, Literal
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer, by_rollout, policy_messages, shown
 from mmrl.core.tool_calls import Call, CallError, call_of
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer, by_rollout, policy_messages
 from mmrl.rewards.tool_calls import CALL, written_calls
+from mmrl.runtime.scoring import shown
 
 Pairs = list[tuple[int, int]]
 

@@ -16,8 +16,8 @@ from itertools import pairwise
 
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 from mmrl.rewards.variety import distinct_share
 
 WORD = re.compile(r"[^\W_]+(?:['-][^\W_]+)*")

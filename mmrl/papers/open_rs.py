@@ -14,8 +14,8 @@ from typing import Literal
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 
 
 @reward

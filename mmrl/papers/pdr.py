@@ -18,8 +18,8 @@ import torch
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import engine
-from mmrl.config.reward_adapters import tagged
 from mmrl.config.schema import ConfigError
+from mmrl.core.answer_text import tagged
 from mmrl.core.answers import exact_text
 from mmrl.core.rng import Stream
 from mmrl.core.types import CHANGED, Part, Prompt, Rollouts, Trajectory

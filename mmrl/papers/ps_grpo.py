@@ -16,11 +16,11 @@ from typing import Literal
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.config.registry import reward, sampler
-from mmrl.config.reward_adapters import comparable_outcomes
 from mmrl.core.answer_text import answer_part
 from mmrl.core.answers import exact_text, word_f1
 from mmrl.core.protocols import Sampler
 from mmrl.core.types import Outcome, Part, Prompt
+from mmrl.rewards.adapters import comparable_outcomes
 
 ORDER = 4  # longest n-grams of BLEU
 

@@ -17,9 +17,9 @@ import torch
 
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import log_metric
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import log_metric
 from mmrl.rewards.answers import MATH, AnswerForm
 from mmrl.rewards.votes import Vote, elect, group_votes, vote_of
 

@@ -20,12 +20,13 @@ from torch import Tensor
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from mmrl.config.registry import engine, reward
-from mmrl.config.reward_adapters import Scoring, per_outcome
 from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN, turn_number
 from mmrl.core.types import CHANGED, Outcome, Prompt, Rollouts, Trajectory
+from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.ray_rewards import with_actors
 from mmrl.runtime.reward_calls import call_all, checked
+from mmrl.runtime.scoring import Scoring
 from mmrl.vision.conversation import CALL, INSTEAD, Conversation, copied, images_of
 from mmrl.vision.decoding.decoding import inverse_cdf
 from mmrl.vision.decoding.token_steps import TokenRow

@@ -15,10 +15,11 @@ import torch
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import data, reward
-from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.datasets.around import ReadData
+from mmrl.rewards.adapters import per_outcome
 
 
 @data

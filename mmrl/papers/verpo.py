@@ -16,12 +16,14 @@ import torch
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Tags
 from mmrl.config.registry import advantage, reward
-from mmrl.config.reward_adapters import comparable_outcomes, shown, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.tensor import rarity
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError
+from mmrl.rewards.adapters import comparable_outcomes
 from mmrl.rewards.http import Http, as_json
+from mmrl.runtime.scoring import shown
 
 FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```\s*$", re.DOTALL | re.MULTILINE)
 

@@ -15,9 +15,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from mmrl.config import objects
-from mmrl.config.methods import DIFFERS, Method, all_methods
 from mmrl.config.plain import as_list, as_mapping
 from mmrl.config.schema import Config, Piece, as_plain
+from mmrl.reporting.methods import DIFFERS, Method, all_methods
 
 # Configuration keys that do not affect what a step learns; the hash leaves them out.
 FREE = {

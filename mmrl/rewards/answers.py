@@ -9,7 +9,6 @@ from fractions import Fraction
 from typing import Literal
 
 from mmrl.config.registry import FORM_PACKAGE
-from mmrl.config.reward_adapters import OwnAnswer
 from mmrl.core.answer_text import answer_part
 from mmrl.core.answers import (
     besides_numbers,
@@ -22,6 +21,7 @@ from mmrl.core.answers import (
 )
 from mmrl.core.choices import choice_in, choices_in, letter_in
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer
 from mmrl.rewards.formulas import formula_key, same_formula
 
 AnswerForm = Literal["exact", "text", "words", "number", "letter", "choice", "math"]

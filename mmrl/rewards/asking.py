@@ -12,12 +12,13 @@ from torch import Tensor
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeInt
-from mmrl.config.reward_adapters import log_metric, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.protocols import Engine, Policy, WeighsWords
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.data.fields import short
 from mmrl.data.templates import TextTemplate, quoted
+from mmrl.rewards.adapters import log_metric
 from mmrl.rewards.text_models import reward_device
 from mmrl.runtime.json_client import JsonClient
 from mmrl.runtime.modules import loading_onto

@@ -10,8 +10,8 @@ from typing import Literal
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import by_prompt, log_metric
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import log_metric
 from mmrl.rewards.asking import (
     DATA,
     QUESTION,
@@ -23,6 +23,7 @@ from mmrl.rewards.asking import (
     judge_template,
     judge_words,
 )
+from mmrl.runtime.scoring import by_prompt
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TAGS = {"score": "score", "yes_no": "verdict"}  # tag of the verdict, by `form`

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import by_prompt, comparable_outcomes, log_metric
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import comparable_outcomes, log_metric
 from mmrl.rewards.asking import (
     TWO_ANSWERS,
     Judging,
@@ -25,6 +25,7 @@ from mmrl.rewards.asking import (
     media_of,
     reference_of,
 )
+from mmrl.runtime.scoring import by_prompt
 
 PAIRWISE = f"""\
 {TWO_ANSWERS}\

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from mmrl.config.ranges import AtMost, PositiveInt
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome, tagged
-from mmrl.core.answer_text import answer_part
+from mmrl.core.answer_text import answer_part, tagged
 from mmrl.core.answers import word_f1, words_of
 from mmrl.core.choices import choices_in
 from mmrl.core.reward_table import name_id
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 from mmrl.rewards.answers import (
     MATH,
     AnswerForm,

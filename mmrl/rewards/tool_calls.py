@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmrl.config.registry import reward as register
-from mmrl.config.reward_adapters import policy_messages
 from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Message, Outcome, Prompt
+from mmrl.rewards.adapters import policy_messages
 
 CALL = "tool_call"  # tag of a call in JSON; blocks of other tags may hold any text
 ANSWERED = ("call", "stop")  # tag `finish` of a turn whose calls, if any, got replies

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from mmrl.config.ranges import PositiveInt, Range
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 
 
 @reward

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import comparable_outcomes, log_metric
 from mmrl.core.choices import choices_in
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import comparable_outcomes, log_metric
 from mmrl.rewards.answers import MATH, AnswerForm, comparable
 
 Vote = tuple[str, float]  # an answer, normalized by `comparable`, and its weight

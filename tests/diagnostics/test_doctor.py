@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from mmrl.cli import main
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, parse
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import StepOutput
@@ -28,6 +27,7 @@ from mmrl.diagnostics.memory_estimates import optimizer_bytes, peak, training
 from mmrl.doctor import _look, examine, printable
 from mmrl.optimizers import adamw, muon, sgd
 from mmrl.reporting import html
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.loop import train
 from tests.support.toy_flow import flow_plan
 from tests.support.toys import STOP, Lookup, ToyGenerate, ToyText, plan, toy_run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mmrl.config.methods import all_methods
 from mmrl.config.schema import Config, Piece, parse
+from mmrl.reporting.methods import all_methods
 from mmrl.reporting.model_card import describe_method, render_card, write_card
 from tests.support.toys import plan
 

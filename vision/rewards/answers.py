@@ -6,10 +6,10 @@ from typing import Literal
 
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer, per_outcome
 from mmrl.core.answer_text import answer_part
 from mmrl.core.answers import targets_of, words_of
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer, per_outcome
 from mmrl.rewards.answers import MATH, AnswerForm, graded, own_text
 from mmrl.vision.benchmarks.amber import DIMENSIONS
 from mmrl.vision.benchmarks.chair import ratio

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer, per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer, per_outcome
 from mmrl.vision.benchmarks import boxes
 from mmrl.vision.benchmarks.boxes import (
     Box,

@@ -9,8 +9,8 @@ from typing import Literal
 
 from mmrl.config.ranges import NonNegativeFloat, Probability
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer, per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer, per_outcome
 from mmrl.vision.benchmarks.boxes import decimal
 from mmrl.vision.benchmarks.qvhighlights import (
     LEVELS,

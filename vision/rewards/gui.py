@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from mmrl.config.ranges import PositiveFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer, per_outcome, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import is_number
+from mmrl.rewards.adapters import OwnAnswer, per_outcome
 from mmrl.vision.benchmarks.boxes import Box, Boxes, decimal, is_box, parse_point
 
 Point = tuple[float, ...]

@@ -13,12 +13,12 @@ import torch
 
 from mmrl.config.binding import Bound
 from mmrl.config.registry import check
-from mmrl.config.reward_adapters import handed
 from mmrl.core.episodes import join_episodes
 from mmrl.core.reward_table import EQUAL
 from mmrl.core.tensor import group_index, group_range
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diagnostics.context import Examined, Finding, spelled
+from mmrl.runtime.scoring import handed
 
 
 @check(on="start")
