@@ -23,7 +23,6 @@ from mmrl.config.schema import (
     each,
     held_fields,
 )
-from mmrl.config.tool_functions import RIGHTS
 from mmrl.config.workers import Elsewhere, Workers, check_elsewhere
 from mmrl.core.protocols import Stateful
 from mmrl.core.rng import Stream
@@ -51,14 +50,12 @@ CALLED_WITH = {
         "timeout": PositiveFloat,  # seconds
         "on_error": Literal["tell", "skip", "raise"],
         "retries": NonNegativeInt,
-        **RIGHTS,
     },
     "environment": {
         "label": str,
         "timeout": PositiveFloat,  # seconds
         "on_error": Literal["tell", "skip", "raise"],
         "retries": NonNegativeInt,  # of `reset`
-        **RIGHTS,
     },
 }
 

@@ -12,13 +12,6 @@ from mmrl.config.loading import ConfigError
 
 GIVEN = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 SHOWN = "image of the conversation"  # marks the type of an argument as an image, as that of PIL is
-# Settings of what a model calls; one that declares any of these has no other rights.
-RIGHTS = {
-    "reads": tuple[str, ...],  # files and folders
-    "writes": tuple[str, ...],
-    "network": bool,
-    "process": bool,
-}
 
 
 def parameters_of(tool: Callable) -> dict[str, inspect.Parameter]:
@@ -89,7 +82,7 @@ def argument_types(tool: Callable, name: str) -> tuple[dict[str, Any], frozenset
     except NameError as error:
         raise ConfigError(
             f"cannot read the types of the tool '{name}': {error}; import it where the module is imported, "
-            "or take images as `mmrl.vision.tool_calls.ShownImage`"
+            "or take images as `mmrl.vision.tools.functions.ShownImage`"
         ) from error
     found, images = {argument: hints[argument] for argument in parameters_of(tool)}, set()
     for argument, hint in found.items():
