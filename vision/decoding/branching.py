@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mmrl.core.progress import advance
-from mmrl.vision.decoding.decoding import COMPACT, LogitsReader, draw_tokens
+from mmrl.vision.decoding.decoding import COMPACT, CachedReader, LogitsReader, draw_tokens
 from mmrl.vision.decoding.stop_strings import StopStrings
+from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
@@ -51,6 +53,57 @@ class Grown:
     logp: Tensor
     entropy: Tensor
     stopped: bool  # by an end token, or a stop string
+
+
+class Samples(Protocol):
+    """What `grow_with` uses of the engine `vision.generate`."""
+
+    policy: TokenPolicy
+    stops: StopStrings
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    batch_size: int
+
+    def reader(self, prompts: Sequence[EncodedPrompt]) -> CachedReader:
+        """Make a reader of one row a prompt."""
+        ...
+
+    def running(self) -> AbstractContextManager[None]:
+        """Prepare the model for decoding inside the block."""
+        ...
+
+
+@torch.no_grad()
+def grow_with(
+    engine: Samples,
+    branches: Sequence[Branch],
+    *,
+    temperature: float | None = None,
+    batch_size: int = 0,
+) -> list[Grown | None]:
+    """Sample branches with the settings of an engine; what they share is computed once.
+
+    Args:
+        engine: The engine `vision.generate`.
+        branches: Rows to sample; parents before their children.
+        temperature: Replaces the temperature of the engine, unless None.
+        batch_size: Replaces the batch size of the engine, unless 0.
+    """
+    device = engine.policy.core.get_input_embeddings().weight.device
+    ends = torch.tensor(engine.policy.prompt_encoder.end, device=device)
+    options: dict[str, Any] = {"top_p": engine.top_p, "top_k": engine.top_k, "min_p": engine.min_p}
+    options["temperature"] = engine.temperature if temperature is None else temperature
+    grown: list[Grown | None] = [None] * len(branches)
+    with engine.running():
+        for batch in families(branches, batch_size or engine.batch_size):
+            chosen = renumbered(branches, batch)
+            reader = engine.reader([branch.encoded for branch in chosen if branch.parent is None])
+            results = grow(reader, chosen, ends, engine.stops, **options)
+            for number, result in zip(batch, results, strict=True):
+                grown[number] = result
+    return grown
 
 
 def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:

@@ -20,7 +20,6 @@ from mmrl.vision.decoding.inner_outputs import (
     of_logits,
     of_states,
 )
-from mmrl.vision.decoding.role_adapters import RoleAdapters
 from mmrl.vision.decoding.token_steps import (
     FORBIDDEN,
     TokenSteps,
@@ -30,7 +29,7 @@ from mmrl.vision.decoding.token_steps import (
     shares_prompts,
 )
 from mmrl.vision.decoding.tree_reading import reads_trees
-from mmrl.vision.models.steering import reversed_steering
+from mmrl.vision.models.trained_part import TrainedPart
 
 LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
 
@@ -38,7 +37,15 @@ LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
 class StepModel(nn.Module):
     """The trainable module: maps batches of answers to log-probabilities and entropies of their tokens.
 
-    `blank` has the inputs of a blank image, which batches without media run through a tower that learns.
+    Args:
+        model: The model.
+        forbidden: Token ids that get probability 0.
+        compute: Precision of the computation.
+        checkpointed: Whether layers are recomputed in the backward pass.
+        share: Whether rows share the keys and values of their prompt.
+        blank: Inputs of a blank image, for batches without media where the vision tower learns.
+        inner: Options of further outputs.
+        part: Weights that are trained instead of the model.
     """
 
     def __init__(
@@ -51,29 +58,24 @@ class StepModel(nn.Module):
         share: bool,
         blank: dict[str, Tensor] | None = None,
         inner: InnerOptions = USUAL,
-        roles: RoleAdapters | None = None,
+        part: TrainedPart | None = None,
     ) -> None:
         super().__init__()
-        self.roles = roles
+        self.read = part.read if part else None  # not `part`, a module that would be registered twice
         self.model, self.forbidden, self.compute = model, forbidden, compute
         self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank, inner
 
     def forward(
         self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
     ) -> dict[str, Tensor]:
-        """Compute "logp", and what is in `extra`: (N, longest) each, or (N, longest, ...).
+        """Compute "logp" and the outputs in `extra`: (N, longest) each, or (N, longest, ...).
 
-        `inner_outputs` lists what there is. "reverse_kl" needs a `teacher`. "reversed_logp" is the
-        log-probability with the steering vector subtracted. Heads are called in here and nowhere else,
-        because data parallelism wraps this module.
+        `inner_outputs` lists the outputs; "reverse_kl" needs a `teacher`. Heads are called inside this method
+        only, because data parallelism wraps this module.
         """
-        if self.roles is not None:
-            return self.roles.read(self.values, steps, extra)
-        values = self.values(steps, extra, teacher)
-        if "reversed_logp" in extra:
-            with reversed_steering(self.model):
-                values["reversed_logp"] = self.values(steps, frozenset())["logp"]
-        return values
+        if self.read is not None:
+            return self.read(self.values, steps, extra, teacher)
+        return self.values(steps, extra, teacher)
 
     def values(
         self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None

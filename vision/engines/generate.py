@@ -25,7 +25,6 @@ from mmrl.core.progress import advance
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.runtime.modules import LOW, evaluating
-from mmrl.vision.decoding.branching import Branch, Grown, families, grow, renumbered
 from mmrl.vision.decoding.decoding import (
     COMPACT,
     BeginReading,
@@ -133,7 +132,7 @@ class Generate:
         begin = begin or (lambda rows: self.reader([row.encoded for row in rows]))
         size = self.batch_size or len(rows) or 1
         finished: list[Trajectory] = []
-        with self._running():
+        with self.running():
             for at in range(0, len(rows), size):
                 work = f"generating, batch {at // size + 1} of {-(-len(rows) // size)}, tokens"
                 finished += self._answer(rows[at : at + size], begin, work)
@@ -156,36 +155,14 @@ class Generate:
             )
         encoded = [self.policy.prompt_encoder.encode(prompt) for prompt in prompts]
         size, found = self.batch_size or len(prompts) or 1, []
-        with self._running():
+        with self.running():
             for at in range(0, len(prompts), size):
                 share = self.reader(encoded[at : at + size]).read(None).float().softmax(-1).cpu()
                 found += torch.stack([share[:, listed].sum(-1) for listed in tokens], -1).tolist()
         return found
 
-    @torch.no_grad()
-    def grow(
-        self, branches: Sequence[Branch], *, temperature: float | None = None, batch_size: int = 0
-    ) -> list[Grown | None]:
-        """Sample answers that part from each other, with the settings of the engine; what they share is once.
-
-        `temperature` stands for the engine's own, and so does a `batch_size` above 0.
-        """
-        device = self.policy.core.get_input_embeddings().weight.device
-        ends = torch.tensor(self.policy.prompt_encoder.end, device=device)
-        options: dict[str, Any] = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        options["temperature"] = self.temperature if temperature is None else temperature
-        grown: list[Grown | None] = [None] * len(branches)
-        with self._running():
-            for batch in families(branches, batch_size or self.batch_size):
-                asked = renumbered(branches, batch)
-                reader = self.reader([branch.encoded for branch in asked if branch.parent is None])
-                results = grow(reader, asked, ends, self.stops, **options)
-                for number, result in zip(batch, results, strict=True):
-                    grown[number] = result
-        return grown
-
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Prepare the model for decoding inside the block."""
         model, compute = self.rollout_policy.model, self.rollout_policy.compute
         autocast = torch.autocast(model.get_input_embeddings().weight.device.type, compute, compute in LOW)

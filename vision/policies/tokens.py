@@ -31,7 +31,7 @@ from mmrl.vision.decoding.inner_outputs import (
     InnerOptions,
     teacher_of,
 )
-from mmrl.vision.decoding.role_adapters import RoleAdapters, RoleSteps, check_roles
+from mmrl.vision.decoding.role_adapters import RoleAdapters, check_roles
 from mmrl.vision.decoding.step_model import StepModel
 from mmrl.vision.decoding.token_steps import (
     TokenRow,
@@ -40,12 +40,12 @@ from mmrl.vision.decoding.token_steps import (
 )
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.media.media_reader import MediaReader
-from mmrl.vision.models import loading, steering
+from mmrl.vision.models import loading
 from mmrl.vision.models.chat_template import ChatTemplate
 from mmrl.vision.models.model_families import check_length
 from mmrl.vision.models.processor import PromptEncoder, pixel_limits
 from mmrl.vision.models.prompt_check import PromptCheck
-from mmrl.vision.models.steering import load_steering, save_steering, steering_of
+from mmrl.vision.models.trained_part import TrainedPart, holds_part, part_of
 
 
 @policy
@@ -117,15 +117,14 @@ class Tokens:
         if roles:
             check_roles(roles, new=bool(lora_rank) and not adapter and not transform)
         self.adapter = self._adapted(adapter, roles, **shape, tower=not freeze_vision_tower)
-        self.steering = None if self.adapter else steering_of(self.model)
-        if not self.steering:
-            self.outputs = self.outputs - {"reversed_logp"}
+        self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
+        self.part: TrainedPart | None = self.roles if self.adapter else part_of(self.model)
+        self.says = self.says - {"reversed_logp"} | (self.part.outputs if self.part else frozenset())
         self._choose_weights(freeze_vision_tower, frozen)
         if gradient_checkpointing:
             loading.checkpoint_layers(self.model)
         self.compute, self.share_prefix, self.packed = DTYPES[dtype], share_prefix, gradient_checkpointing
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
-        self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
         self.teacher_head: OutputHead | None = None
         self.module: nn.Module = StepModel(
             self.model,
@@ -135,7 +134,7 @@ class Tokens:
             share=share_prefix,
             blank={} if freeze_vision_tower else self._blank_image(),
             inner=self.inner,
-            roles=self.roles,
+            part=self.part,
         )
 
     @staticmethod
@@ -148,7 +147,7 @@ class Tokens:
         loading.check_folders(model, adapter)
         if start and (adapter or options.get("lora_rank")):
             loading.check_folders(model, start)
-        elif start and not (Path(start) / steering.FILE).is_file():
+        elif start and not holds_part(Path(start)):
             loading.check_same_shapes(model, start)
 
     @staticmethod
@@ -174,9 +173,9 @@ class Tokens:
 
     def _choose_weights(self, freeze_vision_tower: bool, frozen: bool) -> None:
         """Choose the weights that learn, those of an adapter apart; they become float32."""
-        if self.steering is not None:
+        if isinstance(self.part, nn.Module):
             self.model.requires_grad_(False)
-            self.steering.requires_grad_(True)
+            self.part.requires_grad_(True)
         elif self.adapter is None and freeze_vision_tower:
             self.model.requires_grad_(False)
             self.model.get_decoder().requires_grad_(True)
@@ -262,8 +261,8 @@ class Tokens:
         steps = TokenSteps(distinct, which, ids, length, temperature, suffixes if any(suffixes) else ())
         if self.share_prefix and reads_trees(self.model, packed=self.packed):
             steps = steps.with_tree(self.core)
-        if self.roles:
-            steps = RoleSteps.of(steps, self.roles.of_rows(rollouts))
+        if self.part:
+            steps = self.part.collate(steps, rollouts)
         # NaN where a row has no such note, and after its end. `steps` has what `token` and `temperature` say.
         missing = torch.full((mask.shape[1],), torch.nan)
         notes = {
@@ -289,26 +288,20 @@ class Tokens:
     def merge(self) -> None:
         """Merge the adapter into the weights, so that `save` writes the whole model.
 
-        Raises `ConfigError` for adapters of several roles, and for a steering vector, for which a model of
-        transformers has no weights.
+        Raises `ConfigError` for other trained parts, for which a model of transformers has no weights.
         """
-        if self.roles:
-            raise ConfigError("adapters of several roles cannot be merged into one model; use them with peft")
-        if steering_of(self.model) is not None:
-            raise ConfigError(
-                "a model with a steering vector cannot be written as a model of its own, which has no place "
-                "for it; keep the checkpoint, and name its folder in `weights` of `vision.steering`"
-            )
+        if part := self.part or part_of(self.model):
+            raise ConfigError(part.cannot_merge)
         if self.adapter is not None:
             self.model, self.adapter = self.adapter.merge_and_unload(), None
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers (or peft, for an adapter) loads, with the processor.
 
-        Of a policy whose steering vector learns it has the vector alone.
+        For a trained part, such as a steering vector, it has that part alone.
         """
-        if self.steering is not None:
-            save_steering(self.steering, folder)
+        if self.part is not None:
+            self.part.save(folder)
         elif self.adapter is not None:
             loading.save_adapter(self.adapter, folder)
         else:
@@ -317,15 +310,11 @@ class Tokens:
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
-        if self.roles:
-            for name in self.roles.names:
-                loading.load_adapter_weights(self.adapter, folder / name, name)
+        if self.part is not None:
+            self.part.load(folder)
             return
         if self.adapter is not None:
             loading.load_adapter_weights(self.adapter, folder)
-            return
-        if self.steering is not None:
-            load_steering(self.steering, folder)
             return
         # The folder names one dtype, that of the frozen weights; the widest loses nothing of trained weights.
         widest = widest_dtype(self.model, folder)

@@ -31,9 +31,10 @@ class WeightsWriter:
     """
 
     def __init__(self, policy: Any, folder: Path) -> None:
-        if policy.roles or policy.steering is not None:
-            what = "adapters of several roles" if policy.roles else "a steering vector"
-            raise ConfigError(f"`vision.vllm` cannot bring {what} to a server; use `vision.generate`")
+        if policy.part is not None:
+            raise ConfigError(
+                f"`vision.vllm` cannot send {policy.part.name} to a server; use `vision.generate`"
+            )
         self.policy, self.folder = policy, folder
         self.latest: Weights | None = None
         self.updates = -1  # how often weights were others than before

@@ -71,7 +71,8 @@ class Conversation:
     def extended(self, encoder: PromptEncoder, observed: Sequence[Message], most: int) -> list[EncodedPrompt]:
         """Encode the prompts of all turns and of the next one, after the replies `observed`.
 
-        Prompts show the last `most` images and videos of tools; 0: all. Prompts before the first reply that changed are reused. Raises ValueError for an image that the model
+        Prompts show the last `most` images and videos of tools; 0: all. Prompts before the first reply that
+        changed are reused. Raises ValueError for an image that the model
         cannot read.
         """
         before, now = recent_media(self.replies, most), recent_media([*self.replies, observed], most)
