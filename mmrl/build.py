@@ -20,7 +20,7 @@ from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece
 from mmrl.config.tags import named_in
 from mmrl.config.workers import Elsewhere
-from mmrl.core.protocols import Connected, Consulting, LogProbs, Policy, Preparing
+from mmrl.core.protocols import LogProbs, Policy, Preparing, UsesEngine, UsesValueModel
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.dataset_io import bad_rows_error
@@ -137,14 +137,14 @@ def _connect(
             return engine.rollout(prompts)
 
     for piece in pieces.that_are(UsesEngine).values():
-        piece.connect(ask, processes.tell)
-    for piece in pieces.that_are(Consulting).values():
+        piece.connect(ask, processes.all_gather_object)
+    for piece in pieces.that_are(UsesValueModel).values():
         if piece.value_model:
             from mmrl.training.consulting import values_of  # few runs need it
 
             model, steps = references[piece.value_model], config.learn.micro_batch_steps
             options = {"policy": policy, "model": model, "processes": processes}
-            piece.consult(partial(values_of, **options, micro_batch_steps=steps))
+            piece.connect_value_model(partial(values_of, **options, micro_batch_steps=steps))
 
 
 def _with_workers(rewards: Sequence[Bound]) -> Sequence[Bound]:

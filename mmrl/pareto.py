@@ -96,7 +96,7 @@ def measure(
 
     Answers to all prompts are written to the file `predictions`.
     """
-    engine, whole = TimedEngine(evaluator.engine), evaluator.processes.whole
+    engine, whole = TimedEngine(evaluator.engine), evaluator.processes.unshard
     some = [prompt for prompt in evaluator.data[:CHUNK] for _ in range(evaluator.num_generations)]
     with torch.no_grad(), whole(engine.policy.module):
         engine.rollout(some[: WARM * evaluator.num_generations])  # first calls compile and allocate

@@ -61,8 +61,8 @@ class Play:
     the rules set. The reward `precomputed` with `at: every` reads the rewards that the rules record, such as
     `payoff`. All games advance together, in one batch of turns. A game that reaches `max_turns` ends
     unfinished: its rows have `finish: turns`, and the rules give payoffs as at any end. The column `read` of
-    completions has the prompt of a turn. It wraps any engine, whose random draws depend on step, prompt, game,
-    turn and player. `replay` stores none of these rows.
+    completions has the prompt of a turn. It wraps any engine, whose random draws depend on step, prompt,
+    game, turn and player. `replay` stores none of these rows.
 
     Args:
         engine: The engine that answers a turn.

@@ -233,7 +233,7 @@ class RayWorkers:
         self.servers.publish()
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
-        """Start rollouts with the current weights, step and round; `rollout` of these prompts collects them."""
+        """Start rollouts with the current weights, step and round; `rollout` collects them."""
         self.send()
         actors = self.servers.actors
         shares = [share for share in divided(prompts, self.num_workers) if share]

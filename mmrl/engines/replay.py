@@ -1,4 +1,4 @@
-"""Engines for experience replay: they store rows of the reward table and add them to later collections.
+"""Engines for experience replay: they store rows and add them to later collections.
 
 Rows keep the tokens and log-probabilities that the engine noted. An objective with `against: engine` compares
 with the log-probabilities at sampling time.
@@ -89,7 +89,7 @@ class Memory:
         return Trajectory(prompt, prompt.uid, outcomes, row.steps, length, notes, on_policy=False)
 
     def remember(self, rows: Tensor, *tables: RewardTable) -> None:
-        """Store rows (N,) bool of this step's tables, if they are on-policy answers to prompts of the data."""
+        """Store rows (N,) bool of this step that are on-policy answers to prompts of the data."""
         table = tables[0]
         rows = rows & (table.ids["on_policy"][:, 0] == 1) & ~tagged(table, REPLAY) & ~tagged(table, CHANGED)
         self.tables = [old.join(new.select(rows)) for old, new in zip(self.tables, tables, strict=True)]
@@ -182,7 +182,9 @@ class WithReplay(Memory):
         """Add nothing before the advantage chain, because stored rows keep their advantage."""
         return torch.ones(len(table), dtype=torch.bool), table.select(torch.zeros(0, dtype=torch.int64))
 
-    def replay_after(self, table: RewardTable, credit: RewardTable) -> tuple[Tensor, RewardTable, RewardTable]:
+    def replay_after(
+        self, table: RewardTable, credit: RewardTable
+    ) -> tuple[Tensor, RewardTable, RewardTable]:
         """Return which rows stay (N,), and the replacements, before and after the chain.
 
         Stores the rows of the step that have an advantage.

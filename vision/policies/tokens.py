@@ -119,7 +119,7 @@ class Tokens:
         self.adapter = self._adapted(adapter, roles, **shape, tower=not freeze_vision_tower)
         self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
         self.part: TrainedPart | None = self.roles if self.adapter else part_of(self.model)
-        self.says = self.says - {"reversed_logp"} | (self.part.outputs if self.part else frozenset())
+        self.outputs = self.outputs - {"reversed_logp"} | (self.part.outputs if self.part else frozenset())
         self._choose_weights(freeze_vision_tower, frozen)
         if gradient_checkpointing:
             loading.checkpoint_layers(self.model)
