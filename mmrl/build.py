@@ -129,7 +129,7 @@ def _connect(
     references: Mapping[str, LogProbs],
     processes: Processes,
 ) -> None:
-    """Give pieces the functions that they declare: answers of the first engine, values of a second model."""
+    """Give pieces access to the first engine, or to a second model that values prompts."""
     engine = pieces.made["rollout.engine[0]"]
 
     def ask(prompts: Sequence[Prompt]) -> Rollouts:
@@ -157,35 +157,35 @@ def _with_workers(rewards: Sequence[Bound]) -> Sequence[Bound]:
 
 
 def with_steps(config: Config, num_rows: int) -> Config:
-    """Replace `num_train_epochs` by the `max_steps` that pass over `num_rows` prompts as often, rounded up.
+    """Convert `num_train_epochs` to `max_steps`, rounded up, for a data set of `num_rows` prompts.
 
     Further rounds of the sampler (`rollout.max_rounds`) are not counted. Shares of the run become steps too.
     """
     if not config.num_train_epochs:
         return replace(config, **_shares(config, config.max_steps))
-    prompts = min(config.rollout.num_prompts, num_rows)  # of a step; the sampler draws none twice
+    prompts = min(config.rollout.num_prompts, num_rows)  # of a step; the sampler draws no prompt twice
     # Rounded before, so that 3 epochs of 0.1 are not 1 step more than 0.3 (0.30000000000000004).
     steps = max(1, math.ceil(round(config.num_train_epochs * num_rows / prompts, 9)))
     return replace(config, max_steps=steps, num_train_epochs=0.0, **_shares(config, steps))
 
 
 def _shares(config: Config, steps: int) -> dict[str, int]:
-    """List the keys that are shares of a run, as numbers of steps; the last of an epoch may be a part."""
+    """Convert the keys that are shares of a run to numbers of steps, rounded up."""
     shares = {"save_steps": config.save_steps, "eval_steps": config.eval_steps}
     return {key: math.ceil(round(share * steps, 9)) for key, share in shares.items() if 0 < share < 1}
 
 
 def make_chain(pieces: Pieces, kind: str, listed: Sequence[Piece], first: Any, place: str) -> Any:
-    """Make engines around a policy, or samplers around data: each next one wraps the one before it."""
+    """Make engines around a policy, or samplers around data; each wraps the one before."""
     for i, piece in enumerate(listed):
         first = pieces.make(kind, piece, first, place=f"{place}[{i}]")
     return first
 
 
 def check(config: Config) -> Pieces:
-    """Check every name, option and join of a configuration without loading anything.
+    """Check all names, options and dependencies of a configuration without loading anything.
 
-    Returns the pieces, so that a caller that will run them can require their packages.
+    Returns the pieces, whose packages a caller may require.
     """
     pieces = check_training(config)
     check_hub(config)
@@ -193,11 +193,11 @@ def check(config: Config) -> Pieces:
 
 
 def check_data(config: Config | EvaluateConfig) -> list[str]:
-    """Read the data of a run or an evaluation and make its samplers, as `build` does before loading weights.
+    """Read the data of a run or an evaluation and make its samplers, without loading weights.
 
-    Returns what the user should know: the form of the targets, and rows whose own target does not earn full
-    marks. Raises `ConfigError` where a run would: no prompts, a source or a column of hints that no row has,
-    too many such rows.
+    Returns notices for the user: the form of the targets, and rows whose own target does not earn full marks.
+    Raises `ConfigError` as a run would: no prompts, a source or a column of hints that no row has, too many
+    such rows.
     """
     read = {"evaluation.data": held_out(config)} if config.evaluation.data else {}
     if isinstance(config, Config):
@@ -206,10 +206,10 @@ def check_data(config: Config | EvaluateConfig) -> list[str]:
         make_chain(pieces, "sampler", config.sampler, data, "sampler")
         read = {"data": data, **read}
     forms = {place: infer_form(prompts) for place, prompts in read.items()}
-    said = [f"{place}: {sentence}" for place, (form, sentence) in forms.items() if form]
+    lines = [f"{place}: {sentence}" for place, (form, sentence) in forms.items() if form]
     for place, prompts in read.items():
-        said += told_apart(config, prompts, evaluates=place != "data")
-    return said
+        lines += told_apart(config, prompts, evaluates=place != "data")
+    return lines
 
 
 def told_apart(
@@ -228,9 +228,9 @@ def told_apart(
 
 
 def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Leave out rows whose recorded answers the model cannot take, or raise, as `bad_rows` of the data says.
+    """Drop rows whose recorded answers the model cannot take, or raise, depending on `bad_rows`.
 
-    They are looked at where an engine reads them and the policy can tell, before a weight is loaded.
+    The check runs before weights are loaded, if an engine reads the answers and the policy has a check.
     """
     check_answers = getattr(find("policy", config.policy.name).target, "check_answers", None)
     reads = any(getattr(find("engine", e.name).target, "reads_answers", False) for e in config.rollout.engine)
@@ -260,9 +260,9 @@ def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
 def read_prompts(
     config: Config | EvaluateConfig, pieces: Pieces, piece: Piece, place: str
 ) -> Sequence[Prompt]:
-    """Read a data set, in sight of the columns that other pieces of the run read, and of its model.
+    """Read a data set; keep the columns that other pieces read, and check prompts against the model.
 
-    A prompt that the model cannot read is a bad row of its data set.
+    A prompt that the model cannot read is a bad row of the data set.
     """
     check = prompt_check(config.policy)
     tokens = NAMED.set(named_columns(config)), CHECK.set(check)
@@ -279,7 +279,7 @@ def read_prompts(
 def make_evaluator(
     config: Config | EvaluateConfig, prompts: Sequence[Prompt], policy: Policy, processes: Processes
 ) -> Evaluator:
-    """Make an evaluator; an engine or rewards that `evaluation` leaves out are those of the training."""
+    """Make an evaluator; without an engine or rewards of its own it uses those of the training."""
     config = evaluation_of(config)
     stream, wanted = Stream(config.seed, purpose="evaluate"), config.evaluation
     pieces = Pieces(stream)
@@ -300,7 +300,7 @@ def make_evaluator(
 
 
 def load_evaluator(config: Config | EvaluateConfig, weights: Path | None = None) -> Evaluator:
-    """Load a policy, and the weights of a model folder into it where one is named, and make its evaluator."""
+    """Load a policy, perhaps with other weights, and make its evaluator."""
     check_evaluation(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
     prompts = held_out(config)  # before a weight is loaded
@@ -320,16 +320,16 @@ def load_engine(
 ) -> Session:
     """Load a model for inference: `load_engine("run.yaml").answer("What is this?", images=["a.png"])`.
 
-    The engine has its cache and transforms; it draws numbers of its own, and makes no rows that only training
-    learns from. A model without a configuration samples as `transformers chat` does: at temperature 1, at
-    most 256 tokens. Raises `ConfigError` where the configuration names no engine.
+    The engine has the configured cache and transforms and random draws of its own, and makes no rows that are
+    for training only. A model without a configuration samples as `transformers chat` does: at temperature 1,
+    at most 256 tokens. Raises `ConfigError` if the configuration names no engine.
 
     Args:
         source: File or configuration (of a training run its rollout engine, of an evaluation its engine), the
             folder of a run or of a checkpoint, a model folder, or a model of the hub.
         overrides: Changes as on the command line, such as "policy.model=...".
         setting: Name of one of the `settings` of an evaluation.
-        seed: Of random draws; None: that of the configuration.
+        seed: Seed of random draws; None: the seed of the configuration.
         options: Options of the engine, such as `temperature` (0: greedy) or `max_completion_length`.
     """
     return open_source(resolve(source, overrides, setting=setting, options={"seed": seed, **options}))
@@ -347,7 +347,7 @@ def check_source(source: ModelSource) -> Pieces:
 
 def open_source(source: ModelSource) -> Session:
     """Load the model of a source and make its engine."""
-    # Weights that are drawn are those of a training run; engines draw from streams of their own.
+    # Initial weights equal those of a training run; engines draw from a stream of their own.
     policy = _load_policy(source.config, check_source(source), Processes(), source.weights)
     pieces = Pieces(Stream(source.config.seed, purpose="inference"))
     return Session(make_chain(pieces, "engine", source.engines, policy, source.place), source.data)

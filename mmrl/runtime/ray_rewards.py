@@ -1,4 +1,4 @@
-"""Rewards with `workers`: computed by Ray actors, in an environment of their own where one is asked for."""
+"""Rewards with `workers`: computed by Ray actors, perhaps in an environment of their own."""
 
 from __future__ import annotations
 

@@ -1,20 +1,18 @@
-"""Decoding of answers that part from each other: what they share is computed once."""
+"""Decoding of branching answers, whose shared prefixes are computed once."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmrl.core.progress import advance
-from mmrl.vision.decoding.decoding import COMPACT, CachedReader, LogitsReader, draw_tokens
+from mmrl.vision.decoding.decoding import COMPACT, LogitsReader, draw_tokens
 from mmrl.vision.decoding.stop_strings import StopStrings
-from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
@@ -22,10 +20,14 @@ NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A row that has the first `start` tokens of an earlier branch, reads `forced` tokens, and samples.
+    """A row that copies the first tokens of an earlier branch, reads forced tokens, and then samples.
 
-    `forced` is (F,). `uniform` (L,) has a number in [0, 1) for every token that may be sampled. Without a
-    `parent`, the number of that earlier branch, it starts from its prompt.
+    Args:
+        encoded: The prompt.
+        uniform: (L,) a number in [0, 1) for every token that may be sampled.
+        forced: (F,) tokens that are read before sampling.
+        parent: Number of the earlier branch; None: the row starts from its prompt.
+        start: Number of tokens that are copied from the parent.
     """
 
     encoded: EncodedPrompt
@@ -55,29 +57,9 @@ class Grown:
     stopped: bool  # by an end token, or a stop string
 
 
-class Samples(Protocol):
-    """What `grow_with` uses of the engine `vision.generate`."""
-
-    policy: TokenPolicy
-    stops: StopStrings
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    batch_size: int
-
-    def reader(self, prompts: Sequence[EncodedPrompt]) -> CachedReader:
-        """Make a reader of one row a prompt."""
-        ...
-
-    def running(self) -> AbstractContextManager[None]:
-        """Prepare the model for decoding inside the block."""
-        ...
-
-
 @torch.no_grad()
 def grow_with(
-    engine: Samples,
+    engine: Any,
     branches: Sequence[Branch],
     *,
     temperature: float | None = None,
@@ -107,7 +89,7 @@ def grow_with(
 
 
 def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
-    """Split branches into batches of at most `size` (0: all), with all that part from each other together."""
+    """Split branches into batches of at most `size` (0: all); related branches stay together."""
     root: list[int] = []
     for i, branch in enumerate(branches):
         root.append(i if branch.parent is None else root[branch.parent])
@@ -125,7 +107,7 @@ def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
 
 
 def renumbered(branches: Sequence[Branch], batch: Sequence[int]) -> list[Branch]:
-    """Take a batch of branches, whose parents are numbered in it."""
+    """Select a batch of branches, with `parent` renumbered within the batch."""
     place = {number: i for i, number in enumerate(batch)}
     chosen = [branches[i] for i in batch]
     return [b if b.parent is None else replace(b, parent=place[b.parent]) for b in chosen]
@@ -140,11 +122,20 @@ def grow(
     temperature: float,
     **options: Any,
 ) -> list[Grown | None]:
-    """Grow branches, a token of all of them at a time; a branch joins the batch where it parts.
+    """Sample branches token by token; a branch joins the batch at its `start`, with its parent's cache.
 
-    So a prefix is computed once for all that share it, with any cache. `reader` has one row for every branch
-    without a parent, in order, `ends` (E,) are the tokens that end an answer, as `stops` do; `options` are
-    those of `draw_tokens`. Returns None for a branch whose parent ended before it parts.
+    So shared prefixes are computed once, with any cache.
+
+    Args:
+        reader: Has one row for every branch without a parent, in order.
+        branches: The branches; parents before their children.
+        ends: (E,) tokens that end an answer.
+        stops: Strings that end an answer.
+        temperature: Divides the logits; 0: greedy decoding.
+        options: Further options of `draw_tokens`.
+
+    Returns:
+        The tokens of every branch; None for a branch whose parent ended before `start`.
     """
     forest, token = Forest(reader, branches, ends, stops), None
     longest = max(branch.limit for branch in branches)
@@ -165,7 +156,7 @@ def grow(
 
 
 class Forest:
-    """Branches while they grow: `batch` lists those that the reader has as rows."""
+    """The state of branches during decoding; `batch` lists the branches that are rows of the reader."""
 
     def __init__(
         self, reader: LogitsReader, branches: Sequence[Branch], ends: Tensor, stops: StopStrings
@@ -177,7 +168,7 @@ class Forest:
             torch.full(shape, fill, dtype=torch.int64, device=device) for fill in (0, -1)
         )
         self.uniform, self.logp, self.entropy = (torch.zeros(shape, device=device) for _ in range(3))
-        self.joining: dict[int, list[int]] = defaultdict(list)  # by the step at which they part
+        self.joining: dict[int, list[int]] = defaultdict(list)  # by the step at which they join
         for i, branch in enumerate(branches):
             self.forced[i, branch.start : branch.given] = branch.forced.to(device)
             self.uniform[i, branch.given : branch.limit] = branch.uniform.to(device)
@@ -192,13 +183,14 @@ class Forest:
 
     @property
     def alive(self) -> Tensor:
-        """Rows of the batch that have another token: (b,) bool."""
+        """Rows of the batch that have not ended: (b,) bool."""
         return ~self.ended[self.batch] & (self.limit[self.batch] > self.length[self.batch])
 
     def part(self, t: int, logits: Tensor) -> Tensor:
-        """Let branches join after `t` tokens; return the logits (b, V) of the batch, without rows at the end.
+        """Add the branches that start after `t` tokens; return the logits (b, V) of the new batch.
 
-        Rows that ended stay until leaving pays off, because it copies the cache, as joining does.
+        The result has no rows once all have ended. Ended rows stay in the batch until their removal, which
+        copies the cache, pays off.
         """
         stay = self.alive.nonzero()[:, 0]
         place = {row: i for i, row in enumerate(self.batch.tolist())} if self.joining[t] else {}
@@ -220,7 +212,7 @@ class Forest:
         return logits
 
     def append(self, t: int, token: Tensor, logp: Tensor, entropy: Tensor, given: Tensor) -> None:
-        """Append the tokens (b,) of step `t`; one that was `given` ends no answer."""
+        """Append the tokens (b,) of step `t`; `given` tokens, which were forced, do not end an answer."""
         alive = self.alive
         rows = self.batch[alive]
         for column, values in ((self.ids, token), (self.logp, logp), (self.entropy, entropy)):
@@ -230,7 +222,7 @@ class Forest:
         self.ended[rows[ends & ~given[alive]]] = True
 
     def grown(self) -> list[Grown | None]:
-        """Return what has grown, on the CPU."""
+        """Return the tokens and notes of all branches, on the CPU."""
         columns = [column.cpu() for column in (self.ids, self.logp, self.entropy)]
         states = zip(self.length.tolist(), self.ended.tolist(), self.begun.tolist(), strict=True)
         return [

@@ -202,7 +202,9 @@ class Generate:
             length[done], stopped[done] = t + 1, True  # the end token is part of the answer
             if awaited and len(done):
                 notes.write(batch)
-                report_stops(rows, done.tolist(), notes.columns[0][:, : t + 1])
+                for i in done.tolist():
+                    if on_stop := rows[i].on_stop:
+                        on_stop(notes.columns[0][i, : t + 1].cpu())
             ended = stopped | (limit <= t + 1)
             finished = ended[batch]
             if finished.all():
@@ -282,13 +284,6 @@ class SampledNotes:
         for column, values in zip(self.columns, zip(*self.steps, strict=True), strict=False):
             column[batch, self.written : end] = torch.stack(values, 1).to(column)
         self.steps, self.written = [], end
-
-
-def report_stops(rows: Sequence[GenerationRequest], stopped: Sequence[int], ids: Tensor) -> None:
-    """Call `on_stop` of requests whose answers have just ended, with their tokens of `ids` (n, t)."""
-    for i in stopped:
-        if on_stop := rows[i].on_stop:
-            on_stop(ids[i].cpu())
 
 
 def mean_over_parts(words: Sequence[str], values: Sequence[float]) -> float:

@@ -49,7 +49,7 @@ class Group:
     encoded: EncodedPrompt
     places: list[int]
     request: Mapping[str, Any]
-    asked: Future[tuple[list[Answer], Source]]
+    answers: Future[tuple[list[Answer], Source]]
 
 
 class ServedPolicy(TokenPolicy, Protocol):
@@ -209,7 +209,7 @@ class Vllm:
 
     def _rows(self, group: Group) -> list[Trajectory]:
         """Wait for the answers to a prompt, and make their rows."""
-        answers, _ = group.asked.result()
+        answers, _ = group.answers.result()
         # A greedy request has one answer for all entries.
         return [self._row(group, answers[number % len(answers)]) for number in range(len(group.places))]
 
@@ -236,7 +236,7 @@ class Vllm:
             return
         seen: set[tuple[str, Source]] = set()  # one group a kind of media and server
         for group in groups:
-            kind, (answers, source) = media_of(group.encoded), group.asked.result()
+            kind, (answers, source) = media_of(group.encoded), group.answers.result()
             if (kind, source) not in seen:
                 seen.add((kind, source))
                 if self.top_p < 1 or self.top_k or self.min_p:  # sampling truncates the policy's distribution

@@ -55,9 +55,7 @@ class Critic:
             which `value_cross_entropy` trains (PAV's verifier, V_0).
     """
 
-    outputs = frozenset(
-        {"value", "value_logit"}
-    )  # computed only if a piece reads them; the logit with `probability` alone
+    outputs = frozenset({"value", "value_logit"})  # the logit with `probability` alone
 
     def __init__(self, *, policy: Callable[[], Tokens] | None = None, probability: bool = False) -> None:
         if policy is None:
