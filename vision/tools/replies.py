@@ -1,4 +1,4 @@
-"""Replies of tools: how what a function returned becomes the texts, images and videos that a model reads."""
+"""Conversion of a tool's result to the texts, images and videos that the model reads."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class ToolFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tool returned, or the fault and its cause.
+    """The converted result of a tool, or its error.
 
     Args:
         parts: Texts, images and videos; empty where these are more than may be shown.
-        fault: What went wrong.
+        fault: Error message.
         cause: The exception.
         value: A result that is a number.
-        shown: How many images and videos were returned.
+        shown: Number of images and videos that were returned.
     """
 
     parts: tuple[Part, ...] = ()
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest reply: characters, pixels of an image before it is decoded, and images that are decoded."""
+    """The largest reply: characters, pixels of an image before decoding, and decoded images."""
 
     chars: int
     pixels: int
@@ -53,20 +53,23 @@ class Limits:
 
 
 def as_answer(result: Any, name: str, limits: Limits) -> Answer:
-    """Make the answer of a tool from what it returned; raises ToolFault as `as_parts` does.
+    """Convert the result of a tool; raises ToolFault as `as_parts` does.
 
-    More images than may be shown are counted, and not decoded.
+    More images than may be shown are counted, not decoded.
     """
-    shown = sum(map(_is_shown, _items(result)))
+    shown = sum(
+        is_image(item) or (isinstance(item, Mapping) and item.get("type") in ("image", "video"))
+        for item in _items(result)
+    )
     return Answer(() if shown > limits.images else as_parts(result, name, limits), shown=shown)
 
 
 def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
-    """Convert what a tool returned to parts of a message; raises ToolFault for others, and for too many.
+    """Convert the result of a tool to parts of a message; raises ToolFault for anything else.
 
-    That is a text, an image (of PIL, an array or a tensor), a content block of either or of a video (a list
-    of images of one size, two a second), or a list of these; None, a number and a dictionary become a text.
-    The texts are cut where they are longer in all than the limit.
+    A result is a text, an image (of PIL, an array or a tensor), a content block of either or of a video (a
+    list of images of one size, two a second), or a list of these; None, a number and a dictionary become a
+    text. Texts are cut at `limits.chars` characters in all.
     """
     parts, left = [], limits.chars
     for item in _items(result):
@@ -75,12 +78,12 @@ def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
                 if left >= 0:  # else a text before was cut
                     parts.append(Part(text if len(text) <= left else text[:left] + " [...]", said=True))
                 left -= len(text)
-            case {"type": "image", "image": image} if is_image(image):
-                parts.append(Part(media=_as_media(image, name, limits.pixels)))
             case {"type": "video", "video": [*images]} if images and all(map(is_image, images)):
-                parts.append(Part(media=_as_video(images, name, limits.pixels)))
+                parts.append(Part(media=_to_media("video", images, name, limits.pixels)))
+            case {"type": "image", "image": image} if is_image(image):
+                parts.append(Part(media=_to_media("image", [image], name, limits.pixels)))
             case image if is_image(image):
-                parts.append(Part(media=_as_media(image, name, limits.pixels)))
+                parts.append(Part(media=_to_media("image", [image], name, limits.pixels)))
             case _:
                 raise ToolFault(
                     f"returned {type(item).__name__}; a tool returns a text, a PIL image, or a list of both"
@@ -89,7 +92,7 @@ def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
 
 
 def _items(result: Any) -> Sequence[Any]:
-    """List what a tool returned, numbers and other plain data as texts, as TRL does."""
+    """List the items of a result; numbers and other plain data become texts, as in TRL."""
     match result:
         case list() | tuple():
             if len(result) > MAX_PARTS:
@@ -102,55 +105,35 @@ def _items(result: Any) -> Sequence[Any]:
     return [result]
 
 
-def _is_shown(item: Any) -> bool:
-    return is_image(item) or (isinstance(item, Mapping) and item.get("type") in ("image", "video"))
-
-
-def _as_video(images: Sequence[Any], name: str, max_pixels: int) -> Media:
-    images = [_in_pillow(image, name) for image in images]
-    sizes = {image.size for image in images}
-    if len(sizes) > 1:
-        raise ToolFault(f"returned a video whose images have {len(sizes)} sizes; make them equal")
-    (size,) = sizes
-    if not 0 < size[0] * size[1] * len(images) <= max_pixels:  # before any pixel is made
-        raise ToolFault(
-            f"returned a video of {len(images)} images of {size[0]}x{size[1]} pixels; the limit is "
-            f"{max_pixels} in all"
-        )
-    frames = film(images)
-    return Media("video", f"a video from {name}", lambda: frames)
-
-
-def _as_media(image: Any, name: str, max_pixels: int) -> Media:
-    image = _in_pillow(image, name)
-    if not 0 < image.width * image.height <= max_pixels:  # before any pixel is made
-        raise ToolFault(
-            f"returned an image of {image.width}x{image.height} pixels; the limit is {max_pixels}"
-        )
+def _to_media(kind: str, images: Sequence[Any], name: str, max_pixels: int) -> Media:
+    """Decode an image, or the images of a video, whose size is checked before any pixel is computed."""
+    what = "an image" if kind == "image" else "a video"
     try:
-        frames = one_frame(as_rgb(image, f"an image from {name}"))
+        images = [to_image(image, f"an image from {name}") for image in images]
+        sizes = {image.size for image in images}
+        if len(sizes) > 1:
+            raise ToolFault(f"returned a video whose images have {len(sizes)} sizes; make them equal")
+        ((width, height),) = sizes
+        if not 0 < width * height * len(images) <= max_pixels:
+            of = "" if kind == "image" else f" of {len(images)} images"
+            raise ToolFault(
+                f"returned {what}{of} of {width}x{height} pixels; the limit is {max_pixels}"
+                + (" in all" if of else "")
+            )
+        image = f"an image from {name}"
+        frames = film(images) if kind == "video" else one_frame(as_rgb(images[0], image))
     except MediaError as error:
         raise ToolFault(f"returned an image that cannot be shown: {error}") from error
-    return Media("image", f"an image from {name}", lambda: frames)
-
-
-def _in_pillow(image: Any, name: str) -> Any:
-    try:
-        return to_image(image, f"an image from {name}")
-    except MediaError as error:
-        raise ToolFault(f"returned an image that cannot be shown: {error}") from error
+    return Media(kind, f"{what} from {name}", lambda: frames)
 
 
 def to_pil(argument: Any) -> Any:
-    """Decode an image of the conversation for PIL; other arguments stay."""
-    match argument:
-        case Media():
-            return chat.to_pil(argument.load().pixels[0])
-    return argument
+    """Decode an image of the conversation for PIL; return other arguments as they are."""
+    return chat.to_pil(argument.load().pixels[0]) if isinstance(argument, Media) else argument
 
 
 def shrunk(image: Media, most: int = 240) -> Media:
-    """Copy an image with at most `most` pixels on a side: small enough to be kept with its row for a page."""
+    """Scale an image down to at most `most` pixels a side, small enough for a report to store."""
     frames = image.load()
     share = most / max(frames.pixels.shape[-2:])
     if share < 1:
@@ -161,7 +144,7 @@ def shrunk(image: Media, most: int = 240) -> Media:
 
 
 def content_of(part: Part) -> tuple:
-    """Return what a part shows, so that parts that show the same are equal: a text, or a hash of pixels."""
+    """Content key of a part: its text, or a hash of its pixels. Equal keys, equal content."""
     if part.media is None:
         return (part.text,)
     pixels = part.media.load().pixels.numpy()
