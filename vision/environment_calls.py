@@ -210,12 +210,8 @@ def observed(prompt: Prompt, parts: Sequence[Part]) -> Prompt:
         case [*asked, {"content": str(content)} as turn]:
             columns["prompt"] = [*asked, {**turn, "content": content + words}]
         case [*asked, {"content": [*content]} as turn]:
-            columns["prompt"] = [*asked, {**turn, "content": [*content, *map(_as_block, parts)]}]
+            columns["prompt"] = [*asked, {**turn, "content": [*content, *(part.block for part in parts)]}]
     return replace(prompt, messages=(*before, message), columns=columns)
-
-
-def _as_block(part: Part) -> dict[str, Any]:
-    return {"type": "image"} if part.media else {"type": "text", "text": part.text}
 
 
 class Shown:

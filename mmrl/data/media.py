@@ -25,9 +25,7 @@ ORIENTATION = 0x0112  # tag of EXIF
 CHANNELS = (1, 3, 4)
 # An address that holds a file in base64, or such text alone, told from a path by what PNG, JPEG, GIF and WebP
 # begin with.
-HELD = re.compile(
-    r"(?P<address>data:(?:image|video)/[^,]*;base64,|(?=(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s]{200}))"
-)
+HELD = re.compile(r"(?P<address>data:\w+/[^,]*;base64,|(?=(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s]{200}))")
 # ffmpeg's names of containers. None of them reads other files: no playlists, lists of files or descriptions
 # of streams (hls, concat, image2, dash, sdp), whatever a file is called.
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"

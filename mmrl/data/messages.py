@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from mmrl.core.modalities import MODALITIES, media_marks
 from mmrl.core.tool_calls import ARGUMENTS, call_of
 from mmrl.core.types import Media, Message, Part, Prompt
 from mmrl.data.fields import RowError, listed, mapping, plain, short, text, unpacked
 from mmrl.data.row_fields import has_content
 
-MARKS = re.compile(r"<(image|video)>")  # placeholders for media in texts of datasets
-SOUND = "<audio>"  # a placeholder that nothing here fills
+SOUND = "<audio>"  # a mark of media that no model reads, unless `MODALITIES` has the kind
 ROLES = ("system", "user", "assistant", "tool")
 # The keys of a message: what is read here, what chat templates read, and what has to say nothing.
 READ = ("role", "content")
@@ -23,30 +23,29 @@ CALL = ("id", "type", "index", "function")  # keys of a call; those of the funct
 ASKED = ("prompt", "question")  # of which a row asks in the first with content, or else in `messages`
 NAMES = ("path", "url")  # keys of a part that transformers takes besides its kind
 Slot = tuple[str, Media | None]  # a place for an image or video, and what a part itself put there
-# Makes a medium of its kind ("image", "video"), of what names or is one, and of its place in errors.
+# Maps (kind of media, path or object, place for errors) to a medium.
 ReadMedia = Callable[[str, Any, str], Media]
 
 
 def no_media(kind: str, value: Any, place: str) -> Media:
-    """Refuse an image or a video: for models that read text only."""
+    """Raise `RowError` for any medium: for models that read text only."""
     raise RowError(f"this model reads text only, but {place} is given; leave it out")
 
 
 def prompt_of(
     uid: str,
     asked: Any,
-    images: Sequence[Any] = (),
-    videos: Sequence[Any] = (),
+    given: Mapping[str, Sequence[Any]] = MappingProxyType({}),
     *,
     read: ReadMedia = no_media,
 ) -> Prompt:
-    """Make a prompt of a text or messages (see `read_messages`) and of the images and videos for it.
+    """Make a prompt of a text or messages (see `read_messages`) and of its media by their kind.
 
     Raises RowError for messages that end with an answer as well.
     """
     media = [
         read(kind, value, f"{kind} {i + 1} of '{uid}'")
-        for kind, values in (("image", images), ("video", videos))
+        for kind, values in given.items()
         for i, value in enumerate(values)
     ]
     messages = read_messages(asked, media, read)
@@ -136,9 +135,9 @@ def _without_null(value: Any) -> Any:
 
 
 def plain_part(part: Any) -> Any:
-    """Write a part of the kinds `image_url` and `video_url`, as OpenAI has them, as an image or a video."""
+    """Rewrite a part of OpenAI's types `image_url` and `video_url` as an image or a video."""
     match part:
-        case {"type": ("image_url" | "video_url") as kind, **rest}:
+        case {"type": str(kind), **rest} if kind in {f"{known}_url" for known in MODALITIES}:
             keys = {key: item for key, item in rest.items() if item is not None and key != "text"}
             address, own = keys.pop(kind, None), kind.removesuffix("_url")
             address = address.get("url") if isinstance(address, Mapping) else address
@@ -152,10 +151,10 @@ def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
     content = plain_part(content)
     match content:
         case str():
-            return _heard(content), [(kind, None) for kind in MARKS.findall(content)]
+            return _check_sound(content), [(kind, None) for kind in media_marks().findall(content)]
         case {"type": "text", "text": str(words), **rest} if not has_content(rest):
-            return _heard(words), [(kind, None) for kind in MARKS.findall(words)]
-        case {"type": ("image" | "video") as kind, **rest}:
+            return _check_sound(words), [(kind, None) for kind in media_marks().findall(words)]
+        case {"type": str(kind), **rest} if kind in MODALITIES:
             # Rows of parquet have every key that a part of any row has, most of them null.
             payload = {key: item for key, item in rest.items() if item is not None and key != "text"}
             if payload.keys() <= {kind, *NAMES} and len(payload) <= 1:
@@ -167,13 +166,13 @@ def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
             ]
             if len(flat) == len(parts):
                 return "".join(words for words, _ in flat), [slot for _, slots in flat for slot in slots]
-    raise RowError(
-        f"wanted a text, or parts of the types text, image and video as `{name}`, got {short(content)}"
-    )
+    *first, last = ("text", *MODALITIES)
+    types = f"{', '.join(first)} and {last}"
+    raise RowError(f"wanted a text, or parts of the types {types} as `{name}`, got {short(content)}")
 
 
-def _heard(words: str) -> str:
-    if SOUND in words:
+def _check_sound(words: str) -> str:
+    if SOUND in words and "audio" not in MODALITIES:
         raise RowError(f"the text marks {SOUND}, but no model here hears: {short(words)}")
     return words
 
@@ -182,7 +181,7 @@ def _filled(
     read: Iterable[tuple[str, str, list[Slot], dict[str, Any]]], media: Sequence[Media]
 ) -> tuple[Message, ...]:
     """Put media into places: the next one of the place's kind."""
-    left = {kind: [medium for medium in media if medium.kind == kind] for kind in ("image", "video")}
+    left = {kind: [medium for medium in media if medium.kind == kind] for kind in MODALITIES}
     wanted = {kind: 0 for kind in left}
     messages = []
     for role, words, slots, extra in read:
@@ -200,8 +199,8 @@ def _filled(
 
 
 def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
-    """Split a text at its <image> and <video> marks and insert the media; without marks, media come first."""
-    marks = MARKS.findall(_heard(words))
+    """Insert media at the marks of a text, such as <image>; without marks, media come first."""
+    marks = media_marks().findall(_check_sound(words))
     if not marks:
         return (*(Part(media=medium) for medium in media), Part(words))
     kinds = [medium.kind for medium in media]
@@ -211,7 +210,8 @@ def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
         )
     left = iter(media)
     # With one group in the pattern, `re.split` alternates between texts and marks.
-    parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in enumerate(MARKS.split(words))]
+    pieces = enumerate(media_marks().split(words))
+    parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in pieces]
     return tuple(part for part in parts if part.media or part.text.strip())
 
 
@@ -283,7 +283,7 @@ def _words(content: Any) -> str:
     """Write the texts of a content without marks of media; other parts say nothing."""
     match content:
         case str():
-            return MARKS.sub("", content).strip()
+            return media_marks().sub("", content).strip()
         case {"text": str(words)}:
             return _words(words)
         case [*parts]:

@@ -18,13 +18,14 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.registry import find
 from mmrl.config.reward_adapters import is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields
+from mmrl.core.modalities import media_columns
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import FORMS, Rows
 from mmrl.data.fields import RowError
 from mmrl.data.named_columns import named_columns
 from mmrl.data.readable import drops, with_inner
-from mmrl.data.row_fields import MEDIA_COLUMNS, NAMED, TOOLKIT
+from mmrl.data.row_fields import NAMED, TOOLKIT
 from mmrl.runtime.checkpoint import model_folder
 
 FIRST = 20  # rows whose columns are looked at
@@ -178,12 +179,12 @@ def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> It
     columns = _first_columns(options)
     if not columns:
         return
-    known = columns | set(options.get("columns") or ())
+    known, media = columns | set(options.get("columns") or ()), set(media_columns())
     lacks = f"that the first rows of {place} do not have; they have {', '.join(sorted(known))}"
     for i, piece in enumerate(rewards):
         for name in _required(piece):
             # Rewards get the media of a prompt by every name, whichever column holds them.
-            if name not in known and not (name in MEDIA_COLUMNS and known & {*MEDIA_COLUMNS}):
+            if name not in known and not (name in media and known & media):
                 yield f"{at}[{i}]: '{piece.name}' takes the column '{name}' {lacks}"
     match options.get("prompt", takes["prompt"].default if "prompt" in takes else ""):
         case str(template):

@@ -124,10 +124,10 @@ class Session:
         """Make a rollout of every question; `images` and `videos` have those of each of them, in order."""
         asked, read = [], self.media_reader()
         media = _per_prompt(images, len(prompts), "images"), _per_prompt(videos, len(prompts), "videos")
-        for prompt, shown, filmed in zip(prompts, *media, strict=True):
-            lists = as_list(shown), as_list(filmed)  # a single one may stand by itself
-            made = prompt_of(f"p{self._asked + len(asked)}", prompt, *lists, read=read)
-            asked.append(replace(made, columns=columns))
+        for question, shown, filmed in zip(prompts, *media, strict=True):
+            given = {"image": as_list(shown), "video": as_list(filmed)}  # a single one may stand by itself
+            prompt = prompt_of(f"p{self._asked + len(asked)}", question, given, read=read)
+            asked.append(replace(prompt, columns=columns))
         self._asked += len(asked)
         return self.one_each(asked)
 

@@ -45,7 +45,8 @@ def of_prompt(prompt: Prompt) -> bytes | None:
     Where answers are recorded, images may be missing or broken: a model that needs one has raised before.
     """
     try:
-        return strip(prompt.media[0].load().pixels) if prompt.media else None
+        pixels = getattr(prompt.media[0].load(), "pixels", None) if prompt.media else None
+        return None if pixels is None else strip(pixels)
     except MediaError:
         return None
 

@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from mmrl.core.modalities import media_marks
 from mmrl.data.fields import RowError, listed, mapping, short, text
-from mmrl.data.messages import MARKS, as_turns, asked_of, kept_keys, plain_part
+from mmrl.data.messages import as_turns, asked_of, kept_keys, plain_part
 from mmrl.data.row_fields import has_content
 from mmrl.vision.media.prompts import answer_of, answers_of, lettered
 
@@ -248,9 +249,9 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     answer = _answer(turns.pop(), "answer") if turns and turns[-1]["role"] == "assistant" else None
     match turns:
         case [{"role": "user", "content": asked, **extra}] if not extra:
-            leading, marks = LEADING.match(asked), len(MARKS.findall(asked))
+            leading, marks = LEADING.match(asked), len(media_marks().findall(asked))
             # Marks that all precede the text carry no information: media without a mark come first anyway.
-            if leading and marks == sum(map(len, media.values())) == len(MARKS.findall(leading[0])):
+            if leading and marks == sum(map(len, media.values())) == len(media_marks().findall(leading[0])):
                 asked = asked[leading.end() :]
             ours["question"] = asked
         case _ if any(turn["role"] == "user" for turn in turns):
@@ -296,7 +297,7 @@ def _text_of(content: Any) -> tuple[str, Slots]:
                 raise RowError(f"wanted a text or parts as the content of a message, got {short(part)}")
         if "<audio>" in piece:
             raise RowError(f"the text marks <audio>, but nothing here reads sound: {short(piece)}")
-        slots += [(kind, None) for kind in MARKS.findall(piece)]
+        slots += [(kind, None) for kind in media_marks().findall(piece)]
     return "".join(words), slots
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmrl.core.modalities import MODALITIES
 from mmrl.data.dataset_io import FORMS, DataRow, RowError, Rows, SourceError, hub_rows, write_rows
-from mmrl.vision.media.media_root import ENDINGS, MediaRef, MediaRoot
-from mmrl.vision.media.video import FrameSampling, video_duration
+from mmrl.vision.media.media_root import MediaRef, MediaRoot
+from mmrl.vision.media.video import FrameSampling
 
 IMAGE_SIGNATURES = {  # the first bytes of an image file, and its suffix
     b"\x89PNG": ".png",
@@ -76,8 +77,8 @@ class MediaWriter:
         if key in self.written:
             return self.written[key]
         path = None if ref.data else self.root.locate(ref.path)
-        if path and ref.kind == "video":
-            video_duration(path)  # raises for a file that cannot be opened; frames are not decoded
+        if path:
+            MODALITIES[ref.kind].check_file(path)
         else:
             self.root.medium(ref, "the row", FrameSampling()).load()
         if path:
@@ -153,4 +154,4 @@ def image_suffix(data: bytes) -> str:
 
 def is_image_file(path: Path) -> bool:
     """Whether a path has the suffix of an image format."""
-    return path.suffix.lower() in ENDINGS["image"]
+    return path.suffix.lower() in MODALITIES["image"].endings

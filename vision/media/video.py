@@ -88,6 +88,12 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
     return Frames(torch.stack(images), torch.tensor(times, dtype=torch.float64), duration)
 
 
+def load_video(source: Path | bytes, name: str, sampling: FrameSampling | None = None) -> Frames:
+    """Decode the sampled frames of a video file; `Load` of the kind "video"."""
+    assert isinstance(source, Path), "a video inside a row"
+    return read_video(source, sampling or FrameSampling())
+
+
 def _times_within(path: Path, duration: float, sampling: FrameSampling) -> list[float]:
     """Compute the seconds of the sampled frames of a video that lasts `duration`."""
     begin, end = sampling.start or 0.0, duration if sampling.end is None else sampling.end

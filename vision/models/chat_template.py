@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from mmrl.core.modalities import MODALITIES
 from mmrl.core.plain_text import block_after
 
 Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
@@ -27,7 +28,7 @@ FIRST, SECOND = "qzfirstzq", "qzsecondzq"  # parts of a content, to see whether 
 class Read:
     """In which forms a template reads the messages of a role, best first, or `why` it reads none.
 
-    `media` are the kinds, "image" and "video", that it has words for.
+    `media` are the kinds of media that it has a placeholder for.
     """
 
     forms: tuple[str, ...] = ()
@@ -223,7 +224,7 @@ class ChatTemplate:
         """Find the kinds of media that the template has words for in the last message of a role."""
         place = max(n for n, message in enumerate(messages) if message["role"] == role)
         shown = set[str]()
-        for kind in ("image", "video"):
+        for kind in MODALITIES:
             texts = list[str]()
             for blocks in (_texts(FIRST + SECOND), [{"type": kind}, *_texts(FIRST + SECOND)]):
                 tried = [*messages[:place], {**messages[place], "content": blocks}, *messages[place + 1 :]]

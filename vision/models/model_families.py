@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.loading import ConfigError
+from mmrl.core.modalities import MODALITIES
 from mmrl.kv_cache.layout import placeholders
 
 Inputs = Mapping[str, Tensor]
@@ -264,10 +265,10 @@ def check_length(length: int, limit: int) -> None:
 
 
 def token_types(config: Any, ids: Tensor) -> Tensor:
-    """Mark the placeholders of images by 1 and of videos by 2, as processors do, of any shape."""
-    known, types = placeholders(config), torch.zeros_like(ids)
-    for number, kind in enumerate(("image", "video"), 1):
-        types[ids == known.get(kind, -1)] = number
+    """Mark the placeholders of media by the number of their kind, as processors do, of any shape."""
+    types = torch.zeros_like(ids)
+    for kind, token in placeholders(config).items():
+        types[ids == token] = MODALITIES[kind].token_type
     return types
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.loading import ConfigError
+from mmrl.core.modalities import MODALITIES
 from mmrl.core.types import Prompt
 
 AROUND = 8  # tokens shown on each side of a difference
@@ -22,10 +23,13 @@ def plain_inputs(
 ) -> dict[str, Any]:
     """Ask `processor.apply_chat_template` of transformers for the inputs of a conversation.
 
-    `messages` have contents as texts or blocks; `media` are the images and videos of their blocks, in order,
-    as arguments of the processor.
+    `messages` have contents as texts or blocks; `media` are the arguments of the processor with the media of
+    these blocks, in order.
     """
-    given = {"image": [*media.get("images", [[]])[0]], "video": [*media.get("videos", ())]}
+    given = {}  # media by kind, in order
+    for kind, modality in MODALITIES.items():
+        values = media.get(modality.argument) or [[]] * modality.nested
+        given[kind] = [*(values[0] if modality.nested else values)]
     filled = []
     for message in messages:
         content = message["content"]
@@ -40,7 +44,10 @@ def plain_inputs(
         # Those of videos stand beside the others, because SmolVLM's processor adds some there.
         videos = dict(media.get("videos_kwargs", {}))
         size = {"videos_kwargs": {"size": videos.pop("size")}} if "size" in videos else {}
-        options["processor_kwargs"] = {"images_kwargs": media.get("images_kwargs", {}), **videos, **size}
+        values = {"images_kwargs", "videos_kwargs", *(modality.argument for modality in MODALITIES.values())}
+        others = {name: value for name, value in media.items() if name not in values}
+        images = {"images_kwargs": media.get("images_kwargs", {})}
+        options["processor_kwargs"] = {**images, **videos, **size, **others}
     options |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     return dict(processor.apply_chat_template(filled, return_tensors="pt", **options))
 
