@@ -62,6 +62,11 @@ def digest_frames(kind: str, loaded: Any) -> bytes:
     return digest.digest()
 
 
+def no_chat_parts(loaded: Any) -> list[dict[str, Any]]:
+    """Raise ValueError: OpenAI's form has no parts for this kind of media."""
+    raise ValueError("chat completions take text, images and videos only")
+
+
 def as_it_is(loaded: Any) -> Any:
     """Return the decoded medium itself."""
     return loaded
@@ -97,6 +102,7 @@ class Modality:
         from_value: Maps (object in memory, place for errors) to a medium, or to None for other objects.
         check: Raises `MediaError` unless the file at a path can be read.
         shown: Maps a decoded medium to what rewards in TRL's form are given.
+        chat_parts: Maps a decoded medium to parts of a message in OpenAI's form.
         most_tokens: Maps (`PromptCheck`, medium) to a bound on its tokens in a prompt, without decoding it.
         digest: Maps (kind, decoded medium) to a hash of the content.
         borders: Names in a model's configuration of more tokens that no answer may contain.
@@ -114,6 +120,7 @@ class Modality:
     from_value: Callable[[Any, str], Media | None] = nothing_in_memory
     check: Callable[[Path], Any] | None = None
     shown: Callable[[Any], Any] = as_it_is
+    chat_parts: Callable[[Any], list[dict[str, Any]]] = no_chat_parts
     most_tokens: Callable[[Any, Media], int] = encode_to_count
     digest: Callable[[str, Any], bytes] = digest_tensors
     borders: tuple[str, ...] = ()
@@ -143,6 +150,7 @@ MODALITIES: dict[str, Modality] = {
         forms="a path, a PIL image, an array or a tensor",
         from_value=Late("mmrl.vision.media.media_reader:image_in_memory"),
         shown=Late("mmrl.core.chat:first_frame"),
+        chat_parts=Late("mmrl.engines.chat_completions:image_parts"),
         most_tokens=Late("mmrl.vision.models.prompt_check:most_image_tokens"),
         digest=digest_frames,
         borders=("vision_start_token_id", "vision_end_token_id"),
@@ -158,6 +166,7 @@ MODALITIES: dict[str, Modality] = {
         from_value=Late("mmrl.vision.media.media_reader:video_in_memory"),
         check=Late("mmrl.vision.media.video:video_duration"),
         shown=Late("mmrl.core.chat:all_frames"),
+        chat_parts=Late("mmrl.engines.chat_completions:video_parts"),
         most_tokens=Late("mmrl.vision.models.prompt_check:most_video_tokens"),
         digest=digest_frames,
         borders=("vision_start_token_id", "vision_end_token_id"),

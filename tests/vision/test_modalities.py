@@ -207,6 +207,13 @@ def test_the_same_content_has_the_same_digest(signals, tmp_path):
     assert one == same != other
 
 
+def test_a_form_that_the_table_lacks_is_an_error(signals):
+    with pytest.raises(ValueError, match="chat completions take text, images and videos only"):
+        MODALITIES["signal"].chat_parts(signals[0].Signal(torch.zeros(4)))
+    with pytest.raises(RowError, match="wanted a path as the signal, got"):
+        MediaReader()("signal", torch.zeros(4), "the signal")
+
+
 def test_a_damaged_file_and_a_missing_place_are_bad_rows(listener, tmp_path):
     path = recordings(tmp_path)
     rows = [{"prompt": "<signal> <signal> fox", "signal": "a.npy"}, {"prompt": "fox", "signal": "none.npy"}]
