@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,16 +33,6 @@ class Late:
         return resolve_name(self.name)(*args, **options)
 
 
-class Load(Protocol):
-    """Decode a file, or the bytes of one, to a dataclass of tensors such as `Frames`.
-
-    `name` is for errors. `sampling` are the options of the data set about long media (`FrameSampling`), None
-    where there are none. Raises `MediaError` for a file that cannot be read.
-    """
-
-    def __call__(self, source: Path | bytes, name: str, sampling: Any = None) -> Any: ...
-
-
 def digest_tensors(kind: str, loaded: Any) -> bytes:
     """Hash the fields of a dataclass of tensors: shapes, values and everything else."""
     digest = hashlib.blake2b(kind.encode())
@@ -50,7 +40,7 @@ def digest_tensors(kind: str, loaded: Any) -> bytes:
         is_tensor = isinstance(item, Tensor)
         digest.update(repr((item.dtype, item.shape) if is_tensor else item).encode())
         if is_tensor:
-            digest.update(item.contiguous().view(torch.uint8).numpy())
+            digest.update(item.flatten().view(torch.uint8).numpy().tobytes())
     return digest.digest()
 
 
@@ -67,21 +57,6 @@ def no_chat_parts(loaded: Any) -> list[dict[str, Any]]:
     raise ValueError("chat completions take text, images and videos only")
 
 
-def as_it_is(loaded: Any) -> Any:
-    """Return the decoded medium itself."""
-    return loaded
-
-
-def nothing_in_memory(value: Any, place: str) -> Media | None:
-    """Accept no objects in memory, only files and bytes."""
-    return None
-
-
-def encode_to_count(check: Any, medium: Media) -> int:
-    """Return the context length of the model, so that a prompt with such a medium is encoded to count it."""
-    return check.limit
-
-
 @dataclass(frozen=True)
 class Modality:
     """One kind of media.
@@ -91,7 +66,8 @@ class Modality:
             `images`, the mark in texts is `<image>`, and the placeholder token is `image_token_id` of the
             model's configuration and `image_token` of its processor.
         endings: Suffixes of its files, in lower case.
-        load: Decodes a file; see `Load`.
+        load: Maps (path or bytes, name for errors, sampling options or nothing) to a dataclass of tensors,
+            such as `Frames`. Raises `MediaError` for a file that cannot be read.
         argument: The argument of processors that takes media of this kind.
         arguments: Maps (processor, decoded media, pixel limits) to all arguments of the processor about them.
             Raises ValueError where a processor takes no such media.
@@ -99,29 +75,31 @@ class Modality:
         nested: Whether processors take a list of media for every text, instead of one list.
         in_rows: Whether a row can contain the bytes of a file.
         forms: What `from_value` accepts besides paths, for errors.
-        from_value: Maps (object in memory, place for errors) to a medium, or to None for other objects.
+        from_value: Maps (object in memory, place for errors) to a medium, or to None for unknown objects. By
+            default all objects are unknown.
         check: Raises `MediaError` unless the file at a path can be read.
-        shown: Maps a decoded medium to what rewards in TRL's form are given.
+        shown: Maps a decoded medium to the object that rewards written for TRL get; by default the same.
         chat_parts: Maps a decoded medium to parts of a message in OpenAI's form.
         most_tokens: Maps (`PromptCheck`, medium) to a bound on its tokens in a prompt, without decoding it.
+            By default the context length, so that prompts with such media are encoded to count their tokens.
         digest: Maps (kind, decoded medium) to a hash of the content.
         borders: Names in a model's configuration of more tokens that no answer may contain.
     """
 
     kind: str
     endings: tuple[str, ...]
-    load: Load
+    load: Callable[..., Any]
     argument: str
     arguments: Callable[[Any, Sequence[Any], Mapping[str, int]], dict[str, Any]]
     token_type: int
     nested: bool = False
     in_rows: bool = True
     forms: str = "a path"
-    from_value: Callable[[Any, str], Media | None] = nothing_in_memory
+    from_value: Callable[[Any, str], Media | None] = lambda value, place: None
     check: Callable[[Path], Any] | None = None
-    shown: Callable[[Any], Any] = as_it_is
+    shown: Callable[[Any], Any] = lambda loaded: loaded
     chat_parts: Callable[[Any], list[dict[str, Any]]] = no_chat_parts
-    most_tokens: Callable[[Any, Media], int] = encode_to_count
+    most_tokens: Callable[[Any, Media], int] = lambda check, medium: check.limit
     digest: Callable[[str, Any], bytes] = digest_tensors
     borders: tuple[str, ...] = ()
 

@@ -32,7 +32,7 @@ def placeholder_ids(config: Any) -> list[int]:
 def media_ids(config: Any) -> list[int]:
     """List the placeholder tokens of a model and the tokens that it writes around media."""
     names = {name for modality in MODALITIES.values() for name in modality.borders}
-    borders = {getattr(config, name, None) for name in names} - {None}
+    borders = {token for name in names if (token := getattr(config, name, None)) is not None}
     return sorted({*placeholder_ids(config), *borders})
 
 

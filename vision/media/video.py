@@ -88,7 +88,7 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
 
 
 def load_video(source: Path | bytes, name: str, sampling: FrameSampling | None = None) -> Frames:
-    """Decode the sampled frames of a video file; `Load` of the kind "video"."""
+    """Decode the sampled frames of a video file: `load` of the kind "video"."""
     assert isinstance(source, Path), "a video inside a row"
     return read_video(source, sampling or FrameSampling())
 
