@@ -14,10 +14,11 @@ import torch
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import engine
+from mmrl.core.modalities import MODALITIES
 from mmrl.core.plain_text import each_text, parted
 from mmrl.core.protocols import Policy
 from mmrl.core.rng import Stream
-from mmrl.core.types import Media, Message, Outcome, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Frames, Message, Outcome, Part, Prompt, Rollouts, Trajectory
 from mmrl.runtime.json_client import JsonClient, png
 
 
@@ -130,11 +131,7 @@ class ChatCompletions(JsonClient):
 
 def _message(turn: Message) -> dict[str, Any]:
     """Convert a message to OpenAI's form: a text, or parts of the types text and image_url."""
-    content = [
-        item
-        for part in turn.parts
-        for item in (_media(part.media) if part.media else [{"type": "text", "text": part.text}])
-    ]
+    content = [item for part in turn.parts for item in _part(part)]
     if not any(part.media for part in turn.parts):
         content = "".join(part.text for part in turn.parts)
     keys = turn.keys
@@ -143,13 +140,19 @@ def _message(turn: Message) -> dict[str, Any]:
     return {"role": turn.role, "content": content, **keys}
 
 
-def _media(media: Media) -> list[dict[str, Any]]:
-    """Convert an image, or the frames of a video, each after a text with its time."""
-    frames = media.load()
-    parts: list[dict[str, Any]] = []
-    for pixels, time in zip(frames.pixels, frames.times.tolist(), strict=True):
-        if media.kind == "video":
-            parts.append({"type": "text", "text": f"Video at {time:.2f} s:"})
-        url = f"data:image/png;base64,{png(pixels)}"
-        parts.append({"type": "image_url", "image_url": {"url": url}})
-    return parts
+def _part(part: Part) -> list[dict[str, Any]]:
+    if part.media is None:
+        return [{"type": "text", "text": part.text}]
+    return MODALITIES[part.media.kind].chat_parts(part.media.load())
+
+
+def image_parts(frames: Frames) -> list[dict[str, Any]]:
+    """Write frames as images in PNG."""
+    urls = [f"data:image/png;base64,{png(pixels)}" for pixels in frames.pixels]
+    return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+
+
+def video_parts(frames: Frames) -> list[dict[str, Any]]:
+    """Write the frames of a video as images, each after its time."""
+    times = [{"type": "text", "text": f"Video at {time:.2f} s:"} for time in frames.times.tolist()]
+    return [part for pair in zip(times, image_parts(frames), strict=True) for part in pair]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.loading import ConfigError
+from mmrl.core.modalities import MODALITIES
 from mmrl.core.types import Prompt
 from mmrl.kv_cache.layout import placeholders
 from mmrl.vision.models.model_families import family_of
@@ -140,7 +141,7 @@ def features(encoder: PromptEncoder, encoded: EncodedPrompt, salt: str) -> dict[
     ranges: dict[str, list[dict[str, int]]] = {}
     data: dict[str, list[str]] = {}
     for part in split(encoded.media):
-        kind = "video" if any("video" in name for name in part) else "image"
+        kind = next((kind for kind in MODALITIES if any(kind in name for name in part)), "image")
         item = {name: element(encoder, name, value, encoded.uid) for name, value in part.items()}
         content = packed(item)
         digest = hashlib.blake2b(content + salt.encode(), digest_size=16).hexdigest()
@@ -278,8 +279,8 @@ def _check(answer: Answer, settings: Mapping[str, Any], name: str) -> None:
 
 
 def media_of(encoded: EncodedPrompt) -> str:
-    """Name the kinds of media of a prompt: "text", "image", "several images", "video" and so on."""
-    counts = {kind: len(encoded.media.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
+    """Name the media of a prompt: "text", "image", "2 images", "video" and the like."""
+    counts = {kind: len(encoded.media.get(f"{kind}_grid_thw", ())) for kind in MODALITIES}
     if not any(counts.values()):
         counts["image"] = len(encoded.media.get("pixel_values", ()))
     parts = [kind if number == 1 else f"several {kind}s" for kind, number in counts.items() if number]

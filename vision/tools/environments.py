@@ -191,7 +191,6 @@ def observed(prompt: Prompt, parts: Sequence[Part]) -> Prompt:
     own = tuple(part for part in last.parts if part.text or part.media)  # without an empty text
     message = replace(last, parts=(*own, *parts))
     words = "".join(part.text for part in parts)
-    blocks = [{"type": "image"} if part.media else {"type": "text", "text": part.text} for part in parts]
     columns = dict(prompt.columns)
     match columns.get("prompt"):  # rewards in TRL's form read this column
         case str(text):
@@ -199,7 +198,7 @@ def observed(prompt: Prompt, parts: Sequence[Part]) -> Prompt:
         case [*turns, {"content": str(content)} as turn]:
             columns["prompt"] = [*turns, {**turn, "content": content + words}]
         case [*turns, {"content": [*content]} as turn]:
-            columns["prompt"] = [*turns, {**turn, "content": [*content, *blocks]}]
+            columns["prompt"] = [*turns, {**turn, "content": [*content, *(part.block for part in parts)]}]
     return replace(prompt, messages=(*before, message), columns=columns)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from mmrl.core import chat
+from mmrl.core.modalities import MODALITIES, digest_of
 from mmrl.core.types import Frames, Media, Part
 from mmrl.data.media import MediaError, as_rgb, is_image, to_image
 from mmrl.vision.media.media_reader import film
@@ -58,7 +58,7 @@ def as_answer(result: Any, name: str, limits: Limits) -> Answer:
     More images than may be shown are counted, not decoded.
     """
     shown = sum(
-        is_image(item) or (isinstance(item, Mapping) and item.get("type") in ("image", "video"))
+        is_image(item) or (isinstance(item, Mapping) and item.get("type") in MODALITIES)
         for item in _items(result)
     )
     return Answer(() if shown > limits.images else as_parts(result, name, limits), shown=shown)
@@ -84,6 +84,8 @@ def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
                 parts.append(Part(media=_to_media("image", [image], name, limits.pixels)))
             case image if is_image(image):
                 parts.append(Part(media=_to_media("image", [image], name, limits.pixels)))
+            case {"type": str(kind)} if medium := _other_medium(kind, item, name):
+                parts.append(Part(media=medium))
             case _:
                 raise ToolFault(
                     f"returned {type(item).__name__}; a tool returns a text, a PIL image, or a list of both"
@@ -98,11 +100,18 @@ def _items(result: Any) -> Sequence[Any]:
             if len(result) > MAX_PARTS:
                 raise ToolFault(f"returned {len(result)} texts and images; the most is {MAX_PARTS}")
             return result
-        case {"type": "text" | "image" | "video"}:
+        case {"type": str(kind)} if kind == "text" or kind in MODALITIES:
             return [result]
         case None | Number() | Mapping():
             return [str(result)]
     return [result]
+
+
+def _other_medium(kind: str, block: Mapping[str, Any], name: str) -> Media | None:
+    """Make a medium of a kind that is neither image nor video; those have limits on their pixels."""
+    if kind in ("image", "video") or kind not in MODALITIES:
+        return None
+    return MODALITIES[kind].from_value(block.get(kind), f"a {kind} from {name}")
 
 
 def _to_media(kind: str, images: Sequence[Any], name: str, max_pixels: int) -> Media:
@@ -147,8 +156,7 @@ def content_of(part: Part) -> tuple:
     """Content key of a part: its text, or a hash of its pixels. Equal keys, equal content."""
     if part.media is None:
         return (part.text,)
-    pixels = part.media.load().pixels.numpy()
-    return part.media.kind, pixels.shape, hashlib.blake2b(pixels.tobytes()).hexdigest()
+    return part.media.kind, digest_of(part.media)
 
 
 def one_line(error: object) -> str:
