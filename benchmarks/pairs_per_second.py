@@ -95,8 +95,8 @@ def make_parts(folder: Path, size: dict):
 
 def make_scorer(folder: Path) -> None:
     """Write the CLIP of the demo; what it has learned does not change what it costs."""
+    from examples.tiny_clip import TinyClip
     from mmrl.core.rng import Stream
-    from mmrl.diffusion.builders.tiny_clip import TinyClip
 
     images(folder, "train", 2, 64)
     rows = [{"image": f"train_{i}.png", "prompt": f"a pear {i}"} for i in range(2)]

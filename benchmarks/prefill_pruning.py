@@ -20,8 +20,8 @@ import torch
 import transformers
 
 from benchmarks.machine import describe
-from mmrl.compression.flops import Prefill
-from mmrl.compression.profiling import cache_bytes, count_operations, time_calls
+from benchmarks.prefill_costs import Prefill, count_operations, time_calls
+from mmrl.compression.fidelity import cache_bytes
 from mmrl.compression.pruning.spec import pruning_of, shape_of
 from mmrl.compression.transforms.drop_tokens import fastv
 from mmrl.compression.transforms.visual_computation import yopo12, yopo25

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-# Since Python 3.14 the standard library has a package of this name, which gzip and others import from. With
-# the checkout as working directory this folder is found first, so it must lead on to that package.
+# Python 3.14 has a standard package of the same name, which gzip and others import. With the checkout as
+# working directory this folder shadows it, so the standard folder is appended to the search path.
 __path__ += [
     str(folder)
     for folder in (Path(entry) / "compression" for entry in sys.path)

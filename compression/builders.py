@@ -21,8 +21,8 @@ from mmrl.runtime.modules import evaluating
 class CalibrateCodebook:
     """Fit the codebook of `compression.binary_codebook` on prompts that a model answers.
 
-    Use prompts like those the cache will serve, but never those it is evaluated on; prompts that the model
-    has memorised may tell less about which errors matter. Reference answers are not read.
+    Use prompts similar to later ones, but not the evaluation data. Prompts that the model has memorised show
+    less about which errors matter. Reference answers are not read.
 
     Args:
         stream: Source of random numbers.
@@ -30,7 +30,7 @@ class CalibrateCodebook:
         prompts: Data to take prompts from.
         nbits: Bits per number of keys, in (0, 8].
         value_nbits: Bits per number of values; `nbits` by default.
-        of: What the cache will quantise: the whole prompt, or its visual tokens.
+        of: Tokens that the cache will quantise: the whole prompt, or its visual tokens.
         first: Tokens at the start of each prompt that the cache keeps exact.
         num_prompts: Prompts to use, evenly spaced.
         num_tokens: Longest greedy answer, in tokens.
@@ -63,7 +63,7 @@ class CalibrateCodebook:
         }
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the codebooks; report how many prompts they were fitted on."""
+        """Write the codebooks; report the number of prompts and the size of the file."""
         pieces = Pieces(self.stream)
         policy = pieces.make("policy", self.model, place="build.model")
         data = pieces.make("data", self.prompts, place="build.prompts")

@@ -15,21 +15,21 @@ from mmrl.runtime.modules import evaluating
 
 
 class AcceleratedEngine(Protocol):
-    """An engine that may answer with a compressed cache or a transformed model instead of its policy's."""
+    """An engine with a compressed cache or a transformed copy of its policy's model."""
 
     policy: Any
-    rollout_policy: Any  # what answers: the policy, or a transformed copy of it
+    rollout_policy: Any  # answers prompts: the policy, or a transformed copy
     cache: Callable | None  # makes the cache of keys and values; None for the full one
 
     def exactly(self) -> AbstractContextManager:
-        """Answer as the policy itself does while the context lasts."""
+        """Use the full cache and the policy's own model inside the context."""
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order."""
 
 
 class Measured:
-    """Base class of engines that pass prompts on to an accelerated engine and measure it."""
+    """Base class of engines that wrap an accelerated engine and measure it."""
 
     notes: frozenset[str] = frozenset()
 
@@ -41,13 +41,13 @@ class Measured:
                 "neither a cache nor a transform"
             )
 
-    # Read through, because an engine answers with other models inside `exactly`.
+    # Properties, because these attributes of the engine change inside `exactly`.
     rollout_policy = property(lambda self: self.engine.rollout_policy)
     cache = property(lambda self: self.engine.cache)
 
     @property
     def accelerated(self) -> bool:
-        """Whether the engine has a cache or a model of its own at the moment."""
+        """Whether the engine currently has a cache or a model of its own."""
         return self.cache is not None or self.rollout_policy is not self.policy
 
 
@@ -55,16 +55,16 @@ class Measured:
 class FidelityGate(Measured):
     """Stop a run whose cache or transforms change greedy answers too much.
 
-    The policy answers greedily with the full cache; the engine's cache and transforms then read the same
-    answers.
+    The policy answers greedily with the full cache; the engine's cache and transformed model then score the
+    same answers.
 
     Args:
         engine: The engine to wrap, with a cache or transforms.
         num_prompts: Distinct prompts to measure.
         num_tokens: Tokens of each answer.
-        min_agreement: Least share of tokens that stay the likeliest, in [0, 1].
+        min_agreement: Least share of equal most likely tokens, in [0, 1].
         max_kl: Largest mean KL(policy || engine) per token, in nats.
-        allow: Only print the result, and go on in any case.
+        allow: Print the result without stopping the run.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class FidelityGate(Measured):
 class SpeedupProbe(Measured):
     """Repeat some rollouts of an accelerated engine without its cache and transforms, and time both.
 
-    Random numbers are the same, so answers differ only where the models do; the repeated answers are
-    discarded. Media are decoded and encoded before timing. Metrics: `rollout/seconds`,
+    Both runs use the same random numbers, and the exact answers are discarded. Media are encoded before
+    timing. Metrics: `rollout/seconds`,
     `rollout/exact_seconds`, `rollout/speedup`, `rollout/agreement` (share of equal answers). The step's own
     `time/rollout` includes both.
 
@@ -128,7 +128,7 @@ class SpeedupProbe(Measured):
         self.metrics: dict[str, float] = {}
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer with the wrapped engine, and on some calls time it against the exact one."""
+        """Answer with the wrapped engine; on the chosen calls also time the exact one."""
         since, self.calls = self.calls - self.at, self.calls + 1
         if not prompts or since < 0 or (since % self.every if self.every else since):
             return self.engine.rollout(prompts)

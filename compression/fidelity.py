@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.compression.profiling import cache_bytes
 from mmrl.core.types import Prompt
 from mmrl.kv_cache.layout import placeholder_ids
 
@@ -21,7 +20,7 @@ PER_TOKEN = ("attention_mask", "mm_token_type_ids")  # inputs with a number for 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Agreement (share of tokens that stay the likeliest), KL(full || compressed) in nats, and bytes."""
+    """Agreement (share of equal most likely tokens), KL(full || compressed) in nats, and cache bytes."""
 
     agreement: float
     kl: float
@@ -39,7 +38,7 @@ class Fidelity:
 
 
 def inputs_of(encoder: Any, prompts: Iterable[Prompt], device: torch.device) -> list[Inputs]:
-    """Encode prompts to the inputs of one call each, as `measure` takes them."""
+    """Encode each prompt to the inputs of one model call, for `measure`."""
     inputs = []
     for encoded in map(encoder.encode, prompts):
         # (A, S) position ids on A axes: a model takes (1, S), or (A, 1, S) with the axes of M-RoPE.
@@ -49,6 +48,12 @@ def inputs_of(encoder: Any, prompts: Iterable[Prompt], device: torch.device) -> 
     return inputs
 
 
+def cache_bytes(cache: Any) -> int:
+    """Bytes of keys and values in a cache of dense layers, and of a pruned model's record of columns."""
+    tensors = (x for layer in cache.layers for x in (layer.keys, layer.values))
+    return sum(x.nbytes for x in tensors if x is not None)  # None in layers that nothing was written to
+
+
 @torch.no_grad()
 def measure(
     model: nn.Module, prompts: Sequence[Inputs], make_cache: MakeCache | None, *, num_tokens: int = 16,
@@ -56,10 +61,10 @@ def measure(
 ) -> Fidelity:  # fmt: skip
     """Measure the fidelity of a cache, a `cheaper` model, or both, on prompts.
 
-    A prompt is the inputs of one call: `input_ids` (1, S), pixels and so on, and if needed `position_ids`
-    (1, S) or (A, 1, S). The model answers greedily with the full cache; the compressed one reads the same
-    answer token by token. The last token of the prompt is read with the answer, so that every prediction
-    reads the cache.
+    A prompt is the inputs of one call: `input_ids` (1, S), pixels and so on, and optional `position_ids`
+    (1, S) or (A, 1, S). The model answers greedily with the full cache; the compressed one scores the same
+    answer token by token. The last token of the prompt is not cached, so that every prediction reads the
+    cache.
     """
     if not prompts:
         raise ValueError("there is no prompt to compare caches on; give at least one")
@@ -119,9 +124,9 @@ def read_answer(
 
 
 def answer_positions(positions: Tensor | None, start: int, stop: int) -> dict[str, Tensor]:
-    """Give the positions (..., stop - start) of input tokens; number 0 is the last one of the prompt.
+    """Position ids (..., stop - start) of decoded tokens; token 0 is the last one of the prompt.
 
-    Later tokens count on from the largest position, which may be that of an image. Without positions, none.
+    Positions continue from the largest one, which may belong to an image. Empty without `positions`.
     """
     if positions is None:
         return {}
@@ -148,21 +153,3 @@ def gate(
             f"{max_kl} nats. Give it more bits (or drop less), or set `allow: true` to go on with it"
         )
     return fidelity
-
-
-def choose(
-    model: nn.Module, prompts: Sequence[Inputs], candidates: Mapping[str, MakeCache], *,
-    num_tokens: int = 16, min_agreement: float = 0.9, max_kl: float = 0.1,
-) -> str:  # fmt: skip
-    """Measure and print several caches; return the name of the smallest one within the thresholds."""
-    measured = {
-        name: measure(model, prompts, make, num_tokens=num_tokens) for name, make in candidates.items()
-    }
-    print("\n".join(f"cache {name}: {fidelity}" for name, fidelity in measured.items()))
-    good = [name for name, x in measured.items() if x.agreement >= min_agreement and x.kl <= max_kl]
-    if not good:
-        raise ValueError(
-            f"none of the caches {', '.join(measured)} keeps {min_agreement:.1%} of the tokens within "
-            f"{max_kl} nats; offer one with more bits"
-        )
-    return min(good, key=lambda name: measured[name].nbytes)

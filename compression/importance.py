@@ -28,7 +28,7 @@ def make_plan(
     kinds: Sequence[str] = KINDS,
     queries: Literal["all", "last"] = "all",
 ) -> dict[str, list]:
-    """Measure importance on calibration batches, each the inputs of one call (one prompt, as in the papers).
+    """Measure importance on calibration batches; each is the inputs of one call (in the papers one prompt).
 
     "heads" (L, H): attention to visual columns over attention to others, by all queries or the last one
     (arXiv 2410.06169), mean over batches. "ffn_units" (L, m): mean of |inner unit| over visual tokens, times
@@ -88,7 +88,7 @@ def _prefill(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def attention_ratio(attention: LayerAttention, queries: str) -> Tensor:
-    """Compute every head's attention to visual columns over its attention to the others: (H,)."""
+    """Ratio of attention to visual columns over attention to the others, per head: (H,)."""
     stage, q = attention.stage, attention.q
     rows = torch.cat([stage.text, stage.vis], 1)
     if queries == "last":
@@ -172,10 +172,10 @@ def best_each(scores: Sequence[Sequence[float]], share: float) -> Units:
 def best_overall(scores: Sequence[Sequence[float]], share: float, whole: int) -> Units:
     """Choose the most important units over all layers; the first `whole` layers keep all of theirs.
 
-    `share` is that of all layers together, the first ones included.
+    `share` counts all layers together, including the first ones.
     """
     size = len(scores[0])
-    # Whole layers use up a part of the budget; the sort is stable, so that of equal units the first stays.
+    # Whole layers count in the budget; the sort is stable, so the first of equal units stays.
     free = [(layer, unit) for layer in range(whole, len(scores)) for unit in range(size)]
     free.sort(key=lambda place: -scores[place[0]][place[1]])
     kept = set(free[: max(0, round(share * size * len(scores)) - whole * size)])

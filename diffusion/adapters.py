@@ -32,9 +32,9 @@ NUMBER = re.compile(r"\d+")  # of a block
 
 
 def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """Freeze a network and put LoRA of this rank, scaled by alpha / rank, on its modules of these names.
+    """Freeze a network and add LoRA of a rank, scaled by alpha / rank, to its modules `targets`.
 
-    Its weights are float32 or better. Until they are trained, the network's output does not change.
+    The adapter is float32 or better. Before training the output of the network is unchanged.
     """
     from peft import LoraConfig
 
@@ -43,16 +43,17 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
 
 
 def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | None) -> None:
-    """Freeze a network and put a saved adapter on it, of whatever form it is, to train it further.
+    """Freeze a network and add a saved adapter in any format, to train it further.
 
-    The network then computes what it computes in a plain pipeline after `load_lora_weights(folder)`. Raises
-    `ValueError` for another rank or scale than asked for (alpha None: any), and where `load_lora` does.
+    The network then computes the same as in a plain pipeline after `load_lora_weights(folder)`. Raises
+    `ValueError` for a rank or scale other than `rank` and `alpha` (None: any), and for all errors of
+    `load_lora`.
     """
     weights, config, named, _ = read_lora(folder)
-    for option, asked, saved in (("lora_rank", rank, config.r), ("lora_alpha", alpha, config.lora_alpha)):
-        if asked not in (None, saved):
+    for option, wanted, saved in (("lora_rank", rank, config.r), ("lora_alpha", alpha, config.lora_alpha)):
+        if wanted not in (None, saved):
             raise ConfigError(
-                f"the adapter in '{folder}' has {option} {saved}, not {asked}; set `{option}: {saved}`"
+                f"the adapter in '{folder}' has {option} {saved}, not {wanted}; set `{option}: {saved}`"
             )
     modules = dict(network.named_modules())
     owners = {name.partition(".lora_")[0] for name in weights}
@@ -61,7 +62,7 @@ def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | No
             f"the adapter in '{folder}' is of another model: {len(foreign)} of its {len(owners)} modules are "
             f"not in {type(network).__name__}, the first is '{foreign[0]}'"
         )
-    if not named:  # of all blocks, so that a file which lost some of its weights is refused
+    if not named:  # targets in all blocks, so that a file without some of its weights is refused
         alike = lambda name: (NUMBER.sub("N", name), type(modules[name]))
         patterns = {alike(name) for name in owners}
         config.target_modules = {name for name in modules if alike(name) in patterns}
@@ -71,13 +72,13 @@ def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | No
 
 def _put(network: nn.Module, config: Any) -> None:
     network.requires_grad_(False)
-    vars(network).pop(BASE, None)  # of weights below an earlier adapter
+    vars(network).pop(BASE, None)  # hash of the base weights of an earlier adapter
     network.add_adapter(config)
     keep_training_precision(network, now=True)  # a saved adapter may be loaded into it, in float32
 
 
 def save_lora(network: nn.Module, folder: Path) -> None:
-    """Write the adapter with its settings, as `load_lora_weights` of the pipeline reads it."""
+    """Write the adapter with its settings, in the format of the pipeline's `load_lora_weights`."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -91,16 +92,16 @@ def save_lora(network: nn.Module, folder: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert what JSON lacks among the settings of peft."""
+    """Convert sets and enums of peft's settings to JSON."""
     return sorted(value) if isinstance(value, set) else getattr(value, "value", value)
 
 
 @torch.no_grad()
 def load_lora(network: nn.Module, folder: Path) -> None:
-    """Load a saved adapter, bit for bit, into the one that the network has.
+    """Load a saved adapter, bit for bit, into the adapter of a network.
 
-    Raises `ValueError` where the file is of another form, scales its weights otherwise, lacks weights or has
-    others, holds NaN or infinity, or was trained over other base weights.
+    Raises `ValueError` for a file of another format or scale, with missing, foreign, NaN or infinite weights,
+    or trained on other base weights.
     """
     from peft import get_peft_model_state_dict
 
@@ -115,10 +116,10 @@ def load_lora(network: nn.Module, folder: Path) -> None:
 
 
 def read_lora(folder: Path) -> tuple[dict[str, Tensor], Any, bool, str]:
-    """Read a saved adapter: weights, `LoraConfig`, whether the file has that, and the hash of its base or "".
+    """Read a saved adapter: weights, `LoraConfig`, whether the file has settings, and its base's hash or "".
 
-    Without settings in the header, every module is scaled by 1, as diffusers reads such files. Raises
-    `ValueError` for what is no LoRA of the network alone, or has settings that cannot be trained further.
+    Without settings in the header, every module is scaled by 1, as in diffusers. Raises `ValueError` unless
+    the file is a LoRA of the network alone, with settings that can be trained further.
     """
     if not (file := folder / FILE).is_file():
         raise ConfigError(f"there is no adapter in '{folder}'; wanted the file '{FILE}'")
@@ -152,7 +153,7 @@ def _inferred(weights: dict[str, Tensor], folder: Path) -> dict[str, Any]:
 
 
 def _base_of(network: nn.Module) -> str:
-    """Hash the frozen weights below an adapter, once: they stay as they are."""
+    """Hash of the frozen base weights, computed once."""
     if BASE not in vars(network):
         frozen = (value for name, value in network.named_parameters() if ".lora_" not in name)
         vars(network)[BASE] = base_hash(frozen)

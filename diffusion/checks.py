@@ -12,7 +12,7 @@ from mmrl.diagnostics.context import Examined, Finding
 
 @check(on="start")
 def text_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Finding]:
-    """Check that steps become more or less likely under the text of another prompt.
+    """Check that the likelihood of steps changes with the text of the prompt.
 
     `rows` rollouts are compared.
     """

@@ -29,15 +29,15 @@ def prompts(
 ) -> Sequence[Prompt]:
     """Text prompts for image and video models, from a text file, JSON lines, CSV or TSV.
 
-    A JSON object, or a row by the names of its columns, has a `prompt` (or `caption`). Its other keys, and
-    those of its `metadata`, become the prompt's columns; `target` is what rewards compare with, `id` names
-    the prompt. Without an `id` its name is that of the file and the line, whatever the `limit`.
+    A JSON object or table row has a `prompt` (or `caption`). Other keys, and the keys of `metadata`, become
+    columns of the prompt; rewards compare with `target`. `id` names the prompt; without it the name is file
+    and line number.
 
     Args:
         path: The file.
         format: `txt` (one prompt a line) or `jsonl` (one object a line); by default from the file's suffix.
-        bad_rows: Rows that cannot be used, as prompts that are too long for the model, raise (`error`) or are
-            skipped and logged (`drop`).
+        bad_rows: Unusable rows, such as prompts too long for the model, raise (`error`) or are skipped and
+            logged (`drop`).
         limit: Most prompts to read; 0 is all.
     """
     source = Path(path)
@@ -79,18 +79,18 @@ def images(
     """Prompts with recorded images: to imitate, to compare, or to rank.
 
     A row has a `prompt` (or `caption`), and its images as `image` (a path), `images` (a list of paths), or
-    `chosen` and `rejected`. `scores` holds one number per image, stored as its reward `score`, or lists of
-    them by the name of a reward. Without it a rejected image has the score 0 and any other, as a
-    demonstration, 1. All missing files are named before training starts.
+    `chosen` and `rejected`. `scores` is one number per image, stored as its reward `score`, or one list per
+    name of a reward. By default a rejected image has the score 0 and any other 1. An error before training
+    names all missing files.
 
     Args:
         path: File of rows, one JSON object a line.
-        root: Folder that the paths are relative to and must stay in.
+        root: Folder of the files; paths are relative to it and may not leave it.
         height: With `width`, images are cropped around the centre to this aspect ratio and resized, pixels.
         width: See `height`; 0 for both keeps the images' own sizes.
         max_pixels: Most pixels of an image file.
-        bad_rows: Rows that cannot be used, or whose images have a size that the model cannot take, raise
-            (`error`) or are left out and logged (`drop`).
+        bad_rows: Unusable rows, and images of a size that the model does not support, raise (`error`) or are
+            skipped and logged (`drop`).
         limit: Most rows to read; 0 is all.
     """
     if bool(height) != bool(width):
@@ -135,18 +135,18 @@ def videos(
 ) -> Sequence[Prompt]:
     """Prompts with recorded videos, scored as a whole or by segment.
 
-    A row has a `prompt` and `videos`, a list of paths. `scores` holds one number per video, or a list of
-    numbers per video, one for each segment of equal duration (DenseDPO, arXiv 2506.03517), which
-    `diffusion.segment_preferences` reads. They are the recorded reward `score`. All missing files are named
-    before training starts.
+    A row has a `prompt` and `videos`, a list of paths. `scores` is one number per video, or one list per
+    video with a number per segment of equal duration (DenseDPO, arXiv 2506.03517), for
+    `diffusion.segment_preferences`. They become the reward `score`. An error before training names all
+    missing files.
 
     Args:
         path: File of rows, one JSON object a line.
-        root: Folder that the paths are relative to and must stay in.
+        root: Folder of the files; paths are relative to it and may not leave it.
         num_frames: Frames to take from each video, evenly spread.
         height: Height that frames are scaled to, pixels.
         width: Width that frames are scaled to, pixels.
-        bad_rows: Rows that cannot be used raise (`error`) or are left out and logged (`drop`).
+        bad_rows: Unusable rows raise (`error`) or are skipped and logged (`drop`).
         limit: Most rows to read; 0 is all.
     """
 

@@ -24,11 +24,11 @@ from mmrl.runtime.modules import (
 )
 from mmrl.runtime.weights import load_whole
 
-LIBRARIES = (None, "diffusers", "transformers")  # where the parts of a pipeline may come from
+LIBRARIES = (None, "diffusers", "transformers")  # allowed sources of a pipeline's classes
 
 
 def load_pipeline(name: str, *, dtype: str) -> Any:
-    """Load a frozen pipeline by hub id or folder, or take an object; no code of its folder is run.
+    """Load a frozen pipeline by hub id or folder, or take an object, without running code of the folder.
 
     Raises `ValueError` for weights that are missing, and for an object that carries a LoRA adapter.
     """
@@ -45,9 +45,9 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
 
 
 def class_of(name: str) -> str:
-    """Name the class of a pipeline by its hub id, its folder or as an object, without loading weights.
+    """Name of the pipeline class of a hub id, folder or object, without loading weights.
 
-    Raises `ValueError` where its scheduler is none of flow matching.
+    Raises `ValueError` unless its scheduler is one of flow matching.
     """
     if objects.is_object(name):
         return type(objects.get(name)).__name__
@@ -58,7 +58,7 @@ def class_of(name: str) -> str:
 def check_weights(name: str) -> None:
     """Raise `ValueError` where a pipeline's folder lacks weights of a network; reads headers alone."""
     if objects.is_object(name) or not Path(name).expanduser().is_dir():
-        return  # the files of a model of the hub may not be here yet
+        return  # files of a hub model may not be downloaded yet
     with _explained(f"the pipeline '{name}'"):
         source, parts = _parts_of(name)
         for part, kind in _networks_in(parts).items():
@@ -78,7 +78,7 @@ def check_plain(pipe: Any) -> None:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn the errors of files that cannot be read into a `ValueError` that says what they are of."""
+    """Convert errors of reading files to a `ConfigError` that starts with `cannot load` and `what`."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -86,7 +86,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _parts_of(name: str) -> tuple[str, dict[str, Any]]:
-    """Read where a pipeline is, and the classes of its parts; its scheduler must be one of flow matching."""
+    """Locate a pipeline and read the classes of its parts; raises unless it is a flow-matching pipeline."""
     try:
         import diffusers
     except ImportError as error:
@@ -152,7 +152,7 @@ def _check_no_code(parts: Mapping[str, Any]) -> None:
 
 
 def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Module:
-    """Make a network with weights that have shapes alone, from its configuration in a pipeline's folder."""
+    """Create a network without weight data from its configuration in a pipeline's folder."""
     kept = kind._keep_in_fp32_modules
     with making_weights():
         if hasattr(kind, "load_config"):

@@ -14,14 +14,14 @@ from mmrl.diffusion.steps import FlowPolicy
 
 @memory_estimate
 def paths(config: Config, policy: FlowPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-    """Estimate encoders and decoder, and the latents of every step of a collection."""
+    """Bytes of encoders and decoder, and of the latents of all steps of a collection."""
     frozen = loading.modules_of(policy.pipe, but=("transformer",))
     sizes = {
         "encoders and decoder": sum(
             t.nbytes for part in frozen for t in (*part.parameters(), *part.buffers())
         )
     }
-    engine = config.rollout.engine[0]  # the innermost, which the others wrap
+    engine = config.rollout.engine[0]  # the innermost engine
     if engine.name != "diffusion.denoise":
         return sizes
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}

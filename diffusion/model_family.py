@@ -46,11 +46,11 @@ class PipelineFamily(ABC):
         """Encode texts to one condition each, on the CPU; raise if `check_text` does."""
 
     def encode_negative(self, pipe: Any, text: str, max_sequence_length: int) -> dict[str, Tensor]:
-        """Encode the text that guidance leads away from; like a prompt, unless the pipeline differs."""
+        """Encode the negative prompt; like a prompt, unless the pipeline differs."""
         return self.encode(pipe, [text], max_sequence_length)[0]
 
     def passes(self, guidance: float) -> int:
-        """Count the network calls of one guided velocity: pipelines guide above 1 alone."""
+        """Count the network calls of one guided velocity: two for `guidance` above 1."""
         return 2 if guidance > 1 and not self.embedded_guidance else 1
 
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
@@ -157,9 +157,9 @@ def family_of(pipeline: str) -> PipelineFamily:
 
 @contextmanager
 def reading_words(pipe: Any, text: str) -> Iterator[str]:
-    """Let the tokenizers of a pipeline read a text as words, also where it holds their control words.
+    """Make the tokenizers of a pipeline read control words in a text as plain words.
 
-    Gives the text as the pipeline has to be asked with it, inside the block.
+    Inside the block the pipeline must get the yielded text instead of the original one.
     """
     mark, marked = unused_marker([text]), whole(text)
     parts = {name: part for name, part in pipe.components.items() if hasattr(part, "added_tokens_decoder")}
@@ -178,7 +178,7 @@ def reading_words(pipe: Any, text: str) -> Iterator[str]:
 
 def check_fits(tokenizer: Any, text: str, limit: int) -> None:
     """Raise if an encoder of `limit` tokens would truncate a text."""
-    # A token is a byte or more of the text in the form in which most are written out; a few begin and end it.
+    # Most tokenizers use at least one byte per token, plus a few special tokens.
     if text.isascii() and len(text) + 8 <= limit:
         return
     length = len(tokenizer(text, truncation=False, verbose=False).input_ids)

@@ -37,7 +37,7 @@ def frames_of(prompt: Prompt, outcome: Outcome) -> Tensor:
 
 
 def images_of(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[Tensor]:
-    """Get the image that is scored of every outcome, (3, height, width) uint8: of a video the first frame."""
+    """Image to score per outcome, (3, height, width) uint8; the first frame of a video."""
     return [frames_of(prompt, outcome)[0] for prompt, outcome in zip(prompts, outcomes, strict=True)]
 
 
@@ -45,7 +45,7 @@ def images_of(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[Te
 def encode_distinct(
     encode: Callable[[Sequence], Tensor], items: Sequence[Tensor] | Sequence[str], batch_size: int
 ) -> list[Tensor]:
-    """Encode every distinct text or image once, `batch_size` at a time; give one row per item, in order."""
+    """Encode every distinct text or image once, in batches; returns one row per item, in order."""
     digest = lambda image: hashlib.blake2b(image.cpu().numpy().tobytes(), digest_size=16).digest()
     # Images of different shapes may have the same bytes.
     keys = [item if type(item) is str else (item.shape, digest(item)) for item in items]
@@ -57,7 +57,7 @@ def encode_distinct(
 
 
 def warn_of_truncation(reward: str, texts: Sequence[str], count: Callable[[str], int], limit: int) -> None:
-    """Warn if a published reward reads only the first `limit` tokens of some prompts."""
+    """Warn if a reward with a published limit of tokens truncates some prompts."""
     if long := sum(count(text) > limit for text in dict.fromkeys(texts)):
         warnings.warn(
             f"{reward} reads {limit} tokens of a prompt, as it was published; {long} prompts of this round "
@@ -73,7 +73,7 @@ def warn_of_truncation(reward: str, texts: Sequence[str], count: Callable[[str],
 def explained(
     problem: str, cure: str = "", errors: tuple = (OSError, ValueError, RuntimeError)
 ) -> Iterator[None]:
-    """Raise errors of libraries as a `ValueError` that says what failed and what to do about it."""
+    """Convert errors of libraries to a `ValueError` with the problem and its cure."""
     try:
         yield
     except errors as error:
@@ -128,7 +128,7 @@ def load_pretrained(reward: str, kind: type, name: str) -> nn.Module:
 
 
 def shared_model(reward: str, device: str, make: Callable[[], nn.Module], *key: str) -> nn.Module:
-    """Make a frozen model on a device, or share the one of the same key, as of training and evaluation.
+    """Create a frozen model on a device, or share the one with the same key, between training and evaluation.
 
     The device `auto` is the current GPU, or else the CPU.
     """

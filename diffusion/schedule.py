@@ -21,7 +21,7 @@ def shift_times(times: Tensor, shift: float) -> Tensor:
 def scheduled_times(
     scheduler: Any, num_steps: int, *, sigmas: Tensor | None = None, mu: float | None = None
 ) -> Tensor:
-    """Read the (S + 1,) float32 times that a scheduler of diffusers would step through; the last is 0.
+    """Times of a diffusers scheduler, (S + 1,) float32; the last is 0.
 
     `sigmas` (S,) are times before the scheduler shifts them, for pipelines that pass their own; `mu` is the
     shift of schedules that depend on the image's size. The scheduler itself is not changed.

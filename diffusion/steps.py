@@ -1,4 +1,4 @@
-"""Data types of flow rollouts: text conditions, recorded paths, and training steps."""
+"""Data types of flow rollouts: text conditions, recorded paths and training steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmrl.diffusion.model_family import Condition, PipelineFamily
 
 @dataclass(frozen=True, eq=False)
 class Conditioning:
-    """Text conditions and guidance of `B` rows: the distinct conditions, and which of them each row has.
+    """Text conditions and guidance of `B` rows: distinct conditions, and the index of each row's condition.
 
     `passes` counts the network calls of one velocity: two if it is guided by an empty text.
     """
@@ -27,7 +27,7 @@ class Conditioning:
     passes: int = 1
 
     def __getitem__(self, rows: Tensor) -> Conditioning:
-        # Texts that no row has any more are dropped, so that they are not moved to the device.
+        # Unused texts are dropped, so that they are not moved to the device.
         distinct, which = torch.unique(self.which[rows], return_inverse=True)
         conditions = tuple(self.conditions[i] for i in distinct.tolist())
         return Conditioning(conditions, which, self.guidance, self.passes)
@@ -53,7 +53,7 @@ class Conditioning:
 
 @dataclass(frozen=True, eq=False)
 class FlowRow:
-    """How one image or video was made.
+    """Latents, schedule and settings of one generated or recorded image or video.
 
     `path` (P, *L) are latents from noise to data, indexed as the schedule; a row without a recorded path has
     only the finished latent. `at` (T,) are the indices from which recorded steps start. `times` (S + 1,) is
@@ -91,7 +91,7 @@ class Likelihood(Protocol):
 
 
 class FlowPolicy(Protocol):
-    """What diffusion engines need of a policy; `mmrl.diffusion.policies.flow` explains the methods."""
+    """Interface of flow policies for engines; `mmrl.diffusion.policies.flow` documents the methods."""
 
     pipe: Any
     family: PipelineFamily

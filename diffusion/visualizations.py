@@ -24,7 +24,7 @@ GAIN_COLOUR, LOSS_COLOUR, TURN_COLOUR, TEXT_COLOUR = "#0f6fbf", "#d9622b", "#1d2
 
 
 def displayed_image(outcome: Outcome) -> Tensor | None:
-    """Get the image that represents an outcome: its image, or the middle frame of its video."""
+    """Image of an outcome, or the middle frame of its video."""
     return outcome.image if outcome.video is None else outcome.video[len(outcome.video) // 2]
 
 
@@ -46,7 +46,7 @@ def data_url(image: Tensor, side: int) -> str:
 
 
 def image_row(outcomes: Sequence[Outcome], side: int, labels: Sequence[str] = ()) -> str:
-    """Lay the images of outcomes side by side, each at most `side` pixels wide, with labels below.
+    """HTML row of the images of outcomes, each at most `side` pixels wide, with labels below.
 
     Together they are at most as wide as the page. Outcomes without an image are left out.
     """
@@ -73,7 +73,7 @@ def image_grid(
     per_prompt: PositiveInt = 6,
     side: PositiveInt = 96,
 ) -> str:
-    """Images that every model made of the same prompts, one line a model, with its mean rewards.
+    """Images of several models for the same prompts, one line per model, with mean rewards.
 
     `measured` holds evaluations by the name of a model. Videos show their middle frame.
 
@@ -113,7 +113,7 @@ class CreditedTrajectory:
 
     @property
     def steps(self) -> list[tuple[float, float, bool]]:
-        """What each step added, its credit, and whether they differ, as at a turning point."""
+        """Gain in reward and credit per step, and whether they differ (a turning point)."""
         added = [after - before for before, after in pairwise(self.rewards)]
         return [
             (gain, credit, abs(gain - credit) > 1e-9)
@@ -122,7 +122,7 @@ class CreditedTrajectory:
 
     @property
     def digits(self) -> int:
-        """Count the decimals with which numbers are written: two, or more where all steps are small."""
+        """Number of decimals in labels: two, or more if all steps are small."""
         largest = max((abs(value) for step in self.steps for value in step[:2]), default=0.0)
         return max(2, 1 - math.floor(math.log10(largest))) if largest > 1e-6 else 2
 
@@ -135,7 +135,7 @@ def turning_points(
     num: PositiveInt = 4,
     side: PositiveInt = 96,
 ) -> str:
-    """Trajectories with the image and reward of every prefix, and what each step added.
+    """Trajectories with image and reward of every prefix, and the gain of each step.
 
     A step whose credit is not what it added is marked as a turning point. Trajectories with most of them come
     first. Evaluations without prefix rollouts show nothing.

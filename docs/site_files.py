@@ -15,10 +15,11 @@ from pathlib import Path
 
 from site_pieces import code, page_of, prose
 
+from mmrl.cli.describe import describe_type
 from mmrl.config import schema
-from mmrl.config.keys import comments_of, describe_type
-from mmrl.config.methods import PAPER, Method, tables
+from mmrl.config.keys import comments_of
 from mmrl.config.registry import HOMES, SCOPES, pieces
+from mmrl.reporting.methods import PAPER, Method, tables
 from mmrl.trl.names import BOTH, DPO, GRPO, MODEL, NEUTRAL, REFUSED
 
 HERE = Path(__file__).parent

@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from mmrl.cli.describe import split_docstring
 from mmrl.config import ranges, schema
-from mmrl.config.keys import split_docstring
-from mmrl.config.methods import PAPER, named_in
 from mmrl.config.registry import HOMES, Entry, pieces
 from mmrl.core.types import Unit
+from mmrl.reporting.methods import PAPER, named_in
 
 FILLED = ("stream", "generator", "train_prompts")  # options that the run gives, not the configuration
 

@@ -41,7 +41,6 @@ from mmrl.training.collect import RewardCoverage
 from mmrl.training.evaluate import Evaluator
 from mmrl.training.learner import Learner
 from mmrl.training.method import Method
-from mmrl.training.prompt_counts import PromptCounts
 from mmrl.training.report import Reporter, ReportPieces
 from mmrl.training.trainer import Run
 from mmrl.training.unreadable import Unreadable
@@ -50,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def build(config: Config, *, quiet: bool = False) -> Run:
-    """Make a training run from a configuration, which is checked before any weight is loaded."""
+    """Build a training run; checks the configuration before any weight is loaded."""
     check(config).require_packages()
     stream = Stream(config.seed, stage=config.stage)
     pieces = Pieces(stream, config.policy)
@@ -60,11 +59,11 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     pieces.answer_form = form = FormOfData(data)
     epochs, config = config.num_train_epochs, with_steps(config, len(data))
     eval_prompts = held_out(config) if config.evaluation.data else ()
-    doubts = told_apart(config, data, SAMPLE, form=form)
-    doubts += told_apart(config, eval_prompts, SAMPLE, evaluates=True)
-    # Before a weight is loaded, because samplers read columns of the data, which may lack one.
+    warnings = check_rewards(config, data, SAMPLE, form=form)
+    warnings += check_rewards(config, eval_prompts, SAMPLE, evaluates=True)
+    # Before any weight is loaded: a sampler may miss a column of the data.
     sampler = make_chain(pieces, "sampler", config.sampler, data, "sampler")
-    torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
+    torch.manual_seed(config.seed)  # the global generator initialises adapters
     processes = Processes(config.ddp_timeout)
     loading = partial(loading_onto, processes.load_device, shards=processes.shards)
     with loading():
@@ -99,10 +98,9 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         make("until")  # a callback of the run, which finds it among the pieces
     labels_read = named_in(chain, (bound.name for bound in method.rewards))
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data), labels_read)
-    pieces.made["prompts"] = PromptCounts(stream)
     reporter = Reporter(config, processes, stream, watching, quiet)
     length = f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps" if epochs else ""
-    for line in filter(None, (form.sentence, *doubts, length)):
+    for line in filter(None, (form.sentence, *warnings, length)):
         reporter.console.say(line)
     shared = {"config": config, "processes": processes, "stream": stream, "references": references}
     shared["say"] = reporter.console.say
@@ -146,7 +144,7 @@ def second_learner(name: str, second: SecondModel, **shared: Any) -> Learner:
 
 
 def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:
-    """Let pieces ask the first engine between rollouts, and read what other processes have."""
+    """Give pieces access to the first engine between rollouts, and to values of other processes."""
     engine = pieces.made["rollout.engine[0]"]
 
     def ask(prompts: Sequence[Prompt]) -> Rollouts:
@@ -154,39 +152,39 @@ def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:
             return engine.rollout(prompts)
 
     for piece in pieces.that_are(UsesEngine).values():
-        piece.connect(ask, processes.tell)
+        piece.connect(ask, processes.all_gather_object)
 
 
 def with_steps(config: Config, num_rows: int) -> Config:
-    """Replace `num_train_epochs` by the `max_steps` that pass over `num_rows` prompts as often, rounded up.
+    """Replace `num_train_epochs` by `max_steps`, rounded up, and shares of the run by numbers of steps.
 
-    Further rounds of the sampler (`rollout.max_rounds`) are not counted. Shares of the run become steps too.
+    `num_rows` is the number of prompts; further rounds of a step (`rollout.max_rounds`) do not count.
     """
     if not config.num_train_epochs:
         return replace(config, **_shares(config, config.max_steps))
-    prompts = min(config.rollout.num_prompts, num_rows)  # of a step; the sampler draws none twice
-    # Rounded before, so that 3 epochs of 0.1 are not 1 step more than 0.3 (0.30000000000000004).
+    prompts = min(config.rollout.num_prompts, num_rows)  # per step; no prompt comes twice in a step
+    # Round first: 0.1 * 3 is 0.30000000000000004, which would add a step.
     steps = max(1, math.ceil(round(config.num_train_epochs * num_rows / prompts, 9)))
     return replace(config, max_steps=steps, num_train_epochs=0.0, **_shares(config, steps))
 
 
 def _shares(config: Config, steps: int) -> dict[str, int]:
-    """List the keys that are shares of a run, as numbers of steps; the last of an epoch may be a part."""
+    """Keys whose value is a share of the run, converted to steps."""
     shares = {"save_steps": config.save_steps, "eval_steps": config.eval_steps}
     return {key: math.ceil(round(share * steps, 9)) for key, share in shares.items() if 0 < share < 1}
 
 
 def make_chain(pieces: Pieces, kind: str, listed: Sequence[Piece], first: Any, place: str) -> Any:
-    """Make engines around a policy, or samplers around data: each next one wraps the one before it."""
+    """Build a chain of engines around a policy, or of samplers around data; each wraps the one before."""
     for i, piece in enumerate(listed):
         first = pieces.make(kind, piece, first, place=f"{place}[{i}]")
     return first
 
 
 def check(config: Config) -> Pieces:
-    """Check every name, option and join of a configuration without loading anything.
+    """Check the names, options and connections of a configuration without loading anything.
 
-    Returns the pieces, so that a caller that will run them can require their packages.
+    Returns the pieces, whose packages the caller can require.
     """
     pieces = check_training(config)
     check_hub(config)
@@ -194,11 +192,10 @@ def check(config: Config) -> Pieces:
 
 
 def check_data(config: Config | EvaluateConfig) -> list[str]:
-    """Read the data of a run or an evaluation and make its samplers, as `build` does before loading weights.
+    """Read the data of a run or an evaluation and build its samplers, without loading weights.
 
-    Returns what the user should know: the form of the targets, and rows whose own target does not earn full
-    marks. Raises `ConfigError` where a run would: no prompts, a source or a column of hints that no row has,
-    too many such rows.
+    Returns sentences about the form of targets, and rows whose own target does not earn full marks. Raises
+    `ConfigError` where a run would fail: no prompts, missing columns, too many such rows.
     """
     read = {"evaluation.data": held_out(config)} if config.evaluation.data else {}
     if isinstance(config, Config):
@@ -207,13 +204,13 @@ def check_data(config: Config | EvaluateConfig) -> list[str]:
         make_chain(pieces, "sampler", config.sampler, data, "sampler")
         read = {"data": data, **read}
     forms = {place: infer_form(prompts) for place, prompts in read.items()}
-    said = [f"{place}: {sentence}" for place, (form, sentence) in forms.items() if form]
+    sentences = [f"{place}: {sentence}" for place, (form, sentence) in forms.items() if form]
     for place, prompts in read.items():
-        said += told_apart(config, prompts, evaluates=place != "data")
-    return said
+        sentences += check_rewards(config, prompts, evaluates=place != "data")
+    return sentences
 
 
-def told_apart(
+def check_rewards(
     config: Config | EvaluateConfig,
     prompts: Sequence[Prompt],
     sample: int = 0,
@@ -221,7 +218,7 @@ def told_apart(
     evaluates: bool = False,
     form: FormOfData | None = None,
 ) -> list[str]:
-    """Check that the rewards of the training or the evaluation read the targets of its prompts."""
+    """Check the rewards of training or evaluation with the targets of its prompts; see `check_targets`."""
     own = "evaluation.rewards" if config.evaluation.rewards else "rewards"
     trains = isinstance(config, Config) and not evaluates
     rewards = config.rewards if trains else evaluation_of(config).evaluation.rewards
@@ -229,9 +226,9 @@ def told_apart(
 
 
 def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Leave out rows whose recorded answers the model cannot take, or raise, as `bad_rows` of the data says.
+    """Drop rows whose recorded answers the model cannot read, or raise, depending on `bad_rows` of the data.
 
-    They are looked at where an engine reads them and the policy can tell, before a weight is loaded.
+    Applies to engines that read recorded answers and policies that can check them without weights.
     """
     check_answers = getattr(find("policy", config.policy.name).target, "check_answers", None)
     reads = any(getattr(find("engine", e.name).target, "reads_answers", False) for e in config.rollout.engine)
@@ -253,7 +250,7 @@ def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
-    """Read the prompts of the evaluation."""
+    """Prompts of the evaluation."""
     pieces, wanted = Pieces(Stream(config.seed, purpose="evaluate")), config.evaluation
     return read_prompts(config, pieces, wanted.data, "evaluation.data")[: wanted.num_prompts or None]
 
@@ -261,9 +258,9 @@ def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
 def read_prompts(
     config: Config | EvaluateConfig, pieces: Pieces, piece: Piece, place: str
 ) -> Sequence[Prompt]:
-    """Read a data set, in sight of the columns that other pieces of the run read, and of its model.
+    """Read a data set with the columns that other pieces of the run read.
 
-    A prompt that the model cannot read is a bad row of its data set.
+    A prompt that the model cannot read is a bad row.
     """
     check = prompt_check(config.policy)
     tokens = NAMED.set(named_columns(config)), CHECK.set(check)
@@ -280,7 +277,7 @@ def read_prompts(
 def make_evaluator(
     config: Config | EvaluateConfig, prompts: Sequence[Prompt], policy: Policy, processes: Processes
 ) -> Evaluator:
-    """Make an evaluator; an engine or rewards that `evaluation` leaves out are those of the training."""
+    """Build an evaluator; an engine or rewards missing in `evaluation` are taken from training."""
     config = evaluation_of(config)
     stream, wanted = Stream(config.seed, purpose="evaluate"), config.evaluation
     pieces = Pieces(stream)
@@ -301,12 +298,12 @@ def make_evaluator(
 
 
 def load_evaluator(config: Config | EvaluateConfig, weights: Path | None = None) -> Evaluator:
-    """Load a policy, and the weights of a model folder into it where one is named, and make its evaluator."""
+    """Load a policy, optionally with the weights of a model folder, and build its evaluator."""
     check_evaluation(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
-    prompts = held_out(config)  # before a weight is loaded
-    for doubt in told_apart(config, prompts, SAMPLE, evaluates=True):
-        log.warning("%s", doubt)
+    prompts = held_out(config)  # before any weight is loaded
+    for warning in check_rewards(config, prompts, SAMPLE, evaluates=True):
+        log.warning("%s", warning)
     policy = _load_policy(config, pieces, processes, weights)
     return make_evaluator(config, prompts, policy, processes).agreed()
 
@@ -321,23 +318,23 @@ def load_engine(
 ) -> Session:
     """Load a model for inference: `load_engine("run.yaml").answer("What is this?", images=["a.png"])`.
 
-    The engine has its cache and transforms; it draws numbers of its own, and makes no rows that only training
-    learns from. A model without a configuration samples as `transformers chat` does: at temperature 1, at
-    most 256 tokens. Raises `ConfigError` where the configuration names no engine.
+    The engine has its cache and transforms, but adds no rows for training. A model without a configuration
+    samples as `transformers chat` does: temperature 1, at most 256 tokens. Raises `ConfigError` if the
+    configuration names no engine.
 
     Args:
         source: File or configuration (of a training run its rollout engine, of an evaluation its engine), the
             folder of a run or of a checkpoint, a model folder, or a model of the hub.
         overrides: Changes as on the command line, such as "policy.model=...".
         setting: Name of one of the `settings` of an evaluation.
-        seed: Of random draws; None: that of the configuration.
+        seed: Seed of random numbers; None: the seed of the configuration.
         options: Options of the engine, such as `temperature` (0: greedy) or `max_completion_length`.
     """
     return open_source(resolve(source, overrides, setting=setting, options={"seed": seed, **options}))
 
 
 def check_source(source: ModelSource) -> Pieces:
-    """Check the policy and the engines of a source, without loading anything."""
+    """Check the policy and the engines of a source without loading anything."""
     pieces = Pieces(Stream(source.config.seed))
     pieces.check("policy", source.config.policy)
     for i, piece in enumerate(source.engines):
@@ -347,8 +344,8 @@ def check_source(source: ModelSource) -> Pieces:
 
 
 def open_source(source: ModelSource) -> Session:
-    """Load the model of a source and make its engine."""
-    # Weights that are drawn are those of a training run; engines draw from streams of their own.
+    """Load the model of a source and build its engine."""
+    # Initial weights are those of a training run; the engine has a random stream of its own.
     policy = _load_policy(source.config, check_source(source), Processes(), source.weights)
     pieces = Pieces(Stream(source.config.seed, purpose="inference"))
     return Session(make_chain(pieces, "engine", source.engines, policy, source.place), source.data)

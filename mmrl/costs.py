@@ -1,4 +1,4 @@
-"""Costs of a run that `cost_metrics` may name."""
+"""Cost metrics of an evaluation (`cost_metrics`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mmrl.core.protocols import AsyncEngine, Engine
 @cost
 @contextmanager
 def operations(engine: Engine) -> Iterator[Mapping[str, float]]:
-    """Count multiplications and additions of matrix products, convolutions and attention.
+    """Count the multiplications and additions of matrix products, convolutions and attention.
 
-    Table look-ups (one-bit codes on a CPU) and Triton kernels are not counted. Raises `ConfigError` for an
-    engine that computes in other processes.
+    Table look-ups (one-bit codes on a CPU) and Triton kernels do not count. Raises `ConfigError` for
+    engines that compute in other processes.
     """
     if isinstance(engine, AsyncEngine):
         raise ConfigError(

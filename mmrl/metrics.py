@@ -1,7 +1,4 @@
-"""Metrics of the answers of a reward table.
-
-Bootstrap intervals come from evaluating them on resampled tables.
-"""
+"""Metrics of answers, computed from a reward table. Bootstrap intervals evaluate them on resampled tables."""
 
 from __future__ import annotations
 
@@ -22,29 +19,27 @@ OpenShare = Annotated[float, Range(0, 1, above=True, below=True)]
 
 @metric
 def mean(table: RewardTable, *, of: str = "", label: str = "") -> dict[str, float]:
-    """Mean of a reward over the answers to which it applies; without `of`, of every reward."""
+    """Mean of a reward over the answers to which it applies; without `of` the mean of every reward."""
     names = [of] if of else list(table.scored)
-    return {label or name: float(table.at_end(name).nanmean()) for name in names}  # NaN where all are
+    return {label or name: float(table.at_end(name).nanmean()) for name in names}
 
 
 @metric
 def recall_at(
     table: RewardTable, *, of: str, at: tuple[float, ...], strict: bool = False, label: str = ""
 ) -> dict[str, float]:
-    """Share of answers whose reward reaches a threshold, for each threshold, such as R1@m.
-
-    R1@m is `of: temporal_iou, label: R1`.
+    """Share of answers whose reward reaches a threshold, per threshold; `temporal_iou` gives R1@m.
 
     Args:
         of: Name of the reward.
         at: Thresholds.
         strict: Require more than the threshold, as in the later evaluator of Time-R1 (arXiv 2503.13377).
-        label: Name before `@`; without it, that of the reward.
+        label: Name before `@`; by default the name of the reward.
     """
     reward = table.at_end(of)
-    known = reward[~reward.isnan()]
-    passes = torch.gt if strict else torch.ge  # NaN would count as missed
-    return {f"{label or of}@{bar:g}": float(passes(known, bar).double().mean()) for bar in at}
+    reward = reward[~reward.isnan()]  # NaN would count as missed
+    passes = torch.gt if strict else torch.ge
+    return {f"{label or of}@{bar:g}": float(passes(reward, bar).double().mean()) for bar in at}
 
 
 # ---- metrics of counts: ratios of sums over all answers, and binary classification
@@ -61,17 +56,17 @@ def ratio_of_sums(
     offset: float = 0.0,
     label: str = "",
 ) -> dict[str, float]:
-    """Ratio of two summed counts, over the answers that have both; NaN where none has.
+    """Ratio of two summed counts over the answers that have both; NaN without such answers.
 
     A denominator of 0 gives 0.
 
     Args:
         of: Reward in the numerator.
-        over: Reward in the denominator; without it, the number of answers.
+        over: Reward in the denominator; by default the number of answers.
         complement: Return one minus the ratio.
         scale: Factor of the result; 100 gives percent.
         offset: Added to the denominator, as some evaluation scripts do.
-        label: Name of the metric; without it, that of the numerator.
+        label: Name of the metric; by default the reward in the numerator.
     """
     top = table.at_end(of).double()
     bottom = table.at_end(over).double() if over else torch.ones_like(top)
@@ -98,17 +93,17 @@ def binary_classification(
 ) -> dict[str, float]:
     """Accuracy, precision, recall, F1 and share of positive answers, over the answers with both labels.
 
-    NaN where no answer has both. An answer that is neither label is wrong. A denominator of 0 gives 0.
-    Scripts differ in their offsets and in rounding, so both are options.
+    NaN without such answers. An answer that is neither label is wrong. A denominator of 0 gives 0. Offsets
+    and rounding reproduce evaluation scripts.
 
     Args:
         answer: Reward with the predicted label.
         truth: Reward with the true label.
         positive: Value of the positive label.
         scale: Factor of the results; 100 gives percent.
-        offset: Added to all denominators but that of F1.
+        offset: Added to all denominators except that of F1.
         f1_offset: Added to the denominator of F1.
-        decimals: Digits to which results are rounded, precision and recall before F1; null rounds nothing.
+        decimals: Digits of results, with precision and recall rounded before F1; null: no rounding.
         share_name: Name of the share of positive answers.
         label: Prefix of the names.
     """
@@ -123,7 +118,7 @@ def binary_classification(
 
     precision = share(flagged & real, float(flagged.sum()))
     recall = share(flagged & real, float(real.sum()))
-    # Precision and recall have the scale (and rounding) of the results; f1 = 2 p r / (p + r) is of shares.
+    # f1 = 2 p r / (p + r) of shares; precision and recall are already scaled and rounded.
     f1 = scale * _share(2 * precision * recall / scale**2, (precision + recall) / scale + f1_offset)
     named = {
         "accuracy": share(predicted == true, len(predicted)),
@@ -132,11 +127,8 @@ def binary_classification(
         "f1": f1 if decimals is None else round(f1, decimals),
         share_name: share(flagged, len(predicted)),
     }
-    known_some = bool(known.any())  # else every share would be 0, like a result
-    return {
-        f"{label}/{name}" if label else name: value if known_some else math.nan
-        for name, value in named.items()
-    }
+    prefix, defined = f"{label}/" if label else "", bool(known.any())
+    return {f"{prefix}{name}": value if defined else math.nan for name, value in named.items()}
 
 
 @metric
@@ -148,11 +140,11 @@ def weighted_sum(
     constant: float = 0.0,
     label: str,
 ) -> dict[str, float]:
-    """Weighted sum of other metrics and a constant; returns those metrics too.
+    """Weighted sum of other metrics and a constant; returns these metrics too.
 
     Args:
-        metric: Metrics whose numbers are read.
-        weights: Weight of every number in the sum, by its name.
+        metric: Metrics to combine.
+        weights: Weight of each of their numbers, by name.
         constant: Added to the sum.
         label: Name of the sum.
     """
@@ -164,18 +156,15 @@ def weighted_sum(
 def harmonic_mean(
     table: RewardTable, *, metric: tuple[Callable, ...], of: tuple[str, ...], label: str
 ) -> dict[str, float]:
-    """Harmonic mean of other metrics, as in F1; returns those metrics too.
-
-    With a 0 among them it is 0.
+    """Harmonic mean of other metrics, as in F1, 0 if one of them is 0; returns these metrics too.
 
     Args:
-        metric: Metrics whose numbers are read.
+        metric: Metrics to combine.
         of: Names of the numbers to combine.
         label: Name of the harmonic mean.
     """
     numbers = _numbers(table, metric, of, "`harmonic_mean` combines")
     values = [numbers[name] for name in of]
-    # With a 0 the limit is 0, but its inverse is not defined.
     mean = len(values) / sum(1 / value for value in values) if all(values) else 0.0
     return {**numbers, label: mean}
 
@@ -201,15 +190,15 @@ def _share(top: float, bottom: float) -> float:
 def pass_at(
     table: RewardTable, *, of: str, k: tuple[PositiveInt, ...], threshold: float = 0.5, label: str = ""
 ) -> dict[str, float]:
-    """Chance that of k answers to a prompt one is right (pass@k), and that all are (pass^k).
+    """Probability that at least one of k answers is right (pass@k), and that all are (pass^k).
 
-    Without bias from n answers of which c are right: 1 - C(n - c, k) / C(n, k), and C(c, k) / C(n, k), each
-    averaged over prompts. Prompts with fewer than k answers are left out; NaN where all are.
+    Unbiased estimates from n answers with c right ones: 1 - C(n - c, k) / C(n, k) and C(c, k) / C(n, k),
+    averaged over prompts. Prompts with fewer than k answers are left out; NaN if all are.
 
     Args:
         of: Name of the reward.
-        k: Numbers of answers, such as [1, 8]; ask for at least that many (`num_generations`).
-        threshold: An answer is right above this reward.
+        k: Numbers of answers, such as [1, 8], at most `num_generations`.
+        threshold: An answer is right if its reward is above this value.
         label: Prefix of the names.
     """
     reward = table.at_end(of)
@@ -220,19 +209,19 @@ def pass_at(
     counts = list(zip(answers, right, strict=True))
     prefix, named = f"{label}/" if label else "", {}
     for number in k:
-        asked = [(n, c) for n, c in counts if n >= number]
-        one = [1 - math.comb(n - c, number) / math.comb(n, number) for n, c in asked]
-        every = [math.comb(c, number) / math.comb(n, number) for n, c in asked]
+        enough = [(n, c) for n, c in counts if n >= number]
+        one = [1 - math.comb(n - c, number) / math.comb(n, number) for n, c in enough]
+        every = [math.comb(c, number) / math.comb(n, number) for n, c in enough]
         for name, shares in ((f"pass@{number}", one), (f"pass^{number}", every)):
             named[prefix + name] = statistics.fmean(shares) if shares else math.nan
     return named
 
 
 def runs_for(difference: float, std: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """Return the runs of each of two methods that show a difference of their mean scores.
+    """Number of runs per method that detects a difference of mean scores, not rounded.
 
-    n = 2 ((z(1 - alpha / 2) + z(power)) std / difference)^2, where `std` is that of a method's runs (On
-    Randomness in Agentic Evals, arXiv 2602.07150); round it up.
+    n = 2 ((z(1 - alpha / 2) + z(power)) std / difference)^2 with `std` the deviation between runs of a method
+    (On Randomness in Agentic Evals, arXiv 2602.07150).
     """
     normal = statistics.NormalDist()
     return 2 * ((normal.inv_cdf(1 - alpha / 2) + normal.inv_cdf(power)) * std / difference) ** 2
@@ -248,16 +237,16 @@ def runs_needed(
     power: OpenShare = 0.8,
     label: str = "",
 ) -> dict[str, float]:
-    """Deviation between runs of one evaluation, and how many runs show a difference (arXiv 2602.07150).
+    """Deviation between runs, and the number of runs that detects a difference (arXiv 2602.07150).
 
-    The first answers to all prompts are one run, the second ones another; a run's score is the mean over its
-    prompts. NaN with fewer than two runs (`num_generations`). The names are `run_std` and `runs_needed`.
+    Run i consists of the i-th answers to all prompts; its score is their mean. The metrics are `run_std` and
+    `runs_needed`, NaN with fewer than two runs (`num_generations`).
 
     Args:
         of: Name of the reward.
-        difference: Of the mean scores of two methods, that is to be shown.
-        alpha: Chance to report a difference where the methods are equal, on both sides.
-        power: Chance to see the difference.
+        difference: Difference of the mean scores of two methods to detect.
+        alpha: Two-sided significance level.
+        power: Probability to detect the difference.
         label: Prefix of the names.
     """
     reward = table.at_end(of)
@@ -282,13 +271,12 @@ def win_rate(
     draw: float = 0.0,
     label: str = "win_rate",
 ) -> dict[str, float]:
-    """Share of games that were won: a payoff above `draw` counts 1, one equal to it 1/2.
+    """Share of games won: a payoff above `draw` counts 1, a payoff equal to it 1/2.
 
     Args:
-        of: Name of the reward with the payoff.
-        where: Words by tag of the turns that count, such as `{role: spy}`; a game counts with the sum of its
-            payoffs there. Empty: all turns.
-        draw: Payoff of a game that nobody won.
+        of: Reward with the payoff, summed over the turns of a game.
+        where: Tags of the turns that count, such as `{role: spy}`; empty: all turns.
+        draw: Payoff of a draw.
         label: Name of the metric.
     """
     table.at_end(of)  # raises where there is no such reward
@@ -303,7 +291,7 @@ def turns(table: RewardTable, *, where: TagWords | None = None, label: str = "tu
     """Mean number of turns of a conversation, and their share of all steps (`turns/share`).
 
     Args:
-        where: Words by tag of the turns that count, such as `{role: spy}`; empty: all turns.
+        where: Tags of the turns that count, such as `{role: spy}`; empty: all turns.
         label: Name of the metric.
     """
     counted = _turns(table, where)

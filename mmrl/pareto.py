@@ -1,4 +1,4 @@
-"""Comparison of several settings of a model on the same prompts: their quality, costs and Pareto front."""
+"""Comparison of several settings of a model on the same prompts: quality, costs and Pareto front."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from mmrl.reporting.html import write_predictions_page
 from mmrl.reporting.pareto import SettingResult, SettingsComparison, draw, page, plain, spell_row
 from mmrl.training.evaluate import CHUNK, Evaluator
 
-WARM = 8  # prompts that are answered before anything is timed
+WARM = 8  # prompts of the warm-up before timing
 SECONDS = "seconds"
 
 
 def check_settings(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
-    """Check every name and option of every setting and cost metric, without loading anything."""
+    """Check all settings and cost metrics without loading anything."""
     check_evaluation(config)
     settings = settings_of(config)
     for name, setting in settings.items():
@@ -45,11 +45,11 @@ def check_settings(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
 
 
 def compare(config: EvaluateConfig, folder: Path) -> SettingsComparison:
-    """Measure the settings one after another, so that only one model is in memory at a time.
+    """Measure the settings one after another, with one model in memory at a time.
 
-    `evaluation.json` is rewritten after each, `pareto.svg` and `evaluation.html` are written at the end.
+    `evaluation.json` is written after each setting, `pareto.svg` and `evaluation.html` at the end.
     """
-    import matplotlib  # noqa: F401  the plot comes last; without its package this fails before hours of work
+    import matplotlib  # noqa: F401  a missing package must fail before the evaluation, not after it
 
     settings = check_settings(config)
     meters = Pieces(Stream(config.seed)).make_field(config, "cost_metrics")
@@ -82,48 +82,48 @@ def compare(config: EvaluateConfig, folder: Path) -> SettingsComparison:
 
 @dataclass(frozen=True)
 class Resampled:
-    """Metrics of one setting: of the prompts as they are (`values`), and of bootstrap draws of them."""
+    """Metrics of one setting, and their bootstrap distribution."""
 
     uids: tuple[str, ...]
     values: Mapping[str, float]
-    draws: Mapping[str, Tensor]
+    draws: Mapping[str, Tensor]  # values on resampled prompts
 
 
 def measure(
     evaluator: Evaluator, meters: Sequence[Bound], predictions: Path
 ) -> tuple[Resampled, dict[str, float]]:
-    """Answer all prompts with a timer, and the first `CHUNK` again with the meters, which slow them down.
+    """Answer all prompts with a timer, and the first `CHUNK` again with the slower cost meters.
 
-    Answers to all prompts are written to the file `predictions`.
+    The answers are written to the file `predictions`.
     """
-    engine, whole = TimedEngine(evaluator.engine), evaluator.processes.whole
+    engine, unshard = TimedEngine(evaluator.engine), evaluator.processes.unshard
     some = [prompt for prompt in evaluator.data[:CHUNK] for _ in range(evaluator.num_generations)]
-    with torch.no_grad(), whole(engine.policy.module):
-        engine.rollout(some[: WARM * evaluator.num_generations])  # first calls compile and allocate
+    with torch.no_grad(), unshard(engine.policy.module):
+        engine.rollout(some[: WARM * evaluator.num_generations])  # the first calls compile and allocate
     engine.seconds.clear()
     measured = replace(evaluator, engine=engine).measure(intervals=False)
     with evaluator.processes.fail_together("writing predictions"):
         write_predictions(predictions, measured, world=evaluator.processes.world, images=THUMBNAILS)
-    with torch.no_grad(), whole(engine.policy.module), ExitStack() as stack:
+    with torch.no_grad(), unshard(engine.policy.module), ExitStack() as stack:
         metered = [stack.enter_context(meter(evaluator.engine)) for meter in meters]
         evaluator.engine.rollout(some)
     prompts = len({prompt.uid for prompt in some})
     costs = {name: amount / prompts for amounts in metered for name, amount in amounts.items()}
     draws = evaluator.resample(measured.table)
     values = {name: float(measured.metrics[name]) for name in draws}
-    costs[SECONDS] = statistics.median(engine.seconds)  # which one interrupted call does not move
+    costs[SECONDS] = statistics.median(engine.seconds)  # robust to an interrupted call
     return Resampled(measured.table.uids, values, draws), costs
 
 
 class TimedEngine:
-    """An engine that records the seconds per prompt of every rollout call."""
+    """Wraps an engine and records the seconds per prompt of every rollout call."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.policy, self.notes = engine, engine.policy, engine.notes
         self.seconds: list[float] = []
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Call the engine and take the time."""
+        """Time one call of the engine."""
         began = time.perf_counter()
         rows = self.engine.rollout(prompts)
         self.seconds.append((time.perf_counter() - began) / len({prompt.uid for prompt in prompts}))
@@ -137,20 +137,20 @@ def describe(
     changes: Mapping[str, Any],
     costs: Mapping[str, float],
 ) -> SettingResult:
-    """Give metrics, and their differences to the first setting, bootstrap intervals.
+    """Metrics and their differences to the first setting, with bootstrap intervals.
 
-    All settings share the draws of prompts, so that differences are of pairs.
+    All settings share the resampled prompts, so differences are paired.
     """
     if result.uids != first.uids:
         raise ValueError(
-            f"settings are compared prompt by prompt, but one answered {len(first.uids)} rows and the next "
-            f"{len(result.uids)}, or others; leave the engines' wrappers the same"
+            f"settings are compared prompt by prompt, but the first answered {len(first.uids)} rows and "
+            f"another {len(result.uids)}, or other ones; use the same wrappers of engines in all settings"
         )
     values, draws = result.values, result.draws
     prompts = len(set(result.uids))
     quality = {name: (values[name], *evaluator.interval(drawn, prompts)) for name, drawn in draws.items()}
     difference = {
-        # Of paired draws: prompts that are hard for both add no variance to the difference.
+        # Paired: prompts that are hard for both settings add no variance to the difference.
         name: (
             values[name] - first.values[name],
             *evaluator.interval(drawn - first.draws[name], prompts, difference=True),

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 import mmrl
 from mmrl.cli import main
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.reporting import html
+from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.files import LOCK, hold
 from tests.support.toys import plan, prompts
 
@@ -99,7 +99,6 @@ def test_train_leaves_everything_in_the_output_folder(file, tmp_path, capsys, no
         "metrics.jsonl",
         "predictions",
         "predictions.html",
-        "prompts.parquet",
         "report.html",
     ]
     printed = capsys.readouterr().out

@@ -17,12 +17,12 @@ from mmrl.cli.check import check_file
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import merge, read
 from mmrl.config.registry import find
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, as_piece, load, parse
 from mmrl.config.stages import load_stages
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 from mmrl.rewards.text import tag_format
 from mmrl.training.loop import train
 from mmrl.vision.benchmarks.time_spans import Moments, parse_saliency, parse_spans

@@ -20,10 +20,10 @@ from mmrl.api.configuration import configuration
 from mmrl.build import build, check, make_chain
 from mmrl.config import schema
 from mmrl.config.loading import read
-from mmrl.config.methods import Method, comment_of
 from mmrl.config.registry import HOMES, find
 from mmrl.config.schema import Config, as_plain, parse
 from mmrl.core.types import Message, Outcome, Part, Prompt
+from mmrl.reporting.methods import Method, comment_of
 from mmrl.training.loop import train
 from mmrl.vision.media.media_reader import MediaReader
 from tests import test_configs as configs

@@ -315,9 +315,8 @@ def test_the_head_of_a_paper_has_title_number_formula_and_our_reading():
 
 
 def test_a_paper_is_three_files_of_one_name():
-    """`gear` and `triage` have no method file: they choose prompts, whatever the method."""
     names = {path.stem for path in PAPERS}
-    assert names - METHOD_FILES == {"gear", "triage"}
+    assert names - METHOD_FILES == set()
     tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "papers").glob("test_*.py")}
     assert names - tests == set()
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from mmrl.config.binding import Bound
 from mmrl.config.schema import ConfigError
-from mmrl.config.tool_functions import check_environment, tool_names
 from mmrl.core.types import Media, Part, Prompt
 from mmrl.vision.tool_calls import TIMEOUT, Owner, Tool
+from mmrl.vision.tool_functions import check_environment, tool_names
 from mmrl.vision.tool_replies import Answer, Limits, ToolFault, as_parts, content_of, to_pil
 from mmrl.vision.tool_rights import Rights
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any
 
-from mmrl.config.binding import Bound
+from mmrl.config.binding import RIGHTS, Bound
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import convert
-from mmrl.config.tool_functions import RIGHTS, SHOWN, argument_types, check_tool, parameters_of, schema_of
 from mmrl.core.tool_calls import CallError
 from mmrl.core.types import Media
+from mmrl.vision.tool_functions import SHOWN, argument_types, check_tool, parameters_of, schema_of
 from mmrl.vision.tool_replies import Answer, Limits, as_answer
 from mmrl.vision.tool_rights import Rights
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mmrl.config.tool_functions import RIGHTS
+from mmrl.config.binding import RIGHTS
 
 PROCESS = ("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill", "pty.")
 NETWORK = ("socket.bind", "socket.connect", "socket.send", "socket.get", "urllib.")

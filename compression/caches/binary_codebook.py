@@ -25,7 +25,7 @@ from mmrl.kv_cache.row_groups import group_slots
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryCodebookRecipe(SplitRecipe):
-    """Binary codes of a prompt, with calibrated `codebooks` of every layer or ones fitted to each prompt."""
+    """Binary codes of a prompt, with calibrated `codebooks` per layer, or codebooks fitted to each prompt."""
 
     first: int
     newest: int
@@ -55,7 +55,7 @@ class BinaryCodebookRecipe(SplitRecipe):
         nbits = self.nbits if side == "keys" else self.value_nbits
         mean, vectors, signs = fit(tokens, nbits, valid=(slots >= 0)[..., None], rounds=self.rounds)
         codebook = quantize_codebook(mean, vectors, tokens.dtype)
-        # The fitted signs get one more sweep, because vectors were rounded to 8 bits since.
+        # One more sweep over the fitted signs, because the vectors are rounded to 8 bits.
         return CodebookBlock(encode(tokens, codebook, signs=signs, sweeps=1), codebook)
 
 
@@ -76,9 +76,9 @@ def binary_codebook(
 ) -> Any:
     """Store prompts, or their visual tokens, as sums of codebook vectors, one bit per vector (ours).
 
-    Without `codebook` each prompt fits its own vectors when it is stored, which take `nbits` bytes per head
-    and squared channel: use it for prompts with many more tokens than a head has channels; rows with fewer
-    stay exact. Tokens after the prompt are exact.
+    Without `codebook` the vectors are fitted to each prompt when it is stored. They take `nbits` bytes per
+    head and squared channel, so this pays for prompts with many more tokens than a head has channels; shorter
+    rows stay exact. Tokens after the prompt are exact.
 
     Args:
         config: Config of the model.
@@ -89,11 +89,10 @@ def binary_codebook(
         value_nbits: Bits per number of values; `nbits` by default.
         of: Quantise the whole prompt, or its visual tokens only.
         codebook: File of the builder `calibrate_codebook`, fitted on similar prompts; it fixes the bits.
-        first: Tokens at the start of each row that stay exact; they are outliers that everything attends to
-            (arXiv 2401.18079).
-        newest: Tokens at the end of each row that stay exact.
-        rounds: Rounds of fitting vectors and bits in turn.
-        fused: Attention reads codes; without, it reads dense tensors made anew in every step.
+        first: Exact tokens at the start of each row, which get most of the attention (arXiv 2401.18079).
+        newest: Exact tokens at the end of each row.
+        rounds: Alternations between fitting vectors and bits.
+        fused: Attention reads the codes; otherwise every step decodes them to dense tensors.
     """
     if codebook and (nbits, value_nbits) != (None, None):
         raise ValueError(

@@ -24,7 +24,7 @@ class KiviRecipe(Recipe):
     codec: KiviCodec
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Find the slots of older keys (P, E, g), older values (P, n), and of the newest of either."""
+        """Find the slots of older keys (P, E, g), older values (P, n), and of the newest keys and values."""
         rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)  # padding does not count
         residual = self.codec.residual_length
         # As if tokens had come one by one: keys leave in blocks of residual_length, values one by one.
@@ -87,7 +87,7 @@ def kivi(
         residual_length: Newest tokens that stay exact, a multiple of `q_group_size`.
         rule: Range of a group: minimum to maximum as published, or fitted for least squared error (ours).
         rotate: Rotate channels first, which spreads outliers (ours).
-        fused: Attention reads codes; without, it reads dense tensors made anew in every step.
+        fused: Attention reads the codes; otherwise every step decodes them to dense tensors.
     """
     value_nbits = value_nbits or nbits
     if residual_length % q_group_size:

@@ -80,7 +80,7 @@ def visual_quant(
     """Quantise the visual tokens of prompts; text, answers and later images stay exact.
 
     CalibQuant (arXiv 2502.14882) as published is `rule: shrunk, score_drop: 3.0`, except that `guard` keeps
-    the order of scores (our reading); its first version is `rule: quantile`. Rows of one prompt share it.
+    the order of scores (our reading). Rows of one prompt share it.
 
     Args:
         config: Config of the model.
@@ -95,7 +95,7 @@ def visual_quant(
         rotate: Rotate channels first, which spreads outliers.
         score_drop: Nats by which the largest visual score of a query is lowered (paper: 3); needs `fused`.
         guard: Never reverse the order of scores that span less than `score_drop`.
-        fused: Attention reads codes; without, it reads dense tensors made anew in every step.
+        fused: Attention reads the codes; otherwise every step decodes them to dense tensors.
     """
     if per_image and q_group_size:
         raise ValueError("`per_image` and `q_group_size` both define groups; give one of them")

@@ -19,7 +19,7 @@ from mmrl.kv_cache.tails import GrowingTail
 
 @dataclass(eq=False, kw_only=True)
 class VLCacheRecipe(Recipe):
-    """Options of VL-Cache, and what it knows of the layers that were read; one recipe serves all layers."""
+    """Options of VL-Cache and the scores of the layers read so far; one recipe serves all layers."""
 
     keep: float
     by_density: bool
@@ -28,7 +28,7 @@ class VLCacheRecipe(Recipe):
     threshold: float
     pool: int
     num_layers: int
-    # Layers whose queries were seen, with scores (P, h, S) and density (P,), until the last one decides.
+    # Layers with their scores (P, h, S) and density (P,), collected until the last layer is scored.
     scored: list[tuple[QuantizedLayer, Tensor, Tensor]] = field(default_factory=list)
     chosen: Tensor | None = None  # (P, h, n) slots of the layer that is stored next
     needs_queries = True
@@ -36,7 +36,7 @@ class VLCacheRecipe(Recipe):
     def score(self, layer: QuantizedLayer, query: Tensor, scaling: float) -> None:
         """Score tokens by the attention of the text after the last image, with queries (P, H, S, D).
 
-        The last layer's call decides what every layer keeps, and stores it.
+        The last layer's call chooses the tokens of every layer and stores them.
         """
         masks = layer.layout.visual, layer.layout.real  # (P, S) each
         options = {"window": self.window, "threshold": self.threshold, "pool": self.pool}
@@ -136,7 +136,7 @@ def vl_cache(
 ) -> Any:
     """Keep the prompt tokens, visual or not, that the text after the images attends to (arXiv 2410.23317).
 
-    Key heads choose separately. The whole prompt is in memory until its last layer has been read. With
+    Each key head has its own selection. The whole prompt stays in memory until its last layer is scored. With
     `layers: uniform`, `window: 64` and `pool: 7` this resembles SnapKV (arXiv 2404.14469).
 
     Args:
@@ -144,7 +144,7 @@ def vl_cache(
         visual: Which tokens are visual, (P, S) bool.
         mask: Which tokens are not padding, (P, S) bool.
         keep: Share of tokens to keep, in (0, 1], on average over layers (paper: 0.1).
-        layers: Layers with denser attention keep more (as in the paper), or all keep the same share.
+        layers: `density` keeps more in layers with denser attention (the paper's), `uniform` the same share.
         window: Newest tokens whose attention scores the others.
         recent: Share of the budget for the newest tokens, in [0, 1].
         threshold: Weight, relative to the largest, above which attention counts as dense (paper: 0.01).

@@ -153,8 +153,8 @@ def quantize_codebook(mean: Tensor, vectors: Tensor, dtype: torch.dtype) -> Code
 def encode(x: Tensor, codebook: Codebook, *, signs: Tensor | None = None, sweeps: int = 3) -> Tensor:
     """Choose the bits of tokens (R, h, n, D): packed, (R, h, n, ceil(m / 8)) uint8.
 
-    Pass the `signs` from fitting the codebook if there are any: starting from zeros gives a larger error, the
-    more so the more bits there are.
+    Pass the `signs` of the fit if available: starting from zeros gives a larger error, above all with many
+    bits.
     """
     exact = x if x.dtype == torch.float64 else x.float()
     low, vectors = codebook.dense(exact.dtype)
@@ -166,7 +166,7 @@ def encode(x: Tensor, codebook: Codebook, *, signs: Tensor | None = None, sweeps
 
 
 def decode(packed: Tensor, codebook: Codebook) -> Tensor:
-    """Compute the tokens (R, h, n, D) that bits stand for."""
+    """Decode packed bits to tokens (R, h, n, D)."""
     low, vectors = codebook.dense(codebook.low.dtype)
     return unpack(packed, 1, codebook.num_vectors, low.dtype) @ vectors + low
 

@@ -1,9 +1,9 @@
 """Calibration of `binary_codebook`: codebooks fitted once on sample prompts, and stored in a file.
 
-The metric of quantisation errors is the second moment of the gradient of the logit margin (of the chosen
-token over the runner-up) with respect to the keys and values that the model reads, per layer and head.
-arXiv 2401.18079 weights single numbers by the gradient of the likelihood; that one vanishes where a model is
-sure of its answers, so that a few unusual prompts decide (the margin is ours).
+Quantisation errors are weighted by a metric per layer and head: the second moment of the gradient of the
+logit margin (chosen token minus runner-up) with respect to keys and values. arXiv 2401.18079 uses the
+gradient of the likelihood. It vanishes for confident answers, so a few unusual prompts would dominate; the
+margin is ours.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mmrl.compression.fidelity import Inputs, answer_positions, read_answer
 from mmrl.kv_cache.layout import find_visual
 
 SIDES, PARTS = ("keys", "values"), ("mean", "vectors", "metric")
-FLOOR = 0.003  # added to the metric, relative to its mean: few prompts say little about weak directions
-TOKENS = 1 << 14  # that vectors are fitted to, from all prompts
+FLOOR = 0.003  # added to the metric, relative to its mean, because few prompts leave weak directions noisy
+TOKENS = 1 << 14  # sampled from all prompts to fit the vectors
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_codebooks(path: str, layers: int) -> list[tuple[CalibratedCodebook, Cal
     ]
 
 
-# `changed`, the file's time of modification, is part of the key, so that a new file is read anew.
+# The modification time `changed` is part of the cache key, so that an overwritten file is read again.
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int) -> dict[str, Tensor]:
     from safetensors.torch import load_file
@@ -129,7 +129,7 @@ def scale_metric(moments: Tensor) -> Tensor:
     """Scale second moments (L, h, D, D) to a mean diagonal of 1, and add the floor."""
     mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(moments.shape[-1], dtype=moments.dtype, device=moments.device)
-    # Where the answer reads nothing, in the last layer of some models, all channels weigh the same.
+    # Unread by the answer, as the last layer of some models: all channels get equal weight.
     return torch.where(mean > 0, moments / mean.clamp(min=1e-30), eye) + FLOOR * eye
 
 
@@ -150,7 +150,7 @@ def margin_gradients(
             answer.append(token)
             if int(token) in ends:
                 break
-    # The prompt again, cut off from how it was computed, then all tokens of the answer but the last at once.
+    # The prompt's keys and values as leaves of the graph, then the answer without its last token in one call.
     length, prompt = ids.shape[1] - 1, DynamicCache(config=model.config)
     read = [
         [x[:, :, :length].detach().requires_grad_() for x in (layer.keys, layer.values)]

@@ -14,7 +14,7 @@ from mmrl.kv_cache.hf_cache import attention_types
 
 
 def _squares(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
-    """Every image or tile is one square patch grid; a class token that LLaVA keeps is a grid of one cell."""
+    """Patch grids of models with one square grid per image or tile; a kept class token is a 1 x 1 grid."""
     config, vision = core.config, core.config.vision_config
     match config.model_type:
         case "internvl":
@@ -32,7 +32,7 @@ def _squares(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids
 
 
 def _qwen_vl(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
-    """Return the grid of merged patches of every image and of every temporal patch of a video."""
+    """Patch grids after merging: one per image and per temporal patch of a video."""
     merge, grids = core.config.vision_config.spatial_merge_size, {}
     for kind, token in (("image", core.config.image_token_id), ("video", core.config.video_token_id)):
         if (sizes := inputs.get(f"{kind}_grid_thw")) is not None:

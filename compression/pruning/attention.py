@@ -20,7 +20,7 @@ Heads = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class HeadSplit:
-    """Query heads kept and lost for visual tokens, and the key heads that the kept ones read (GQA)."""
+    """Query heads kept and dropped for visual tokens, and the key heads that the kept heads read (GQA)."""
 
     kept: Heads | None
     lost: Heads
@@ -30,7 +30,7 @@ class HeadSplit:
 
 @lru_cache(maxsize=1024)
 def split_heads(kept: Heads | None, heads: int, kv_heads: int) -> HeadSplit:
-    """Split the query heads of a layer into kept and lost ones; None keeps all."""
+    """Split the query heads of a layer into kept and dropped heads; None keeps all."""
     group = heads // kv_heads
     if kept is None or len(kept) == heads:
         return HeadSplit(None, (), None, group)
@@ -41,10 +41,10 @@ def split_heads(kept: Heads | None, heads: int, kv_heads: int) -> HeadSplit:
 
 @dataclass(frozen=True, eq=False)
 class LayerAttention:
-    """Attention inputs of one layer, and how they are computed.
+    """Attention of one layer: queries, keys and values, and their products.
 
-    Queries `q` of text (B, H, n_t, D), keys `k` and values `v` of all columns (B, Hkv, C, D), and `rows`:
-    queries (None if the layer is frozen), keys and values of visual rows, of their heads only.
+    `q` are the queries of text (B, H, n_t, D), `k` and `v` keys and values of all columns (B, Hkv, C, D),
+    `rows` the queries (None if the layer is frozen), keys and values of visual rows in their heads only.
     """
 
     q: Tensor
@@ -71,7 +71,7 @@ class LayerAttention:
             text, vis = self._attend_together()
         else:
             text, vis = self._attend_text(kept), self._attend_near()
-        if lost:  # in these heads text attends to text only
+        if lost:  # in dropped heads text attends to text only
             q, make = _pick_heads(self.q, lost), lambda: stage.mask(stage.text, text_only=True)
             mask = stage.bias("text only", make, q.dtype)
             rest = F.scaled_dot_product_attention(q, *self.keys(lost), attn_mask=mask, scale=self.scale)
@@ -96,7 +96,7 @@ class LayerAttention:
         return pick(weights.mean(1)[:, 0, past:], self.stage.vis_at)
 
     def _attend_quantised_cache(self) -> Tensor:
-        """Attend to a quantised cache by the attention function that it registered: (B, H, n_t, D)."""
+        """Attend to a quantised cache with its registered attention function: (B, H, n_t, D)."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         if self.rows is not None:

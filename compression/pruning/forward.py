@@ -27,7 +27,7 @@ OBSERVER: ContextVar[Callable[[str, int, Any], None] | None] = ContextVar("obser
 
 
 def forward_core(core: nn.Module, *args: Any, **inputs: Any) -> Any:
-    """Replace `forward` of the core model: pass the places of visual tokens to the language model."""
+    """`forward` of a pruned core model: find visual tokens and publish their layout to the language model."""
     if args:
         inputs["input_ids"] = args[0]
     pruning = pruning_of(core)
@@ -51,7 +51,7 @@ def forward_text(
     use_cache: bool | None = None,
     **other: Any,
 ) -> Any:
-    """Replace `forward` of the language model; removed visual tokens keep their last hidden state."""
+    """`forward` of a pruned language model; removed visual tokens keep their last hidden state."""
     from transformers import DynamicCache
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -104,7 +104,7 @@ class PrunedForward:
                 if reduction.layer == i:
                     stage, vis, scores = self._reduce(number, reduction, stage, text, vis, scores)
             layer = partial(self._layer, i, block, stage)
-            # As transformers' layers do. With a cache, recomputation would append keys and values twice.
+            # As transformers' layers. With a cache, recomputation would append keys and values twice.
             if block.gradient_checkpointing and block.training and self.call.cache is None:
                 text, vis, scores = block._gradient_checkpointing_func(layer, text, vis)
             else:

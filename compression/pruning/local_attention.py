@@ -70,7 +70,7 @@ def attend_near(
 
 
 def _grid_rows(stage: TokenStage) -> list[tuple[tuple[int, int], Tensor, bool]]:
-    """List by shape flat indices `b * n_v + j` of the grids, (F, h * w), and whether that is all rows."""
+    """List grids by shape: flat indices `b * n_v + j` (F, h * w), and whether they are all rows in order."""
     batch, n = stage.vis.shape
     every = torch.arange(batch * n, device=stage.vis.device)
     place = (stage.inverse(stage.vis) + every[::n, None]).flatten()

@@ -1,7 +1,7 @@
 """Visual tokens of a call: their places in the sequence and on the patch grids of their images.
 
-`generate` encodes images first and passes their features on, repeated for beams, without the grids. So grids,
-and the queries and keys of the vision tower, are stored as attributes of the feature tensors.
+`generate` encodes images first and passes on their features (repeated for beams) without the grids.
+Therefore grids, and queries and keys of the vision tower, are attributes of the feature tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYOUT: ContextVar[TokenLayout | None] = ContextVar("layout", default=None)
 
 
 def lay_out(core: nn.Module, inputs: Mapping[str, Any], *, grids: bool) -> TokenLayout:
-    """Find the visual tokens of a call, and with `grids` the place of each on its patch grid."""
+    """Find the visual tokens of a call, and with `grids` their positions on patch grids."""
     ids = inputs.get("input_ids")
     if ids is None:
         raise ValueError(
@@ -80,7 +80,7 @@ def lay_out(core: nn.Module, inputs: Mapping[str, Any], *, grids: bool) -> Token
 
 
 def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Replace `method`, which gets the features of images or videos: attach what pruning reads to them."""
+    """Encode images or videos with `method`, and attach grids and tower states to the features."""
     adapter, tower, hooks = adapter_of(core), {}, []
     if kind == "image" and pruning_of(core).tower:
         attn = adapter.class_token_attention(core)
@@ -110,7 +110,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
 
 
 def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
-    """Encode the images of a call first, as `generate` does, so that attached values can be read."""
+    """Encode the images of a call first, as `generate` does, so that their attributes are available."""
     if inputs.get("pixel_values") is None:
         return
     wanted = inspect.signature(core.get_image_features).parameters
@@ -129,7 +129,7 @@ def pack_places(flags: Tensor) -> Tensor:
 def pick(x: Tensor, index: Tensor, dim: int = 1) -> Tensor:
     """Gather the entries `index` (B, n) along `dim` of `x` (B, ...); padding (-1) gathers entry 0."""
     n = index.shape[1]
-    # Mostly nothing moves, and one comparison is cheaper than a copy.
+    # Often the index is the identity, and a comparison is cheaper than a copy.
     if x.shape[dim] == n and bool((index == torch.arange(n, device=index.device)).all()):
         return x
     index = index.clamp(min=0)

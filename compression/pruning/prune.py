@@ -38,10 +38,10 @@ def prune(
             raise ValueError(
                 f"tokens cannot leave in front of layer {reduction.layer} of a model with {layers} layers"
             )
-    adapter_of(model.base_model)  # refuses a family without one
+    adapter_of(model.base_model)  # raises for families without an adapter
     view = record_transform(share_weights(model), model, name, options)
     core, text = view.base_model, view.base_model.get_decoder()
-    # A reduction that removes all tokens goes last in its layer: the others choose among the tokens left.
+    # In a layer, removal of all tokens comes last, after reductions that choose among the tokens.
     order = lambda reduction: (reduction.layer, reduction.choose is None)
     reductions = tuple(sorted((*before.reductions, *reductions), key=order))
     vars(core)[PRUNING] = replace(before, reductions=reductions, **changes)
@@ -70,7 +70,7 @@ def share_weights(module: nn.Module, swap: Mapping[int, nn.Module] | None = None
             return copies[id(module)]
         view = copies[id(module)] = copy.copy(module)
         state = vars(view)
-        # Tables of parameters, buffers and hooks: a hook on the copy must not run in the original.
+        # Tables of parameters, buffers and hooks, so that a hook on the copy does not run in the original.
         tables = [name for name in state if name[0] == "_" and type(state[name]) in (dict, OrderedDict, set)]
         state |= {name: copy.copy(state[name]) for name in tables}
         for name, child in view._modules.items():

@@ -13,7 +13,7 @@ FeatureIndex = slice | Tensor | None  # which outputs or inputs; None: all
 
 
 def feature_index(chosen: Sequence[int] | None, size: int = 1) -> FeatureIndex:
-    """Return the indices of chosen units of `size` features each; a slice, without a copy, if contiguous."""
+    """Index the features of chosen units of `size` features; a slice if contiguous, to avoid copies."""
     if chosen is None:
         return None
     first, last = (chosen[0], chosen[-1]) if chosen else (0, -1)  # none: the empty slice
@@ -38,7 +38,7 @@ def sliced_linear(
 ) -> Tensor:
     """Compute some outputs (`rows` of the weight) from some inputs (`columns`); `x` has these inputs only.
 
-    An unknown kind of layer computes all outputs, with zeros for the missing inputs.
+    Layers of an unknown type compute all outputs, with zeros for missing inputs.
     """
     if rows is None and columns is None:
         return linear(x)

@@ -1,9 +1,8 @@
-"""Stages: layers between two token reductions, which share the rows and columns of their attention.
+"""Stages: the layers between two token reductions, with equal rows and columns of attention.
 
-All layers of a stage have the same visual tokens, so their cache layers have the same columns; other stages
-have others. The position and kind of every column is stored in extra layers after the model's own ones in the
-same cache, so that every rearrangement of the cache (beams, repeats, crops, selected rows) applies to them
-too.
+All layers of a stage have the same visual tokens, and thus the same columns in their cache layers. Position
+and kind of every column are stored in extra layers at the end of the same cache, so that beam search,
+repeats, crops and row selection rearrange them too.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class TokenStage:
         """Invert `index` (B, n): the place in it of every token of this call, (B, S); 0 if not in it."""
         size = self.call.layout.visual.shape[1]
         order = torch.arange(index.shape[1], device=index.device).expand_as(index)
-        # The extra last entry takes the padding (-1).
+        # The extra last entry absorbs padding (-1).
         places = index.new_zeros(len(index), size + 1)
         places.scatter_(1, index.masked_fill(index < 0, size), order)
         return places[:, :size]

@@ -22,8 +22,8 @@ Chosen = tuple[Tensor, Tensor]  # a mask (B, n_v) of the visual rows that stay, 
 def fastv(model: nn.Module, *, after: PositiveInt = 2, keep: Probability = 0.5) -> nn.Module:
     """Keep the visual tokens that the last prompt token attends to most (FastV, arXiv 2403.06764).
 
-    The ranking is the attention of layer `after`, mean over heads, computed once during the prefill as one
-    extra row of attention. Kept tokens keep their positions.
+    Tokens are ranked once, during the prefill, by the attention of layer `after`, averaged over heads. Kept
+    tokens keep their positions.
 
     Args:
         after: Number of layers that process all visual tokens, at least 1 (the paper's K = 2).
@@ -46,12 +46,11 @@ def pyramid_drop(
 ) -> nn.Module:
     """Keep fewer visual tokens from stage to stage of the layers (PyramidDrop, arXiv 2410.17247).
 
-    Tokens are ranked by the attention of the last prompt token, with the projections of the first layer of
-    the stage. The released code renumbers positions; here tokens keep theirs (our reading), so that the rows
-    of a cache agree.
+    Tokens are ranked by the attention of the last prompt token in the first layer of a stage. Our reading:
+    tokens keep their positions (the released code renumbers them), so that the layers of a cache agree.
 
     Args:
-        keep: Share of the prompt's visual tokens left in each stage after the first, in [0, 1].
+        keep: Share of the visual tokens that remain in each stage after the first, in [0, 1].
         layers: First layer of each of these stages, one per share (default: stages of equal length).
     """
     if layers is None:
@@ -72,7 +71,7 @@ def pyramid_drop(
 
 
 def top_mask(scores: Tensor, is_token: Tensor, numbers: Tensor) -> Tensor:
-    """Mark the `numbers` (B,) highest scores (B, n) among real tokens; ties go to the earlier one."""
+    """Mark the `numbers` (B,) highest scores (B, n) of real tokens; ties go to the earlier token."""
     ranked = scores.masked_fill(~is_token, float("-inf")).sort(dim=1, descending=True, stable=True).indices
     # The rank of every token: the inverse of the permutation that sorts.
     order = torch.arange(ranked.shape[1]).to(ranked).expand_as(ranked)
@@ -87,9 +86,9 @@ def vision_zip(
     """Keep the dominant patches of every image and merge the others into a few (VisionZip).
 
     Dominant patches get the most attention from the class token of the vision tower; every other patch is
-    averaged into the contextual patch with the most similar key. Needs a tower with a class token that the
-    language model does not see. Patches are merged after the projector (our reading; the released code
-    merges before it). arXiv 2412.04467.
+    averaged into the contextual patch with the most similar key. Needs a tower whose class token is not
+    passed to the language model. Our reading: patches are merged after the projector, the released code
+    merges before it. arXiv 2412.04467.
 
     Args:
         dominant: Dominant patches per image (the paper's 54 of 64 tokens).
@@ -194,9 +193,9 @@ def max_min_diversity(states: Tensor, number: int) -> Tensor:
 def tome(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 0) -> nn.Module:
     """Merge the most similar visual tokens of a prompt (ToMe, arXiv 2210.09461).
 
-    Bipartite soft matching on hidden states until the share `keep` is left, before layer `before`. Means are
-    weighted by the number of tokens that each stands for, and a merged token keeps the position of one of
-    them. Attention is not weighted by size (our reading: keys are cached once).
+    Bipartite soft matching on the hidden states before layer `before`, until the share `keep` remains. Means
+    are weighted by the number of original tokens; a merged token has the position of one of them. Our
+    reading: attention is not weighted by size, because keys are cached once.
     """
 
     def choose(stage: TokenStage, vis: Tensor, scores: None) -> Chosen:
@@ -212,10 +211,10 @@ def tome(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 
 
 
 def bipartite_soft_matching(states: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Merge (n, width) states into `number`; returns the indices of those left, and their means.
+    """Merge (n, width) states into `number` states; returns their indices and values.
 
-    In every round each even token is matched with the most similar (cosine) odd one, and the closest pairs
-    become their mean, weighted by the number of tokens that each stands for.
+    In every round each even token is matched with the most similar (cosine) odd token, and the closest pairs
+    are replaced by their mean, weighted by the number of original tokens.
     """
     number = max(number, min(1, len(states)))  # one is left even at `keep: 0`
     places, size = torch.arange(len(states), device=states.device), states.new_ones(len(states))

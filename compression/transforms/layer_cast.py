@@ -22,10 +22,9 @@ def layer_cast(
 ) -> nn.Module:
     """Store linear layers in 16 bits and cast each just in time to compute in float32 (LayerCast).
 
-    Everything else, the cache included, is float32, so that greedy answers hardly depend on the batch that
-    they were generated in. Set `dtype: float32` of the policy: with 16 bits it would compute in those. Saves
-    half of the bytes of the linear layers of the language model; at most one of them is in float32 at a
-    time. arXiv 2506.09501.
+    Everything else, including the cache, is float32, so that greedy answers hardly depend on the batch size.
+    Needs `dtype: float32` of the policy. Saves half of the bytes of the language model's linear layers; at
+    most one of them is in float32 at a time. arXiv 2506.09501.
     """
     if torch.backends.cuda.matmul.allow_tf32:
         raise ValueError(

@@ -22,15 +22,14 @@ def structured_pruning(
 ) -> nn.Module:
     """Remove inner units and heads of the language model for all tokens, so that matrices shrink.
 
-    The cache and the saved checkpoint shrink too. The share kept is the same in every layer, so that an
-    ordinary transformers config describes the sizes. Heads are removed by groups that share keys and values.
-    The model needs fine-tuning afterwards.
+    The cache and saved checkpoints shrink too. Every layer keeps the same share, so that an ordinary
+    transformers config describes the sizes. Heads are removed in groups with shared keys and values. The
+    model needs fine-tuning afterwards.
 
     Args:
         ffn_units: Share of the inner units of every feed-forward layer kept, in (0, 1].
         heads: Share of the groups of heads of every layer kept, in (0, 1].
-        plan: Path of an importance plan, of which the most important units and groups stay (default: the
-            first ones).
+        plan: Path of an importance plan that ranks units and groups; without it the first ones stay.
 
     Raises:
         ValueError: If nothing would be left, or after transforms that count heads or units.
@@ -92,7 +91,7 @@ def _slice(linear: nn.Module, *, rows: FeatureIndex = None, columns: FeatureInde
 
 
 def _resize(view: nn.Module, sizes: dict[str, int]) -> None:
-    """Set new sizes in a config of the view's own; the config of the original stays."""
+    """Set new sizes in a copy of the config for the view."""
     config = copy.deepcopy(view.config)
     text = config.get_text_config()
     if "head_dim" in sizes and "head_dim" not in text.to_dict():

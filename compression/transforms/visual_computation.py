@@ -22,8 +22,8 @@ def drop_visual_heads(
 ) -> nn.Module:
     """Keep a share of the attention heads for visual tokens; text uses all heads among itself.
 
-    In a dropped head visual tokens are neither queries nor keys. They are left out before the softmax, so
-    that they need not be computed; the released code zeroes them after it. arXiv 2410.06169.
+    In a dropped head visual tokens are neither queries nor keys. They are excluded before the softmax, which
+    saves their computation; the released code zeroes them after it. arXiv 2410.06169.
 
     Args:
         keep: Share of the query heads kept, in [0, 1].
@@ -46,7 +46,7 @@ def drop_visual_layers(model: nn.Module, *, after: PositiveInt) -> nn.Module:
     """Remove visual tokens after `after` layers: later layers compute and cache text only.
 
     Text keeps its positions. `after` equal to the number of layers changes nothing. arXiv 2410.06169; the
-    released Qwen2-VL code simulates by a mask what is physically removed in this implementation.
+    released Qwen2-VL code masks the tokens, here they are removed.
     """
     return prune(model, "drop_visual_layers", {"after": after}, reductions=[TokenReduction(after)])
 
@@ -79,8 +79,8 @@ def sparse_visual_ffn(
 
     Args:
         keep: Share of the inner units kept, in [0, 1].
-        plan: Path of an importance plan, of which the most active units stay (our reading, for use without
-            fine-tuning); costs a copy of their weights in every call.
+        plan: Path of an importance plan that ranks units (our reading, for use without fine-tuning); costs a
+            copy of the kept weights in every call.
         ffn_units: Inner units to keep, listed per layer (`null`: all of that layer), instead of a share.
     """
     shape = shape_of(model)
@@ -106,7 +106,7 @@ def shortv(
 
     Args:
         freeze: Share of the layers that are frozen for visual tokens, in [0, 1] (the paper's 0.6).
-        plan: Path of an importance plan, of which the layers with the lowest scores are frozen.
+        plan: Path of an importance plan; the layers with the lowest scores are frozen.
         layers: Layers to freeze, counted from 0, instead of a share and a plan.
     """
     total = shape_of(model).layers
@@ -115,7 +115,7 @@ def shortv(
             raise ValueError(
                 "`shortv` needs a `plan` with the importance of layers, or the `layers` to freeze"
             )
-        # One list for all layers, scored by how little each matters.
+        # Negated, so that the least important layers rank first.
         (layers,) = best_each([[-score for score in read_plan(plan, "layers")]], freeze)
     unknown = sorted(set(layers) - set(range(total)))
     if unknown:

@@ -1,1 +1,1 @@
-"""Builders of small CLIP and flow models for tests and demos."""
+"""Builder of a small flow model for tests and demos."""

@@ -33,7 +33,7 @@ CHOICES = {"stochastic": None, "window_size": 0, "window_start": None, "window_s
 
 @dataclass(frozen=True, eq=False)
 class DenoisingPlan:
-    """Everything random about one row.
+    """All random choices of one row.
 
     `start` (*L) is the initial noise, `window` the stochastic steps [from, to), `noise` (T, *L) theirs, and
     `at` the indices of the recorded ones.
@@ -51,9 +51,9 @@ class DenoisingPlan:
 class Denoise:
     """Sample images (videos, with `num_frames` above 1) along the pipeline's own schedule.
 
-    Without a `solver` all steps are deterministic and no path is recorded. With one, steps inside the
-    stochastic range are drawn from it and recorded. Noise is keyed by prompt and generation, so it depends
-    neither on the order of a batch nor on `batch_size`.
+    Without a `solver` all steps are deterministic and no path is recorded. With a solver, steps in the range
+    `stochastic` are sampled and recorded. Noise is keyed by prompt and generation, so it depends neither on
+    the order of a batch nor on `batch_size`.
 
     Args:
         num_inference_steps: Denoising steps.
@@ -71,7 +71,7 @@ class Denoise:
             schedule moves it (MixGRPO, arXiv 2507.21802). A window beyond `stochastic` is moved back.
         window_shrinks: Cut such a window instead of moving it.
         ode: Deterministic solver of the other steps.
-        share: Share of the stochastic steps that is recorded, drawn row by row (DanceGRPO, arXiv 2505.07818).
+        share: Recorded share of the stochastic steps, at random per row (DanceGRPO, arXiv 2505.07818).
         same_noise: Start all rows of a prompt from the same noise.
         batch_size: Most rows in the network at once; 0 is all.
     """
@@ -165,10 +165,10 @@ class Denoise:
         for prompt in prompts:
             generator = self.stream.generator(prompt.uid, generations[prompt.uid])
             generations[prompt.uid] += 1
-            # The key of a shared start names no generation.
+            # A shared start has the same key for all generations.
             first = self.stream.generator(prompt.uid, "start") if self.same_noise else generator
             start = torch.randn(self.shape, generator=first)
-            # All steps of the window are drawn, so that `share` changes which are recorded, not the path.
+            # Noise for all steps of the window, so that `share` changes the recorded steps but not the path.
             noise = torch.randn((high - low, *self.shape), generator=generator)
             chosen = torch.randperm(high - low, generator=generator)[:recorded].sort().values
             plans.append(DenoisingPlan(prompt, start, (low, high), noise, low + chosen))
@@ -205,7 +205,7 @@ class Denoise:
                 latents = self.advance(conditioning, latents, times[i], times[i + 1])
             check_finite(latents, [plan.prompt.uid for plan in plans], i)
             advance(work, i + 1 - first, len(times) - 1 - first)
-            # Without stochastic steps nothing reads the path but its end.
+            # Without stochastic steps only the end of the path is needed.
             path = [*path, latents.cpu()] if high > low else [latents.cpu()]
         logps = torch.stack(logp, 1) if logp else torch.zeros(len(plans), 0)  # (B, T)
         frames = policy.family.frames_per_latent(policy.pipe, self.shape)
@@ -216,7 +216,7 @@ class Denoise:
                 conditioning.guidance, conditioning.passes, self.solver, frames,
             )  # fmt: skip
             length = policy.likelihood.length(steps)
-            # Log-densities belong to the steps of `diffusion.transition`; draws of matching have none yet.
+            # Only `diffusion.transition` has log-densities now; those of matching follow in `collate`.
             notes = {"logp": logps[i][plan.at - low]} if policy.likelihood.stochastic else {}
             outcome = outcome_of(pixels, self.frames_per_second, length)
             rows.append(Trajectory(plan.prompt, plan.prompt.uid, (outcome,), steps, length, notes))

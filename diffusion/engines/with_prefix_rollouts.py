@@ -1,4 +1,4 @@
-"""The prefix engine: decodes what a trajectory would become without the noise of its later steps."""
+"""The prefix engine: decodes prefixes of a trajectory, completed without further noise."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WithPrefixRollouts:
         """Run the wrapped engine, and add an outcome for every prefix."""
         rows = self.engine.rollout(prompts)
         if not rows or (self.one_step and len(rows[0].steps.at) == 1):
-            return rows  # the only step leads to the row's own image
+            return rows  # the only step ends in the row's own image
         flat = self.finished(rows).flatten(0, 1)  # (N K, *L)
         parts = flat.split(self.batch_size or len(flat))
         images = iter([image for part in parts for image in self.policy.decode(part)])

@@ -95,7 +95,7 @@ class Matching:
             shared = self.stream.generator("matching times")
             times.append(TIME_TYPES[self.time_type](bounds, row.times, own, shared))
             noise = self.stream.generator("matching noise", uid, 0 if self.shared_noise else index)
-            # Seeds instead of noise: `draws` latents per row would outweigh the images themselves.
+            # Seeds instead of noise: `draws` latents per row would need more memory than the images.
             seeds.append(torch.randint(2**62, (self.draws,), generator=noise))
         clean = torch.stack([row.path[-1] for row in rows])
         unit = Unit.STEP if self.segments == 1 else Unit.ROW
@@ -105,7 +105,7 @@ class Matching:
 
 
 def owner_of_frames(row: FlowRow, segments: int) -> Tensor:
-    """Find the segment of every latent frame, (f,); every segment must have one."""
+    """Segment of every latent frame, (f,); raises if a segment has no frame."""
     latent = tuple(row.path.shape[1:])
     frames = latent[1] if len(latent) == 4 else 1
     if segments == 1:
@@ -129,8 +129,8 @@ def owner_of_frames(row: FlowRow, segments: int) -> Tensor:
 class MatchingSteps:
     """Finished latents (N, *L) with drawn times and noise. Noise is stored as seeds and drawn on demand.
 
-    The `T` steps are all draws of the first segment, then those of the next, so that a segment's last draw is
-    its end. Steps of one draw share the network call; with segments only whole rows are cut.
+    The `T` steps are all draws of the first segment, then all of the next, so that a segment ends with its
+    last draw. Steps of one draw share the network call; with segments only whole rows can be selected.
     """
 
     conditioning: Conditioning

@@ -70,7 +70,7 @@ class TransitionSteps:
         return replace(self, conditioning=conditioning, path=self.path[rows], at=at)
 
     def states(self, shift: int = 0) -> tuple[Tensor, Tensor]:
-        """Give latents (N, T, *L) and times (N, T), `shift` places after the starts of the recorded steps."""
+        """Latents (N, T, *L) and times (N, T), `shift` indices after the start of each recorded step."""
         rows = torch.arange(len(self.at))[:, None]
         return self.path[rows, self.at + shift], self.times[self.at + shift]
 

@@ -36,7 +36,7 @@ class Flux(PackedFamily):
     embedded_guidance = True
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise where T5 would truncate a text."""
+        """Raise if T5 would truncate a text."""
         if max_sequence_length > MAX_TOKENS:
             raise ValueError(f"`max_sequence_length` is at most {MAX_TOKENS}, not {max_sequence_length}")
         check_fits(pipe.tokenizer_2, text, max_sequence_length)

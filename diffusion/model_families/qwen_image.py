@@ -25,7 +25,7 @@ from mmrl.diffusion.model_family import (
 class QwenImage(PackedFamily):
     """Qwen-Image: a vision-language model reads texts of any length; the autoencoder is a video model's.
 
-    A guided velocity keeps the norm that it has with the text alone, token by token.
+    A guided velocity is rescaled, token by token, to the norm of the velocity with the text.
     """
 
     pipelines = frozenset({"QwenImagePipeline"})
@@ -35,7 +35,7 @@ class QwenImage(PackedFamily):
     )  # fmt: skip
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise where a text in its template is too long; the end of the template counts for its length."""
+        """Raise if a text is too long, counted with the end of its template."""
         if max_sequence_length > pipe.tokenizer_max_length:
             raise ValueError(
                 f"`max_sequence_length` is at most {pipe.tokenizer_max_length}, not {max_sequence_length}"
@@ -44,10 +44,7 @@ class QwenImage(PackedFamily):
         check_fits(pipe.tokenizer, templated, max_sequence_length + pipe.prompt_template_encode_start_idx)
 
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts: states (S, D).
-
-        A text is put into a template. The states of the template's beginning are dropped again.
-        """
+        """Encode texts in the pipeline's template: states (S, D) without the beginning of the template."""
         conditions = []
         for text in texts:
             self.check_text(pipe, text, max_sequence_length)

@@ -13,7 +13,7 @@ from mmrl.diffusion.model_family import Condition, PipelineFamily, check_fits, d
 
 @family
 class Sana(PipelineFamily):
-    """Sana: Gemma reads an instruction and the text; the autoencoder shrinks sides by 32.
+    """Sana: Gemma encodes an instruction and the text; the autoencoder shrinks sides by 32.
 
     The instruction is the default of the pipeline. The negative prompt is read without it. Published
     schedulers are of second order and round times to whole numbers; only their sigmas are used.
@@ -23,18 +23,18 @@ class Sana(PipelineFamily):
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise where Gemma would truncate a text behind the instruction."""
+        """Raise if Gemma would truncate a text after the instruction."""
         prefix = "\n".join(default_of(pipe, "complex_human_instruction"))
         self._check(pipe, prefix, text, max_sequence_length)
 
     def _check(self, pipe: Any, prefix: str, text: str, max_sequence_length: int) -> None:
         # Two of the instruction's tokens count for the text's length: the first, and the last.
         room = len(pipe.tokenizer.encode(prefix)) - 2 if prefix else 0
-        # As the pipeline cleans it.
+        # Cleaned as in the pipeline.
         check_fits(pipe.tokenizer, prefix + text.lower().strip(), max_sequence_length + room)
 
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts behind the instruction: states (S, D), padded, and their mask (S,)."""
+        """Encode texts after the instruction: padded states (S, D) and their mask (S,)."""
         return [self._encode(pipe, text, max_sequence_length, instructed=True) for text in texts]
 
     def encode_negative(self, pipe: Any, text: str, max_sequence_length: int) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ class Sd3(PipelineFamily):
     targets = JOINT_ATTENTION
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise where no encoder sees the end of a text: T5 reads what the CLIP encoders truncate."""
+        """Raise if the end of a text is truncated by T5, or without T5 by CLIP."""
         if pipe.text_encoder_3 is None:
             check_fits(pipe.tokenizer, text, pipe.tokenizer_max_length)
         else:

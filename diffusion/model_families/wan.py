@@ -24,7 +24,7 @@ class Wan(PipelineFamily):
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise where UMT5 would truncate a text, as the pipeline cleans it."""
+        """Raise if UMT5 would truncate a text after the pipeline's clean-up."""
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         check_fits(pipe.tokenizer, prompt_clean(text), max_sequence_length)

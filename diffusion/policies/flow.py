@@ -54,7 +54,7 @@ class FlowNetwork(nn.Module):
 
 
 def check_negative(model: str, family: PipelineFamily, negative_prompt: str) -> None:
-    """Raise `ValueError` for a negative prompt that no pass of a family reads."""
+    """Raise `ConfigError` for a negative prompt of a family that does not use one."""
     if negative_prompt and family.embedded_guidance:
         raise ConfigError(
             f"`negative_prompt` is '{negative_prompt}', but '{model}' takes guidance as an input of its "
@@ -63,7 +63,7 @@ def check_negative(model: str, family: PipelineFamily, negative_prompt: str) -> 
 
 
 def sizes_of(answers: Sequence[Outcome]) -> list[tuple[int, ...]]:
-    """Read frames, height and width of recorded answers that are images or videos."""
+    """Frames, height and width of recorded images and videos."""
     if isinstance(answers, RecordedAnswers):
         return answers.sizes()
     shown = [answer.image if answer.video is None else answer.video for answer in answers]
@@ -136,10 +136,7 @@ class Flow:
 
     @staticmethod
     def check_folders(options: Mapping[str, Any], start: str = "") -> None:
-        """Raise `ValueError` where the files of the pipeline or the adapter, or in `start`, do not fit.
-
-        `start` is a folder of first weights.
-        """
+        """Raise `ValueError` for unusable files of the pipeline, the adapter or weights in `start`."""
         model, adapter = str(options.get("model", "")), str(options.get("adapter") or "")
         if Path(model).expanduser().is_dir():
             check_negative(
@@ -154,23 +151,23 @@ class Flow:
 
     @staticmethod
     def check_answers(options: Mapping[str, Any], prompts: Sequence[Prompt]) -> dict[int, str]:
-        """Say of prompts, by their index, why a recorded image or video cannot be learned from.
+        """Reasons, by index of the prompt, against learning from a recorded image or video.
 
-        Sizes are read from headers of files, without decoding.
+        Sizes are read from file headers, without decoding.
         """
         with loading_onto(None, empty=True):
             pipe = loading.load_pipeline(str(options["model"]), dtype="float32")
-        family, known, wrong = family_of(type(pipe).__name__), dict[tuple[int, ...], str](), {}
+        family, faults, wrong = family_of(type(pipe).__name__), dict[tuple[int, ...], str](), {}
         for index, prompt in enumerate(prompts):
             for frames, height, width in sizes_of(prompt.answers):
-                if (size := (frames, height, width)) not in known:
+                if (size := (frames, height, width)) not in faults:
                     try:
                         family.latent_shape(pipe, height, width, frames)
-                        known[size] = ""
+                        faults[size] = ""
                     except ValueError as error:
-                        known[size] = str(error)
-                if known[size]:
-                    wrong[index] = known[size]
+                        faults[size] = str(error)
+                if faults[size]:
+                    wrong[index] = faults[size]
         return wrong
 
     @property
@@ -203,7 +200,7 @@ class Flow:
 
     @staticmethod
     def prompt_check(options: Mapping[str, Any]) -> Callable[[Prompt], None]:
-        """Make what raises `PromptError` for a prompt that a policy of these options cannot read."""
+        """Make a function that raises `PromptError` for prompts too long for a policy of these options."""
         with loading_onto(None, empty=True):
             pipe = loading.load_pipeline(str(options["model"]), dtype="bfloat16")
         family = family_of(type(pipe).__name__)
@@ -247,7 +244,7 @@ class Flow:
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
 
     def _move_frozen_parts(self) -> None:
-        """Move encoders and decoder to the network's device, which is chosen after the policy is made."""
+        """Move encoders and decoder to the network's device, which is set after construction."""
         for part in loading.modules_of(self.pipe, but=("transformer",)):
             part.to(self.device)
 
@@ -304,12 +301,12 @@ class Flow:
             self.adapted = False
 
     def save(self, folder: Path) -> None:
-        """Write LoRA as `load_lora_weights` of the pipeline reads it, or the whole pipeline."""
+        """Write the adapter in the format of the pipeline's `load_lora_weights`, or the whole pipeline."""
         if self.adapted:
             adapters.save_lora(self.network, folder)
         else:
             self.pipe.save_pretrained(str(folder), safe_serialization=True)
 
     def load(self, folder: Path) -> None:
-        """Load the weights that `save` wrote, bit for bit."""
+        """Load weights written by `save`, bit for bit."""
         (adapters.load_lora if self.adapted else loading.load_network)(self.network, folder)

@@ -92,8 +92,8 @@ def confident(detections: Detections, tag: str) -> dict[str, list[Mapping[str, A
 def evaluate_clauses(detections: Detections, clauses: Clauses, *, exact: bool) -> tuple[bool, list[float]]:
     """Check all clauses, and score each: its count, and its colour or position.
 
-    Unless `exact`, more objects than asked for are allowed, and the most confident are used. As in the source
-    of the reward, a wrong position counts 0 and then 1: it earns half.
+    Unless `exact`, additional objects are allowed, and the most confident are used. As in the reward's
+    source, a wrong position adds both 0 and 1, so it earns half.
     """
     values: list[float] = []
     groups: list[Sequence | None] = []  # the objects of every clause that is right
@@ -126,7 +126,7 @@ def evaluate_clauses(detections: Detections, clauses: Clauses, *, exact: bool) -
 
 
 def official(detections: Detections, columns: Mapping[str, Any]) -> bool:
-    """Decide as the benchmark does whether an image is correct."""
+    """Whether an image is correct by the rules of the benchmark."""
     correct, _ = evaluate_clauses(detections, columns["include"], exact=False)
     excluded = [(clause["class"], clause["count"]) for clause in columns.get("exclude") or ()]
     if columns.get("tag") == "counting":

@@ -11,10 +11,10 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.image_io import to_pil
 from mmrl.diffusion.reward_base import frames_of, images_of
+from mmrl.rewards.adapters import per_outcome
 
 JPEG_QUALITY = 95
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer
 from mmrl.core.answer_text import spelled
 from mmrl.core.answers import targets_of
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.reward_base import frames_of, import_function
+from mmrl.rewards.adapters import OwnAnswer
 
 # From an image (3, height, width) uint8 to texts with confidences.
 Recogniser = Callable[[Tensor], Sequence[tuple[str, float]]]
@@ -65,7 +65,7 @@ class TextInImage:
 
     @staticmethod
     def grade_texts(prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, column: str) -> list[float]:
-        """Grade the texts that images would show, without a recogniser."""
+        """Grade the texts of outcomes as if they were recognised in images."""
         return [
             max(text_match(target, outcome.text or "", more=True) for target in wanted(prompt, column))
             for prompt, outcome in zip(prompts, outcomes, strict=True)
@@ -82,7 +82,7 @@ class TextInImage:
 
 
 def wanted(prompt: Prompt, column: str) -> list[str]:
-    """Return the texts that an image may show: those of the column, or without one the quoted text."""
+    """Texts that an image may show: from the column, or without a column the quoted text."""
     if not column:
         return [quoted(prompt)]
     targets = [] if prompt.columns.get(column) == "" else targets_of(prompt.columns.get(column))
@@ -94,7 +94,7 @@ def wanted(prompt: Prompt, column: str) -> list[str]:
     return targets
 
 
-# Openings with their ends. The first pair that holds something counts; single quotes only where no others do.
+# Opening quotes with their closing quotes. The first non-empty pair counts; double quotes before single ones.
 DOUBLE = {
     '"': '"”',
     "“": '”“"',
@@ -135,7 +135,7 @@ def quoted(prompt: Prompt) -> str:
 
 
 def _end(text: str, at: int, pairs: Mapping[str, str]) -> int:
-    """Find the quote that ends what begins at a place; 0 where nothing begins or ends."""
+    """Index of the quote that closes the quote at `at`; 0 if none is opened or closed there."""
     mark, before = text[at], text[at - 1 : at] if at else ""
     apostrophe = mark in "'‘`" and (before.isalnum() or re.match(r"\d\ds\b", text[at + 1 : at + 4]))
     if apostrophe or (mark in "\"'”" and before.isdigit()):

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from mmrl.config.ranges import PositiveFloat, Probability
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 
 # The colours that easy-VQA draws with.
 COLOURS = {

@@ -38,7 +38,11 @@ HERE = Path(__file__).parent
 REWARDS = ("clip_score", "coloured_shape")
 SHOWN = (*REWARDS, *(f"gain in {name}" for name in REWARDS), "updates", "seconds", "network evaluations")
 # What decides the result of the start besides configurations: the source of builders, and packages.
-SOURCES = (HERE / "easy_vqa_captions.py", *sorted(Path(builders.__file__).parent.glob("*.py")))
+SOURCES = (
+    HERE / "easy_vqa_captions.py",
+    HERE.parent / "tiny_clip.py",
+    *sorted(Path(builders.__file__).parent.glob("*.py")),
+)
 VERSIONS = ("mmrl", "torch", "transformers", "diffusers", "open_clip_torch", "easy-vqa")
 
 

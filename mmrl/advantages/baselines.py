@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmrl.advantages.normalize import BY_GROUP
-from mmrl.config.ranges import NonNegativeFloat, PositiveInt, Tag, Tags
+from mmrl.config.ranges import NonNegativeFloat, PositiveInt, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
 
@@ -70,32 +70,3 @@ def best_margin(table: RewardTable, *, by: Tags = BY_GROUP, eps: NonNegativeFloa
     best = table.valid & (rank == count - 1)
     credit = torch.where(best, lead / (groups.std() + eps), 0.0)
     return table.put(clear_flat_groups(table, groups, credit, "zero"))
-
-
-@advantage
-def greedy_baseline(table: RewardTable, *, tag: Tag = "greedy", by: Tags = ("group",)) -> RewardTable:
-    """Subtract the reward of the greedy answer, which is not learned from (ReMax, arXiv 2310.10505).
-
-    It is that of the rows that an engine tagged, as `vision.with_greedy` does; of several the mean. A group
-    whose greedy answer has no reward is not learned from: our reading. Put it after `total`.
-
-    Args:
-        tag: The tag of greedy rows.
-        by: Keys that define a group.
-    """
-    if not len(table):
-        return table
-    if tag not in table.ids:
-        raise ValueError(
-            f"`greedy_baseline` wants rows tagged '{tag}', and no row is; add the engine "
-            "`vision.with_greedy` after `vision.generate`"
-        )
-    greedy = table.ids[tag] != 0
-    answers = table.valid & greedy[:, None] & (table.ids["place"] == table.last[:, None])[:, None]
-    baseline = GroupStatistics(table.values, answers, table.index(by))
-    known = baseline.count() > 0
-    return table.replace(
-        values=torch.where(known, table.values - baseline.mean(), 0.0),
-        valid=table.valid & known,
-        learn=table.learn & ~greedy,
-    )

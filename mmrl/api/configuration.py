@@ -120,12 +120,12 @@ def _changed(
     raw: dict[str, Any], keywords: Mapping[str, Any], own: dict[str, Any], *, complete: bool
 ) -> dict[str, Any]:
     """Change a configuration by arguments of TRL, and by keys of its own, which win."""
-    said = merge(raw, own)
-    found = translated(keywords, said, own, complete=complete)
-    kept = {k: v for k, v in found.change.items() if k in found.asked or lookup(own, k, ABSENT) is ABSENT}
+    merged = merge(raw, own)
+    change, decided, differs = translated(keywords, merged, own, complete=complete)
+    change = {k: v for k, v in change.items() if k in decided or lookup(own, k, ABSENT) is ABSENT}
     if keywords:
-        tell(tuple(found.differs))
-    return merge(merge(said, nested(kept)), own)
+        tell(tuple(differs))
+    return merge(merge(merged, nested(change)), own)
 
 
 def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
@@ -247,9 +247,7 @@ def _rewards(rewards: Reward | Sequence[Reward], names: dict[str, Any]) -> list[
 
 def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Let the filter of a method that reads a reward of its own, as DAPO's does, read the first one given."""
-    names = [
-        reward.get("label") or reward["name"].rpartition(":")[2].rpartition(".")[2] for reward in rewards
-    ]
+    names = [one.get("label") or one["name"].rpartition(":")[2].rpartition(".")[2] for one in rewards]
     match group_filter:
         case {"of": str(name)} if names and name not in names:
             return {"group_filter": {"of": names[0]}}
@@ -257,14 +255,12 @@ def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def _weighted(pieces: Sequence[Any], weights: float | Sequence[float]) -> list[dict[str, Any]]:
-    """Give rewards their weights, in order."""
+    """Set the weights of rewards, in order."""
     weights = as_list(weights)
     if len(weights) != len(pieces):
         raise ConfigError(f"`reward_weights` has {len(weights)} numbers for {len(pieces)} rewards")
-    return [
-        {**as_piece_mapping(piece), "weight": float(weight)}
-        for piece, weight in zip(pieces, weights, strict=True)
-    ]
+    both = zip(pieces, weights, strict=True)
+    return [{**as_piece_mapping(piece), "weight": float(weight)} for piece, weight in both]
 
 
 def reward_piece(reward: Reward, names: dict[str, Any], kind: str = "reward") -> dict[str, Any]:
@@ -307,16 +303,11 @@ class Factory:
 
 def environments_of(given: Factories | None) -> list[Factory]:
     """List what makes environments, as TRL takes it: one, or several by the names that rows choose from."""
-    match given:
-        case None:
-            return []
-        case {"name": _}:
-            listed = [("", given)]
-        case Mapping():
-            listed = list(given.items())
-        case _:
-            listed = [("", given)]
-    found = []
+    if given is None:
+        return []
+    several = isinstance(given, Mapping) and "name" not in given
+    listed = list(given.items()) if several else [("", given)]
+    factories = []
     for label, piece in listed:
         options = as_mapping(piece) if isinstance(piece, str | Mapping) else {"name": piece}
         target = options["name"]
@@ -325,8 +316,8 @@ def environments_of(given: Factories | None) -> list[Factory]:
             raise ConfigError(f"`environment_factory` must be a class or a function, not {target!r}")
         kind = target if isinstance(target, type) else type(target())
         label = label or options.get("label") or kind.__name__
-        found.append(Factory(options, label, callable(getattr(kind, "get_reward", None))))
-    return found
+        factories.append(Factory(options, label, callable(getattr(kind, "get_reward", None))))
+    return factories
 
 
 def with_tools(
@@ -345,8 +336,7 @@ def with_tools(
         engine["tool"] = [reward_piece(tool, names, "tool") for tool in tools]
     if factories:
         engine["environment"] = [
-            {**reward_piece(factory.piece, names, "environment"), "label": factory.label}
-            for factory in factories
+            {**reward_piece(one.piece, names, "environment"), "label": one.label} for one in factories
         ]
     return merge(raw, {"rollout": {"engine": [*engines, engine]}})
 

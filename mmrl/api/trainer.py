@@ -150,15 +150,11 @@ class Trainer:
         """Answer and score every prompt of `eval_dataset` or another dataset."""
         measured = self._measure(test_dataset)
         rewards = {name: measured.table.at_end(name).tolist() for name in measured.table.scored}
-        return [
-            Prediction(
-                row.prompt.text,
-                as_answer(row.outcomes[-1]),
-                row.prompt.target,
-                dict(zip(rewards, scores, strict=True)),
-            )
-            for row, *scores in zip(measured.rollouts, *rewards.values(), strict=True)
-        ]
+        predictions = []
+        for row, *scores in zip(measured.rollouts, *rewards.values(), strict=True):
+            answer, scored = as_answer(row.outcomes[-1]), dict(zip(rewards, scores, strict=True))
+            predictions.append(Prediction(row.prompt.text, answer, row.prompt.target, scored))
+        return predictions
 
     def save_model(self, output_dir: str | Path = "") -> Path:
         """Write the model as a folder that its library loads, by default `output_dir`/model."""
@@ -214,11 +210,7 @@ class DPOTrainer(Trainer):
         compute_metrics: Any = None, callbacks: Any = None, optimizers: Any = None,
         quantization_config: Any = None, peft_config: Any = None, **ours: Any,
     ) -> None:  # fmt: skip
-        others = {
-            "data_collator": data_collator,
-            "compute_metrics": compute_metrics,
-            "optimizers": optimizers,
-        }
+        others = dict(data_collator=data_collator, compute_metrics=compute_metrics, optimizers=optimizers)
         method = "" if args is not None and not isinstance(args, Mapping) else "dpo"
         super().__init__(
             model, None, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config,

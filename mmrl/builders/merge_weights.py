@@ -25,14 +25,14 @@ PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"}  # other f
 class MergeWeights:
     """Average the weights of several models of one architecture into a new one.
 
-    A model soup (arXiv 2203.05482) with equal weights; AdaR1 (arXiv 2504.21659) merges a model that reasons
-    at length with one that answers shortly at 0.8 and 0.2. Tensors are averaged one by one in float32 and
-    written in the precision of the first model, from which all other files are taken. Models are folders of
-    transformers or diffusers in safetensors; write one with an adapter by `mmrl export` before.
+    A model soup (arXiv 2203.05482) with equal weights; AdaR1 (arXiv 2504.21659) merges a model of long
+    reasoning with a model of short answers at 0.8 and 0.2. Tensors are averaged one by one in float32 and
+    written in the precision of the first model, which also provides all other files. Models are folders of
+    transformers or diffusers in safetensors; merge an adapter into its model first, by `mmrl export`.
 
     Args:
         models: Two or more folders.
-        weights: One number a model, which add up to 1; some may be negative. Empty: all equal.
+        weights: One number per model; they add up to 1, and may be negative. Empty: all equal.
     """
 
     models: tuple[str, ...]
@@ -54,8 +54,8 @@ class MergeWeights:
         if output.exists() and (output.is_file() or any(output.iterdir())):
             raise ConfigError(f"'{output}' exists and is not empty; name another folder as `output`")
         places = [_tensors_of(folder) for folder in folders]
-        for folder, found in zip(folders[1:], places[1:], strict=True):
-            if odd := sorted(found.keys() ^ places[0].keys()):
+        for folder, files in zip(folders[1:], places[1:], strict=True):
+            if odd := sorted(files.keys() ^ places[0].keys()):
                 lacking = folder if odd[0] in places[0] else folders[0]
                 raise ValueError(
                     f"'{lacking}' has no tensor '{odd[0]}', which another of the models has; only models of "
@@ -72,9 +72,13 @@ class MergeWeights:
     def _merge_file(
         self, file: Path, folders: Sequence[Path], places: Sequence[Mapping[str, Path]], output: Path
     ) -> None:
-        """Write one file of the first model with merged tensors; only it is in memory as a whole."""
+        """Write one file of the first model with merged tensors; memory holds one file at a time."""
         from safetensors import safe_open
         from safetensors.torch import save_file
+
+        def read(file: Path, name: str) -> Tensor:
+            with safe_open(file, "pt") as opened:
+                return opened.get_tensor(name)
 
         inside = file.relative_to(folders[0]).parent
         weights = self.weights or (1 / len(folders),) * len(folders)
@@ -83,7 +87,7 @@ class MergeWeights:
             metadata = first.metadata()
             for name in first.keys():  # noqa: SIM118  it is no mapping
                 own = first.get_tensor(name)
-                others = [_read(found[str(inside / name)], name) for found in places[1:]]
+                others = [read(files[str(inside / name)], name) for files in places[1:]]
                 for folder, other in zip(folders[1:], others, strict=True):
                     if other.shape != own.shape:
                         raise ValueError(
@@ -109,31 +113,24 @@ def _folder(name: str) -> Path:
 
 
 def _tensors_of(folder: Path) -> dict[str, Path]:
-    """Find the file of every tensor, by its name after the folder of its part of a pipeline."""
+    """Map every tensor, named with the subfolder of its pipeline part, to its file."""
     from safetensors import safe_open
 
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for file in sorted(folder.rglob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  it is no mapping
                 key = str(file.relative_to(folder).parent / name)
-                if key in found:
-                    raise ValueError(f"'{folder}' has '{key}' twice: in {found[key].name} and {file.name}")
-                found[key] = file
-    if not found:
+                if key in files:
+                    raise ValueError(f"'{folder}' has '{key}' twice: in {files[key].name} and {file.name}")
+                files[key] = file
+    if not files:
         raise ConfigError(f"'{folder}' has no weights in safetensors")
-    return found
-
-
-def _read(file: Path, name: str) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as opened:
-        return opened.get_tensor(name)
+    return files
 
 
 def _average(name: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Average floats in float32 or better; whole numbers have to be equal."""
+    """Average floats in float32 or better; integers must be equal."""
     first = tensors[0]
     if not first.is_floating_point():
         if not all(torch.equal(first, other) for other in tensors[1:]):
@@ -147,7 +144,7 @@ def _average(name: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> 
 
 
 def _copy_others(folder: Path, output: Path) -> None:
-    """Copy what is beside the weights: configuration, tokenizer, processor; no pickles, nothing hidden."""
+    """Copy the other files (configuration, tokenizer, processor), without pickles and hidden files."""
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
         weights = file.suffix in (".safetensors", *PICKLES)

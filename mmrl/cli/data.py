@@ -1,4 +1,4 @@
-"""Commands about data: build a data set or a model folder, and check rows and media."""
+"""Commands `mmrl build` (data sets and model folders) and `mmrl data check` (rows and media)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mmrl.config.schema import BuildConfig, as_plain, load
 @command(
     CONFIG,
     OVERRIDES,
-    argument("--overwrite", action="store_true", help="replace what another build left in the folder"),
+    argument("--overwrite", action="store_true", help="replace the result of another build"),
     examples=("mmrl build my_data.yaml output=data/mine",),
 )
 def build(given: argparse.Namespace) -> None:
     """Build a data set or a model folder into the `output` of a configuration.
 
-    The folder is filled at the end, as a whole. The same configuration may be built again; what another one
-    built is replaced with --overwrite, and what no build made never is.
+    The folder appears when the build is complete. A build of the same configuration is replaced; one of
+    another configuration only with --overwrite; any other folder never.
     """
     from mmrl.config.binding import Pieces
     from mmrl.config.misplaced import check_all
@@ -32,33 +32,37 @@ def build(given: argparse.Namespace) -> None:
     pieces = Pieces(Stream(config.seed))
     check_all(pieces, config)
     pieces.require_packages()
-    output, builder = Path(config.output), pieces.make_field(config, "build")
-    goes_on = getattr(builder, "goes_on", False)
-    facts = (
-        {"builder": config.build.name} if goes_on else {"build": as_plain(config.build), "seed": config.seed}
-    )
-    if goes_on:  # from what a build that was killed left there, which it compares itself; on all processes
+    try:
+        builder = pieces.make_field(config, "build")
+    except ConfigError:
+        raise
+    except ValueError as error:  # a wrong value of an option
+        raise ConfigError(f"build: {error}") from error
+    output = Path(config.output)
+    if getattr(builder, "goes_on", False):  # continues an interrupted build after comparing its configuration
+        facts = {"builder": config.build.name}
         check_replaceable(output, "build", overwrite=given.overwrite, **facts)
         mark(output, "build", **facts)
-        built = builder.build(output)
+        counts = builder.build(output)
     else:
+        facts = {"build": as_plain(config.build), "seed": config.seed}
         with making(output, "build", overwrite=given.overwrite, **facts) as folder:
-            built = builder.build(folder)
-    print(f"{config.output}: " + ", ".join(f"{name} {value}" for name, value in built.items()))
+            counts = builder.build(folder)
+    print(f"{config.output}: " + ", ".join(f"{name} {value}" for name, value in counts.items()))
 
 
 @command(
     argument("path", help="a file of rows (jsonl, json, parquet), or a folder of them"),
     argument("--root", help="folder that media paths are relative to (default: the folder of the rows)"),
     argument(
-        "--model", help="model whose special tokens no text should hold (default: common forms of such)"
+        "--model", help="model whose special tokens are searched in texts (default: common special tokens)"
     ),
     argument("--show", type=int, default=3, metavar="N", help="findings to print per check"),
     name="data check",
     examples=("mmrl data check data/questions.jsonl", "mmrl data check data/chat --model models/mine"),
 )
 def check_data(given: argparse.Namespace) -> int:
-    """Find rows and media that are missing, broken or shared by splits; exit code 1 if there are any."""
+    """Find rows and media that are missing, broken or in several splits; exit code 1 if there are any."""
     from mmrl.config.registry import pieces
     from mmrl.data.dataset_io import Rows, SourceError, row_files
 
@@ -86,7 +90,7 @@ def check_data(given: argparse.Namespace) -> int:
 
 
 def special_tokens_of(model: str) -> frozenset[str]:
-    """List the special tokens of a model's folder, or of one of the hub; raises ConfigError without them."""
+    """Special tokens of a model folder or hub id; raises ConfigError if its tokenizer cannot be read."""
     from transformers import AutoTokenizer
 
     from mmrl.core.plain_text import control_words

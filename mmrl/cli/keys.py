@@ -24,7 +24,8 @@ FILES = {"a training run": Config, "an evaluation": EvaluateConfig, "something t
 )
 def keys(given: argparse.Namespace) -> None:
     """List the keys of configuration files with their types, defaults and meanings."""
-    from mmrl.config.keys import describe_default, describe_type, keys_of
+    from mmrl.cli.describe import describe_default, describe_type
+    from mmrl.config.keys import keys_of
 
     every = {title: list(keys_of(kind)) for title, kind in FILES.items()}
     prefix, found = given.prefix, False

@@ -1,4 +1,4 @@
-"""The command that shows the Pareto front of checkpoints in several metrics of their evaluations."""
+"""Command `mmrl pareto-front`: Pareto front of checkpoints in several metrics."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ from mmrl.config.loading import ConfigError, nearest
 
 @command(
     argument("runs", nargs="+", type=Path, metavar="RUN", help="the output_dir of a run with evaluations"),
-    argument("--metrics", nargs="+", required=True, metavar="NAME", help="to maximise, as in metrics.jsonl"),
-    argument("--reference", nargs="+", type=float, metavar="VALUE", help="the least of every metric"),
-    argument("--select", type=int, default=5, help="the loneliest members that are marked (default: 5)"),
-    argument("--beta", type=float, default=0.9, help="share that a threshold keeps (default: 0.9)"),
+    argument(
+        "--metrics", nargs="+", required=True, metavar="NAME", help="metrics to maximise, as in metrics.jsonl"
+    ),
+    argument(
+        "--reference",
+        nargs="+",
+        type=float,
+        metavar="VALUE",
+        help="reference point: the lowest useful value of every metric",
+    ),
+    argument("--select", type=int, default=5, help="number of members to mark (default: 5)"),
+    argument("--beta", type=float, default=0.9, help="share of a metric that must be kept (default: 0.9)"),
     examples=(
         "mmrl pareto-front runs/w0 runs/w50 runs/w100 --metrics eval_reward eval_length --reference 0 0",
     ),
 )
 def pareto_front(given: argparse.Namespace) -> None:
-    """Show which evaluated checkpoints no other beats in several metrics, and where the front has gaps.
+    """Show the Pareto front of evaluated checkpoints in several metrics, and the gaps in it.
 
-    Every evaluation of the runs is a point. Marked members are the loneliest: training on from them, one
-    metric at a time with the others held by the advantage `barrier`, fills the gaps of the front (C-MORL,
-    arXiv 2410.02236); the table has the thresholds for that. The hypervolume (larger is better) needs a
-    reference.
+    Every evaluation of the runs is a point. Members with the largest gaps around them are marked: training
+    on from one, one metric at a time with the others held above their thresholds by the advantage `barrier`,
+    fills the gaps (C-MORL, arXiv 2410.02236). With a reference point it prints the hypervolume (larger is
+    better).
     """
     from mmrl.reporting import fronts
 
@@ -50,24 +58,23 @@ def pareto_front(given: argparse.Namespace) -> None:
     ]
     thresholds = [f"threshold of {name}" for name in given.metrics]
     print_table(["checkpoint", *given.metrics, "crowding distance", *thresholds], *rows)
-    print(f"* the loneliest; {len(front)} of {len(points)} evaluations are on the front")
+    print(f"* largest gaps around; {len(front)} of {len(points)} evaluations are on the front")
     if reference:
         print(f"hypervolume {fronts.hypervolume(front, reference):.6g}")
-    print(f"expected utility {fronts.expected_utility(front):.6g}, sparsity {fronts.sparsity(front):.6g}")
 
 
 def evaluated(runs: list[Path], metrics: list[str]) -> dict[str, tuple[float, ...]]:
-    """Read all evaluations of runs that have the metrics, by run and step."""
+    """Values of the metrics in every evaluation, by run and step."""
     from mmrl.reporting.metrics import Journal, steps_taken
 
     points: dict[str, tuple[float, ...]] = {}
     for run in runs:
         records = Journal(run).read()
-        found = [record for record in records if all(name in record for name in metrics)]
-        if not found:
-            known = sorted({name for record in records for name in record if name.startswith("eval_")})
-            wanted = next(name for name in metrics if name not in known or not found)
-            hint = nearest(wanted, known) or f"there are {', '.join(known) or 'no evaluations'}"
+        complete = [record for record in records if all(name in record for name in metrics)]
+        if not complete:
+            measured = sorted({name for record in records for name in record if name.startswith("eval_")})
+            missing = next((name for name in metrics if name not in measured), metrics[0])
+            hint = nearest(missing, measured) or f"there are {', '.join(measured) or 'no evaluations'}"
             raise ConfigError(f"'{run}' has no record with {', '.join(metrics)}; {hint}")
-        points |= {f"{run} step {steps_taken(r)}": tuple(r[name] for name in metrics) for r in found}
+        points |= {f"{run} step {steps_taken(r)}": tuple(r[name] for name in metrics) for r in complete}
     return points

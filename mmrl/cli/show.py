@@ -73,7 +73,7 @@ def show(given: argparse.Namespace) -> None:
 
 def show_methods(family: str | None) -> None:
     """List methods, those asked for by name first: papers, what differs from GRPO, and our readings."""
-    from mmrl.config.methods import all_methods, tables
+    from mmrl.reporting.methods import all_methods, tables
 
     families = dict.fromkeys(method.family for method in all_methods())
     if family is not None and family not in families:
@@ -91,7 +91,7 @@ def show_methods(family: str | None) -> None:
 
 def show_method(name: str) -> None:
     """Show a method: its file, the pieces that it names, and what of them is our reading of a paper."""
-    from mmrl.config.methods import all_methods, readings
+    from mmrl.reporting.methods import all_methods, readings
 
     known = {method.name: method for method in all_methods()}
     if name not in known:
@@ -119,8 +119,8 @@ def show_piece(kind: str, name: str) -> None:
 
     The name may lack its package where only one piece has it.
     """
+    from mmrl.cli.describe import describe_default, describe_option, split_docstring, yaml_of
     from mmrl.config.binding import CALLED_WITH, FILLED
-    from mmrl.config.keys import describe_default, describe_option, split_docstring, yaml_of
     from mmrl.config.registry import find, pieces
 
     short = [entry.full_name for entry in pieces(kind) if entry.name == name]

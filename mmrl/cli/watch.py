@@ -89,7 +89,7 @@ class Page:
 
     def text(self) -> str:
         """Return the page as of now; one sentence before the first step, or where a file cannot be read."""
-        from mmrl.reporting.html.pages import run_page, stages_page
+        from mmrl.reporting.html.pages import comparison, run_page
         from mmrl.reporting.html.run_folder import read_run
 
         try:
@@ -103,7 +103,7 @@ class Page:
             if not runs:
                 self.made = sentence(f"{self.folder.resolve().name} has not finished a step yet.")
             else:
-                self.made = stages_page(runs) if stages else run_page(runs[0])
+                self.made = comparison(runs, stages=True) if stages else run_page(runs[0])
             last = runs[-1] if len(runs) == max(1, len(stages)) else None
             # A run of epochs has no `max_steps`.
             self.finished = last is not None and last.done >= (last.config.get("max_steps") or float("inf"))

@@ -1,4 +1,4 @@
-"""Binding: names in a configuration become callables with checked options, schedules and random streams."""
+"""Bind the names in a configuration to callables with checked options, schedules and random streams."""
 
 from __future__ import annotations
 
@@ -13,18 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from mmrl.config.loading import ConfigError, UnknownKey
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, Taken, is_number, is_whole, marks
-from mmrl.config.registry import FACTORIES, HOMES, LOADED, MADE, Entry, Needs, find, leaves_form
-from mmrl.config.schema import (
-    Kind,
-    Piece,
-    Scheduled,
-    as_piece,
-    convert,
-    each,
-    held_fields,
-)
-from mmrl.config.tool_functions import RIGHTS
-from mmrl.config.workers import Elsewhere, Workers, check_elsewhere
+from mmrl.config.registry import FACTORIES, HOMES, LOADED, MADE, Entry, Needs, find, import_name, leaves_form
+from mmrl.config.schema import Kind, Piece, Scheduled, as_piece, convert, each, held_fields
 from mmrl.core.protocols import Stateful
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
@@ -32,34 +22,25 @@ from mmrl.core.types import Clock
 T = TypeVar("T")
 # Options that the run fills, never a configuration.
 FILLED = ("generator", "recipe", "stream", "train_prompts")
+WORKERS = "mmrl.runtime.workers:workers_of"  # of a wing above, so by name
+CALLED = {"label": str, "timeout": PositiveFloat, "retries": NonNegativeInt}  # the time-out in seconds
+# What a tool may do besides computing; one that declares any of these has no other rights.
+RIGHTS = {"reads": tuple[str, ...], "writes": tuple[str, ...], "network": bool, "process": bool}
+TOOL = {**CALLED, "on_error": Literal["tell", "skip", "raise"], **RIGHTS}
 # Keys of a piece that are settings of its caller and no options of the piece itself.
 CALLED_WITH = {
     "reward": {
         "weight": float,
-        "label": str,
-        "timeout": PositiveFloat,  # seconds
+        **CALLED,
         "on_error": Literal["raise", "skip"],
-        "retries": NonNegativeInt,
         "on_absent": Literal["raise", "warn"],
-        "where": Mapping[str, Any],  # columns of the prompts that it is asked about, with their values
-        "at": str,  # turns that it is asked about: `last` (the usual), `every`, `tag` or `tag=word`
-        "workers": Workers,  # Ray actors that it is computed by
+        "where": Mapping[str, Any],  # columns of the prompts that it scores, with their values
+        "at": str,  # turns that it scores: `last` (the default), `every`, `tag` or `tag=word`
+        "workers": Mapping[str, Any],  # settings of the Ray actors that compute it
     },
     "compare": {"weight": float},
-    "tool": {
-        "label": str,
-        "timeout": PositiveFloat,  # seconds
-        "on_error": Literal["tell", "skip", "raise"],
-        "retries": NonNegativeInt,
-        **RIGHTS,
-    },
-    "environment": {
-        "label": str,
-        "timeout": PositiveFloat,  # seconds
-        "on_error": Literal["tell", "skip", "raise"],
-        "retries": NonNegativeInt,  # of `reset`
-        **RIGHTS,
-    },
+    "tool": TOOL,
+    "environment": TOOL,  # `retries` of its `reset`
 }
 
 
@@ -104,7 +85,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an engine is made of, so that another process can make it again."""
+    """Everything that another process needs to rebuild an engine."""
 
     policy: Piece
     engines: tuple[Piece, ...]  # those that it wraps, the innermost first
@@ -114,8 +95,23 @@ class Recipe:
     clock: Callable[[], Clock]  # of the schedules of this step
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """A reward that Ray actors rebuild and call: its piece, the policy, the random stream and the clock."""
+
+    name: str  # in errors
+    piece: Piece
+    policy: Piece | None  # of the run
+    stream: Stream
+    clock: Callable[[], Clock]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Raise: actors have to be started for it first."""
+        raise RuntimeError(f"the reward '{self.name}' has `workers`, which were not started")
+
+
 class Pieces:
-    """Checks and makes pieces, and records which of them have state or follow a schedule."""
+    """Checks and builds pieces, and records which of them have state or follow a schedule."""
 
     def __init__(self, stream: Stream, policy: Piece | None = None) -> None:
         self.stream = stream
@@ -160,7 +156,7 @@ class Pieces:
         return bound.function if kind in MADE else bound
 
     def _recipe(self, place: str, name: str) -> Recipe:
-        """Describe the engines before the one at a place."""
+        """Describe the policy and the engines that the engine at a place wraps."""
         chain = place.rpartition("[")[0]  # `rollout.engine` of `rollout.engine[1]`
         before = {at: piece for at, piece in self.engines.items() if at.startswith(f"{chain}[")}
         if self.trained is None:
@@ -191,7 +187,7 @@ class Pieces:
         return _Follows(schedule, wanted, place)
 
     def that_are(self, protocol: type[T]) -> dict[str, T]:
-        """List the pieces that follow a runtime-checkable protocol, by the place that made them."""
+        """List the pieces that implement a runtime-checkable protocol, by their places."""
         return {place: thing for place, thing in self.made.items() if isinstance(thing, protocol)}
 
     @property
@@ -273,7 +269,7 @@ class Pieces:
                 case None if name == "policy" and name not in options and self.policy and entry.copies_policy:
                     options[name] = self._inner(name, self.policy, f"{place}.{name}")
         if "workers" in call:
-            check_elsewhere(entry, piece.options, call["workers"], place)
+            call["workers"] = import_name(WORKERS)(entry, piece.options, call["workers"], place)
             if call["workers"].runtime_env:  # which has the packages of the piece, and this process need not
                 del self.entries[known:]
             self.entries.append(replace(entry, packages={"ray": "ray"}))
@@ -321,7 +317,7 @@ class Pieces:
 
 @dataclass
 class _Follows:
-    """An option that follows a schedule: rounded where it is a whole number, checked against its range."""
+    """The value of an option that follows a schedule: rounded for integer options, checked for its range."""
 
     schedule: Bound
     wanted: Any
@@ -348,7 +344,7 @@ def _check_names(kind: str, made: Sequence[Any], place: str) -> None:
 
 
 def left_out(entry: Entry, name: str, value: Any) -> bool:
-    """Return whether None stands for the default of an option, because its type does not take None."""
+    """Whether None means the default of an option, because the option's type excludes None."""
     wanted = entry.hints.get(name, Any)
     known = wanted is not Any and type(None) not in marks(wanted, type)
     return value is None and known and entry.options[name].default is not inspect.Parameter.empty

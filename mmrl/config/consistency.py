@@ -1,4 +1,4 @@
-"""Checks what the parts of a configuration need of each other, without loading anything."""
+"""Check that the parts of a configuration fit together, without loading data or models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
 from mmrl.config.tags import check_replay, check_tags
 from mmrl.core.rng import Stream
 
-OWN_WEIGHTS = "trained weights"  # what a reference holds that says nothing else
+OWN_WEIGHTS = "trained weights"  # of a reference that declares no `holds`
 
 
 def check_training(config: Config) -> Pieces:
@@ -84,7 +84,7 @@ def check_training(config: Config) -> Pieces:
 
 
 def _check_groups(config: Config, chain: Sequence[Bound]) -> None:
-    """Raise where a piece of the chain compares more rollouts than a prompt has, so nothing is learned."""
+    """Raise where an advantage compares more rollouts than a prompt has, so every advantage would be 0."""
     number = config.rollout.num_generations
     for i, bound in enumerate(chain):
         options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
@@ -135,7 +135,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
 
 
 def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str) -> None:
-    """Raise unless the first piece takes what is called `first`, and each next one what is `wrapped`."""
+    """Raise unless the first piece has the parameter `first`, and each next one the parameter `wrapped`."""
     for i, bound in enumerate(listed):
         takes = next(iter(inspect.signature(bound.entry.target).parameters), "")
         if i == 0 and takes == wrapped:
@@ -151,7 +151,7 @@ def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str
 
 
 def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str) -> None:
-    """Raise where a piece calls parts of what it wraps that this does not have."""
+    """Raise where a wrapper calls methods that the wrapped piece lacks."""
     needs, first, inner = bound.entry.hints.get(wrapped), before[0].entry, before[-1].entry
     # Protocols are for any piece; a class is one whose parts the wrapper calls.
     if not inspect.isclass(needs) or getattr(needs, "_is_protocol", False):
@@ -172,7 +172,7 @@ def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str
 
 
 def _check_every_turn(checked: Mapping[str, Any]) -> None:
-    """Raise where a piece needs an outcome of every turn, but the engine makes one of the last turn alone."""
+    """Raise where a piece needs an outcome per turn, but the engine returns one for the last turn only."""
     engines = _listed(checked, "rollout.engine")
     evaluating = _listed(checked, "evaluation.engine") or engines[:1]
     for place, bound in checked.items():
@@ -188,7 +188,7 @@ def _check_every_turn(checked: Mapping[str, Any]) -> None:
 
 
 def _of_last_turn(engines: Sequence[Bound]) -> Bound | None:
-    """Find the engine that makes an outcome of the last turn alone; None where every turn has one."""
+    """Find the engine that returns an outcome for the last turn only; None if every turn has one."""
     for engine in reversed(engines):
         if getattr(engine.entry.target, "row_per_turn", False):
             return None
@@ -298,7 +298,7 @@ def _check_name(place: str, name: Any, names: Sequence[str]) -> None:
 
 
 def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
-    """Read what an objective needs; the policies that it compares with must be references."""
+    """Return the needs of the objective; raise unless the policies that it reads are references."""
     match checked["objective"]:
         case object(needs=Needs() as needs):
             pass
@@ -334,7 +334,7 @@ def _says(config: Config, checked: Mapping[str, Any]) -> dict[str, frozenset[str
 
 
 def _check_branching(config: Config, engines: Sequence[Bound]) -> None:
-    """Raise where the answers to a prompt do not fill the trees of an engine."""
+    """Raise where `num_generations` is no multiple of the leaves of an engine's trees."""
     number = config.rollout.num_generations
     for i, bound in enumerate(engines):
         for name in (name for name, hint in bound.entry.hints.items() if marks(hint, DividesGenerations)):
@@ -348,7 +348,7 @@ def _check_branching(config: Config, engines: Sequence[Bound]) -> None:
 
 
 def _check_references(config: Config, needs: Needs, who: str) -> None:
-    """Raise unless `references` names every policy that is needed."""
+    """Raise unless `references` names every policy in `needs`."""
     missing = set(needs.others) - set(config.references) - {"old", "engine"}  # need no reference
     if missing:
         raise ConfigError(

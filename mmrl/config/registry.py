@@ -23,8 +23,6 @@ from typing import Any, Protocol, TypeVar, cast, overload
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
 from mmrl.config.papers import import_papers, snake_case
-from mmrl.config.reward_adapters import OwnAnswer, from_trl, is_trl
-from mmrl.config.tool_functions import check_environment, check_tool
 from mmrl.core.types import Unit
 
 SCOPES = {
@@ -43,6 +41,12 @@ LOADED: set[str] = set()  # kinds whose pieces may read files or load a model wh
 PIECES: dict[tuple[str, str], Entry] = {}
 _IMPORTED: set[str] = set()
 NOTHING: frozenset[str] = frozenset()
+# Functions of wings above this one, by name: they check what a model may call, and wrap rewards of TRL.
+CHECKS = {
+    "tool": "mmrl.vision.tool_functions:check_tool",
+    "environment": "mmrl.vision.tool_functions:check_environment",
+}
+FROM_TRL = "mmrl.rewards.adapters:from_trl"
 FORM_PACKAGE = "form=math:math_verify"  # of rewards that compare answers with targets
 
 
@@ -122,7 +126,7 @@ class Entry:
         return frozenset(getattr(self.target, "sets_tags", NOTHING))
 
     @property
-    def own_answer(self) -> Callable[..., OwnAnswer | None] | None:
+    def own_answer(self) -> Callable[..., Any] | None:
         """From a prompt and options of the reward by name to the answer that its target asks for."""
         return getattr(self.target, "own_answer", None)
 
@@ -188,7 +192,7 @@ def kind(
         packages: Mapping[str, str] = MappingProxyType({}),
         on: str = "",
         copies_policy: bool = False,
-        own_answer: Callable[..., OwnAnswer | None] | None = None,
+        own_answer: Callable[..., Any] | None = None,
         scope: str = "",
     ) -> Callable:
         of = {name: frozenset(of_others) for name in others}
@@ -260,6 +264,11 @@ def leaves_form(entry: Entry, options: Mapping[str, Any]) -> bool:
     return form is not None and form.default is None and options.get("form") is None
 
 
+def is_trl(function: Callable) -> bool:
+    """Whether a reward function has TRL's form: it takes `completions` or `environments`."""
+    return not {"completions", "environments"}.isdisjoint(inspect.signature(function).parameters)
+
+
 def import_name(name: str) -> Any:
     """Import what `package.module:attribute` names."""
     module, _, attribute = name.partition(":")
@@ -296,11 +305,9 @@ def find(kind: str, name: str) -> Entry:
             return entry
     if kind == "reward" and is_trl(target):
         # TRL's own keyword arguments come from the data, so none of them is an option.
-        return Entry(kind, module, attribute, from_trl(target), takes=())
-    if kind == "tool":
-        check_tool(target, name)
-    if kind == "environment":
-        check_environment(target, name)
+        return Entry(kind, module, attribute, import_name(FROM_TRL)(target), takes=())
+    if kind in CHECKS:
+        import_name(CHECKS[kind])(target, name)
     return Entry(kind, module, attribute, target)
 
 

@@ -258,15 +258,6 @@ class Replay(Stateful, Protocol):
 
 
 @runtime_checkable
-class ReportsSamplingWeights(Protocol):
-    """A sampler that tells what it believes about prompts, or about the sources that they come from."""
-
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return by uid, or by source, what is believed, such as "pass_rate" and "weight"; for reports."""
-        ...
-
-
-@runtime_checkable
 class ReadsSteps(Policy, Protocol):
     """A policy that can read the rows of another policy, as a critic does."""
 

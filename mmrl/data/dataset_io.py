@@ -16,7 +16,7 @@ from mmrl.core.plain_text import each_text, whole
 from mmrl.core.types import Prompt, PromptError
 from mmrl.data.fields import RowError, parse_json, short, with_columns
 from mmrl.data.object_rows import loose_rows, tables
-from mmrl.data.row_fields import CHECK, Column, RowFields
+from mmrl.data.row_fields import CHECK, Column, RowFields, warn_unread
 from mmrl.data.row_files import BOM, DataRow, Found, GroupFile, LineFile, RowFile, SourceError, TableFile
 from mmrl.data.row_prompts import Places, RowPrompts
 from mmrl.data.separated import SEPARATED, separated_rows
@@ -38,7 +38,7 @@ log = logging.getLogger("mmrl")
 class Rows:
     """All rows of a file or folder, read anew in every iteration; media paths are relative to `root`.
 
-    `special` are the special tokens of the model that the rows are for, where that is known.
+    `special`: the special tokens of the model that trains on the rows, if known.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class Rows:
 
 
 class UniqueIds:
-    """Detects ids that occur twice: the answers of both rows would be compared as one group."""
+    """Detects duplicate ids: the answers to both rows would be compared as one group."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[str, str], str] = {}
@@ -85,10 +85,18 @@ def valid_rows(path: Path) -> Iterator[DataRow]:
 
 
 def bad_rows_error(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> SourceError:
-    """Make an error that counts the rows that cannot be used, and lists the first of them."""
-    shown = [*bad[:SHOWN], *([f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else [])]
+    """Error with the number of unusable rows and the first of them; `bad` are lines "place: reason".
+
+    Rows with the same reason share a line.
+    """
+    places: dict[str, list[str]] = {}
+    for line in bad[:SHOWN]:
+        place, _, reason = line.partition(": ")
+        places.setdefault(reason, []).append(place)
+    lines = [f"{', '.join(named)}: {reason}" if reason else named[0] for reason, named in places.items()]
+    lines += [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
     rows = "1 row" if len(bad) == 1 else f"{len(bad)} rows"
-    return SourceError(f"{rows} of '{source}' cannot be used; {advice}:\n  " + "\n  ".join(shown))
+    return SourceError(f"{rows} of '{source}' cannot be used; {advice}:\n  " + "\n  ".join(lines))
 
 
 def read_prompts(
@@ -102,22 +110,22 @@ def read_prompts(
 ) -> Sequence[Prompt]:
     """Make a prompt of every row of a dataset; all bad rows and duplicate ids are collected into one error.
 
-    Every row is read and checked now, but its prompt does not stay in memory: it is made again when it is
-    asked for, from the line of a file, the row of a table of `datasets`, or the row group of a parquet file.
-    Where no row can be read again (a JSON list, rows of a program that are no table, row groups of more than
-    16 MiB, rows that a dataset makes itself) the result is a list.
+    Every row is read and checked now, but its prompt does not stay in memory: it is made again on access,
+    from the line of a file, the row of a table of `datasets`, or the row group of a parquet file. Where rows
+    cannot be read again (a JSON list, rows in memory that are no table, row groups of more than 16 MiB, rows
+    that a dataset generates) the result is a list.
 
     Args:
         source: The name of the dataset in errors.
         rows: The rows.
         make: Maps a row and its number to a prompt, always the same one, or None to skip it; raises
             `RowError` without a place.
-        reads: The columns that `make` reads. It gets no others as the row's `columns`, and a column that has
-            a meaning, but that nobody reads, makes a bad row (see `RowFields`); None checks nothing.
+        reads: The columns that `make` reads and gets as the row's `columns`. Another column with a known
+            meaning makes a bad row unless a piece of the run reads it (see `RowFields`). None: no check.
         bad_rows: "error"; "drop" logs and skips bad rows; "" is for datasets without such an option.
         limit: The most prompts that are made; 0: no limit.
     """
-    ids, fields = UniqueIds(), None if reads is None else RowFields(source, reads)
+    ids, fields = UniqueIds(), None if reads is None else RowFields(reads)
     splits: dict[str, None] = {}
 
     def prompt_of(row: DataRow, number: int) -> Prompt | None:
@@ -137,7 +145,7 @@ def read_prompts(
 
     indices = read_each(source, rows, add_unique, bad_rows, limit)
     if fields:
-        fields.warn()
+        warn_unread(fields.unread, source)
     if len(splits) > 1 and HELD_OUT & {*splits}:
         wanted = "'%s' holds the splits %s, and all of them are read; a pattern names one: 'folder/train*'"
         log.warning(wanted, source, ", ".join(splits))
@@ -175,10 +183,10 @@ def read_each(
 
 
 def row_files(path: Path) -> list[Path]:
-    """List the files of a dataset: the file itself, or those in the folder or its subfolder `data`.
+    """List the files of a dataset: the file itself, or the files in a folder or its subfolder `data`.
 
-    JSON lists count only if there are no other files: next to those they are descriptions rather than rows.
-    A path that does not exist may be a pattern in the last part: `data/train-*.parquet`.
+    JSON lists count only without other files, beside which they are descriptions and not rows. The last part
+    of a path may be a pattern: `data/train-*.parquet`.
     """
     if path.is_file():
         if path.suffix not in FORMS:
@@ -186,9 +194,9 @@ def row_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         listed = sorted(path.parent.glob(path.name))
-        if found := [one for one in listed if one.is_dir() or one.suffix in FORMS]:
-            name_unread(path, listed, found, FORMS)
-            return [file for one in found for file in row_files(one)]
+        if matches := [one for one in listed if one.is_dir() or one.suffix in FORMS]:
+            name_unread(path, listed, matches, FORMS)
+            return [file for one in matches for file in row_files(one)]
         raise SourceError(f"there is no file or folder '{path}'")
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return [path]  # written by `datasets`
@@ -201,15 +209,15 @@ def row_files(path: Path) -> list[Path]:
 
 
 def split_of(path: Path) -> str:
-    """Derive the split from a file name: `train-00000-of-00002.parquet` belongs to `train`."""
+    """Return the split of a file: `train` for `train-00000-of-00002.parquet`."""
     return SHARD.sub("", path.stem)
 
 
 def checked(row: DataRow) -> DataRow:
-    """Apply the row's own `split`; mark rows that are no objects, nested too deep, or not Unicode."""
+    """Apply the row's own `split`; set the fault of rows that are no objects, too deep, or not Unicode."""
     if type(row.columns) is not dict:
         return DataRow(row.place, row.split, fault=f"not a JSON object, but {short(row.columns)}")
-    # Level by level instead of by recursion, which a hostile row could exhaust.
+    # By level and not by recursion, which a hostile row could exhaust.
     level: list[Any] = [row.columns]
     for _ in range(DEEPEST):
         below: list[Any] = []
@@ -309,15 +317,15 @@ def parquet_rows(path: Path) -> Iterator[DataRow]:
 def arrow_rows(
     batches: Iterable[Any], source: str, split: str, file: RowFile | None = None
 ) -> Iterator[DataRow]:
-    """Read the rows of arrow tables, numbered from 0, which are found again in `file`."""
+    """Read the rows of arrow tables, numbered from 0; `file` gives access to them later."""
     places = ((batch, at) for batch in batches for at in range(batch.num_rows))
     for number, (batch, at) in enumerate(places):
-        found = None if file is None else Found(file, number)
-        yield arrow_row(batch, at, DataRow(f"{source}[{number}]", split, found=found))
+        location = None if file is None else Found(file, number)
+        yield arrow_row(batch, at, DataRow(f"{source}[{number}]", split, found=location))
 
 
 def arrow_row(table: Any, at: int, row: DataRow) -> DataRow:
-    """Add the columns of a row of an arrow table; a value without a Python type makes a faulty row."""
+    """Add the columns of a row of an arrow table; a value that Python cannot represent makes a bad row."""
     import pyarrow
 
     try:  # one row at a time, so that a value that cannot be converted spoils no other row
@@ -329,7 +337,7 @@ def arrow_row(table: Any, at: int, row: DataRow) -> DataRow:
 
 
 def saved_rows(path: Path) -> Iterator[DataRow]:
-    """Read a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    """Read a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
     import datasets
 
     loaded = datasets.load_from_disk(str(path))
@@ -350,7 +358,7 @@ def hub_rows(name: str, subset: str = "") -> Iterator[DataRow]:
 
 
 def object_rows(name: str) -> Iterator[DataRow]:
-    """Read the rows of a dataset that a Python program has in memory."""
+    """Read the rows of a dataset in the memory of a Python program."""
     if splits := tables(name):
         yield from split_rows(splits, name)
         return
@@ -360,9 +368,9 @@ def object_rows(name: str) -> Iterator[DataRow]:
 
 
 def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
-    """Read splits of `datasets`; in the arrow format images stay encoded, as bytes or paths.
+    """Read splits of `datasets` in the arrow format, where images stay encoded, as bytes or paths.
 
-    Columns that `set_format` chose are read alone.
+    Only the columns of `set_format` are read, if it was called.
     """
     for split, table in splits.items():
         shown = None if table.format["output_all_columns"] else table.format["columns"]
@@ -372,9 +380,9 @@ def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows as JSON lines, a JSON list or parquet, by the suffix of the path; returns their number."""
+    """Write rows as JSON lines, a JSON list or parquet, by the suffix of the path; return their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":  # as they come; the other forms need all of them at once
+    if path.suffix == ".jsonl":  # one by one; the other forms need all rows at once
         count = 0
         with path.open("w", encoding="utf-8") as file:
             for count, row in enumerate(rows, 1):  # noqa: B007

@@ -1,6 +1,6 @@
 """Validation of single fields of a row: text, number, list, object, id.
 
-A value of another type is a `RowError` that names the field and the value."""
+A value of another type raises a `RowError` with the field and the value."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def short(value: Any) -> str:
 
 def text(value: Any, name: str) -> str:
     """Return the value if it is a text that is not blank."""
-    match value:
-        case str() if value.strip():
-            return value
+    if isinstance(value, str) and value.strip():
+        return value
     raise RowError(f"wanted a text as `{name}`, got {short(value)}")
 
 
@@ -42,7 +41,7 @@ def is_number(value: Any) -> bool:
 
 
 def number(value: Any, name: str) -> float:
-    """Return a finite number as a float; a cell of CSV writes it as a text."""
+    """Return a finite number as a float; it may be a text, as in cells of CSV."""
     if type(value) is str and WRITTEN.fullmatch(value):
         value = float(value)
     if not is_number(value):
@@ -51,31 +50,29 @@ def number(value: Any, name: str) -> float:
 
 
 def listed(value: Any, name: str, size: int | None = None) -> list[Any]:
-    """Return the value as a list if it is one, of `size` entries if that is given; a text may be its JSON."""
-    found = unpacked(value)
-    match found:
-        case list() | tuple() if size in (None, len(found)):
-            return list(found)
+    """Return a list, of `size` entries if given; it may be a JSON text, as in cells of CSV."""
+    entries = unpacked(value)
+    if isinstance(entries, list | tuple) and size in (None, len(entries)):
+        return list(entries)
     wanted = "a list" if size is None else f"a list of {size}"
     raise RowError(f"wanted {wanted} as `{name}`, got {short(value)}")
 
 
 def unpacked(value: Any) -> Any:
-    """Return the list that a text holds as JSON, as cells of CSV have it; any other value as it is."""
+    """Parse a text that is a JSON list, as in cells of CSV; any other value stays."""
     if type(value) is str and value.lstrip().startswith("["):
         try:
-            found = parse_json(value)
+            entries = parse_json(value)
         except RowError:
             return value
-        return found if type(found) is list else value
+        return entries if type(entries) is list else value
     return value
 
 
 def mapping(value: Any, name: str) -> Mapping[str, Any]:
     """Return the value if it is an object with named fields."""
-    match value:
-        case Mapping():
-            return value
+    if isinstance(value, Mapping):
+        return value
     raise RowError(f"wanted an object as `{name}`, got {short(value)}")
 
 
@@ -92,11 +89,11 @@ def parse_json(text: str) -> Any:
     """Parse JSON; duplicate keys, numbers of thousands of digits and endless nesting are a RowError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):  # a dict keeps only the last of equal keys
+        entries = dict(pairs)
+        if len(entries) < len(pairs):  # a dict keeps only the last of equal keys
             name = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise ValueError(f"the key {short(name)} occurs twice")
-        return made
+        return entries
 
     try:
         return json.loads(text, object_pairs_hook=unique)
@@ -105,7 +102,7 @@ def parse_json(text: str) -> Any:
 
 
 def with_columns(reason: str, columns: Mapping[str, Any]) -> str:
-    """Add the columns that a row has to what is wrong with it, where that names one that it has not."""
+    """Append the row's columns to an error text that names a missing column."""
     named = re.findall(r"[`']([^\W\d]\w*)[`']", reason)
     if not columns or all(name in columns for name in named):
         return reason
@@ -113,7 +110,7 @@ def with_columns(reason: str, columns: Mapping[str, Any]) -> str:
 
 
 def uid_of(columns: Mapping[str, Any], default: str, name: str = "id") -> str:
-    """Read the id of a row, a text or a number; a row without one gets the `default`."""
+    """Read the id of a row, a text or a number, or else return the `default`."""
     value = columns.get(name)
     if value is None:
         return default
@@ -121,10 +118,10 @@ def uid_of(columns: Mapping[str, Any], default: str, name: str = "id") -> str:
 
 
 def template_fields(*templates: str) -> tuple[str, ...]:
-    """List the fields of a row that `str.format` templates name; none of a template that cannot be parsed."""
+    """List the fields in `str.format` templates; empty where one cannot be parsed."""
     try:
         named = [name for template in templates for _, name, _, _ in Formatter().parse(template) if name]
-    except ValueError:  # `fill_template` names the fault
+    except ValueError:  # `fill_template` raises the error
         return ()
     return tuple(re.split(r"[.\[]", name)[0] for name in named)
 

@@ -11,10 +11,10 @@ from typing import Any
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Part, Prompt
 
-TAG = "hint"  # of the outcomes of a prompt with a hint
-WANTED = "wanted_hint"  # tag of a prompt for which the engine `with_hinter` writes one
-WROTE = "wrote"  # tag of the outcome that is a hint: the word that `TAG` has of the answers that saw it
-ATTEMPT = "failed_attempt"  # column of such a prompt: an answer that failed
+TAG = "hint"  # tag of the outcomes of a prompt with a hint
+WANTED = "wanted_hint"  # tag of a prompt for which the engine `with_hinter` writes a hint
+WROTE = "wrote"  # tag of an outcome that is a hint; equal to `TAG` of the answers to the prompt with it
+ATTEMPT = "failed_attempt"  # column with a failed answer, of a prompt with the tag `WANTED`
 TEMPLATE = "\n\nHint: {hint}"
 SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|\n+")
 
@@ -22,7 +22,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|\n+")
 def with_hint(prompt: Prompt, hint: str, *, tag: str, template: str = TEMPLATE) -> Prompt:
     """Add a hint as the last part of the last message; the id stays, so that all rows are one group.
 
-    All outcomes get `tag` as their id `hint`, which is absent for a prompt without one.
+    All outcomes get `tag` as their tag `hint`, which a prompt without a hint lacks.
     """
     *before, last = prompt.messages
     last = replace(last, parts=(*last.parts, Part(template.replace("{hint}", hint), said=True)))
@@ -30,7 +30,7 @@ def with_hint(prompt: Prompt, hint: str, *, tag: str, template: str = TEMPLATE) 
 
 
 def without_hint(prompt: Prompt) -> Prompt:
-    """Take the hint off that `with_hint` added; a prompt without one is returned as it is."""
+    """Remove the hint that `with_hint` added, if any."""
     if TAG not in prompt.tags:
         return prompt
     *before, last = prompt.messages
@@ -39,18 +39,18 @@ def without_hint(prompt: Prompt) -> Prompt:
 
 
 def wanting_hint(prompt: Prompt, attempt: str, *, tag: str) -> Prompt:
-    """Mark a prompt for which a hint is to be written, after an answer that failed; the id stays."""
+    """Request a hint for a prompt after a failed answer, by a tag and a column; the id stays."""
     columns = {**prompt.columns, ATTEMPT: attempt}
     return replace(prompt, columns=columns, tags={**prompt.tags, WANTED: tag})
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text after the ends of sentences and at line breaks."""
+    """Split a text into sentences and lines."""
     return [part for part in SENTENCE_END.split(text.strip()) if part]
 
 
 def tiers(value: Any, cuts: int) -> list[str]:
-    """List the hints of a column, the weakest first: its texts, or growing shares of one text."""
+    """List the hints of a column, the weakest first: a list of texts, or `cuts` growing parts of one text."""
     match value:
         case str():
             parts = sentences(value)
@@ -62,7 +62,7 @@ def tiers(value: Any, cuts: int) -> list[str]:
 
 
 def check_hints(prompts: Sequence[Prompt], column: str, template: str) -> None:
-    """Raise ConfigError where no prompt has the column, or one has something else than texts in it."""
+    """Raise `ConfigError` if no prompt has a hint in the column, or a value is neither a text nor a list."""
     if "{hint}" not in template:
         raise ConfigError(f"'hint_template' must contain {{hint}}, not be {template!r}")
     for prompt in prompts:
@@ -74,8 +74,8 @@ def check_hints(prompts: Sequence[Prompt], column: str, template: str) -> None:
                 f"weakest hint first, not {value!r:.80}"
             )
     if prompts and not any(tiers(prompt.columns.get(column), 1) for prompt in prompts):
-        known = sorted({name for prompt in prompts for name in prompt.columns})
+        names = sorted({name for prompt in prompts for name in prompt.columns})
         raise ConfigError(
             f"'hint_column': no prompt has a hint in the column '{column}'; the data have "
-            f"{', '.join(known) or 'no columns'}"
+            f"{', '.join(names) or 'no columns'}"
         )

@@ -1,4 +1,4 @@
-"""Messages in the chat form of transformers and TRL, and prompts of them, with images and videos."""
+"""Readers of chat messages with images and videos, in the form of transformers and TRL."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from mmrl.data.fields import RowError, listed, mapping, plain, short, text, unpa
 from mmrl.data.row_fields import has_content
 
 MARKS = re.compile(r"<(image|video)>")  # placeholders for media in texts of datasets
-SOUND = "<audio>"  # a placeholder that nothing here fills
+SOUND = "<audio>"  # placeholder for sound, which no model supports
 ROLES = ("system", "user", "assistant", "tool")
-# The keys of a message: what is read here, what chat templates read, and what has to say nothing.
-READ = ("role", "content")
-KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
-NEUTRAL = {"weight": 1, "loss": True}  # of toolkits that leave turns out of the loss
-CALL = ("id", "type", "index", "function")  # keys of a call; those of the function itself are in `call_of`
-ASKED = ("prompt", "question")  # of which a row asks in the first with content, or else in `messages`
-NAMES = ("path", "url")  # keys of a part that transformers takes besides its kind
-Slot = tuple[str, Media | None]  # a place for an image or video, and what a part itself put there
-# Makes a medium of its kind ("image", "video"), of what names or is one, and of its place in errors.
+READ = ("role", "content")  # keys of a message that are parsed
+KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")  # for templates
+NEUTRAL = {"weight": 1, "loss": True}  # neutral values of keys by which toolkits exclude turns from the loss
+CALL = ("id", "type", "index", "function")  # keys of a call; `call_of` knows the keys of the function
+ASKED = ("prompt", "question")  # columns of the question, the first with content; or else `messages`
+NAMES = ("path", "url")  # keys of a part that may hold its file, besides its kind
+Slot = tuple[str, Media | None]  # a place for an image or video, and the medium that a part itself holds
+# Makes a medium from its kind ("image", "video"), its value in the row, and its name for errors.
 ReadMedia = Callable[[str, Any, str], Media]
 
 
 def no_media(kind: str, value: Any, place: str) -> Media:
-    """Refuse an image or a video: for models that read text only."""
+    """Raise `RowError` for an image or a video: the `ReadMedia` of models that read text only."""
     raise RowError(f"this model reads text only, but {place} is given; leave it out")
 
 
@@ -40,9 +39,9 @@ def prompt_of(
     *,
     read: ReadMedia = no_media,
 ) -> Prompt:
-    """Make a prompt of a text or messages (see `read_messages`) and of the images and videos for it.
+    """Make a prompt from a text or messages (see `read_messages`), and its images and videos.
 
-    Raises RowError for messages that end with an answer as well.
+    Raises `RowError` for messages that end with an answer.
     """
     media = [
         read(kind, value, f"{kind} {i + 1} of '{uid}'")
@@ -60,17 +59,16 @@ def read_messages(
 ) -> tuple[Message, ...]:
     """Read a prompt, a text or messages, and put media into the places of its messages.
 
-    A place is a part `{"type": "image"}` or a mark <image> in a text, likewise of videos. Without places the
-    media come first in the user's first message, as in TRL.
+    A place is a part `{"type": "image"}` or a mark <image> in a text, likewise for videos. Without places the
+    media come first in the user's first message, as in TRL. Raises `RowError` for a prompt without a message
+    of the user, and where the numbers of places and media differ.
 
     Args:
         value: A text, which is one message of the user, or messages of `role` and `content`: a text, or parts
             of the `type` text, image or video. A part may hold its image or video itself.
-        media: The images and videos of the row's columns; those of one kind fill their places in order.
+        media: The images and videos of the row's columns; they fill the places of their kind in order.
         medium: Makes the medium that a part holds itself.
         name: The column, for errors.
-
-    Raises RowError for a prompt without a message of the user, and where places and media do not agree.
     """
     read = []
     for i, turn in enumerate(as_turns(value, name)):
@@ -92,9 +90,9 @@ def read_messages(
 
 
 def kept_keys(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Read the keys of a message that chat templates read, beside its role and content.
+    """Return the keys of a message for chat templates, without its role and content.
 
-    Raises RowError for a key with content that nobody reads, and for calls that cannot be read.
+    Raises `RowError` for an unknown key with content, and for malformed tool calls.
     """
     keys = {name: value for name, value in turn.items() if has_content(value) and name not in READ}
     for name, value in keys.items():
@@ -107,7 +105,7 @@ def kept_keys(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:
-    """Write tool calls in OpenAI's form, with arguments as an object: texts of JSON are parsed."""
+    """Convert tool calls to OpenAI's form, with arguments as an object; JSON texts are parsed."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
         calls = [_without_null(mapping(call, f"{name}[{i}]")) for i, call in enumerate(listed(value, name))]
@@ -115,18 +113,18 @@ def _calls(value: Any, name: str) -> list[dict[str, Any]]:
     except ValueError as error:
         raise RowError(f"cannot read `{name}`, {short(value)}: {error}") from error
     written = []
-    for call, made in zip(calls, read, strict=True):
-        named = "function" not in call
-        if extra := set(call) - {*CALL, *(("name", *ARGUMENTS) if named else ())}:
+    for call, parsed in zip(calls, read, strict=True):
+        flat = "function" not in call  # name and arguments are keys of the call itself
+        if extra := set(call) - {*CALL, *(("name", *ARGUMENTS) if flat else ())}:
             raise RowError(f"nothing reads the key `{min(extra)}` of `{name}`; leave it out")
-        function = {"name": made.name, "arguments": dict(made.arguments)}
+        function = {"name": parsed.name, "arguments": dict(parsed.arguments)}
         own = {"id": call["id"]} if "id" in call else {}
         written.append({**own, "type": "function", "function": function})
     return written
 
 
 def _without_null(value: Any) -> Any:
-    """Leave out keys whose value is null: rows of parquet have every key that any row has."""
+    """Drop keys whose value is null: a row of parquet has every key of every other row."""
     match value:
         case Mapping():
             return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
@@ -136,7 +134,7 @@ def _without_null(value: Any) -> Any:
 
 
 def plain_part(part: Any) -> Any:
-    """Write a part of the kinds `image_url` and `video_url`, as OpenAI has them, as an image or a video."""
+    """Convert a part of OpenAI's types `image_url` and `video_url` to `image` or `video`; others stay."""
     match part:
         case {"type": ("image_url" | "video_url") as kind, **rest}:
             keys = {key: item for key, item in rest.items() if item is not None and key != "text"}
@@ -148,15 +146,15 @@ def plain_part(part: Any) -> Any:
 
 
 def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
-    """Write the parts of a message as one text with marks, and list its places."""
+    """Join the parts of a message to one text with marks, and list its places of media."""
     content = plain_part(content)
     match content:
         case str():
-            return _heard(content), [(kind, None) for kind in MARKS.findall(content)]
+            return _without_sound(content), [(kind, None) for kind in MARKS.findall(content)]
         case {"type": "text", "text": str(words), **rest} if not has_content(rest):
-            return _heard(words), [(kind, None) for kind in MARKS.findall(words)]
+            return _without_sound(words), [(kind, None) for kind in MARKS.findall(words)]
         case {"type": ("image" | "video") as kind, **rest}:
-            # Rows of parquet have every key that a part of any row has, most of them null.
+            # A part in parquet has every key of every other part, most of them null.
             payload = {key: item for key, item in rest.items() if item is not None and key != "text"}
             if payload.keys() <= {kind, *NAMES} and len(payload) <= 1:
                 own = [medium(kind, item, f"{name}.{kind}") for item in payload.values()]
@@ -172,7 +170,8 @@ def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
     )
 
 
-def _heard(words: str) -> str:
+def _without_sound(words: str) -> str:
+    """Return a text; raises `RowError` if it marks sound."""
     if SOUND in words:
         raise RowError(f"the text marks {SOUND}, but no model here hears: {short(words)}")
     return words
@@ -181,27 +180,27 @@ def _heard(words: str) -> str:
 def _filled(
     read: Iterable[tuple[str, str, list[Slot], dict[str, Any]]], media: Sequence[Media]
 ) -> tuple[Message, ...]:
-    """Put media into places: the next one of the place's kind."""
-    left = {kind: [medium for medium in media if medium.kind == kind] for kind in ("image", "video")}
-    wanted = {kind: 0 for kind in left}
+    """Fill each place without a medium of its own with the next medium of its kind."""
+    given = {kind: [medium for medium in media if medium.kind == kind] for kind in ("image", "video")}
+    wanted = {kind: 0 for kind in given}
     messages = []
     for role, words, slots, extra in read:
-        here = []
+        filled = []
         for kind, own in slots:
             wanted[kind] += own is None
-            here += [own] if own is not None else left[kind][wanted[kind] - 1 : wanted[kind]]
-        if len(here) == len(slots):
+            filled += [own] if own is not None else given[kind][wanted[kind] - 1 : wanted[kind]]
+        if len(filled) == len(slots):
             written = json.dumps(extra, ensure_ascii=False) if extra else ""
-            messages.append(Message(role, interleaved(words, here), written))
-    for kind, held in left.items():
-        if wanted[kind] != len(held):
-            raise RowError(f"the messages have {wanted[kind]} {kind} places, but {len(held)} are given")
+            messages.append(Message(role, interleaved(words, filled), written))
+    for kind, of_kind in given.items():
+        if wanted[kind] != len(of_kind):
+            raise RowError(f"the messages have {wanted[kind]} {kind} places, but {len(of_kind)} are given")
     return tuple(messages)
 
 
 def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
     """Split a text at its <image> and <video> marks and insert the media; without marks, media come first."""
-    marks = MARKS.findall(_heard(words))
+    marks = MARKS.findall(_without_sound(words))
     if not marks:
         return (*(Part(media=medium) for medium in media), Part(words))
     kinds = [medium.kind for medium in media]
@@ -216,9 +215,9 @@ def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
 
 
 def asked_of(fields: Mapping[str, Any]) -> Any:
-    """Return what a row asks, in `prompt`, `question` or `messages`, after its `system` prompt.
+    """Return the question of a row, from `prompt`, `question` or `messages`, with its `system` prompt.
 
-    `messages` may go on with one answer. Raises RowError where the columns say different things.
+    `messages` may end with one answer. Raises `RowError` where the columns contradict each other.
     """
     talks: dict[str, Any] = {name: spoken(fields[name]) for name in (*ASKED, "messages") if name in fields}
     fields = {**fields, **talks}
@@ -230,7 +229,8 @@ def asked_of(fields: Mapping[str, Any]) -> Any:
         if has_content(asked):
             before = as_turns(asked, "prompt")
             rest = listed(messages, "messages")[len(before) :]
-            same = same_words(before, messages[: len(before)]) and len(rest) <= 1 and not _asks(rest)
+            answers = all(mapping(turn, "message").get("role") == "assistant" for turn in rest)
+            same = same_words(before, messages[: len(before)]) and len(rest) <= 1 and answers
             if not same or holds_media(before) and not holds_media(messages):
                 raise RowError(f"the prompt, {short(asked)}, is not the one of `messages`; keep one of them")
         asked = messages
@@ -245,30 +245,29 @@ def asked_of(fields: Mapping[str, Any]) -> Any:
 
 
 def spoken(value: Any) -> Any:
-    """Return the messages that a text holds as JSON, as cells of CSV do; any other value as it is."""
-    found = unpacked(value)
-    talk = (
-        type(found) is list and found and all(isinstance(turn, Mapping) and "role" in turn for turn in found)
-    )
-    return found if talk else value
+    """Parse a text that is a JSON list of messages, as in cells of CSV; any other value stays."""
+    turns = unpacked(value)
+    if type(turns) is list and turns and all(isinstance(turn, Mapping) and "role" in turn for turn in turns):
+        return turns
+    return value
 
 
 def as_turns(value: Any, name: str) -> list[Any]:
-    """Return messages; a text is one of the user."""
+    """Return a list of messages; a text becomes one message of the user."""
     return [{"role": "user", "content": value}] if type(value) is str else listed(value, name)
 
 
 def same_words(turns: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether messages have the same roles and texts, wherever they place media."""
-    said = [
+    """Whether messages have the same roles and texts, without regard to media."""
+    texts = [
         [(mapping(turn, "message").get("role"), _words(turn.get("content"))) for turn in side]
         for side in (turns, others)
     ]
-    return said[0] == said[1]
+    return texts[0] == texts[1]
 
 
 def holds_media(turns: Sequence[Any]) -> bool:
-    """Whether messages hold an image or a video themselves, in parts that are more than places."""
+    """Whether a part of messages contains an image or a video, and not only a place for one."""
     contents = [turn.get("content") for turn in turns]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     places = ("type", "text")
@@ -280,7 +279,7 @@ def holds_media(turns: Sequence[Any]) -> bool:
 
 
 def _words(content: Any) -> str:
-    """Write the texts of a content without marks of media; other parts say nothing."""
+    """Join the texts of a content, without marks of media and other parts."""
     match content:
         case str():
             return MARKS.sub("", content).strip()
@@ -291,14 +290,10 @@ def _words(content: Any) -> str:
     return ""
 
 
-def _asks(turns: Sequence[Any]) -> bool:
-    return any(mapping(turn, "message").get("role") != "assistant" for turn in turns)
-
-
 def recorded_turn(value: Any, name: str) -> tuple[str, str]:
-    """Read a recorded answer: its text, and calls and thoughts beside that as JSON, empty without any.
+    """Read a recorded answer: its text, and its tool calls and thoughts as JSON ("" without any).
 
-    Raises RowError for what `answer_text` refuses, and for an answer that says nothing.
+    Raises `RowError` as `answer_text` does, and for an empty answer.
     """
     value = turn = spoken(value)
     match value:
@@ -312,10 +307,10 @@ def recorded_turn(value: Any, name: str) -> tuple[str, str]:
 
 
 def answer_text(value: Any, name: str) -> str:
-    """Read an answer: a text, one message of the assistant, or its parts.
+    """Read the text of an answer: a text, one message of the assistant, or its parts.
 
-    Raises RowError for several messages or answers, for words of another role, and for a call or a thought
-    beside the content, which `recorded_turn` reads.
+    Raises `RowError` for several messages or answers, for another role, and for tool calls or thoughts beside
+    the content (see `recorded_turn`).
     """
     match value:
         case str() as words:

@@ -1,4 +1,4 @@
-"""The columns that a run's pieces read by name, found in their options and in the code of their functions."""
+"""Detection of the columns that a run's pieces read by name, from their options and the code of rewards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
-from mmrl.config.registry import PIECES, find, import_name
-from mmrl.config.reward_adapters import is_trl
+from mmrl.config.registry import PIECES, find, import_name, is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Kind, as_plain, each, held_fields
 from mmrl.data.row_fields import ASKING, NamedColumns
 
@@ -23,8 +22,8 @@ SCORING = ("reward", "metric", "group_filter")  # kinds whose code reads columns
 def named_columns(config: Config | EvaluateConfig) -> NamedColumns:
     """List the columns that rewards, engines, filters and other pieces of a run read by name.
 
-    They are the parameters of functions in TRL's form and of an environment's `reset`, the texts in the code
-    of other rewards, and the words in options. A function with `**columns` takes all of them.
+    These are the parameters of functions in TRL's form and of an environment's `reset`, the string constants
+    in the code of other rewards, and the words in options. A function with `**columns` takes all columns.
     """
     words, taken, every = set[str](), set[str](), False
     for mark, value, place in held_fields(config):
@@ -58,18 +57,18 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _nested(options: Any) -> Iterator[tuple[str, Any]]:
-    """List the pieces, functions and classes that options name, each with its kind."""
+    """List the pieces, functions and classes named in options, each with its kind."""
     for text in _texts(options):
         yield from ((kind, entry.target) for (kind, name), entry in PIECES.items() if name == text)
         if objects.is_object(text) or IMPORTED.fullmatch(text):
             try:
                 yield SCORING[0], objects.get(text) if objects.is_object(text) else import_name(text)
-            except (ConfigError, ImportError, AttributeError):  # a text that only looks like a name
+            except (ConfigError, ImportError, AttributeError):  # the text is no name after all
                 continue
 
 
 def _taken(target: Any) -> list[str] | None:
-    """List the columns that a function in TRL's form or an environment's `reset` takes; None: every one."""
+    """List the parameters of a function in TRL's form or an environment's `reset`; None: all columns."""
     if getattr(target, "takes_columns", False):
         return None
     trl = isinstance(target, FunctionType) and is_trl(target)
@@ -81,7 +80,7 @@ def _taken(target: Any) -> list[str] | None:
 
 
 def _in_code(target: Any, seen: set[Any]) -> Iterator[str]:
-    """List the texts in the code of a function or of a class's methods, and in functions of its module."""
+    """List the string constants in a function or a class's methods, and in the module functions they use."""
     for function in _functions(target):
         if function in seen:
             continue

@@ -1,4 +1,4 @@
-"""Rows of datasets that a Python program has in memory: of `datasets`, or any list of dictionaries."""
+"""Rows of datasets in the memory of a Python program: of `datasets`, or any list of dictionaries."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mmrl.data.media import as_rgb, is_image, to_image
 
 
 def put_rows(name: str, data: Any, split: str) -> str:
-    """Keep a dataset under a name that a configuration can give as the `path` of its data.
+    """Register a dataset under a name that a configuration can give as the `path` of its data.
 
     Args:
         name: Such as "train_dataset".
-        data: A dataset of `datasets`, also a streamed one or one with a single split, or an iterable of rows.
-            Images of PIL, arrays and tensors (see `mmrl.data.media.to_image`) are stored as PNG.
-        split: The split of rows that name none; the id of a row without one is made of it and its number.
+        data: A dataset of `datasets`, also streamed or with a single split, or an iterable of rows. Images of
+            PIL, arrays and tensors (see `mmrl.data.media.to_image`) are stored as PNG.
+        split: The split of rows without one; also part of the id of rows without an id.
     """
     match data:
-        # `with_format` is of `datasets`, which is not imported to ask.
-        case Mapping(with_format=_) if len(data) != 1:  # a DatasetDict: no split must be guessed
+        # Datasets of `datasets` are recognized by `with_format`, without importing the library.
+        case Mapping(with_format=_) if len(data) != 1:  # a DatasetDict: do not guess the split
             raise ConfigError(
                 f"'{name}' has the splits {', '.join(data)}; give one of them, dataset['train']"
             )
@@ -44,15 +44,15 @@ def put_rows(name: str, data: Any, split: str) -> str:
 
 
 def tables(name: str) -> dict[str, Any] | None:
-    """Return the tables of a dataset of `datasets` by their splits; None where rows are read one by one."""
+    """Return the tables of a dataset of `datasets` by split; None where rows are read one by one."""
     parts = _parts(name)
-    # A streamed dataset has no table, and what a transform makes of a table only the dataset itself knows.
+    # A streamed dataset has no table, and a transform applies only to rows that the dataset itself returns.
     as_stored = [hasattr(part, "num_rows") and part.format["type"] != "custom" for part in parts.values()]
     return parts if parts and all(as_stored) else None
 
 
 def _parts(name: str) -> dict[str, Any]:
-    """Return a dataset of `datasets` by its splits; nothing for other rows."""
+    """Return the splits of a dataset of `datasets`; empty for other rows."""
     data, split = objects.get(name)
     match data:
         case Mapping(with_format=_):  # a DatasetDict
@@ -63,7 +63,7 @@ def _parts(name: str) -> dict[str, Any]:
 
 
 def loose_rows(name: str) -> Iterator[tuple[str, Any, str]]:
-    """Iterate over rows that are no tables: their split, their columns, or why there are none."""
+    """Iterate over rows outside of tables: the split, the columns, and the fault of a bad row."""
     data, split = objects.get(name)
     for part, rows in (_parts(name) or {split: data}).items():
         for columns in rows:
@@ -74,7 +74,7 @@ def loose_rows(name: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def plain(value: Any) -> Any:
-    """Write the images inside of a value as PNG; leave everything else."""
+    """Replace the images inside a value by PNG bytes; other content stays."""
     match value:
         case Mapping():
             return {str(key): plain(inner) for key, inner in value.items()}
@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 
 
 def as_png(image: Any, name: str = "an image") -> dict[str, Any]:
-    """Encode an image in memory (see `to_image`) upright and in 8 bits, as a row of `datasets` has it."""
+    """Encode an image (see `to_image`) as 8-bit PNG, upright, in the form of rows of `datasets`."""
     buffer = io.BytesIO()
     image = to_image(image, name)
     as_rgb(image, name, transparent=image.has_transparency_data).save(buffer, format="PNG")

@@ -1,4 +1,4 @@
-"""Prompts that the model cannot read: found when the data are read, or else when they are asked."""
+"""Checks that the model can read a prompt: while the data are read, or else before training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADVICE = "mend them, or set `bad_rows: drop`"
 
 
 def with_inner(place: str, data: Piece) -> Iterator[tuple[str, Piece]]:
-    """List a data set and those that it is made of, with their places."""
+    """List a data set and, recursively, the data sets in its option `data`, with their places."""
     yield place, data
     match data.options.get("data"):
         case None:
@@ -31,16 +31,12 @@ def with_inner(place: str, data: Piece) -> Iterator[tuple[str, Piece]]:
 
 
 def drops(data: Piece) -> bool:
-    """Whether a data set, or one that it is made of, drops bad rows."""
+    """Whether a data set, or an inner one, has `bad_rows: drop`."""
     return any(piece.options.get("bad_rows") == "drop" for _, piece in with_inner("data", data))
 
 
 class PromptCheck:
-    """Checks each prompt once, and remembers which.
-
-    Args:
-        check: Raises `PromptError`.
-    """
+    """Checks each prompt once; `check` raises `PromptError`."""
 
     def __init__(self, check: Callable[[Prompt], None]) -> None:
         self.check, self.seen = check, set[str]()
@@ -51,7 +47,7 @@ class PromptCheck:
         self.seen.add(prompt.uid)
 
     def rest(self, prompts: Sequence[Prompt], drop: bool, place: str) -> Sequence[Prompt]:
-        """Check the prompts that no reader of rows has checked; drop the bad ones, or raise."""
+        """Check the prompts that were not checked while rows were read; drop the bad ones, or raise."""
         bad: dict[int, str] = {}
         for at, uid in enumerate(uids_of(prompts)):
             if uid not in self.seen:
@@ -67,9 +63,9 @@ class PromptCheck:
 
 
 def prompt_check(policy: Piece) -> PromptCheck | None:
-    """Make the check of prompts for a policy, without weights; None where it has none.
+    """Make the check of prompts for a policy, without loading weights; None where the policy has none.
 
-    Where its model is not on this machine, or cannot be used, the policy itself says so, later.
+    A model that is missing or cannot be used is an error of the policy later, not here.
     """
     make = getattr(find("policy", policy.name).target, "prompt_check", None)
     if make is None:

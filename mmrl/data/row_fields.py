@@ -1,4 +1,4 @@
-"""Which columns a data set reads of its rows, and what becomes of the others: an error, or named once."""
+"""Checks of the columns of rows: those that nothing reads raise an error, or are logged once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mmrl.data.row_files import DataRow
 
 log = logging.getLogger("mmrl")
 
-# A column, or several of which the first with content is read.
+# A column, or alternatives, of which the first with content is read.
 Column = str | tuple[str, ...]
-ALWAYS = ("id", "split")  # read of every row
+ALWAYS = ("id", "split")  # columns that every data set reads
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
 SOUND = "no model here hears; leave out what asks about sound"
 ONCE = "the row asks in more than one column; keep the one that is meant"
@@ -29,8 +29,8 @@ KTO = (
     "keep the rows of wanted answers, or make pairs of them; or learn from single answers by KTO, with the "
     "reward `{name: precomputed, key: label}`, the chain `[total, kto_kl_rows]` and 2 generations"
 )
-# Columns that say what a model is asked, shown or taught, by TRL, LLaMA-Factory, ms-swift, verl, LLaVA and
-# OpenAI: a row without them is another row.
+# Columns of the model's input in rows of TRL, LLaMA-Factory, ms-swift, verl, LLaVA and OpenAI: a run that
+# ignored them would train on other prompts. The values advise the user.
 ASKING: dict[str, str] = {
     **dict.fromkeys(("audio", "audios", "input_audio"), SOUND),
     **dict.fromkeys(("prompt", "messages"), ONCE),
@@ -41,7 +41,7 @@ ASKING: dict[str, str] = {
     "system": "put it before the question, as a message of the role `system`",
     "chat_template_kwargs": "give the policy such a chat template",
 }
-# Columns of answers and what they are worth, which rewards can read by name.
+# Columns of answers and their labels, which rewards can read by name.
 JUDGING: dict[str, str] = {
     **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), PAIRS),
     **dict.fromkeys(("rejected_response", "rejected_messages", "response", "output"), TOOLKIT),
@@ -55,9 +55,9 @@ JUDGING: dict[str, str] = {
 
 @dataclass(frozen=True)
 class NamedColumns:
-    """The columns that pieces of a run read by name: rewards, filters, metrics, templates.
+    """The columns that the pieces of a run read by name: rewards, filters, metrics, templates.
 
-    `every` is set where a reward in TRL's form takes whatever columns there are.
+    `every`: a reward in TRL's form takes all columns (`**kwargs`).
     """
 
     names: frozenset[str] = frozenset()
@@ -67,27 +67,27 @@ class NamedColumns:
         return name in self.names or self.every and name not in ASKING
 
 
-# The run whose data are being read; none where a program calls a data set itself.
+# The columns of the run whose data are being read; None where a program calls a data set itself.
 NAMED: ContextVar[NamedColumns | None] = ContextVar("NAMED", default=None)
-# Raises `PromptError` for a prompt that its model cannot read; None where no model is known.
+# Raises `PromptError` for a prompt that the model of the run cannot read; None without a model.
 CHECK: ContextVar[Callable[[Prompt], None] | None] = ContextVar("CHECK", default=None)
 
 
 def declared(columns: Iterable[Column], renamed: Mapping[str, str] | None = None) -> tuple[Column, ...]:
-    """List the columns of a file that a data set reads, where a mapping of its option `columns` renames some.
+    """List the columns of a file that a data set reads, under the names of its option `columns`.
 
     A column that is mapped to an empty name is left out.
     """
     theirs = dict(renamed or {})
-    known = [
+    read = [
         theirs.get(column, column) if isinstance(column, str) else tuple(theirs.get(c, c) for c in column)
         for column in columns
     ]
-    return (*known, *theirs.values(), *(ours for ours, name in theirs.items() if not name))
+    return (*read, *theirs.values(), *(ours for ours, name in theirs.items() if not name))
 
 
 def has_content(value: Any) -> bool:
-    """Whether a field says anything: null, NaN, and empty texts, lists and objects do not."""
+    """Whether a field has content: not null, NaN, or an empty text, list or object."""
     match value:
         case None | "" | b"":
             return False
@@ -101,21 +101,19 @@ def has_content(value: Any) -> bool:
 
 
 class RowFields:
-    """Gives a data set the columns that it declares, and finds what nobody reads.
+    """Splits rows into the columns that a data set declares and the others, and finds unread columns.
 
-    Args:
-        source: The name of the data set in messages.
-        reads: The columns that it reads.
+    `unread` counts the rows of each column that nothing reads.
     """
 
-    def __init__(self, source: Any, reads: Iterable[Column]) -> None:
-        self.source, self.reads, self.named = source, (*reads, *ALWAYS), NAMED.get() or NamedColumns()
+    def __init__(self, reads: Iterable[Column]) -> None:
+        self.reads, self.named = (*reads, *ALWAYS), NAMED.get() or NamedColumns()
         self.unread: Counter[str] = Counter()
 
     def parted(self, row: DataRow) -> DataRow:
-        """Part a row into the columns that are read and the `others`.
+        """Split a row into the columns that are read and the `others`.
 
-        Raises `RowError` for a column with content that has a meaning and that nobody reads.
+        Raises `RowError` for a column with content and a known meaning that nothing reads.
         """
         filled = {name for name, value in row.columns.items() if has_content(value)}
         reads: set[str] = set()
@@ -131,13 +129,9 @@ class RowFields:
         others = {name: value for name, value in row.columns.items() if name not in reads}
         return replace(row, columns=columns, others=others)
 
-    def warn(self) -> None:
-        """Name the other columns that nobody reads, once."""
-        warn_unread(self.unread, self.source)
-
 
 def warn_unread(columns: Mapping[str, int], source: Any, advice: str = "") -> None:
-    """Name columns with content that nobody reads, each with its number of rows, if there are any."""
+    """Log columns with content that nothing reads, each with its number of rows, if there are any."""
     if columns:
         names = ", ".join(f"{name} ({count})" for name, count in sorted(columns.items()))
         more = advice and f"; {advice}"

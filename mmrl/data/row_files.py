@@ -1,7 +1,7 @@
-"""Files and tables in which a single row is found again, so that rows need not stay in memory.
+"""Random access to the rows of files and tables, so that rows need not stay in memory.
 
-A row of a line file is found by its offset, one of a table of `datasets` by its number, and one of a parquet
-file by its row group and number. The files must stay as they are while a run reads them.
+A row of a text file is read by its offset, a row of a table of `datasets` by its number, and a row of a
+parquet file by its row group and number. The files must not change while a run reads them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mmrl.data.fields import RowError
 
 BOM = b"\xef\xbb\xbf"  # byte order mark, with which some editors begin files
 PLACE = re.compile(r"(:\d+|\[\d+\])$")  # number of a line or row, at the end of a place
-GROUP_BYTES = 16 << 20  # larger row groups of parquet are not read again for single rows
-GROUP_ROWS = 1 << 14  # nor those of more rows: repeated values are smaller in the file than in memory
-# Row groups that were decoded last, of all files; tables of pyarrow.
+GROUP_BYTES = 16 << 20  # larger row groups of parquet are not decoded for single rows
+GROUP_ROWS = 1 << 14  # nor longer ones: repeated values are smaller in the file than in memory
+# The row groups decoded last, of all files, as tables of pyarrow.
 GROUPS: ByteLRU[Any] = ByteLRU(4 * GROUP_BYTES, lambda table: table.nbytes)
 
 
@@ -31,15 +31,15 @@ class SourceError(RowError, ConfigError):
 
 
 class RowFile(Protocol):
-    """A file or table in which a row is found again."""
+    """A file or table with random access to rows."""
 
     def row(self, found: Found) -> DataRow:
-        """Read a row; raises `SourceError` if the file is no longer the one that was read at first."""
+        """Read a row; raises `SourceError` if the file has changed since it was first read."""
         ...
 
 
 class Found(NamedTuple):
-    """Where a row is found again: its file, the offset or number there, and the line for error messages."""
+    """Location of a row: its file, its offset or number there, and its line for error messages."""
 
     file: RowFile
     at: int
@@ -48,16 +48,16 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class DataRow:
-    """One row of a dataset: its file and line, its split, and its columns, or why it cannot be read.
+    """One row of a dataset: its file and line, its split, and its columns, or the `fault` of a bad row.
 
-    A data set that declares what it reads gets that as `columns`, and the rest as `others`.
+    A data set that declares its columns gets these as `columns`, and the rest as `others`.
     """
 
     place: str
     split: str
     columns: Mapping[str, Any] = field(default_factory=dict)
     fault: str = ""
-    found: Found | None = field(default=None, repr=False, compare=False)  # None: only now
+    found: Found | None = field(default=None, repr=False, compare=False)  # None: cannot be read again
     others: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -65,23 +65,28 @@ class DataRow:
         """All columns, which rewards get by name."""
         return {**self.columns, **self.others}
 
+    def renamed(self, columns: Mapping[str, str] | None) -> dict[str, Any]:
+        """Add to the columns those that the option `columns` renames: {our name: name in the file}."""
+        return {**self.columns, **{ours: self.columns.get(name) for ours, name in (columns or {}).items()}}
+
     @property
     def source(self) -> str:
         """The file of the row, or the split of a dataset of the hub."""
         return PLACE.sub("", self.place)
 
 
-Convert = Callable[[Any, int, DataRow], DataRow]  # a table of pyarrow, the number of its row, and its place
+# Adds the columns of a row: takes a table of pyarrow, the number of the row, and the row without columns.
+Convert = Callable[[Any, int, DataRow], DataRow]
 
 
 class Unchanged:
-    """Files with their sizes and times of change."""
+    """Files with their sizes and times of modification, to detect changes."""
 
     def __init__(self, paths: Iterable[str | Path]) -> None:
         self.stamps = tuple((path, self._stamp(path)) for path in paths)
 
     def check(self) -> None:
-        """Raise `SourceError` if a file has another size or time than at first, or is gone."""
+        """Raise `SourceError` if a file changed or is gone."""
         for path, stamp in self.stamps:
             if self._stamp(path) != stamp:
                 raise changed(path)
@@ -89,19 +94,19 @@ class Unchanged:
     @staticmethod
     def _stamp(path: str | Path) -> tuple[int, int]:
         try:
-            found = Path(path).stat()
+            status = Path(path).stat()
         except OSError as error:
             raise changed(path) from error
-        return found.st_size, found.st_mtime_ns
+        return status.st_size, status.st_mtime_ns
 
 
 def changed(place: str | Path) -> SourceError:
-    """Make the error about a file that is no longer as it was when the data were read."""
+    """Make the error about a file that changed after the data were read."""
     return SourceError(f"'{place}' changed after it was read; a run reads its rows from there: start again")
 
 
 class LineFile:
-    """A text file with a row on each line that is not blank; `parse` makes columns of the column `line`."""
+    """A text file with one row per non-blank line; `parse` replaces the column `line` by parsed columns."""
 
     def __init__(self, path: Path, split: str, parse: Callable[[DataRow], DataRow]) -> None:
         self.path, self.split, self.parse, self.files = path, split, parse, Unchanged([path])
@@ -132,7 +137,7 @@ class LineFile:
 
 @dataclass(eq=False)
 class TableFile:
-    """A table of `datasets` in the arrow format; `convert` adds the columns of one of its rows."""
+    """A table of `datasets` in the arrow format."""
 
     table: Any
     source: str
@@ -140,11 +145,11 @@ class TableFile:
     convert: Convert
 
     def __post_init__(self) -> None:
-        # The files that it is memory-mapped from; a table in memory has none.
+        # The memory-mapped files; a table in memory has none.
         self.files = Unchanged(item["filename"] for item in self.table.cache_files)
 
     def row(self, found: Found) -> DataRow:
-        """Read the row of a number."""
+        """Read a row by its number."""
         self.files.check()
         row = DataRow(f"{self.source}[{found.at}]", self.split, found=found)
         return self.convert(self.table[found.at : found.at + 1], 0, row)
@@ -152,9 +157,9 @@ class TableFile:
 
 @dataclass(eq=False)
 class GroupFile:
-    """A parquet file, of which the row groups that were used last stay decoded.
+    """A parquet file with a cache of decoded row groups.
 
-    It has to be read whole where a group is larger than can be decoded for a single row: not `small`.
+    `small` is False if a row group is too large to be decoded for a single row; read such a file as a whole.
     """
 
     path: Path
@@ -170,7 +175,7 @@ class GroupFile:
             self.starts = [0, *accumulate(group.num_rows for group in groups)]
 
     def row(self, found: Found) -> DataRow:
-        """Read the row of a number, with its whole row group."""
+        """Read a row by its number, with its whole row group."""
         self.files.check()
         group = bisect_right(self.starts, found.at) - 1  # after empty groups
         table = GROUPS.get((self.files.stamps, group), lambda: self._group(group))

@@ -1,4 +1,4 @@
-"""A list of prompts that does not hold them: each is made again from its row when it is asked for."""
+"""A list of prompts that are not kept in memory: each is made from its row when it is accessed."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ MakePrompt = Callable[[DataRow, int], Prompt | None]
 
 
 class Places:
-    """Where the rows of a dataset are, what makes prompts of them, and the prompts that somebody holds.
+    """Row locations, the function that makes a prompt from a row, and a weak cache of live prompts.
 
     Args:
-        make: Maps a row and its number to its prompt, the same one every time.
+        make: Maps a row and its number to its prompt; deterministic.
     """
 
     def __init__(self, make: MakePrompt) -> None:
         self.make, self.lock = make, RLock()
         self.files: list[RowFile] = []
-        # Of each row: its file, its offset or number there, its line, and its number in the dataset.
+        # By row: its file, its offset or number there, its line, and its number in the dataset.
         self.rows = array("i"), array("q"), array("i"), array("i")
-        self.names, self.ends = bytearray(), array("q")  # ids, one after the other, and where each ends
-        self.kept: dict[int, Prompt] = {}  # of rows that cannot be read again
+        self.names, self.ends = bytearray(), array("q")  # all ids concatenated, and the end of each
+        self.kept: dict[int, Prompt] = {}  # prompts of rows that cannot be read again
         self.alive: WeakValueDictionary[int, Prompt] = WeakValueDictionary()
 
     def add(self, prompt: Prompt, found: Found | None, number: int) -> int:
-        """Note the next row and its prompt; returns its index."""
+        """Append the location of the next row, or its prompt without one; return its index."""
         index = len(self.ends)
         if found is None:
             self.kept[index] = prompt
@@ -54,14 +54,14 @@ class Places:
         return self.names[start : self.ends[index]].decode("utf-8", "surrogatepass")
 
     def prompt(self, index: int) -> Prompt:
-        """Return the prompt that somebody holds, or make it again; a row that changed is a `SourceError`."""
+        """Return a prompt from the cache, or make it again; raises `SourceError` for a row that changed."""
         with self.lock:  # two threads get one prompt
-            found = self.kept.get(index) or self.alive.get(index)
-            if found is None:
-                found = self.alive[index] = self._again(index)
-            return found
+            prompt = self.kept.get(index) or self.alive.get(index)
+            if prompt is None:
+                prompt = self.alive[index] = self._read(index)
+            return prompt
 
-    def _again(self, index: int) -> Prompt:
+    def _read(self, index: int) -> Prompt:
         file, at, line, number = (column[index] for column in self.rows)
         row = self.files[file].row(Found(self.files[file], at, line))
         try:
@@ -76,9 +76,9 @@ class Places:
 
 
 class RowPrompts(Sequence[Prompt]):
-    """The prompts of a dataset, or some of them, read from the files when they are asked for.
+    """The prompts of a dataset, or some of them, read from the files on access.
 
-    As long as anybody holds a prompt, its index gives the same object. A slice holds no prompts either.
+    While a prompt is referenced anywhere, its index gives the same object. A slice is lazy, too.
     """
 
     def __init__(self, places: Places, indices: Sequence[int]) -> None:
@@ -100,35 +100,35 @@ class RowPrompts(Sequence[Prompt]):
         return map(self.places.prompt, self.indices)
 
     def __reduce__(self) -> tuple[type[list], tuple[list[Prompt]]]:
-        return list, (list(self),)  # another process may not have the files: prompts travel themselves
+        return list, (list(self),)  # another process may not have the files: pickle the prompts
 
 
-# ---- what works on any list of prompts, and reads no row of `RowPrompts` that it does not need
+# ---- functions of any list of prompts, which read as few rows of `RowPrompts` as possible
 
 
 def uids_of(prompts: Sequence[Prompt]) -> list[str]:
-    """List the ids of prompts."""
+    """List the ids of prompts, without reading their rows."""
     if isinstance(prompts, RowPrompts):
         return [prompts.places.uid(index) for index in prompts.indices]
     return [prompt.uid for prompt in prompts]
 
 
 def chosen(prompts: Sequence[Prompt], places: Sequence[int]) -> Sequence[Prompt]:
-    """Choose prompts by their places, in this order."""
+    """Select prompts by their indices, in this order."""
     if isinstance(prompts, RowPrompts):
         return RowPrompts(prompts.places, array("q", (prompts.indices[place] for place in places)))
     return [prompts[place] for place in places]
 
 
 class ByUid(Mapping[str, Prompt]):
-    """Prompts by their ids; which id stands where is only listed when it is first asked for."""
+    """Mapping from ids to prompts; the index of ids is built on first use."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self.prompts = prompts
 
     @cached_property
     def place(self) -> Mapping[str, int]:
-        """The place of each id."""
+        """Index of each id in the list."""
         return {uid: place for place, uid in enumerate(uids_of(self.prompts))}
 
     def __getitem__(self, uid: str) -> Prompt:

@@ -1,4 +1,4 @@
-"""Rows of CSV and TSV files, whose first line names the columns."""
+"""Reader of CSV and TSV files; the first line names the columns."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from pathlib import Path
 
 from mmrl.data.row_files import DataRow, SourceError
 
-SEPARATED = {".csv": ",", ".tsv": "\t"}  # the separators by the suffix of a file
+SEPARATED = {".csv": ",", ".tsv": "\t"}  # separators by file suffix
 LONGEST = 1 << 27  # characters of a cell
 
 
 def separated_rows(path: Path, split: str) -> Iterator[DataRow]:
-    """Read rows by the names in the first line; cells are texts, and empty ones None.
+    """Read rows by the names in the first line; cells are texts, and empty cells None.
 
-    A data set reads a number, or a list written as JSON, where it declares one.
-
-    A row with more or fewer cells than there are names is faulty. Columns without a name, such as the index
-    that pandas writes, are left out. Raises `SourceError` for a file with a name twice or another separator.
+    A row with more or fewer cells than names has a fault. Columns without a name, such as the index of
+    pandas, are skipped. Raises `SourceError` for a duplicate name or another separator.
     """
     if not path.is_file():
         raise SourceError(f"there is no file '{path}'")

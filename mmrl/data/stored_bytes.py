@@ -1,7 +1,7 @@
-"""Encoded media that rows contain, kept in a file on disk instead of memory.
+"""Storage of the encoded media in rows: a temporary file instead of memory.
 
-A parquet file of images would otherwise be in the memory of every process of a machine. Equal bytes are kept
-once: a row that is read again brings the same image.
+Otherwise every process of a machine would keep all images of a parquet file in memory. Equal bytes are stored
+once, because rows are read several times.
 """
 
 from __future__ import annotations
@@ -14,59 +14,59 @@ from functools import cache
 from threading import Lock
 from typing import Any
 
-IN_MEMORY = 64 << 20  # bytes of a process that stay in memory; what comes after goes to the file
+IN_MEMORY = 64 << 20  # bytes of a process that stay in memory; later ones go to the file
 
 
 @dataclass(frozen=True, eq=False)
 class StoredBytes:
-    """Bytes that are read from a temporary file of this process when they are asked for."""
+    """Bytes in the temporary file of this process."""
 
     file: ByteFile
     start: int
     length: int
 
     def read(self) -> bytes:
-        """Read them."""
+        """Read the bytes from the file."""
         return os.pread(self.file.descriptor, self.length, self.start)
 
     def __reduce__(self) -> tuple[Any, tuple[bytes]]:
-        return BytesInMemory, (self.read(),)  # another process, perhaps of another machine, has no such file
+        return BytesInMemory, (self.read(),)  # another process does not have the file
 
 
 @dataclass(frozen=True, eq=False)
 class BytesInMemory:
-    """Bytes of the same form that are in memory."""
+    """Bytes in memory, with the interface of `StoredBytes`."""
 
     data: bytes
 
     def read(self) -> bytes:
-        """Return them."""
+        """Return the bytes."""
         return self.data
 
 
 @dataclass
 class ByteFile:
-    """A file without a name, in the folder for temporary files (`TMPDIR`), which goes with the process."""
+    """An unnamed file in the folder for temporary files (`TMPDIR`); it is deleted with the process."""
 
     limit: int = IN_MEMORY
     in_memory: int = 0
     end: int = 0  # of the file
-    known: dict[bytes, StoredBytes | BytesInMemory] = field(default_factory=dict, repr=False)  # by their hash
+    stored: dict[bytes, StoredBytes | BytesInMemory] = field(default_factory=dict, repr=False)  # by SHA-256
     file: Any = field(default_factory=tempfile.TemporaryFile, repr=False)
     lock: Any = field(default_factory=Lock, repr=False)
 
     @property
     def descriptor(self) -> int:
-        """What the operating system calls it."""
+        """File descriptor."""
         return self.file.fileno()
 
     def put(self, data: bytes) -> StoredBytes | BytesInMemory:
-        """Keep bytes: the first ones in memory, and what would exceed the limit in the file."""
+        """Store bytes in memory up to the limit, then in the file."""
         key = hashlib.sha256(data).digest()
         with self.lock:
-            if key not in self.known:
-                self.known[key] = self._put(data)
-            return self.known[key]
+            if key not in self.stored:
+                self.stored[key] = self._put(data)
+            return self.stored[key]
 
     def _put(self, data: bytes) -> StoredBytes | BytesInMemory:
         if self.in_memory + len(data) <= self.limit:

@@ -1,4 +1,4 @@
-"""Texts made of a template of jinja2 and the fields of a row."""
+"""Plain-text templates of jinja2, filled with the fields of a row."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from jinja2.sandbox import SandboxedEnvironment
 from mmrl.config.loading import ConfigError
 from mmrl.data.fields import RowError, short
 
-# What a chat template, a processor or a verdict is marked with: <|im_end|>, <image>, <score>, [INST].
+# Marks of chat templates, processors and verdicts: <|im_end|>, <image>, <score>, [INST].
 MARKUP = re.compile(r"<(?=[|\N{FULLWIDTH VERTICAL LINE}]|/?[A-Za-z_][\w-]*>)|\[(?=/?[A-Z_]+\])")
 
 
 def quoted(text: str) -> str:
-    """Break the marks in what a model wrote, so that a prompt can show it: `<image>` becomes `< image>`."""
-    return MARKUP.sub(lambda found: found[0] + " ", text)
+    """Escape the marks in a model's text, so that a prompt can quote it: `<image>` becomes `< image>`."""
+    return MARKUP.sub(lambda match: match[0] + " ", text)
 
 
 class TextTemplate:
-    """A template of jinja2 for plain text: nothing is escaped, and no attribute of Python is reached.
+    """A sandboxed template of jinja2 for plain text, without HTML escaping.
 
     Args:
         source: The template.
         known: Names that it may read.
         needed: Names that it must read.
-        place: What it belongs to, for errors.
+        place: Its owner, for errors.
 
     Raises:
         ConfigError: Bad syntax, or other names than these.

@@ -1,4 +1,4 @@
-"""Readers of files with one prompt a line, and of recorded media inside one declared folder."""
+"""Readers of files with one prompt per line, and of recorded images and videos."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ CAPTION = ("prompt", "caption")
 
 
 def objects(path: Path, read: Callable[[Mapping[str, Any]], T]) -> list[T]:
-    """Read one JSON object a line through `read`; an error names all rows that cannot be used."""
+    """Read one JSON object per line and convert it by `read`; one error names all bad rows."""
     return read_each(path, named_rows(path), lambda row, _: read(row.columns))
 
 
 def holds_objects(path: Path) -> bool:
-    """Whether rows of a file have names: JSON lines, CSV and TSV do; any other suffix is one text a line."""
+    """Whether a file has named columns (JSON lines, CSV, TSV); other files have one text per line."""
     return path.suffix in (".jsonl", ".json", *SEPARATED)
 
 
 def captions(path: Path) -> list[str]:
-    """Read the texts of a file of prompts: one a line, or the `prompt` (or `caption`) of every row."""
+    """Read the texts of a file of prompts: one per line, or the `prompt` (or `caption`) of every row."""
     if holds_objects(path):
         return objects(path, lambda row: text_of(row, CAPTION))
     return [row.columns["line"].strip() for row in text_lines(path)]
 
 
 def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """Read the text under the first of some keys that a row has."""
+    """Read the text of the first column of `names` that a row has."""
     for name in names:
         if name in row:
             return text(row[name], name).strip()
@@ -51,12 +51,12 @@ def line_uid(row: DataRow, path: Path) -> str:
 
 @dataclass(frozen=True)
 class RecordedAnswers(Sequence):
-    """Recorded images or videos of one prompt, with scores; each is decoded on access and not kept."""
+    """Recorded images or videos of one prompt, with scores; each is decoded on every access."""
 
     files: tuple[Path, ...]
     scores: Scores  # of each file, by the name of the reward
     load: Callable[[Path], Outcome]
-    size: Callable[[Path], tuple[int, ...]]  # frames, height and width of what `load` gives, without decoding
+    size: Callable[[Path], tuple[int, ...]]  # frames, height and width of a file, without decoding
 
     def __len__(self) -> int:
         return len(self.files)
@@ -79,11 +79,19 @@ def recorded_prompts(
     bad_rows: str,
     reads: Sequence[Column],
 ) -> Sequence[Prompt]:
-    """Read one prompt a line (`prompt` or `caption`) with recorded files under `root`; `limit` 0 reads all.
+    """Read one prompt per line (`prompt` or `caption`) with its recorded images or videos.
 
-    `read`, which reads the columns `reads`, gives the names of a row's files and the scores of each, `load`
-    decodes a file, and `size` reads its frames, height and width. An error names all rows that cannot be
-    used, missing files included; `bad_rows` "drop" leaves them out.
+    One error names all bad rows, missing files included.
+
+    Args:
+        path: File of rows.
+        root: Folder of the recorded files.
+        limit: Most rows; 0: all.
+        read: Returns the file names of a row and the scores of each file.
+        load: Decodes a file.
+        size: Reads frames, height and width of a file.
+        bad_rows: "error", or "drop" to skip bad rows.
+        reads: The columns that `read` reads.
     """
 
     def make(row: DataRow, number: int) -> Prompt:

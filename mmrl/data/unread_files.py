@@ -1,4 +1,4 @@
-"""Files of rows that a folder holds, and that are not read."""
+"""Warning about files in a data folder that look like rows, but are not read."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-UNREAD = {".ndjson", ".arrow", ".feather", ".tar", ".zip", ".xlsx", ".tfrecord"}  # of rows in other forms
-_named = set[Path]()  # folders and patterns whose unread files were named
+UNREAD = {".ndjson", ".arrow", ".feather", ".tar", ".zip", ".xlsx", ".tfrecord"}  # forms without a reader
+_named = set[Path]()  # folders and patterns with a warning
 log = logging.getLogger("mmrl")
 
 
 def name_unread(path: Path, listed: Sequence[Path], read: Sequence[Path], forms: Sequence[str]) -> None:
-    """Log the files beside those that are read whose names tell of rows, once for each folder or pattern."""
+    """Log the files whose suffix suggests rows, but that are not in `read`; once per folder or pattern."""
     tells = lambda file: file.suffix in UNREAD or not {*file.suffixes[:-1]}.isdisjoint(forms)
     unread = [file.name for file in listed if file not in read and tells(file)]
     if unread and path not in _named:

@@ -1,4 +1,4 @@
-"""Data sets around other data sets: several as one."""
+"""Data sets of other data sets: a mixture."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ReadData = Callable[[], Sequence[Prompt]]
 
 @dataset
 def mixture(*, data: tuple[ReadData, ...], sources: tuple[str, ...]) -> list[Prompt]:
-    """Read several data sets as one, each row with the name of its own in the column `source`.
+    """Concatenate several data sets; the column `source` names the data set of each row.
 
-    Ids get that name before them: `gui/row-3`. A reward applies to the rows of one data set by `where:
-    {source: gui}`, so one run, and one batch, may hold several tasks. The sampler draws from all rows alike.
+    Ids get the name as a prefix: `gui/row-3`. A reward applies to the rows of one data set by `where:
+    {source: gui}`, so one run, and one batch, may have several tasks. The sampler draws from all rows alike.
 
     Args:
         data: The data sets.
-        sources: A name for each of them.
+        sources: A name for each data set.
     """
     if len(set(sources)) != len(data):
         raise ConfigError(

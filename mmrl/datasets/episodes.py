@@ -1,4 +1,4 @@
-"""Prompts of nothing, for environments that say themselves what is to be done."""
+"""Empty prompts, for environments that state the task themselves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from mmrl.core.types import Message, Part, Prompt
 
 @data
 def episodes(*, count: PositiveInt = 64) -> list[Prompt]:
-    """Make `count` prompts without words, for environments whose `reset` says what is to be done.
+    """Make `count` empty prompts, for environments whose `reset` states the task.
 
-    In every step the environments draw anew what the same prompts begin with. Rewards in TRL's form get
-    messages.
+    The environments draw a new start for the same prompts in every step. Rewards in TRL's form get messages.
+
+    Args:
+        count: Number of prompts.
     """
-    asked = Message("user", (Part(),))
+    empty = Message("user", (Part(),))
     columns = {"prompt": [{"role": "user", "content": ""}]}
-    return [Prompt(f"episode-{number}", (asked,), columns=columns) for number in range(count)]
+    return [Prompt(f"episode-{number}", (empty,), columns=columns) for number in range(count)]

@@ -1,4 +1,4 @@
-"""What checks read and return: a small collection of a run, and findings."""
+"""Input and output of checks: a small collection of rollouts, and findings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.binding import Bound
+from mmrl.config.plain import as_list
 from mmrl.config.registry import Needs
 from mmrl.config.schema import Config, as_piece
 from mmrl.core.protocols import Engine, Policy
@@ -20,7 +21,7 @@ from mmrl.core.types import Prompt, Rollouts, Unit
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: what is wrong, what to do about it, and where it is (file and row of data).
+    """Result of a check: the fault, advice, and its place (file and row of data).
 
     A finding that is not `grave` is information.
     """
@@ -38,18 +39,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examined:
-    """One small collection of a run, with what checks at the start read of the run.
+    """One small collection of rollouts with the pieces of its run: the input of checks at the start.
 
-    The check of the first step, which costs nothing, has no `batch` and no `memory`, and neither `again` nor
-    `ask` gives anything.
+    During the first step of training it has no `batch` and no `memory`, and `again` and `ask` return nothing.
 
     Args:
-        batch: The rows as the policy that learns gets them.
+        batch: The rows as the policy trains on them.
         micro_batch_steps: Steps per micro-batch.
         untouched: Trained parameters without a gradient.
         memory: Estimated bytes by part.
-        again: Makes the collection with other options of the policy, where it has them.
-        ask: Asks the engine for answers to prompts, one for each entry, with the random streams of the step.
+        again: Makes the collection with other options of the policy; None where it lacks these options.
+        ask: Rollouts of the engine, one per prompt, with the random streams of the step.
     """
 
     config: Config
@@ -68,18 +68,18 @@ class Examined:
 
     @property
     def rows(self) -> Batch:
-        """The batch, where there is one."""
+        """The batch; raises ValueError without one."""
         if self.batch is None:
             raise ValueError("the first step of a run has no batch to examine; `mmrl doctor` makes one")
         return self.batch
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts of the collection, each once."""
+        """Distinct prompts of the collection."""
         return list({row.prompt.uid: row.prompt for row in self.rollouts}.values())
 
     def replay(self, batch: Batch | None = None, *, row_by_row: bool = False) -> Tensor:
-        """Log-probabilities of the policy in micro-batches as in training, or row by row: (N, T), float64."""
+        """Log-probabilities of the policy, in micro-batches as in training or row by row: (N, T) float64."""
         batch = self.rows if batch is None else batch
         cuts = batch.cuts(self.micro_batch_steps, max(self.needs.unit, Unit.ROW))
         if row_by_row:
@@ -92,25 +92,22 @@ class Examined:
         return out
 
     def log_probabilities(self, rollouts: Rollouts) -> Tensor:
-        """Log-probabilities of the policy for other rows: (N, T), 0 where there is no step."""
+        """Log-probabilities of the policy for any rollouts: (N, T), 0 after the last step."""
         batch = self.policy.collate(rollouts)
         return self.replay(batch) * batch.mask.cpu()
 
 
 def lossy_pieces(config: Config) -> list[str]:
-    """Name the caches and transforms that make the engine of rollouts less exact than the policy."""
-    names = []
-    for engine in config.rollout.engine:
-        for kind in ("transform", "cache"):
-            match engine.options.get(kind) or []:
-                case [*pieces]:
-                    names += [f"{kind} {as_piece(piece, kind).name}" for piece in pieces]
-                case piece:
-                    names.append(f"{kind} {as_piece(piece, kind).name}")
-    return names
+    """Names of the caches and transforms that make the rollout engine less exact than the policy."""
+    return [
+        f"{kind} {as_piece(piece, kind).name}"
+        for engine in config.rollout.engine
+        for kind in ("transform", "cache")
+        for piece in as_list(engine.options.get(kind) or [])
+    ]
 
 
 def spelled(names: Sequence[str], limit: int = 3) -> str:
-    """Spell a list of names in quotes, after `limit` of them the number of the rest."""
+    """List the first `limit` names in quotes, and the number of the others."""
     shown = ", ".join(f"'{name}'" for name in names[:limit])
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

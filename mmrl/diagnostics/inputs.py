@@ -1,4 +1,4 @@
-"""What a configuration names outside of itself: files, folders, and columns of the first rows."""
+"""Checks that the files, folders and columns exist that a configuration names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from mmrl.config import objects
 from mmrl.config.binding import Pieces
 from mmrl.config.consistency import evaluation_of
 from mmrl.config.loading import ConfigError
-from mmrl.config.registry import find
-from mmrl.config.reward_adapters import is_trl
+from mmrl.config.registry import find, is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
@@ -27,24 +26,19 @@ from mmrl.data.readable import drops, with_inner
 from mmrl.data.row_fields import MEDIA_COLUMNS, NAMED, TOOLKIT
 from mmrl.runtime.checkpoint import model_folder
 
-FIRST = 20  # rows whose columns are looked at
-OPENED = 4  # images, and videos, of those that are decoded
-OFFERED = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "target",
-)  # `reward_adapters.from_trl`
+FIRST = 20  # rows that are read
+OPENED = 4  # images, and videos, that are decoded
+# Arguments that `rewards.adapters.from_trl` passes to every reward, whatever the columns.
+OFFERED = ("prompts", "completions", "completion_ids", "trainer_state", "target")
 
 
 def check_inputs(config: Config | EvaluateConfig) -> None:
-    """Raise `ConfigError` with every file, folder and column that a run would miss; loads no weights."""
+    """Raise `ConfigError` with all missing files, folders and columns; loads no weights."""
     if findings := list(_absent(config)):
         raise ConfigError("; ".join(findings))
     start = str(model_folder(config.init_from)) if isinstance(config, Config) and config.init_from else ""
     for place, target, options in _models(config):
-        if check_folders := getattr(target, "check_folders", None):  # it knows what its files have to hold
+        if check_folders := getattr(target, "check_folders", None):
             try:
                 check_folders(options, **({"start": start} if start and place == "policy" else {}))
             except (ValueError, OSError) as error:
@@ -61,9 +55,9 @@ def check_inputs(config: Config | EvaluateConfig) -> None:
 
 
 def check_first_rows(config: Config | EvaluateConfig) -> None:
-    """Read the first rows of every data set that is here, and decode their first media.
+    """Read the first rows of every local data set and decode their first media.
 
-    Raises `ConfigError` where they cannot be used.
+    Raises `ConfigError` for rows or media that cannot be used.
     """
     token = NAMED.set(named_columns(config))
     try:
@@ -79,10 +73,10 @@ def check_first_rows(config: Config | EvaluateConfig) -> None:
 
 
 def _first_prompts(place: str, piece: Piece) -> Sequence[Prompt]:
-    """Read the first prompts of a data set with a `path` and a `limit`; none of others."""
+    """First prompts of a local data set that takes a `limit`; none of other data sets."""
     path, limit = piece.options.get("path"), piece.options.get("limit") or FIRST
-    here = isinstance(path, str) and (objects.is_object(path) or Path(path).exists())
-    if not here or "limit" not in find("data", piece.name).options:
+    exists = isinstance(path, str) and (objects.is_object(path) or Path(path).exists())
+    if not exists or "limit" not in find("data", piece.name).options:
         return ()
     try:
         first = Piece(piece.name, {**piece.options, "limit": min(limit, FIRST)})
@@ -92,7 +86,7 @@ def _first_prompts(place: str, piece: Piece) -> Sequence[Prompt]:
 
 
 def _open_media(place: str, prompts: Sequence[Prompt]) -> None:
-    """Decode the first images and videos of a data set; raises `ConfigError` with the one that is broken."""
+    """Decode the first images and videos; raises `ConfigError` for a broken one."""
     opened: Counter[str] = Counter()
     for row, medium in ((prompt, medium) for prompt in prompts for medium in prompt.media):
         opened[medium.kind] += 1
@@ -104,19 +98,18 @@ def _open_media(place: str, prompts: Sequence[Prompt]) -> None:
 
 
 def _check_answers(config: Config | EvaluateConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise `ConfigError` where the engine takes recorded answers and the first rows have none."""
+    """Raise `ConfigError` where the engine reads recorded answers and the first rows have none."""
     for piece in config.rollout.engine if isinstance(config, Config) else ():
         needs = getattr(find("engine", piece.name).target, "needs_answers", False)
         if needs and not any(prompt.answers for prompt in prompts):
             raise ConfigError(
                 f"data: the engine '{piece.name}' takes recorded answers, and the first {len(prompts)} rows "
-                "have none; name rows with demonstrations, or make them, as by the option `demo` of "
-                "`vision.visual_qa`"
+                "have none; name rows with demonstrations, or set the option `demo` of `vision.visual_qa`"
             )
 
 
 def _given(config: Config | EvaluateConfig) -> dict[str, Any]:
-    """List the fields that hold pieces by their places; an evaluation lacks those of a training."""
+    """Fields of a configuration that hold pieces, by place."""
     return {place: value for _, value, place in held_fields(config)}
 
 
@@ -126,7 +119,7 @@ def _data(config: Config | EvaluateConfig) -> list[tuple[str, Piece]]:
 
 
 def _models(config: Config | EvaluateConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """List the policy and the models of references, each with its place and its options."""
+    """Policy and references with their inner policies: place, class and options of each."""
 
     def within(kind: str, piece: Piece, place: str) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
         yield place, find(kind, piece.name).target, piece.options
@@ -139,28 +132,28 @@ def _models(config: Config | EvaluateConfig) -> Iterator[tuple[str, Any, Mapping
 
 
 def _absent(config: Config | EvaluateConfig) -> Iterator[str]:
-    """Describe the files and folders that are named but do not exist here."""
+    """Sentences about files and folders that do not exist."""
     for place, _, options in _models(config):
         for option in ("model", "adapter"):
             match options.get(option):
                 case str(name) if name and _is_local(name) and not Path(name).exists():
-                    given = f"{place}.{option} is '{name}'"
-                    yield f"{given}, which does not exist here; name a folder, or OWNER/NAME"
-    for place, data in (inner for known in _data(config) for inner in with_inner(*known)):
+                    missing = f"{place}.{option} is '{name}', which does not exist here"
+                    yield f"{missing}; name a folder, or OWNER/NAME"
+    for place, data in (inner for outer in _data(config) for inner in with_inner(*outer)):
         for option in ("path", "root"):
             match data.options.get(option):
                 case str(name) if name and not objects.is_object(name) and not Path(name).exists():
-                    if option == "path" and has_magic(name):  # a pattern of files, which its reader looks for
+                    if option == "path" and has_magic(name):  # a glob pattern
                         continue
                     yield f"{place}.{option} is '{name}', which does not exist here; set {place}.{option}=..."
 
 
 def _is_local(name: str) -> bool:
-    """Return whether a model can only be a local folder: a name on the hub is `owner/name`."""
+    """Whether a model can only be a local folder, not `owner/name` on the hub."""
     path = Path(name)
     if objects.is_object(name):
         return False
-    # Of two parts, the first of which is a folder here, is not a name on the hub either.
+    # `a/b` is local too if `a` is a folder.
     return (
         path.is_absolute()
         or name[0] in ".~"
@@ -171,44 +164,44 @@ def _is_local(name: str) -> bool:
 
 
 def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> Iterator[str]:
-    """Describe columns that rewards of TRL's form or the template of the prompt read, and no row has."""
+    """Sentences about columns that TRL rewards or the prompt template read and that no row has."""
     options, takes = data.options, find("data", data.name).options
-    if "columns" not in takes:  # then rows become columns of prompts as they are, renamed by that option
+    if "columns" not in takes:  # only data sets with this option pass the columns of rows on
         return
     columns = _first_columns(options)
     if not columns:
         return
-    known = columns | set(options.get("columns") or ())
-    lacks = f"that the first rows of {place} do not have; they have {', '.join(sorted(known))}"
+    names = columns | set(options.get("columns") or ())
+    lacks = f"that the first rows of {place} do not have; they have {', '.join(sorted(names))}"
     for i, piece in enumerate(rewards):
         for name in _required(piece):
-            # Rewards get the media of a prompt by every name, whichever column holds them.
-            if name not in known and not (name in MEDIA_COLUMNS and known & {*MEDIA_COLUMNS}):
+            # Rewards can read the media of a prompt by any of the media names.
+            if name not in names and not (name in MEDIA_COLUMNS and names & {*MEDIA_COLUMNS}):
                 yield f"{at}[{i}]: '{piece.name}' takes the column '{name}' {lacks}"
     match options.get("prompt", takes["prompt"].default if "prompt" in takes else ""):
         case str(template):
             for _, field, _, _ in Formatter().parse(template):
                 name = (field or "").partition(".")[0].partition("[")[0]
-                if name and name not in known:
-                    hint = TOOLKIT if known & {"conversations", "instruction"} else "map names by `columns`"
-                    hint = "`vision.conversations` reads messages" if "messages" in known else hint
+                if name and name not in names:
+                    hint = TOOLKIT if names & {"conversations", "instruction"} else "map names by `columns`"
+                    hint = "`vision.conversations` reads messages" if "messages" in names else hint
                     yield f"{place}.prompt reads the column '{name}' {lacks}; {hint}"
 
 
 def _first_columns(options: Mapping[str, Any]) -> set[str]:
-    """Read the names of the columns of the first rows; none where they cannot be read here."""
+    """Names of the columns of the first rows; none where they cannot be read."""
     path = Path(str(options.get("path", "")))
     if not path.is_dir() and path.suffix not in FORMS:
         return set()
     try:
         rows = islice(Rows(path, Path(options.get("root") or path.parent)).valid(), FIRST)
         return {name for row in rows for name in row.columns}
-    except (RowError, OSError):  # what is wrong with rows `mmrl data check` says in full
+    except (RowError, OSError):  # `mmrl data check` reports faulty rows in full
         return set()
 
 
 def _required(piece: Piece) -> list[str]:
-    """List the columns that a reward of TRL's form takes by name and cannot do without."""
+    """Required column arguments of a TRL reward."""
     target = inspect.unwrap(find("reward", piece.name).target)
     if not is_trl(target):
         return []

@@ -22,15 +22,15 @@ from mmrl.core.types import Prompt
 from mmrl.runtime.low_bit import scales_of
 from mmrl.runtime.modules import loading_onto
 
-PROMPTS = 8  # of the data, from which lengths are measured
-SIDE = 64  # of the matrix on which the state of an optimizer is measured
+PROMPTS = 8  # prompts whose lengths are measured
+SIDE = 64  # side of the weight matrix that measures the state of an optimizer
 
 
 @memory_estimate
 def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-    """Estimate weights, gradients, the state of the optimizer, references, and other models.
+    """Estimate weights, gradients, optimizer state, references, and other models.
 
-    A second model or a teacher that names another model is taken to be as large as the policy.
+    A second model or a teacher is assumed to be as large as the policy.
     """
     module = policy.module
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers(), *scales_of(module))}
@@ -44,11 +44,11 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
 
     references = others = 0.0
     for name, piece in config.references.items():
-        # `frozen` and `ema` keep a copy of what trains, and swap it into the policy.
-        kept = getattr(find("reference", piece.name).target, "holds", OWN_WEIGHTS)
-        if kept == OWN_WEIGHTS:
+        # `frozen` and `ema` hold a copy of the trained weights.
+        holds = getattr(find("reference", piece.name).target, "holds", OWN_WEIGHTS)
+        if holds == OWN_WEIGHTS:
             references += sizes
-        elif kept == "a model that learns":
+        elif holds == "a model that learns":
             mover = as_piece(piece.options.get("optimizer", "adamw"), f"references.{name}.optimizer")
             references += weights + sizes + state(mover)
         else:
@@ -61,34 +61,34 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
     } | ({"models that do not learn": others} if others else {})
 
 
-SHARDED = ("weights", "learning/gradients", "optimizer", "references")  # what FSDP2 shares out of these
+SHARDED = ("weights", "learning/gradients", "optimizer", "references")  # parts that FSDP2 shards
 
 
 def sharded(config: Config, module: nn.Module, memory: Mapping[str, float], world: int) -> dict[str, float]:
-    """Share an estimate out among processes with FSDP2; one layer at a time is whole, or all for sampling."""
+    """Estimate of one process with FSDP2: sharded parts, plus one whole layer, or all weights to sample."""
     shares = {name: size / world if name in SHARDED else size for name, size in memory.items()}
     blocks = [block for part in module.modules() if isinstance(part, nn.ModuleList) for block in part]
     layers = [sum(p.nbytes for p in block.parameters()) for block in blocks]
     shares["learning/a layer"] = max([*layers, *(p.nbytes for p in module.parameters())])
     if not sampled_elsewhere(config):
-        shares["rollouts/whole weights"] = memory["weights"] * (1 - 1 / world)  # beside the shard
+        shares["rollouts/whole weights"] = memory["weights"] * (1 - 1 / world)  # in addition to the shard
     return shares
 
 
 def sampled_elsewhere(config: Config) -> bool:
-    """Return whether other programs sample, so that this process needs no memory for it."""
+    """Whether other processes sample, so that this one needs no memory for rollouts."""
     engines = [find("engine", piece.name).target for piece in config.rollout.engine]
     return any(getattr(engine, "answers_elsewhere", False) for engine in engines)
 
 
 def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
-    """Measure the bytes of state per weight of an optimizer with its default options."""
+    """Bytes of optimizer state per weight, measured with default options."""
     weight = nn.Parameter(torch.zeros(SIDE, SIDE))
     weight.grad = torch.ones_like(weight)
     optimizer = make([("weight", weight)])
     optimizer.step()
     leaves = tree_leaves(optimizer.state_dict())
-    # Counters of steps are tensors without dimensions: one per parameter, not per weight.
+    # Step counters are scalars: one per parameter, not per weight.
     return sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor) and t.ndim) / weight.numel()
 
 
@@ -96,19 +96,19 @@ def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
 
 
 def in_use(kind: str, config: Config, on: str = "") -> list[Entry]:
-    """List the pieces of a kind that apply to a run: of the core, and of packages that it names pieces of."""
+    """Pieces of a kind that apply to a run: of the core, and of the packages whose pieces it names."""
     named = [config.policy, config.data, *config.rollout.engine, *config.rewards]
     scopes = {"", *(piece.name.rpartition(".")[0] for piece in named if ":" not in piece.name)}
     return [entry for entry in pieces(kind, on) if entry.scope in scopes]
 
 
 def estimate_memory(config: Config, world: int = 1, shards: bool = False) -> Mapping[str, float]:
-    """Make some prompts of a run, and the policy without its weights, and estimate memory: bytes by part.
+    """Estimate the memory of a run, bytes by part, from some prompts and a policy without weights.
 
     Args:
         config: The run.
-        world: Processes of the run; the estimate is of one of them.
-        shards: Whether FSDP2 shares weights out among them.
+        world: Number of processes; the estimate is for one of them.
+        shards: Whether FSDP2 shards the weights.
     """
     made = Pieces(Stream(config.seed))
     data = made.make_field(config, "data")
@@ -120,7 +120,7 @@ def estimate_memory(config: Config, world: int = 1, shards: bool = False) -> Map
 
 
 def estimate_with(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapping[str, float]:
-    """Add up the memory estimates that apply to a run: bytes by part."""
+    """Sum of all memory estimates that apply to a run: bytes by part."""
     total: dict[str, float] = defaultdict(float)
     for entry in in_use("memory_estimate", config):
         for name, size in entry.target(config, policy, prompts).items():
@@ -129,10 +129,9 @@ def estimate_with(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapp
 
 
 def peak(memory: Mapping[str, float]) -> float:
-    """Add up the parts of an estimate that exist at the same time.
+    """Largest memory in use at once.
 
-    A part `phase/name` exists in this phase of a step only, such as "rollouts/cache" and
-    "learning/gradients"; the largest phase counts. Others exist all the time.
+    A part `phase/name`, such as "rollouts/cache", exists in one phase of a step; other parts always exist.
     """
     phases: dict[str, float] = defaultdict(float)
     for name, size in memory.items():
@@ -143,10 +142,10 @@ def peak(memory: Mapping[str, float]) -> float:
 
 
 def room() -> tuple[float, str]:
-    """The memory of the device that trains, in bytes (0: unknown), and its name."""
+    """Memory of the training device in bytes (0: unknown), and its name."""
     if torch.cuda.is_available():
         return float(torch.cuda.mem_get_info()[1]), torch.cuda.get_device_name()
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), "main memory"
-    except (AttributeError, ValueError, OSError):  # not on every system
+    except (AttributeError, ValueError, OSError):  # not available on every system
         return 0.0, "memory of unknown size"

@@ -1,4 +1,4 @@
-"""The round trip of targets: as an answer each earns full marks at its own row, and less at other rows."""
+"""Checks rewards with the targets of rows: a target must earn full marks at its own row, and only there."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from typing import Any
 from mmrl.config.binding import Bound, Pieces
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import leaves_form
-from mmrl.config.reward_adapters import OwnAnswer, Scoring, called, shown, to_float
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer
 from mmrl.rewards.answers import FormOfData
 from mmrl.runtime.reward_calls import matches
+from mmrl.runtime.scoring import Scoring, called, shown, to_float
 
-SAMPLE = 200  # rows that are looked at when a run starts
-WRONG_SHARE = 0.05  # of the rows may earn less than full marks for their own target
-ALIKE_SHARE = 0.5  # of the rows may give full marks to all other answers that they are asked about
-OTHERS = 3  # answers to other rows that a row is asked about
-NEAR = 1e-6  # marks that rounding may take
-SHOWN = 3  # rows that are named
-SECONDS = 60.0  # for a reward that is asynchronous
+SAMPLE = 200  # rows that are checked when a run starts
+WRONG_SHARE = 0.05  # largest share of rows whose own target earns less than full marks
+ALIKE_SHARE = 0.5  # largest share of rows that give full marks to the targets of other rows
+OTHERS = 3  # targets of other rows that are tried as answers to a row
+NEAR = 1e-6  # tolerance for rounding
+SHOWN = 3  # rows that a message names
+SECONDS = 60.0  # timeout of an asynchronous reward
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """What one reward gives for the targets of rows.
+    """Result of one reward for the targets of the data.
 
     Args:
-        place: Of the reward in the configuration, with its name.
+        place: Place of the reward in the configuration, with its name.
         rows: Number of rows with a target that the reward reads.
         wrong: A sentence for each row whose own target does not earn full marks.
-        alike: A sentence for each row that gives full marks to the answers of all rows it was compared with.
-        compared: With how many other answers each row was compared, at most.
-        unfit: A sentence for each row whose target is not of the form that its reward reads.
+        alike: A sentence for each row where the targets of all other rows that were tried earn full marks.
+        compared: Largest number of other targets that were tried for a row.
+        unfit: A sentence for each row whose target has another form than the reward reads.
     """
 
     place: str
@@ -49,28 +50,25 @@ class RoundTrip:
     unfit: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
-        """Describe what does not hold, with the first rows by name."""
+        """Sentences about the faults, with the names of the first rows."""
         if not self.rows:
             yield (
                 f"{self.place}: no row has a target that it reads, so it gives no reward; name the column of "
                 "the target (`columns` of the data); a recorded answer, as `messages` end with, is none"
             )
-        for found, what in (
+        for faults, what in (
             (self.wrong, "do not give full marks to their own target as the answer"),
             (self.alike, "give full marks to the targets of other rows as well"),
             (self.unfit, "have a target of another form, which is compared by its words"),
         ):
-            if found:
-                more = f"; and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
-                yield (
-                    f"{self.place}: {len(found):,} of {self.rows:,} rows {what}: "
-                    + "; ".join(found[:SHOWN])
-                    + more
-                )
+            if faults:
+                more = f"; and {len(faults) - SHOWN:,} more" if len(faults) > SHOWN else ""
+                shown_rows = "; ".join(faults[:SHOWN]) + more
+                yield f"{self.place}: {len(faults):,} of {self.rows:,} rows {what}: {shown_rows}"
 
     @property
     def fails(self) -> bool:
-        """Whether it does not hold for so many rows that a run would learn something else."""
+        """Whether there are too many faults to train."""
         wrong = len(self.wrong) > WRONG_SHARE * self.rows
         return wrong or (self.compared > 1 and len(self.alike) > ALIKE_SHARE * self.rows)
 
@@ -83,20 +81,19 @@ def check_targets(
     sample: int = 0,
     form: FormOfData | None = None,
 ) -> list[str]:
-    """Ask every reward that has a target about the targets of the data, and say for which rows it fails.
+    """Check every reward that reads targets; returns sentences about the rows where it fails.
 
-    Rewards that need a package that is not installed, or another process, are not asked.
+    Rewards that need a missing package or another process are skipped.
 
     Args:
         prompts: The data.
-        rewards: Their pieces.
-        place: Where the rewards stand: `rewards`.
-        sample: Look at so many rows, spread over the data; 0: at all of them.
-
-        form: The form of the data's targets, where it may be known already.
+        rewards: Pieces of the rewards.
+        place: Place of the rewards in the configuration: `rewards`.
+        sample: Number of rows to check, evenly spaced; 0: all rows.
+        form: Form of the targets, if it was inferred before.
 
     Raises:
-        ConfigError: A reward is wrong for more than 5 % of the rows, or gives full marks to other answers in
+        ConfigError: A reward is wrong for more than 5 % of the rows, or gives full marks to other targets in
             more than half of them.
     """
     trips = list(round_trips(prompts, rewards, place, sample=sample, form=form))
@@ -116,7 +113,7 @@ def round_trips(
     sample: int = 0,
     form: FormOfData | None = None,
 ) -> Iterator[RoundTrip]:
-    """Make the round trip of every reward that says how its target is written as an answer."""
+    """Results of every reward that can write its target as an answer."""
     pieces, form = Pieces(Stream()), form or FormOfData(prompts)
     step = max(1.0, len(prompts) / sample) if sample else 1.0
     rows: list[Prompt] = []
@@ -125,7 +122,7 @@ def round_trips(
         if not bound.entry.own_answer or "workers" in bound.call or not _installed(bound):
             continue
         if inspect.isclass(bound.entry.target) and not hasattr(bound.entry.target, "grade_texts"):
-            continue  # to make it may load a model
+            continue  # constructing it may load a model
         if leaves_form(bound.entry, bound.options):
             bound.options["form"] = form()
         rows = rows or [prompts[int(at * step)] for at in range(int(len(prompts) / step))]
@@ -140,24 +137,24 @@ def _installed(bound: Bound) -> bool:
 
 
 def round_trip(bound: Bound, prompts: Sequence[Prompt], place: str) -> RoundTrip:
-    """Give a reward the target of each row as the answer to it, and to other rows."""
-    asked = Asked(bound)
+    """Grade the target of each row as the answer to this row, and to other rows."""
+    grader = Grader(bound)
     where = bound.call.get("where")
     rows, wrong = [], []
     for prompt in prompts:
         if where and not matches(prompt, where):
             continue
         try:
-            if own := asked.own(prompt):
+            if own := grader.own(prompt):
                 rows.append((prompt, own))
-        except Exception as error:  # a target that cannot be written cannot be read either
+        except Exception as error:  # a reward cannot read a target that it cannot write
             rows.append((prompt, OwnAnswer(())))
             wrong.append(f"row '{prompt.uid}': {error}")
     pairs = [(prompt, text) for prompt, own in rows for text in own.texts]
     owners = [(prompt, own) for prompt, own in rows for _ in own.texts]
     bad: dict[str, str] = {}
     silent: set[str] = set()  # rows to which the reward does not apply
-    for (prompt, text), (_, own), marks in zip(pairs, owners, asked.marks(pairs), strict=True):
+    for (prompt, text), (_, own), marks in zip(pairs, owners, grader.marks(pairs), strict=True):
         if marks is None:
             silent.add(prompt.uid)
         elif not isinstance(marks, float):
@@ -166,27 +163,27 @@ def round_trip(bound: Bound, prompts: Sequence[Prompt], place: str) -> RoundTrip
             bad.setdefault(prompt.uid, f"row '{prompt.uid}': {shown(text)} earns {marks:g} of {own.full:g}")
     rows = [(prompt, own) for prompt, own in rows if prompt.uid not in silent]
     sound = [(prompt, own) for prompt, own in rows if own.texts and prompt.uid not in bad]
-    alike, compared = _alike(asked, sound)
+    alike, compared = _alike(grader, sound)
     unfit = [f"row '{prompt.uid}': {own.unfit}" for prompt, own in rows if own.unfit]
     return RoundTrip(place, len(rows), [*wrong, *bad.values()], alike, compared, unfit)
 
 
-def _alike(asked: Asked, rows: Sequence[tuple[Prompt, OwnAnswer]]) -> tuple[list[str], int]:
-    """Find rows that give full marks to each of a few other answers, and say how many those were."""
-    # Neighbours in this order differ in little, such as 3 and -3.
+def _alike(grader: Grader, rows: Sequence[tuple[Prompt, OwnAnswer]]) -> tuple[list[str], int]:
+    """Sentences about rows where a few other targets all earn full marks, and how many were tried."""
+    # Neighbours in this order are similar, such as 3 and -3.
     texts = {_key(own.texts[0]): own.texts[0] for _, own in rows}
     order = sorted(texts, key=lambda key: ("".join(filter(str.isalnum, key)), key))
     place = {key: i for i, key in enumerate(order)}
     count = len(order)
     apart = list(dict.fromkeys(by for by in (1, count // 3, 2 * count // 3) if 0 < by < count))[:OTHERS]
-    for by in range(2, min(count, OTHERS + 1)):  # of a few answers each is another one
+    for by in range(2, min(count, OTHERS + 1)):  # few targets: try the others too
         apart += [by] if by not in apart and len(apart) < OTHERS else []
     left, first = list(rows), {}
     for by in apart:
         others = [texts[order[(place[_key(own.texts[0])] + by) % count]] for _, own in left]
         given = [(prompt, text) for (prompt, _), text in zip(left, others, strict=True)]
         paid = []
-        for row, text, marks in zip(left, others, asked.marks(given), strict=True):
+        for row, text, marks in zip(left, others, grader.marks(given), strict=True):
             prompt, own = row
             same = _key(text) in map(_key, own.texts)
             if not same and isinstance(marks, float) and marks >= own.full - NEAR:
@@ -201,20 +198,20 @@ def _key(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A reward that is asked about answers outside of a run, without a model."""
+class Grader:
+    """Grades answers with one reward, outside of a run and without a model."""
 
     bound: Bound
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The options with their defaults; of those that follow a schedule the first value."""
-        known = self.bound.entry.options
-        given = {name: known[name].default for name in known} | self.bound.options
+        """All options with their values; the first value of those that follow a schedule."""
+        defaults = {name: option.default for name, option in self.bound.entry.options.items()}
+        given = defaults | self.bound.options
         return {name: getattr(value, "first", value) for name, value in given.items()}
 
     def own(self, prompt: Prompt) -> OwnAnswer | None:
-        """Write the target of a prompt as an answer; None without a target that the reward reads."""
+        """The target of a prompt written as an answer; None without a target that the reward reads."""
         return self._with_options(self.bound.entry.own_answer, prompt)
 
     def _with_options(self, function: Any, *arguments: Any) -> Any:
@@ -239,14 +236,8 @@ class Asked:
         return [None if value is None else to_float(value) for value in values]
 
     def marks(self, pairs: Sequence[tuple[Prompt, str]]) -> list[float | Exception | None]:
-        """Return the reward of each answer, None where it does not apply, or what it raises."""
+        """Reward of each answer: a number, None where it does not apply, or the error that it raises."""
         try:
             return list(self._called(pairs)) if pairs else []
-        except Exception:  # of one of them; which is found one by one
-            return [self._one(pair) for pair in pairs]
-
-    def _one(self, pair: tuple[Prompt, str]) -> float | Exception | None:
-        try:
-            return self._called([pair])[0]
-        except Exception as error:
-            return error
+        except Exception as error:  # of one answer: grade them one by one
+            return [error] if len(pairs) == 1 else [self.marks([pair])[0] for pair in pairs]

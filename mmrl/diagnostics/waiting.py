@@ -1,4 +1,4 @@
-"""Advice to ask for rollouts a step ahead, from the seconds of the first steps."""
+"""Advice to prefetch rollouts, from the timing of the first steps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mmrl.config.registry import find
 from mmrl.config.schema import Config
 from mmrl.diagnostics.memory_estimates import sampled_elsewhere
 
-STEPS = 3  # steps before the advice; the first one, in which engines start, is not counted
-SHARE = 1 / 3  # of the seconds of learning, which rollouts must take to be worth a lag of a step
+STEPS = 3  # steps before the advice; the first one, in which engines start, does not count
+SHARE = 1 / 3  # smallest ratio of rollout time to learning time that justifies a lag of one step
 
 
 def could_ask_ahead(config: Config) -> bool:
-    """Return whether others make the rollouts of a run, and could do so while the policy learns."""
+    """Whether other processes make the rollouts and could do so while the policy learns."""
     size = config.rollout
     last = find("engine", size.engine[-1].name).target
     one_round = not size.max_staleness and size.max_rounds == 1
@@ -22,9 +22,9 @@ def could_ask_ahead(config: Config) -> bool:
 
 
 def advise_asking_ahead(records: Sequence[Mapping[str, Any]]) -> str:
-    """Say after the first steps how long learner and workers waited for each other; else nothing.
+    """Sentence about the waiting times of learner and workers after the first steps; otherwise "".
 
-    `records` are those of steps, with `time/rollout`, `time/learn` and `step_time` in seconds.
+    `records` have `time/rollout`, `time/learn` and `step_time` in seconds.
     """
     if len(records) != STEPS:
         return ""
@@ -34,8 +34,8 @@ def advise_asking_ahead(records: Sequence[Mapping[str, Any]]) -> str:
     )
     if not rollout > SHARE * learn > 0:
         return ""
+    waited = rollout / step
     return (
-        f"of the last {STEPS - 1} steps the learner waited {rollout / step:.0%} for rollouts, and who makes "
-        f"them was idle for the other {1 - rollout / step:.0%}; consider `rollout.max_staleness: 1`, which "
-        "asks a step ahead"
+        f"of the last {STEPS - 1} steps the learner waited {waited:.0%} for rollouts, and the "
+        f"workers were idle for the other {1 - waited:.0%}; consider `rollout.max_staleness: 1`, a prefetch"
     )

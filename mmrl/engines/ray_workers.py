@@ -20,7 +20,6 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import engine
 from mmrl.config.schema import Piece
-from mmrl.config.workers import Workers, object_in
 from mmrl.core.protocols import Engine, HasMetrics, Policy, Portable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock, Count, Prompt, Rollouts, Trajectory
@@ -28,6 +27,7 @@ from mmrl.runtime.content_hash import of_tensors
 from mmrl.runtime.distributed import place_of
 from mmrl.runtime.fsdp import is_shard
 from mmrl.runtime.ray_actors import Actors, check_environments
+from mmrl.runtime.workers import Workers, object_in
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Using a model: what a user names it by, questions and answers, and folders to hand on."""
+"""Inference: find the model that a user names, answer questions, and export models."""

@@ -1,4 +1,4 @@
-"""Saving a model for use elsewhere: adapters merged, transforms and the cache recorded as JSON beside it."""
+"""Export of models: adapters are merged, transforms and cache are written as JSON."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ from mmrl.runtime.modules import DTYPES, RECORD, applied_transforms, twin
 from mmrl.runtime.weights import load_whole
 
 LOW_BIT = ("Linear4bit", "Linear8bitLt")
-# `model_type` of a folder with transforms, which transformers does not know: it must not load it as whole.
-# What it says then quotes the type, so the type says how the folder is loaded.
+# `model_type` of a folder with transforms. transformers refuses unknown types and quotes them in its error,
+# so the type says how to load the folder.
 PRUNED = "mmrl_pruned: load this folder with mmrl.load_pruned(folder) or mmrl.load_engine(folder)"
 
 
 @runtime_checkable
 class Exportable(Protocol):
-    """A policy that can be written as a model of its own."""
+    """A policy that can be exported."""
 
     def merge(self) -> None:
         """Merge the adapter into the weights."""
 
     def save(self, folder: Path) -> None:
-        """Write the model as a folder that its library loads."""
+        """Write a folder that transformers or diffusers can load."""
 
 
 def export(session: Session, source: ModelSource, folder: Path, *, overwrite: bool = False) -> list[str]:
-    """Write what answers in a session, so that `load_engine(folder)` answers the same; returns what it is.
+    """Write the model of a session so that `load_engine(folder)` gives the same answers.
 
-    The adapter is merged into the weights. Without transforms, and with structured ones alone, it is
-    a folder of transformers or diffusers. A model with other transforms is not loaded by `from_pretrained`,
-    which would leave them out: `mmrl.load_pruned` and `load_engine` load it. A cache is
-    written as `kv_cache.json`.
+    The adapter is merged into the weights. Without transforms, or with structured ones only, the result is a
+    folder of transformers or diffusers. Other transforms need `mmrl.load_pruned` or `load_engine`;
+    `from_pretrained` refuses such a folder. A cache is written as `kv_cache.json`.
+
+    Returns:
+        Descriptions of the merged adapter, the transforms and the caches.
 
     Raises:
-        ConfigError: The folder is not empty and `overwrite` is off, or no export made what is in it.
+        ConfigError: The folder is not empty and `overwrite` is off, or no export wrote its contents.
     """
     policy, options, written = session.policy, source.config.policy.options, []
     if not isinstance(policy, Exportable):
@@ -72,7 +74,7 @@ def export(session: Session, source: ModelSource, folder: Path, *, overwrite: bo
 
 
 def write_export_card(source: ModelSource, written: Sequence[str], folder: Path, name: str) -> None:
-    """Write the card of an export; that of a trained model has its method and its last evaluation."""
+    """Write the model card; that of a trained model includes its method and last evaluation."""
     notes = [f"Exported: {', '.join(written)}."] if written else []
     if (folder / TRANSFORMS).is_file():
         notes.append(
@@ -88,7 +90,7 @@ def write_export_card(source: ModelSource, written: Sequence[str], folder: Path,
     held_out: dict[str, float] = {}
     for record in run.records[:step]:
         held_out |= {name: value for name, value in record.items() if name.startswith("eval_")}
-    if step >= run.done:  # the last evaluation came after the last step
+    if step >= run.done:  # the last evaluation follows the last step
         held_out |= {f"eval_{metric}": value for metric, value in run.metrics.items()}
         for metric, (low, high) in run.intervals.items():
             held_out |= {f"eval_{metric}/low": low, f"eval_{metric}/high": high}
@@ -96,7 +98,7 @@ def write_export_card(source: ModelSource, written: Sequence[str], folder: Path,
 
 
 def save_cache(cache: str | Mapping[str, Any], folder: Path) -> str:
-    """Write the name and options of a cache as JSON, with a copy of its codebook; returns its name."""
+    """Write a cache as JSON with a copy of its codebook; returns its name."""
     piece = as_mapping(cache)
     if codebook := piece.get("codebook"):
         piece["codebook"] = Path(codebook).name
@@ -108,11 +110,10 @@ def save_cache(cache: str | Mapping[str, Any], folder: Path) -> str:
 def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None) -> None:
     """Write a model with its transforms.
 
-    Transforms that are in the weights themselves (`structured_pruning`) leave an ordinary folder of
-    transformers, with the smaller weights. Others leave the untransformed model in the folder `weights`, the
-    transforms as JSON, and a `config.json` of a type that transformers refuses. Heads, FFN units and layers
-    are listed one by one, so no plan is needed to load it. Low-bit weights are written dequantised, which
-    gives the same codes when they are quantised again.
+    With transforms that only change weights (`structured_pruning`) the result is an ordinary folder of
+    transformers. Other transforms are written as JSON, the untransformed model into the folder `weights`, and
+    a `config.json` that transformers refuses. Pruned heads, FFN units and layers are listed one by one.
+    Low-bit weights are dequantised; quantising them again gives the same codes.
     """
     folder, done = Path(folder), applied_transforms(model)
     ordinary = all(transform["name"] in STORED for transform in done)
@@ -127,10 +128,10 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
     if ordinary:
         return
     dtypes = {p.dtype for p in plain.parameters() if p.is_floating_point()}
-    widest = max(dtypes, key=lambda dtype: dtype.itemsize)  # of bfloat16 beside float32: float32
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     record = {
         "dtype": str(widest).removeprefix("torch."),
-        # Scales that were quantised themselves (`double`) are loaded as they are.
+        # Loading does not quantise scales a second time (`double`).
         "transforms": [{**x, "double": False} if x.get("double") else x for x in done],
     }
     (folder / TRANSFORMS).write_text(json.dumps(record) + "\n")
@@ -145,7 +146,7 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
 
 
 def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.Module:
-    """Load a folder that `save_transformed` wrote with transforms; logits are the same bit for bit."""
+    """Load a folder that `save_transformed` wrote with transforms; logits are equal bit for bit."""
     from transformers import AutoModelForImageTextToText
 
     folder = Path(expanded(str(folder)))
@@ -154,7 +155,7 @@ def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.
         record = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot read '{path}', which `mmrl export` writes: {error}") from error
-    # Loading in the widest dtype is exact for narrower weights, and `layer_cast` casts them again.
+    # Narrower weights are exact in the widest dtype; `layer_cast` casts them back.
     model = load_whole(
         AutoModelForImageTextToText,
         folder / WEIGHTS,
@@ -174,9 +175,9 @@ def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.
 
 @torch.no_grad()
 def _dequantised(linear: nn.Module) -> nn.Module:
-    """Dequantise a low-bit linear layer by its products with unit vectors."""
+    """Dequantise a low-bit linear layer by multiplying it with unit vectors."""
     out = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-    ones = torch.eye(linear.in_features, device=linear.weight.device)  # one unit vector a row
+    ones = torch.eye(linear.in_features, device=linear.weight.device)  # a unit vector per row
     bias = 0.0 if linear.bias is None else linear.bias.detach()
     out.weight = nn.Parameter((linear(ones) - bias).T.contiguous())
     if linear.bias is not None:
@@ -185,5 +186,5 @@ def _dequantised(linear: nn.Module) -> nn.Module:
 
 
 def _tuples(value: Any) -> Any:
-    """Turn JSON lists into the tuples that options are."""
+    """Convert JSON lists to tuples, the type of options."""
     return tuple(map(_tuples, value)) if type(value) is list else value

@@ -1,4 +1,4 @@
-"""Using a model: texts, images and videos in, texts or images out."""
+"""Sessions with a model: texts, images and videos in, texts or images out."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class ReadsMedia(Protocol):
     """A policy whose prompts may have images and videos."""
 
     def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> ReadMedia:
-        """Make the function that reads them.
+        """Return the function that reads images and videos.
 
         Args:
-            options: Of a data set; those about videos, such as `max_frames`, apply.
-            root: Folder that paths are relative to and may not leave; None for paths that the caller chose.
+            options: Options of a data set; those about videos, such as `max_frames`, apply.
+            root: Folder that paths are relative to and must stay in; None allows any path.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a model made of a question: all its turns, and what tools replied.
+    """The turns of a model after a question, and the replies of tools.
 
     Args:
-        text: The last turn: the answer.
-        messages: All turns after the question, as `apply_chat_template` of transformers takes them; images
-            are those of PIL.
-        images: Those that tools showed, in order.
-        finish: Why it ended: `stop`, `length`, `turns`, `images`, `context` or `tool_error`.
-        environment: The object that it was held with, if there was one.
-        rewards: What the engine recorded: the `get_reward` of an environment, by its name.
+        text: The answer: the last turn.
+        messages: All turns after the question, in the format of `apply_chat_template` of transformers, with
+            images of PIL.
+        images: Images from tools, in order.
+        finish: Reason of the end: `stop`, `length`, `turns`, `images`, `context` or `tool_error`.
+        environment: The environment of the conversation, if any.
+        rewards: Recorded rewards by name, such as `get_reward` of the environment.
     """
 
     text: str
@@ -55,11 +55,11 @@ class Conversation:
 
 
 class Session:
-    """An engine with `answer` for what people ask; `rollout` answers prompts as the engine itself does.
+    """A loaded engine that answers questions of users, and prompts by `rollout`.
 
     Args:
-        engine: The engine that answers.
-        data: Options of the data set that the model was made for; those about videos apply.
+        engine: The engine.
+        data: Options of the data set of the model's configuration; those about videos apply.
     """
 
     def __init__(self, engine: Engine, data: Mapping[str, Any] | None = None) -> None:
@@ -67,30 +67,30 @@ class Session:
         self.data, self._asked = data or {}, 0
 
     def media_reader(self, root: Path | None = None) -> ReadMedia:
-        """Make the function that reads images and videos for the policy; see `ReadsMedia`."""
+        """Function that reads images and videos for the policy; see `ReadsMedia`."""
         reads = isinstance(self.policy, ReadsMedia)
         return self.policy.media_reader(self.data, root) if reads else no_media
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Make one rollout for every entry, in order."""
+        """One rollout per entry, in order."""
         return self.engine.rollout(prompts)
 
     def answer(self, prompt: Any, images: Any = None, videos: Any = None) -> Any:
-        """Answer a question; of a list of questions, a list.
+        """Answer a question, or a list of questions with a list of answers.
 
-        A vision-language model gives a text; a flow model gives an image of PIL, or the frames of a video as
-        a list of them. Random draws follow the seed and the number of questions asked before, so the same
-        calls give the same answers.
+        A vision-language model returns a text; a flow model an image of PIL, or the frames of a video as a
+        list of images. Random numbers depend on the seed and the number of earlier questions, so the same
+        calls return the same answers.
 
         Args:
-            prompt: A text, or messages as `apply_chat_template` of transformers takes them:
-                `[{"role": "user", "content": ...}]`. Or a list of either, to answer several at once.
-            images: Images of the question: paths, images of PIL or arrays (height, width, 3) uint8. Of a
-                list of questions a list of such lists. They fill placeholders, or else come first.
+            prompt: A text, or messages in the format of `apply_chat_template` of transformers:
+                `[{"role": "user", "content": ...}]`; or a list of either, which is answered as a batch.
+            images: Images of the question: paths, images of PIL or arrays (height, width, 3) uint8; a list of
+                such lists for a list of questions. They fill placeholders, or else precede the text.
             videos: Paths of videos, in the same way.
 
         Raises:
-            RowError: For what is no image, video, text or message, and for files that are missing.
+            RowError: An argument has another type, or a file is missing or broken.
         """
         if _are_several(prompt):
             return [as_answer(row.outcomes[-1]) for row in self.ask(prompt, images, videos)]
@@ -106,10 +106,10 @@ class Session:
             prompt: A text, or messages.
             images: Images of the question.
             videos: Videos of the question.
-            columns: Columns of a row that the question would have, which an environment begins with.
+            columns: Columns of a data row, from which an environment starts.
 
         Raises:
-            RowError: As `answer`; also where the model makes images, with which nobody converses.
+            RowError: As `answer`; also for models that make images.
         """
         (row,) = self.ask([prompt], [images], [videos], columns or {})
         return as_conversation(row)
@@ -121,20 +121,20 @@ class Session:
         videos: Any = None,
         columns: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rollouts:
-        """Make a rollout of every question; `images` and `videos` have those of each of them, in order."""
-        asked, read = [], self.media_reader()
+        """One rollout per question; `images` and `videos` have an entry per question."""
+        questions, read = [], self.media_reader()
         media = _per_prompt(images, len(prompts), "images"), _per_prompt(videos, len(prompts), "videos")
         for prompt, shown, filmed in zip(prompts, *media, strict=True):
-            lists = as_list(shown), as_list(filmed)  # a single one may stand by itself
-            made = prompt_of(f"p{self._asked + len(asked)}", prompt, *lists, read=read)
-            asked.append(replace(made, columns=columns))
-        self._asked += len(asked)
-        return self.one_each(asked)
+            lists = as_list(shown), as_list(filmed)
+            question = prompt_of(f"p{self._asked + len(questions)}", prompt, *lists, read=read)
+            questions.append(replace(question, columns=columns))
+        self._asked += len(questions)
+        return self.one_each(questions)
 
     def one_each(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Make rollouts and return one for every entry, in order, without those added for training.
+        """One rollout per entry, in order, without rows that engines add for training.
 
-        Raises RowError for an engine that plays games, whose turns are several answers; none is played.
+        Raises RowError for an engine that plays games, which have no single answer.
         """
         if game := _game_of(self.engine):
             raise RowError(
@@ -144,12 +144,12 @@ class Session:
         waiting: dict[str, list[Trajectory]] = defaultdict(list)
         for row in self.rollout(prompts):
             waiting[row.prompt.uid].append(row)
-        # Engines that add rows, such as drafts or a greedy answer, put them after the answers to a prompt.
+        # Engines append added rows, such as drafts or a greedy answer, to the answers of a prompt.
         return tuple(waiting[prompt.uid].pop(0) for prompt in prompts)
 
 
 def _game_of(engine: Any) -> Game | None:
-    """Return the rules that an engine, or one that it wraps, plays by."""
+    """The game of an engine or of one that it wraps; None without a game."""
     while engine is not None:
         if isinstance(game := getattr(engine, "game", None), Game):
             return game
@@ -158,12 +158,12 @@ def _game_of(engine: Any) -> Game | None:
 
 
 def as_conversation(row: Trajectory) -> Conversation:
-    """Read the conversation of a rollout; raises RowError where it is no text."""
+    """Conversation of a rollout; raises RowError if its answer is no text."""
     last = row.outcomes[-1]
     if last.text is None:
         raise RowError("this model makes images, so it holds no conversation; ask it by `answer`")
     messages = row.turns or (Message("assistant", (Part(last.text),)),)
-    # Of a tool as blocks, of a model as a text.
+    # Replies of tools become content blocks, turns of the model a text.
     written = [
         {
             "role": message.role,
@@ -181,7 +181,7 @@ def as_conversation(row: Trajectory) -> Conversation:
 
 
 def as_answer(outcome: Outcome) -> Any:
-    """Return the text of an outcome, its image for PIL, or the frames of its video as a list of these."""
+    """Text of an outcome, its image as one of PIL, or the frames of its video as a list of images."""
     if outcome.text is not None:
         return outcome.text
     images = images_of(outcome)
@@ -189,14 +189,14 @@ def as_answer(outcome: Outcome) -> Any:
 
 
 def images_of(outcome: Outcome) -> list[Any]:
-    """Return the image of an outcome for PIL, or the frames of its video; none where it is a text."""
+    """Image of an outcome, or the frames of its video, as images of PIL; none for a text."""
     if outcome.image is not None:
         return [to_pil(outcome.image)]
     return [] if outcome.video is None else [to_pil(frame) for frame in outcome.video]
 
 
 def _are_several(prompt: Any) -> bool:
-    """Whether a prompt is a list of prompts: of texts, or of conversations."""
+    """Whether a prompt is a list of texts or of conversations."""
     match prompt:
         case str() | [Mapping(), *_]:
             return False
@@ -208,7 +208,7 @@ def _are_several(prompt: Any) -> bool:
 
 
 def _per_prompt(value: Any, size: int, name: str) -> Sequence[Any]:
-    """Return the media of every prompt."""
+    """Media of every prompt; raises RowError unless there is an entry per prompt."""
     match value:
         case None:
             return [None] * size

@@ -1,4 +1,4 @@
-"""From what a user names (configuration, run, checkpoint, model) to the configuration of its engine."""
+"""Configuration of the engine of a model that a user names by a file, run, checkpoint, folder or hub id."""
 
 from __future__ import annotations
 
@@ -19,36 +19,33 @@ from mmrl.runtime.stages import last_finished
 
 ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # of peft and of diffusers
 PIPELINE = "model_index.json"  # of diffusers
-# What `mmrl export` leaves beside the weights: the transforms of the model, and the cache of its engine.
+# Files that `mmrl export` writes: transforms of the model, untransformed weights, cache of the engine.
 TRANSFORMS, WEIGHTS, CACHE = "transforms.json", "weights", "kv_cache.json"
-STORED = ("structured_pruning",)  # transforms whose result is in the weights, so that loading skips them
+STORED = ("structured_pruning",)  # transforms that saved weights already include
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The configuration of an engine, and the model folder whose weights its policy loads (None: its own).
-
-    `run` is the folder of the training run that the model comes from, `step` that of its checkpoint.
-    """
+    """Configuration of an engine, and the weights of its policy."""
 
     config: Config | EvaluateConfig
-    weights: Path | None = None
-    run: Path | None = None
-    step: int = 0
+    weights: Path | None = None  # model folder to load into the policy; None: nothing to load
+    run: Path | None = None  # folder of the training run
+    step: int = 0  # step of the checkpoint
 
     @property
     def place(self) -> str:
-        """Where the configuration lists its engines."""
+        """Key of the engines in the configuration."""
         return self._parts[0]
 
     @property
     def engines(self) -> Sequence[Piece]:
-        """The engines: of a training run those of its rollouts."""
+        """Pieces of the engines; those of the rollouts of a training run."""
         return self._parts[1]
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """The options of the data set of the configuration, such as `max_frames` of videos."""
+        """Options of the data set, such as `max_frames` of videos."""
         data = self._parts[2]
         return _innermost(data.options) if data else {}
 
@@ -62,11 +59,9 @@ class ModelSource:
 
 
 def _innermost(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options of a data set, or of the one that it is around."""
-    match options.get("data"):
-        case Mapping() as inner:
-            return _innermost(inner)
-    return options
+    """Options of the innermost data set in nested ones."""
+    inner = options.get("data")
+    return _innermost(inner) if isinstance(inner, Mapping) else options
 
 
 def resolve(
@@ -76,30 +71,30 @@ def resolve(
     setting: str = "",
     options: Mapping[str, Any] | None = None,
 ) -> ModelSource:
-    """Find the configuration of what a user names; nothing is loaded.
+    """Find the configuration of a model without loading it.
 
     Args:
         source: A configuration or its file; the folder of a run (its last checkpoint) or of a checkpoint; a
-            model folder or hub id, for which the presets of `configs/defaults` stand.
+            model folder or hub id, which gets a preset of `configs/defaults`.
         overrides: Changes as on the command line, such as "policy.dtype=float32".
         setting: Name of one of the `settings` of an evaluation.
-        options: Options of the engine, such as `temperature`, and `seed`; None leaves one as it is.
+        options: Options of the engine, such as `temperature`, and `seed`; None keeps the configured value.
     """
-    found = _resolve(source, overrides)
-    match found.config:
+    resolved = _resolve(source, overrides)
+    match resolved.config:
         case Config() if setting:
             raise ConfigError(f"'{setting}' is to be a setting of an evaluation, but this is a training run")
         case EvaluateConfig() as evaluation if setting:
-            found = replace(found, config=setting_of(evaluation, setting))
-    if not found.engines:
-        raise ConfigError(f"'{found.place}' is empty; name the engine that answers")
+            resolved = replace(resolved, config=setting_of(evaluation, setting))
+    if not resolved.engines:
+        raise ConfigError(f"'{resolved.place}' is empty; name the engine that answers")
     wanted = {name: value for name, value in (options or {}).items() if value is not None}
     if not wanted:
-        return found
+        return resolved
     changes: dict[str, Any] = {}
     for name, value in wanted.items():
-        changes = merge(changes, {"seed": value} if name == "seed" else _option(found, name, value))
-    return replace(found, config=_parsed(merge(as_plain(found.config), changes)))
+        changes = merge(changes, {"seed": value} if name == "seed" else _option(resolved, name, value))
+    return replace(resolved, config=_parsed(merge(as_plain(resolved.config), changes)))
 
 
 def _resolve(source: Any, overrides: Sequence[str]) -> ModelSource:
@@ -110,9 +105,8 @@ def _resolve(source: Any, overrides: Sequence[str]) -> ModelSource:
         run = _run_of(path)
         return _checkpoint(*run, overrides) if run else _model(str(path), overrides)
     if path.suffix in (".yaml", ".yml") or path.is_file():
-        return ModelSource(
-            load(path, overrides, Config if "rollout" in read(path, overrides) else EvaluateConfig)
-        )
+        kind = Config if "rollout" in read(path, overrides) else EvaluateConfig
+        return ModelSource(load(path, overrides, kind))
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
         raise ConfigError(
             f"there is no file or folder '{source}'; name a configuration (.yaml), the output_dir of a run, "
@@ -122,24 +116,24 @@ def _resolve(source: Any, overrides: Sequence[str]) -> ModelSource:
 
 
 def _parsed(raw: dict[str, Any]) -> Config | EvaluateConfig:
-    """Parse a whole configuration; of a preset, what only training needs stays None."""
+    """Parse a configuration; a preset may lack the keys that only training needs."""
     if "evaluation" in raw and "rollout" not in raw:
         return parse(raw, EvaluateConfig)
     given = {key: value for key, value in raw.items() if value is not None}
     return parse_some(given, Config)
 
 
-def _option(found: ModelSource, name: str, value: Any) -> dict[str, Any]:
-    """Say which engine takes an option, as a change of the configuration."""
-    taken = {i: find("engine", piece.name).options for i, piece in enumerate(found.engines)}
+def _option(source: ModelSource, name: str, value: Any) -> dict[str, Any]:
+    """Change of the configuration that sets an option of the first engine that takes it."""
+    taken = {i: find("engine", piece.name).options for i, piece in enumerate(source.engines)}
     at = next((i for i, options in taken.items() if name in options), None)
     if at is None:
-        names = ", ".join(f"'{piece.name}'" for piece in found.engines)
+        names = ", ".join(f"'{piece.name}'" for piece in source.engines)
         raise ConfigError(
-            f"no engine of '{found.place}' takes `{name}`: {names} takes "
+            f"no engine of '{source.place}' takes `{name}`: {names} takes "
             f"{', '.join(dict.fromkeys(name for options in taken.values() for name in options))}"
         )
-    section, field = found.place.split(".")
+    section, field = source.place.split(".")
     return {section: {field: {str(at): {name: value}}}}
 
 
@@ -147,14 +141,14 @@ def _option(found: ModelSource, name: str, value: Any) -> dict[str, Any]:
 
 
 def _run_of(folder: Path) -> tuple[Path, Path] | None:
-    """Find the folder of a run, and the model folder of a checkpoint of it; None for another folder.
+    """Folder of a run, and the model folder of its last checkpoint or of the named one; None for others.
 
-    Of a run in several stages it is the last stage that is finished.
+    A run in stages stands for its last finished stage.
     """
     if stage := last_finished(folder):
         return stage.parent, stage / MODEL
     if (folder / "config.yaml").is_file():
-        saved = [found / MODEL for found in finished(folder)]
+        saved = [checkpoint / MODEL for checkpoint in finished(folder)]
         if not saved:
             raise ConfigError(f"the run '{folder}' has no checkpoint yet; train on, or name its config.yaml")
         return folder, saved[0]
@@ -170,12 +164,12 @@ def _run_of(folder: Path) -> tuple[Path, Path] | None:
 
 
 def _checkpoint(run: Path, model: Path, overrides: Sequence[str]) -> ModelSource:
-    """Read the configuration of a run; its policy gets the weights of a checkpoint."""
+    """Configuration of a run whose policy has the weights of a checkpoint."""
     raw = read(run / "config.yaml")
     options = as_mapping(raw["policy"])
     # Adapters of several roles have a folder each.
     adapted = any(next(model.glob(f"{inside}{name}"), None) for name in ADAPTERS for inside in ("", "*/"))
-    # A whole model needs nothing of the model that it was made from, which may be gone.
+    # A full checkpoint replaces the base model, which may no longer exist.
     replaces = "model" in options and not adapted and not options.get("transform")
     if replaces:
         raw = merge(raw, {"policy": {"model": str(model)}})
@@ -187,7 +181,7 @@ def _checkpoint(run: Path, model: Path, overrides: Sequence[str]) -> ModelSource
 
 
 def _model(name: str, overrides: Sequence[str]) -> ModelSource:
-    """Complete a preset for a model folder or hub id, with what an export left in the folder."""
+    """Preset for a model folder or hub id, with the transforms and the cache of an export."""
     folder, policy, engine = _folder(name), {"model": name}, {}
     if folder is not None:
         if (folder / ADAPTERS[1]).is_file() and not (folder / PIPELINE).is_file():
@@ -203,7 +197,7 @@ def _model(name: str, overrides: Sequence[str]) -> ModelSource:
 
 
 def _folder(name: str) -> Path | None:
-    """Return the folder of a model; of one of the hub only where there are files in it for mmrl to read."""
+    """Folder of a model; downloads a model of the hub only if it has files of mmrl or peft."""
     if Path(name).is_dir():
         return Path(name)
     if not any(_on_hub(name, file) for file in (ADAPTERS[0], TRANSFORMS, CACHE)):
@@ -214,22 +208,22 @@ def _folder(name: str) -> Path | None:
 
 
 def names_pipeline(name: str) -> bool:
-    """Return whether a folder or a model of the hub is a pipeline of diffusers."""
+    """Whether a folder or a model of the hub is a pipeline of diffusers."""
     folder = Path(expanded(name))
     return (folder / PIPELINE).is_file() if folder.is_dir() else _on_hub(name, PIPELINE)
 
 
 def _on_hub(name: str, file: str) -> bool:
-    """Return whether a model of the hub has a file, of which a copy is then in the local cache."""
+    """Whether a hub repository has a file; downloads it into the local cache."""
     from transformers.utils import cached_file
 
-    # Without these, `cached_file` raises for a missing file or model; loading the model says what is wrong.
+    # Do not raise for a missing file or model here: loading the model gives a better error.
     quiet = ("missing_entries", "connection_errors", "gated_repo")
     return cached_file(name, file, **{f"_raise_exceptions_for_{what}": False for what in quiet}) is not None
 
 
 def _adapter(folder: Path) -> dict[str, Any]:
-    """Name the base model of an adapter of peft."""
+    """Options of the policy for a folder with an adapter of peft."""
     if not (folder / ADAPTERS[0]).is_file():
         return {}
     match _json(folder / ADAPTERS[0]):
@@ -239,7 +233,7 @@ def _adapter(folder: Path) -> dict[str, Any]:
 
 
 def _transforms(folder: Path) -> dict[str, Any]:
-    """Name the transforms of a pruned model, which `mmrl export` wrote."""
+    """Options of the policy for a folder with transforms that `mmrl export` wrote."""
     if not (folder / TRANSFORMS).is_file():
         return {}
     listed = _json(folder / TRANSFORMS).get("transforms")
@@ -251,7 +245,7 @@ def _transforms(folder: Path) -> dict[str, Any]:
 
 
 def _cache(folder: Path) -> dict[str, Any]:
-    """Name the cache of a model, which `mmrl export` wrote; files that it names are in the folder."""
+    """Options of the engine for a folder with a cache that `mmrl export` wrote."""
     if not (folder / CACHE).is_file():
         return {}
     piece = _registered("cache", _json(folder / CACHE))
@@ -263,7 +257,7 @@ def _cache(folder: Path) -> dict[str, Any]:
 
 
 def _registered(kind: str, piece: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a piece that a model folder names; data must not choose code, so it is one of the library's."""
+    """Check that a piece named in a model folder is one of the library: a folder must not choose code."""
     match piece:
         case {"name": str(name)} if re.fullmatch(r"\w+\.\w+", name):
             find(kind, name)

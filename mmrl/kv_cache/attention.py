@@ -1,15 +1,14 @@
-"""Attention to a shared prefix and to each row's own tokens, merged by log-sum-exp, with its gradients.
+"""Attention to a shared prefix and to each row's own tokens, merged by log-sum-exp, with gradients.
 
 With the log-sum-exp n_i of the scores of part i and the softmax output o_i over that part alone, attention to
 both parts is
 
     n = log(exp(n_1) + exp(n_2)),    o = exp(n_1 - n) o_1 + exp(n_2 - n) o_2,
 
-so no key or value of the prefix is repeated for its rows. In the backward pass the weights of attention to
-both are p = exp(scores - n), whichever part a key is in, and the gradient of its score is
-p (g . v - g . o): each part's gradient needs n and o of the whole, and nothing of the other part. (Sharing
-prefixes in training: Prefix Grouper, arXiv 2506.05433; merging by log-sum-exp and this backward pass are our
-reading.)
+so the keys and values of the prefix are stored once for all its rows. In the backward pass the attention
+weights are p = exp(scores - n) for keys of either part, and the gradient of a score is p (g . v - g . o). The
+gradients of one part therefore need n and o of the whole, and nothing from the other part. (Sharing prefixes
+in training: Prefix Grouper, arXiv 2506.05433; merging by log-sum-exp and this backward pass are our reading.)
 
 Shapes: `N` rows answer `P` prompts; `H` query heads, of which H / h read the same of `h` key heads; `t` new
 tokens of a row attend to `S` tokens of its prompt and to `T` of its own.
@@ -35,10 +34,16 @@ def attend_merged(
     query: Tensor, prefix: Pair, own: Pair, groups: RowGroups, scaling: float,
     prefix_mask: Tensor | None = None, own_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend from (N, H, t, D) to the prefixes' keys and values (P, h, S, D) and to the rows' (N, h, T, D).
+    """Attend from every row's newest tokens to its prompt and to its own tokens: (N, H, t, D).
 
-    Masks are added to scores: `prefix_mask` (P, 1, 1 or t, S), `own_mask` (t, T). Without the latter,
-    attention to own tokens is causal. Returns (N, H, t, D).
+    Args:
+        query: Queries (N, H, t, D).
+        prefix: Keys and values of the prompts, (P, h, S, D) each.
+        own: Keys and values of the rows, (N, h, T, D) each; the last t are those of the queries.
+        groups: Which prompt each row answers.
+        scaling: Factor of the scores.
+        prefix_mask: Added to scores, (P, 1, 1 or t, S).
+        own_mask: Added to scores, (t, T); None: causal.
     """
     rows, heads, num, _ = query.shape
     kv_heads, length = prefix[0].shape[1], own[0].shape[2]
@@ -57,13 +62,7 @@ def attend_merged(
     shape = (1, repeats) if num == 1 else (repeats, num)
     own = tuple(x.flatten(0, 1)[:, None].expand(-1, shape[0], -1, -1) for x in own)
     parts = (
-        # Keys of the prefix: rows of one prompt and query heads of one key head are queries of one product.
-        _Part(
-            fold=lambda x: groups.fold(x.unflatten(1, (kv_heads, -1)).flatten(2, 3)),
-            unfold=lambda x: groups.unfold(x).unflatten(2, (-1, num)).flatten(1, 2),
-            mask=prefix_mask,
-            scaling=scaling,
-        ),
+        _prefix_part(groups, kv_heads, num, prefix_mask, scaling),
         _Part(
             fold=lambda x: x.reshape(rows * kv_heads, *shape, *x.shape[3:]),
             unfold=lambda x: x.reshape(rows, heads, num, *x.shape[3:]),
@@ -79,7 +78,7 @@ def attend_one_token(
     query: Tensor, prefix: Pair, own: Pair, groups: RowGroups, scaling: float, prefix_mask: Tensor | None,
     own_mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attend from one token of every row (N, H, 1, D) with few calls, which cost more than arithmetic."""
+    """Compute `attend_merged` for one new token per row, without gradients, in few operator calls."""
     rows, heads, _, size = query.shape
     query = query.reshape(rows, prefix[0].shape[1], -1, size)  # (N, h, H / h, D)
     if _is_fused(query, prefix[1], prefix_mask, own_mask):
@@ -106,34 +105,28 @@ def attend_padded(
     query: Tensor, prefix: Pair, own: Pair, groups: RowGroups, scaling: float, prefix_mask: Tensor | None,
     own_mask: Tensor, *, window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Attend as `attend_merged` where rows have own tokens of different numbers: (N, H, t, D), no gradients.
+    """Compute `attend_merged` for rows whose own tokens are padded on the left, without gradients.
 
-    `own_mask` (N, 1, 1 or t, T) hides empty places before them, and what is out of a `window`; `prefix_mask`
-    is for folded queries (P, 1, 1 or all, S). The newest tokens attend to each other causally.
+    `own_mask` (N, 1, 1 or t, T) hides the padding and tokens outside a sliding `window` (0: none);
+    `prefix_mask` (P, 1, 1 or g * Q, S) is for folded queries. The newest tokens see each other causally.
     """
     rows, heads, num, _ = query.shape
     kv_heads, older = prefix[0].shape[1], own[0].shape[2] - num
     if num == 1:
         return attend_one_token(query, prefix, own, groups, scaling, prefix_mask, own_mask)
-    shared = _Part(
-        fold=lambda x: groups.fold(x.unflatten(1, (kv_heads, -1)).flatten(2, 3)),
-        unfold=lambda x: groups.unfold(x).unflatten(2, (-1, num)).flatten(1, 2),
-        mask=prefix_mask,
-        scaling=scaling,
-    )
     each = _Part(
         fold=lambda x: x.reshape(rows * kv_heads, -1, num, *x.shape[3:]),
         unfold=lambda x: x.reshape(rows, heads, num, *x.shape[3:]),
         mask=None,
         scaling=scaling,
     )
-    # Older own tokens apart from the newest: the mask of the former is a line for each row, and the newest
-    # go through the kernel's causal mask, so that no mask has the size of all scores.
+    # Older and newest own tokens are separate parts: older ones need one mask line per row, and the newest
+    # use the causal mask of the kernel. So no mask has the size of all scores.
     keys, values = (x.flatten(0, 1)[:, None].expand(-1, heads // kv_heads, -1, -1) for x in own)
     mask = own_mask[..., :older].repeat_interleave(kv_heads, 0)
     newest = causal_mask(num, num, query, window) if 0 < window < num else None
     parts = (
-        (shared, *prefix),
+        (_prefix_part(groups, kv_heads, num, prefix_mask, scaling), *prefix),
         (replace(each, mask=mask), keys[:, :, :older], values[:, :, :older]),
         (
             replace(each, mask=None if newest is None else newest[None, None], causal=newest is None),
@@ -149,7 +142,7 @@ def attend_padded(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """How attention to one part is computed: `fold` lays (N, H, t, ...) out as queries of its keys."""
+    """Attention to one part of the keys; `fold` reshapes (N, H, t, ...) to the queries of its product."""
 
     fold: Callable[[Tensor], Tensor]
     unfold: Callable[[Tensor], Tensor]
@@ -158,7 +151,7 @@ class _Part:
     causal: bool = False
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend from (N, H, t, D) to this part alone: output, and log-sum-exp of the scores (N, H, t)."""
+        """Attend to this part alone: output (N, H, t, D) and log-sum-exp of the scores (N, H, t)."""
         query = self.fold(query)
         if _is_fused(query, values, self.mask):
             out, norm = _with_norm(query, keys, values, self.mask, self.scaling, self.causal)
@@ -174,7 +167,7 @@ class _Part:
     def backward(
         self, grad: Tensor, query: Tensor, out: Tensor, norm: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of queries, keys and values; `out` and `norm` are those of both parts."""
+        """Compute the gradients of queries, keys and values from `out` and `norm` of the merged attention."""
         grad, query, out, norm = (self.fold(x) for x in (grad, query, out, norm))
         if _is_fused(query, values, self.mask):
             d_query, d_keys, d_values = _gradients(
@@ -194,7 +187,7 @@ class _Part:
         return self.unfold(torch.cat(d_query, 2)), d_keys, d_values
 
     def _scores(self, query: Tensor, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Score folded queries in float32 or wider, so many at once that their scores fit in memory."""
+        """Yield slices of folded queries with their scores, in float32 or wider, `MAX_SCORES` at a time."""
         num = query.shape[2]
         mask = causal_mask(num, num, query) if self.causal else self.mask
         size = max(1, MAX_SCORES // max(1, query.shape[0] * query.shape[1] * keys.shape[2]))
@@ -205,6 +198,16 @@ class _Part:
             if mask is not None:
                 scores = scores + (mask if mask.shape[-2] == 1 else mask[..., rows, :])
             yield rows, scores
+
+
+def _prefix_part(groups: RowGroups, kv_heads: int, num: int, mask: Tensor | None, scaling: float) -> _Part:
+    """Fold all rows of a prompt, and all query heads of a key head, into queries of one product."""
+    return _Part(
+        fold=lambda x: groups.fold(x.unflatten(1, (kv_heads, -1)).flatten(2, 3)),
+        unfold=lambda x: groups.unfold(x).unflatten(2, (-1, num)).flatten(1, 2),
+        mask=mask,
+        scaling=scaling,
+    )
 
 
 class _MergedAttention(torch.autograd.Function):
@@ -231,16 +234,6 @@ class _MergedAttention(torch.autograd.Function):
         return d_query + d_own_query, *d_prefix, *d_own, None
 
 
-def _has_kernel(query: Tensor, values: Tensor) -> bool:
-    return query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
-
-
-def _has_flash(query: Tensor, values: Tensor) -> bool:
-    size = query.shape[-1]
-    fits = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and size == values.shape[-1]
-    return fits and size % 8 == 0 and size <= 256 and _runs_flash(query.device)
-
-
 @cache
 def _runs_flash(device: torch.device) -> bool:
     flash = torch.backends.cuda.is_flash_attention_available()
@@ -248,14 +241,18 @@ def _runs_flash(device: torch.device) -> bool:
 
 
 def _is_fused(query: Tensor, values: Tensor, *masks: Tensor | None) -> bool:
-    """Whether torch has a kernel that returns log-sum-exps: on a GPU FlashAttention, which takes no mask."""
-    return _has_kernel(query, values) or all(x is None for x in masks) and _has_flash(query, values)
+    """Whether a kernel of torch returns the log-sum-exp as well; on a GPU FlashAttention, without masks."""
+    size = query.shape[-1]
+    if size != values.shape[-1] or not query.is_cuda:
+        return size == values.shape[-1] and query.device.type == "cpu"
+    fits = query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
+    return fits and all(x is None for x in masks) and _runs_flash(query.device)
 
 
 def _with_norm(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attend by a kernel of torch: output, and log-sum-exp of the scores (N, H, t)."""
+    """Attend with a kernel of torch: output and log-sum-exp of the scores (N, H, t)."""
     if query.is_cuda:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, keys, values, 0.0, causal, scale=scaling)[:2]
@@ -267,7 +264,7 @@ def _gradients(
     grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, norm: Tensor,
     mask: Tensor | None, scaling: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of queries, keys and values by a kernel of torch."""
+    """Compute the gradients of queries, keys and values with a kernel of torch."""
     tensors = grad, query, keys, values, out, norm.contiguous()
     if query.is_cuda:
         lengths, none = (query.shape[2], keys.shape[2]), norm.new_empty(0, dtype=torch.int64)
@@ -279,9 +276,9 @@ def _gradients(
 
 
 def causal_mask(num: int, length: int, like: Tensor, window: int = 0) -> Tensor:
-    """Make the causal mask of the `num` newest of `length` tokens, added to scores: (num, length).
+    """Make the additive causal mask for the `num` newest of `length` tokens: (num, length).
 
-    With a `window` a token sees at most so many tokens, itself included; 0 means all.
+    `window` is the number of tokens that a token sees, itself included; 0: all.
     """
     newest = torch.arange(length - num, length, device=like.device)[:, None]
     ago = newest - torch.arange(length, device=like.device)
@@ -290,9 +287,9 @@ def causal_mask(num: int, length: int, like: Tensor, window: int = 0) -> Tensor:
 
 
 def additive_mask(hidden: Tensor, like: Tensor) -> Tensor:
-    """Turn a bool mask of hidden keys into what is added to scores.
+    """Convert a bool mask of hidden keys to an additive mask.
 
-    The value is finite, so that a row that sees no key of one part gives it weight 0 and not NaN.
+    Hidden keys get a finite value: a row that sees no key of one part gives it weight 0 instead of NaN.
     """
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
         hidden, torch.finfo(like.dtype).min

@@ -1,7 +1,7 @@
-"""The attention function under which transformers call the caches of this package, registered by name.
+"""Attention function, registered with transformers, that reads the caches of this package.
 
-A model looks its attention function up by the name in its config, and hands it the keys and values that its
-cache returns: tensors, or a cache layer of this package, which then attends itself.
+A model looks up its attention function by the name in its config, and passes it what its cache returns as
+keys and values: tensors, or a cache layer of this package, which then computes attention itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _RECORDED: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None
 
 
 def register(base: str) -> str:
-    """Register the attention that reads caches and else does as `base` does; return its name.
+    """Register an attention that reads cache layers, with `base` for tensors, and return its name.
 
-    Its mask function is that of `base`: without one of this name, transformers silently drop the causal mask
-    and the padding mask. UNMASKED has none on purpose: shared prefixes know their padding, and making a mask
-    in each step would cost time.
+    It uses the mask function of `base`, because transformers silently omit all masks where none is registered
+    under the name. UNMASKED has none on purpose: shared prefixes know their padding, and making a mask in
+    each step would cost time.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -44,15 +44,15 @@ def register(base: str) -> str:
 
 
 def attention_of(config: Any) -> str:
-    """Name the attention that a model's config asks transformers for, whether caches read it or not."""
+    """Return the model's attention implementation, without the prefix of this package."""
     return (config.get_text_config(decoder=True)._attn_implementation or "sdpa").removeprefix(PREFIX)
 
 
 def install(config: Any) -> None:
-    """Let the attention of a model read quantised caches, for good, through its live config."""
+    """Let the attention of a model read quantised caches from now on, by changing its config."""
     text = config.get_text_config(decoder=True)
     base = text._attn_implementation or "sdpa"
-    if base.removeprefix(PREFIX) not in BASES:
+    if attention_of(config) not in BASES:
         raise ValueError(
             f"quantised caches work with the attention '{' or '.join(BASES)}', not '{base}'; load the model "
             "with one of them, or give the cache `fused: false` where it has this option"
@@ -62,7 +62,7 @@ def install(config: Any) -> None:
 
 @contextmanager
 def use_attention(config: Any, name: str) -> Iterator[None]:
-    """Set the attention of a model for one call only, so that other readers of the config meet its own."""
+    """Set the attention implementation of a model inside this context."""
     text = config.get_text_config(decoder=True)
     before = text._attn_implementation
     text._attn_implementation = name
@@ -73,13 +73,13 @@ def use_attention(config: Any, name: str) -> Iterator[None]:
 
 
 def read_shared_prefix(config: Any) -> AbstractContextManager[None]:
-    """Let a model read tokens that follow a shared prefix, while the context lasts."""
+    """Let a model attend to a cache with a shared prefix inside this context."""
     return use_attention(config, UNMASKED)
 
 
 @contextmanager
 def record_keys(config: Any) -> Iterator[list[Tensor]]:
-    """Record the keys that the model's attention gets, if its masks are those of sdpa or eager."""
+    """Record the keys passed to the model's attention, if it uses the masks of sdpa or eager."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
     base = config.get_text_config(decoder=True)._attn_implementation or "sdpa"
@@ -99,14 +99,14 @@ def attend(
     base: str, module: nn.Module, query: Tensor, key: Tensor | CacheLayer, value: Tensor | CacheLayer,
     attention_mask: Tensor | None, scaling: float | None = None, **others: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attend from (N, H, t, D) queries to tensors as `base` does, or to a cache layer: (N, t, H, D)."""
+    """Attend from queries (N, H, t, D) to a cache layer, or to tensors with `base`: (N, t, H, D)."""
     match key:
         case CacheLayer() as layer:
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
             if layer.pending is None:
                 return layer.attend(query, attention_mask, scaling), None
-            # The first pass of a prompt whose recipe decides by its queries what to store.
-            key, value = layer.pending  # read now, because `score` of the last layer clears it
+            # First pass of a prompt, for a recipe that selects what to store by the queries.
+            key, value = layer.pending  # read before `score`, which clears it after the last layer
             repeats = len(query) // len(key)
             layer.recipe.score(layer, query[::repeats], scaling)
             key, value = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (key, value))

@@ -1,6 +1,6 @@
-"""Blocks of stored keys or values, exact or quantised, with the two products that attention needs of them.
+"""Blocks of stored keys or values, exact or quantised, with the two matrix products of attention.
 
-A block stores `R` rows, `h` key-value heads, `n` tokens of `D` channels.
+A block stores `R` rows, `h` key-value heads, `n` tokens and `D` channels.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from mmrl.kv_cache.quantization import Codes, dequantize, rotate
 
 
 class Block(Protocol):
-    """Keys or values of some tokens, with their products with queries and with attention weights."""
+    """Stored keys or values that can be multiplied with queries and with attention weights."""
 
-    nbytes: int  # of everything stored
+    nbytes: int  # memory of all tensors
 
     def dots(self, query: Tensor) -> Tensor: ...  # scores of queries (R, h, Q, D) with keys: (R, h, Q, n)
     def mix(self, weights: Tensor) -> Tensor: ...  # sums of values by weights (R, h, Q, n): (R, h, Q, D)
     def dense(self) -> Tensor: ...  # the tokens, dequantised: (R, h, n, D)
-    def select(self, rows: Tensor) -> Block: ...  # keeps rows, in this order
+    def select(self, rows: Tensor) -> Block: ...  # index rows
 
 
 @dataclass(frozen=True)
 class ExactBlock:
-    """Tokens in the precision of the model: (R, h, n, D)."""
+    """Unquantised tokens (R, h, n, D), in the precision of the model."""
 
     x: Tensor
 
@@ -39,7 +39,7 @@ class ExactBlock:
 
     @cached_property
     def _flat(self) -> tuple[Tensor, Tensor]:
-        """View rows and heads as one axis: (R * h, n, D), and its transpose."""
+        """Flatten rows and heads to one axis: (R * h, n, D), and the transpose (R * h, D, n)."""
         flat = self.x.flatten(0, 1)
         return flat, flat.mT
 
@@ -62,14 +62,14 @@ class ExactBlock:
 
 @dataclass(frozen=True)
 class CodedBlock:
-    """Quantised tokens in `E` groups: codes of (R, h, E, n / E, D), of rotated channels if `rotated`.
+    """Quantised tokens (R, h, E, n / E, D) in `E` groups; with `rotated` the channels were rotated first.
 
-    Codes are multiplied as they are stored (post-scaling, CalibQuant, arXiv 2502.14882). A token is
-    x = low + scale * code, so for scales of channels
+    Codes are multiplied without dequantising them (post-scaling, CalibQuant, arXiv 2502.14882). A token is
+    x = low + scale * code. With one scale per channel
 
         q . x = (q * scale) . code + q . low,    sum_n w_n x_n = scale * sum_n w_n code_n + low * sum_n w_n,
 
-    and for scales of tokens sum_n w_n x_n = sum_n (w_n scale_n) code_n + sum_n w_n low_n.
+    and with one scale per token sum_n w_n x_n = sum_n (w_n scale_n) code_n + sum_n w_n low_n.
     """
 
     codes: Codes
@@ -81,16 +81,15 @@ class CodedBlock:
 
     @cached_property
     def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """View rows, heads and groups as one axis of blocks: codes, scale, low, and low transposed."""
+        """Flatten rows, heads and groups to one axis: codes, scale, low, and low transposed."""
         packed, scale, low = (x.flatten(0, 2) for x in self.codes.tensors.values())
         return packed, scale, low, low.mT
 
     def dots(self, query: Tensor) -> Tensor:
-        # Scales must be those of channels.
+        # Only for one scale per channel. Groups differ in scales, so each gets its own scaled query.
         groups = self.codes.packed.shape[2]
         packed, scale, _, low = self._flat
         each = self._rotate(query).flatten(0, 1)
-        # Every group has scales of its own, so that it is multiplied with a query of its own.
         each = each.repeat_interleave(groups, 0) if groups > 1 else each
         base = torch.bmm(each, low.to(each.dtype))  # q . low: one number per query and group
         scores = dots(each * scale, packed, self.codes.nbits, base)
@@ -113,8 +112,8 @@ class CodedBlock:
         return self._rotate(out)
 
     def _mix_by_token(self, weights: Tensor) -> Tensor:
-        # A token has a scale for each of `kinds` groups of channels. It multiplies the token's weight, so
-        # each group of channels is a product of its own: blocks are (R, h, E, kinds).
+        # A token has one scale for each of `kinds` groups of channels, which is folded into its attention
+        # weight. So every group of channels is a separate product: blocks are (R, h, E, kinds).
         codes, kinds = self.codes, self.codes.scale.shape[-1]
         weights = weights.unflatten(-1, (codes.packed.shape[2], -1)).transpose(2, 3)
         scale, low = (x.to(weights.dtype).movedim(-1, 3) for x in (codes.scale, codes.low))
@@ -136,17 +135,17 @@ class CodedBlock:
 
 
 def per_head(slots: Tensor) -> Tensor:
-    """Add an axis of heads to slots (R, n); those of (R, h, n) have one."""
+    """Add the axis of heads to slots (R, n); slots (R, h, n) are returned as they are."""
     return slots if slots.dim() == 3 else slots[:, None]
 
 
 def spread(x: Tensor, slots: Tensor, length: int) -> Tensor:
     """Scatter tokens (R, h, n, D) to their slots (R, n) or (R, h, n): (R, h, length, D), 0 in empty slots.
 
-    Tokens of slots below 0 are dropped.
+    Tokens with a slot below 0 are dropped.
     """
     slots = per_head(slots).expand(x.shape[:3])
-    # They go to one slot more, which is cut off.
+    # Dropped tokens go to an extra slot at the end, which is cut off.
     out = x.new_zeros(*x.shape[:2], length + 1, x.shape[3])
     index = torch.where(slots < 0, length, slots)[..., None].expand(x.shape)
     return out.scatter_(2, index, x)[:, :, :length]

@@ -1,4 +1,4 @@
-"""The transformers cache of this package: one class for shared prefixes and for quantised formats."""
+"""Caches for transformers: one class for shared prompts and for quantised formats."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mmrl.kv_cache.layout import PromptLayout
 
 
 def head_size(text: Any) -> int:
-    """Read the channels of an attention head from the config of a text model."""
-    # Some families set no size of a head, or null.
+    """Number of channels of an attention head, from the config of a text model."""
+    # Some families set no `head_dim`, or null.
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def attention_types(text: Any) -> list[str]:
-    """List the distinct types of a text model's layers by its config: full, sliding or chunked attention."""
-    settings = text.to_dict()  # which of these there are differs between families
+    """List the distinct attention types of a text model's layers: full, sliding, chunked, or linear."""
+    settings = text.to_dict()  # families differ in the keys that they set
     if types := settings.get("layer_types"):
         return sorted(set(types))
     if settings.get("sliding_window"):
@@ -32,38 +32,39 @@ def attention_types(text: Any) -> list[str]:
 
 
 def only_attends(text: Any) -> bool:
-    """Whether all layers of a text model attend to keys and values, to all of them or in a sliding window."""
+    """Whether all layers of a text model have full or sliding-window attention."""
     return set(attention_types(text)) <= {"full_attention", "sliding_attention"}
 
 
 def exact_cache(config: Any) -> Any:
-    """Make a `transformers.DynamicCache` whose layers select rows and keep gradients.
+    """Make a `transformers.DynamicCache` whose layers can index rows and support gradients.
 
-    Raises ValueError for layers that keep other things than keys and values or recurrent states (Qwen3.5).
+    Raises ValueError for layers that store neither keys and values nor recurrent states.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-    made, known = DynamicCache(config=config), {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}
-    if other := sorted({type(layer).__name__ for layer in made.layers if type(layer) not in known}):
+    dynamic, supported = DynamicCache(config=config), {DynamicLayer, DynamicSlidingWindowLayer}
+    other = {type(layer).__name__ for layer in dynamic.layers if type(layer) not in supported}
+    if other := sorted(other - {LinearAttentionLayer.__name__}):
         raise ValueError(
             f"models of type '{config.model_type}' cannot be read: {', '.join(other)} of its cache has rows "
             "that cannot be selected"
         )
-    made.layers = [
-        _recurrent_layer()(layer.number_of_states) if type(layer) is LinearAttentionLayer else layer
-        for layer in made.layers
+    dynamic.layers = [
+        layer if type(layer) in supported else recurrent_layer()(layer.number_of_states)
+        for layer in dynamic.layers
     ]
-    return made
+    return dynamic
 
 
 @cache
-def _recurrent_layer() -> type:
-    """Derive a cache layer of linear attention from transformers' own, which writes into its tensors."""
+def recurrent_layer() -> type:
+    """Derive a cache layer for linear attention that does not write in place, unlike its base class."""
     from transformers.cache_utils import LinearAttentionLayer
 
     class RecurrentLayer(LinearAttentionLayer):
-        """Convolution and recurrent states of rows, replaced in every pass so that gradients flow back."""
+        """Convolution and recurrent states of rows, replaced in every pass to support gradients."""
 
         def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
             if self.is_conv_states_initialized[state_idx]:
@@ -86,13 +87,15 @@ def make_cache(
 ) -> Any:
     """Make a quantised `transformers.Cache` for one batch of prompts.
 
-    `visual` and `mask` (P, S) mark visual tokens and those that are not padding. With `fused` the model's
-    attention reads codes, and its config is changed for that; without, it gets dense tensors that are made
-    anew in every step.
+    Args:
+        config: Config of the model; `fused` changes its attention implementation.
+        visual: Mask of visual tokens, (P, S).
+        mask: Mask of tokens that are not padding, (P, S).
+        recipe: The cache format.
+        fused: Attention multiplies codes; without, every step dequantises all tokens.
     """
     text = config.get_text_config(decoder=True)
-    other = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"})
-    if other:
+    if other := sorted({*(getattr(text, "layer_types", None) or ())} - {"full_attention"}):
         raise ValueError(
             f"this cache stores layers of full attention, but a model of type '{text.model_type}' has layers "
             f"of {', '.join(other)}; use its own cache"
@@ -107,14 +110,12 @@ def make_cache(
     return derive(PromptCache)([layer(each, layout, heads, size, fused=fused) for each in recipes])
 
 
-LARGER: list[str] = []  # what was said of larger caches, once in a process
+LARGER: list[str] = []  # the warning of `warn_of_larger`, once it was given in this process
 
 
 def warn_of_larger(cache: Any, config: Any, tokens: int, dtype: torch.dtype) -> None:
-    """Warn, once, that a cache of prompts holds more bytes than the exact keys and values would."""
-    text, held = config.get_text_config(decoder=True), getattr(cache, "nbytes", 0)
-    if not held:  # a cache that does not count
-        return
+    """Warn once per process if a quantised cache of prompts takes more memory than exact keys and values."""
+    text, held = config.get_text_config(decoder=True), getattr(cache, "nbytes", None) or 0
     exact = 2 * text.num_hidden_layers * text.num_key_value_heads * head_size(text) * tokens * dtype.itemsize
     if held > exact and not LARGER:
         LARGER.append(
@@ -126,16 +127,16 @@ def warn_of_larger(cache: Any, config: Any, tokens: int, dtype: torch.dtype) -> 
 
 
 def share_prefix(filled: Any, recorded: list[Tensor], mask: Tensor) -> Any | None:
-    """Turn the DynamicCache of prompts, with their mask (P, S), into a cache that rows share.
+    """Convert a filled DynamicCache of prompts, with their mask (P, S), to a cache that rows share.
 
-    Returns None where the model's attention read other keys than the cache's (`recorded`): it then attends in
-    a way of its own, and every row needs a copy.
+    Returns None where the keys that attention read (`recorded`) are not the keys of the cache: such a model
+    has an attention of its own, and every row needs a copy of its prompt.
     """
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     read = {key.untyped_storage()._cdata for key in recorded}  # views share a storage
     layers = filled.layers
-    # Exact types: a class derived from one of these may store something else.
+    # Exact types, because a derived class may store something else.
     plain = layers and {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
     if not plain or not all(
         layer.is_initialized and layer.keys.untyped_storage()._cdata in read for layer in layers
@@ -150,7 +151,7 @@ def share_prefix(filled: Any, recorded: list[Tensor], mask: Tensor) -> Any | Non
 
 @cache
 def derive(kind: type) -> type:
-    """Derive the cache or a layer from its class in transformers, which is only imported here."""
+    """Add the base class of transformers to a cache or cache layer, importing transformers only here."""
     from transformers.cache_utils import Cache, CacheLayerMixin
 
     if issubclass(kind, CacheLayer):
@@ -159,7 +160,7 @@ def derive(kind: type) -> type:
 
 
 class PromptCache:
-    """All layers, whose rows move together."""
+    """A cache of all layers; indexing rows changes all of them."""
 
     layers: list[Any]
 
@@ -169,18 +170,18 @@ class PromptCache:
 
     @property
     def own_layers(self) -> list[QuantizedLayer] | list[SharedPrefixLayer]:
-        """The layers of keys and values; a pruned model appends others, to note where tokens left."""
+        """The layers with keys and values; a pruned model appends others that record removed tokens."""
         return self.layers[: self.num_layers]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values, scales and slots; slots that layers share count once."""
+        """Memory of keys, values, scales and slots in bytes; slots that layers share count once."""
         slots = (part.slots for layer in self.own_layers for part in layer.shared_parts())
         shared = {x.data_ptr(): x.nbytes for x in slots}
         return sum(layer.nbytes for layer in self.own_layers) + sum(shared.values())
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> tuple:
-        """Add keys and values (N, h, t, D) to a layer; return what its attention reads."""
+        """Append keys and values (N, h, t, D) to a layer; return the inputs of its attention."""
         if layer_idx >= self.num_layers:
             raise ValueError(
                 f"this cache was made for {self.num_layers} layers, but the model has a layer number "
@@ -189,7 +190,7 @@ class PromptCache:
         return self.layers[layer_idx].update(key_states, value_states)
 
     def lay_out(self, layer_idx: int, visual: Tensor, real: Tensor) -> None:
-        """Set the tokens (P, S) that a pruned model keeps from a layer on."""
+        """Set the masks of the tokens (P, S) that a pruned model reads from layer `layer_idx` on."""
         layout = PromptLayout(visual, real)
         for layer in self.own_layers[layer_idx:]:
             layer.layout = layout
@@ -200,13 +201,13 @@ class PromptCache:
         return self.layers[0].layout.groups.owner.tolist()
 
     def prompts(self) -> PromptCache:
-        """Make a cache of the same shared prompts, without copies, each with one row that read nothing."""
+        """Make a cache with one row per shared prompt and no own tokens, without copying keys and values."""
         layout, (first, *_) = PromptLayout(None, self.layers[0].layout.real), self.layers
         layout.begin(*layout.real.shape, first.keys.device)
         return type(self)([type(x)(layout, x.keys, x.values, x.window) for x in self.layers])
 
     def own_tokens(self, counts: Sequence[int]) -> list[list[tuple[Tensor, Tensor]]]:
-        """View the first `counts` own tokens of every row, by layer: keys and values (h, n, D)."""
+        """View the first `counts` own tokens of every row: by layer and row, keys and values (h, n, D)."""
         pad = self.layers[0].layout.pad
         places = list(zip([0] * len(counts) if pad is None else pad.tolist(), counts, strict=True))
         return [
@@ -218,7 +219,7 @@ class PromptCache:
         ]
 
     def fill(self, layers: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
-        """Give every row own tokens, by layer: keys and values (h, n, D); rows may differ in `n`."""
+        """Set the own tokens of every row: by layer and row, keys and values (h, n, D)."""
         lengths = [keys.shape[1] for keys, _ in layers[0]]
         layout = self.layers[0].layout
         layout.pad = torch.tensor([max(lengths) - n for n in lengths], device=layout.real.device)
@@ -226,9 +227,9 @@ class PromptCache:
             layer.tail.fill(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if not self.layers[0].length:  # nothing was read yet, so there are no rows to move
+        if not self.layers[0].length:  # still empty
             return
-        # Layers of a pruned model have different layouts; one that several layers share moves once.
+        # Layers of a pruned model have different layouts; a layout that layers share is indexed once.
         layouts = {id(layer.layout): layer.layout for layer in self.own_layers}
         used = {key: layout.select(indices) for key, layout in layouts.items()}
         for layer in self.own_layers:
@@ -245,14 +246,41 @@ class PromptCache:
             self.batch_select_indices(owner.new_tensor(range(len(owner))).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens of every row, minus `tokens_to_remove` many."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"`crop` takes minus the number of tokens to drop, not {tokens_to_remove}")
-        super().crop(tokens_to_remove)  # of every layer, those of a pruned model's record included
-        # Layers read the length of their prompts while they are cropped, so layouts follow.
-        for layer in self.own_layers:
-            layer.layout.crop(layer.length)
+        """Raise ValueError, because quantised and shared tokens are not dropped again."""
+        raise ValueError("this cache drops no tokens; make another one and read the tokens that stay")
 
     def reset(self) -> None:
-        """Refuse: a cache is for one batch of prompts."""
+        """Raise ValueError, because a cache belongs to one batch of prompts."""
         raise ValueError("this cache belongs to one batch of prompts; make another one for the next")
+
+    def rows_as_prompts(self, rows: Tensor, count: Tensor) -> PromptCache:
+        """Make a cache whose shared prompts are rows of this one, each with its prompt; supports gradients.
+
+        Only for caches of `share_prefix`. `rows` (n,) are the numbers of the rows, and the first `count[i]`
+        own tokens of row i stay, the others being padding. Both tensors are on the device of the cache.
+        """
+        layout: PromptLayout = self.layers[0].layout
+        owner, added = layout.groups.owner[rows], self.layers[0].length - layout.length
+        sizes = layout.real.sum(1)[owner] + count[rows]  # (n,) tokens without padding
+        size = int(sizes.max())
+        real = torch.arange(size, device=rows.device) >= size - sizes[:, None]  # padded on the left
+        grown = PromptLayout(None, real)
+        grown.begin(len(rows), size, rows.device)
+        padding = added - count[rows]
+
+        def joined(prompts: Tensor, tail: Tensor, window: int) -> Tensor:
+            whole = torch.cat([prompts[owner], tail[rows]], 2)
+            length = whole.shape[2]
+            # A sliding-window layer stores one token less than its window.
+            stored = min(size, length, max(1, window - 1) if window else size)
+            index = (
+                torch.arange(length - stored, length, device=rows.device) - padding[:, None]
+            )  # (n, stored)
+            return whole.take_along_dim(index.clamp(min=0)[:, None, :, None], 2)
+
+        layers = []
+        for layer in self.own_layers:
+            sides = zip((layer.keys, layer.values), layer.tail.tensors(), strict=True)
+            keys, values = (joined(prompts, tail, layer.window) for prompts, tail in sides)
+            layers.append(type(layer)(grown, keys, values, layer.window))
+        return type(self)(layers)

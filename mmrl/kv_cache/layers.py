@@ -1,8 +1,7 @@
-"""The cache of one decoder layer: prompts stored once for all their rows, and the tokens read after them."""
+"""Cache layers: prompts stored once for all rows that answer them, and the tokens that rows add."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -21,49 +20,51 @@ Stored = tuple[list[Part], list[Part], Tail]  # shared parts of keys and of valu
 
 
 class Recipe:
-    """Base class of cache formats: how the keys and values of a prompt are stored."""
+    """Base class of cache formats, which store the keys and values of prompts."""
 
     needs_queries = False  # whether `score` must see the queries of a prompt before it is stored
 
     def for_layer(self, layer: int) -> Recipe:
-        """Return the recipe of a layer; by default one serves all."""
+        """Return the recipe of a layer number; by default all layers share this one."""
         return self
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Choose, once for all layers, the slots of what is stored; masks (P, S) and slots on the CPU."""
+        """Choose the slots to store, by name, once for all layers; all tensors are on the CPU.
+
+        `visual` and `real` are masks (P, S), `size` is the number of channels of a head.
+        """
         return {}
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Store prompts (P, h, S, D); `layout.slots` are those of `slots`."""
+        """Store the keys and values of prompts (P, h, S, D); `layout.slots` has the result of `slots`."""
         raise NotImplementedError
 
     def score(self, layer: QuantizedLayer, query: Tensor, scaling: float) -> None:
-        """Look at the queries (P, H, S, D) of `layer.pending`; store it once all layers are known."""
+        """Score the prompt in `layer.pending` by its queries (P, H, S, D); store it after the last layer."""
         raise NotImplementedError
 
     def calibrate(self, scores: Tensor, slots: Tensor) -> Tensor:
-        """Change the scores (R, h, Q, n) of visual tokens before the softmax; `slots` are theirs."""
+        """Change the attention scores (R, h, Q, n) of visual tokens, at these slots, before the softmax."""
         return scores
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRecipe(Recipe):
-    """Base class of formats that encode some tokens of a prompt and keep the others exact.
+    """Base class of formats that quantise some tokens of a prompt and keep the others exact.
 
-    Their `slots` are those of "exact" (P, n) and of "coded" tokens (P, E, n), in `E` groups. The bits are
-    those per number of keys and of values; 16 keep coded tokens exact as well.
+    `slots` returns "exact" (P, n) and "coded" (P, E, n), the quantised tokens in `E` groups.
     """
 
-    nbits: float
-    value_nbits: float
+    nbits: float  # bits per number of the coded keys; 16: exact
+    value_nbits: float  # bits per number of the coded values; 16: exact
     visual: bool = True  # whether all coded tokens are visual
 
     def encode(self, tokens: Tensor, slots: Tensor, side: Side) -> Block:
-        """Encode tokens (P, h, E * n, D) of slots (P, E, n)."""
+        """Quantise tokens (P, h, E * n, D) at slots (P, E, n)."""
         raise NotImplementedError
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Split prompts (P, h, S, D) into exact and coded tokens."""
+        """Store prompts (P, h, S, D) as a part of exact and a part of coded tokens."""
         exact, coded = layout.slots["exact"], layout.slots["coded"]
         flat = coded.flatten(1)
 
@@ -80,12 +81,12 @@ class SplitRecipe(Recipe):
 
 
 class CacheLayer:
-    """What transformers ask of one layer of a cache; `length` counts the slots of its tokens."""
+    """The interface that transformers requires of a cache layer; `length` counts its slots."""
 
-    is_sliding, is_croppable = False, True
+    is_sliding, is_croppable = False, False
     length: int
     layout: PromptLayout
-    pending: tuple[Tensor, Tensor] | None = None  # a prompt whose queries the recipe needs first
+    pending: tuple[Tensor, Tensor] | None = None  # keys and values of a prompt that is not stored yet
 
     @property
     def is_initialized(self) -> bool:
@@ -104,20 +105,19 @@ class CacheLayer:
         return -1  # none
 
     def shared_parts(self) -> list[Part]:
-        """List the parts of keys and values that have slots."""
+        """List the parts of prompts, of keys and then of values; none in an exact layer."""
         return []
 
 
 class SharedPrefixLayer(CacheLayer):
-    """Exact keys and values of prompts (P, h, S, D), stored once for all their rows; gradients flow.
+    """Exact keys and values of prompts (P, h, S, D), stored once for all rows; supports gradients.
 
-    `window` is that of a sliding-window layer, whose prompts store their last tokens only; 0 for full
-    attention.
+    A layer with a sliding `window` stores the last tokens of prompts only; 0: full attention.
     """
 
     def __init__(self, layout: PromptLayout, keys: Tensor, values: Tensor, window: int) -> None:
         if torch.is_autocast_enabled(keys.device.type):
-            # As attention is computed under autocast; otherwise the types of queries and keys may differ.
+            # Attention runs in the precision of autocast, so that queries and keys have the same type.
             dtype = torch.get_autocast_dtype(keys.device.type)
             keys, values = (x.to(dtype) if x.dtype != torch.float64 else x for x in (keys, values))
         self.layout, self.keys, self.values, self.window = layout, keys, values, window
@@ -125,39 +125,29 @@ class SharedPrefixLayer(CacheLayer):
 
     @property
     def length(self) -> int:
-        """Slots of the prompt and of what rows read since."""
+        """Slots of the prompt and of the tokens after it."""
         return self.tail.length
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Memory of all keys and values, in bytes."""
         return self.keys.nbytes + self.values.nbytes + self.tail.nbytes
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[SharedPrefixLayer, SharedPrefixLayer]:
-        """Add tokens (N, h, t, D); the attention function reads the layer itself."""
+        """Append keys and values (N, h, t, D); return the layer, which the attention function reads."""
         self.tail.append(keys.to(self.keys.dtype), values.to(self.values.dtype))
         return self, self
 
     def select(self, rows: Tensor, prompts: Tensor | None) -> None:
-        """Keep rows, in this order; `prompts` are those still in use, None for all."""
+        """Index rows, and prompts unless None."""
         if prompts is not None:
             self.keys, self.values = self.keys[prompts], self.values[prompts]
         self.tail.select(rows)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens of every row, minus `tokens_to_remove` many."""
-        length = self.length + tokens_to_remove  # which is negative, as transformers pass it
-        if length < self.layout.length:
-            raise ValueError(
-                f"a shared prompt of {self.layout.length} tokens is not cropped, but {-tokens_to_remove} of "
-                f"{self.length} tokens are to be dropped; drop tokens of answers only"
-            )
-        self.tail.crop(length)
-
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        """Attend from the newest tokens (N, H, t, D) to everything stored: (N, t, H, D).
+        """Attend from queries of the newest tokens (N, H, t, D) to all stored tokens: (N, t, H, D).
 
-        `mask` is not read: the layout knows the padding of the prompts and of tails.
+        `mask` is ignored, because the layout knows the padding.
         """
         num, length, stored = query.shape[2], self.length - self.layout.length, self.keys.shape[2]
         query, pairs = query.to(self.keys.dtype), ((self.keys, self.values), self.tail.tensors())
@@ -167,7 +157,7 @@ class SharedPrefixLayer(CacheLayer):
             out = attend_padded(query, *pairs, self.layout.groups, scaling, *masks, window=self.window)
             return out.transpose(1, 2)
         prefix = self.layout.prefix_mask(num, length, stored, self.window, self.keys)
-        narrow = 0 < self.window < length  # else no own token is out of reach
+        narrow = 0 < self.window < length  # otherwise the window covers all own tokens
         own = causal_mask(num, length, self.keys, self.window) if narrow else None
         return attend_merged(query, *pairs, self.layout.groups, scaling, prefix, own).transpose(1, 2)
 
@@ -175,7 +165,7 @@ class SharedPrefixLayer(CacheLayer):
 class QuantizedLayer(CacheLayer):
     """Keys and values of prompts and rows in the format of a recipe, without gradients.
 
-    With `fused` the attention function reads the layer itself; without, dense tensors are made in each step.
+    With `fused` attention multiplies the codes; without, every step dequantises all tokens.
     """
 
     def __init__(self, recipe: Recipe, layout: PromptLayout, heads: int, size: int, *, fused: bool) -> None:
@@ -186,21 +176,17 @@ class QuantizedLayer(CacheLayer):
         self.length = 0
 
     def shared_parts(self) -> list[Part]:
-        """List the parts of prompts: those of keys, then those of values."""
+        """List the parts of prompts, of keys and then of values."""
         return [part for side in self.shared or () for part in side]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything stored, except the slots of shared parts, which layers may share too."""
-        tail = self.tail.nbytes if self.tail else 0
-        return (
-            sum(p.block.nbytes for p in self.shared_parts())
-            + sum(x.nbytes for x in self.pending or ())
-            + tail
-        )
+        """Memory in bytes, without the slots of shared parts, which layers may have in common."""
+        blocks, pending = (part.block for part in self.shared_parts()), self.pending or ()
+        return sum(x.nbytes for x in (*blocks, *pending, *([self.tail] if self.tail else [])))
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor | QuantizedLayer, Tensor | QuantizedLayer]:
-        """Add keys and values (N, h, t, D); return what attention reads: tensors, or the layer itself."""
+        """Append keys and values (N, h, t, D); return the inputs of attention: tensors, or the layer."""
         if keys.shape[1] != self.heads or keys.shape[3] != self.size:
             raise ValueError(
                 f"this cache was made for {self.heads} key-value heads of size {self.size}, but the model "
@@ -213,7 +199,7 @@ class QuantizedLayer(CacheLayer):
             self.length += keys.shape[2]
             return (self, self) if self.fused else self.dense()
         if self.layout.length:
-            repeats = len(keys) // len(self.layout.real)  # a later layer: the layout began with the first one
+            repeats = len(keys) // len(self.layout.real)  # not the first layer, which began the layout
         else:
             repeats = self.layout.begin(len(keys), keys.shape[2], keys.device)
         self.length = keys.shape[2]
@@ -225,7 +211,7 @@ class QuantizedLayer(CacheLayer):
         return keys, values
 
     def store(self, keys: Tensor, values: Tensor) -> None:
-        """Store prompts (P, h, S, D) by the recipe."""
+        """Store the keys and values of prompts (P, h, S, D) in the format of the recipe."""
         layout = self.layout
         if not layout.slots:
             chosen = self.recipe.slots(layout.visual.cpu(), layout.real.cpu(), self.size)
@@ -238,37 +224,37 @@ class QuantizedLayer(CacheLayer):
         return tuple([*shared, *own] for shared, own in zip(self.shared, self.tail.parts(), strict=True))
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, (N, h, length, D) each, in the model's order."""
+        """Return all keys and values, (N, h, length, D) each, in the order of the model's mask."""
         groups = self.layout.groups
-        # A slot is in one part at most and 0 in the others, so that the sum joins them.
+        # A slot is in at most one part and 0 in the others, so the sum joins them.
         return tuple(
             sum(spread(part.dense(groups), part.row_slots(groups), self.length) for part in side)
             for side in self.parts()
         )
 
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        """Attend from (N, H, t, D) queries to everything stored: (N, t, H, D).
+        """Attend from queries (N, H, t, D) to all stored tokens: (N, t, H, D).
 
-        The scores of all parts are concatenated for one softmax. Rows of one prompt are queries of one
-        product, so that the prompt is read once for all of them, and they stay folded until scores are
-        weights. `mask` is the model's, over `length` slots.
+        The scores of all parts are concatenated for one softmax. Rows of one prompt are folded into queries
+        of one product until the scores are weights, so that the prompt is read once for all of them. `mask`
+        is the model's mask over `length` slots.
         """
         rows, heads, num, size = query.shape
         groups, (keys, values) = self.layout.groups, self.parts()
         exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-        asked = (query.to(exact) * scaling).reshape(rows, self.heads, -1, size)  # (N, h, H / h * t, D)
-        folded, pieces = groups.fold(asked), []
+        scaled = (query.to(exact) * scaling).reshape(rows, self.heads, -1, size)  # (N, h, H / h * t, D)
+        folded, pieces = groups.fold(scaled), []
         for part in keys:
-            score = part.block.dots(folded if part.shared else asked)
+            score = part.block.dots(folded if part.shared else scaled)
             if part.visual:
                 score = self.recipe.calibrate(score, part.slots)
             pieces.append(score if part.shared else groups.fold(score))
         scores = torch.cat(pieces, -1)  # (P, h, g * Q, n)
         hidden = self.layout.hidden(keys, mask, num, self.length, (self.heads, heads // self.heads))
         if hidden is not None:
-            scores.masked_fill_(hidden, torch.finfo(exact).min)  # finite, so that rows of padding give no NaN
+            scores.masked_fill_(hidden, torch.finfo(exact).min)  # finite: no NaN in rows of padding
         weights = split_weights(groups, keys, values, scores.softmax(-1), self.length)
-        # Sums over shared parts are added before they are unfolded to rows.
+        # Add the outputs of shared parts before unfolding them to rows.
         sums: dict[bool, list[Tensor]] = {}
         for part, weight in zip(values, weights, strict=True):
             sums.setdefault(part.shared, []).append(part.block.mix(weight))
@@ -282,39 +268,28 @@ class QuantizedLayer(CacheLayer):
         if self.shared is None:
             return
         if prompts is not None:
-            self.move(lambda slots: slots[prompts], lambda block: block.select(prompts))
+            # Keys and values may share one tensor of slots, and continue to do so.
+            slots = {id(part.slots): part.slots[prompts] for part in self.shared_parts()}
+            self.shared = tuple(
+                [replace(p, block=p.block.select(prompts), slots=slots[id(p.slots)]) for p in side]
+                for side in self.shared
+            )
         self.tail.select(rows)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if not tokens_to_remove or self.shared is None:
-            return
-        self.length = max(0, self.length + tokens_to_remove)
-        if self.length < self.layout.length:
-            self.move(lambda slots: slots.masked_fill(slots >= self.length, -1), lambda block: block)
-        self.tail.crop(self.length)
-
-    def move(self, slots: Callable[[Tensor], Tensor], block: Callable[[Block], Block]) -> None:
-        """Change all shared parts; keys and values that share a slots tensor go on sharing one."""
-        moved = {id(part.slots): slots(part.slots) for part in self.shared_parts()}
-        self.shared = tuple(
-            [replace(part, block=block(part.block), slots=moved[id(part.slots)]) for part in side]
-            for side in self.shared
-        )
 
 
 def split_weights(
     groups: RowGroups, keys: list[Part], values: list[Part], weights: Tensor, length: int
 ) -> list[Tensor]:
-    """Split folded weights (P, h, g * Q, n) of the keys among the parts of the values.
+    """Split the attention weights of all keys (P, h, g * Q, n) by the parts of the values.
 
-    Shared parts get (P, h, g * Q, n), others (N, h, Q, n).
+    The weights of a shared part are (P, h, g * Q, n), of any other part (N, h, Q, n).
     """
     if len(keys) == len(values) and all(
         k.slots is v.slots or k.name == v.name != "" for k, v in zip(keys, values, strict=True)
     ):
         split = weights.split_with_sizes([part.slots.shape[-1] for part in keys], -1)
         return [x if part.shared else groups.unfold(x) for part, x in zip(values, split, strict=True)]
-    # Values are stored in another order than keys: scatter weights to the model's slots, then gather them.
+    # Values are stored in another order than keys: scatter the weights to slots, then gather them.
     weights = groups.unfold(weights)
     slots = [per_head(part.row_slots(groups)).expand(-1, weights.shape[1], -1) for part in keys]
     index = torch.cat(slots, -1)[:, :, None].expand(weights.shape).clamp(min=0)

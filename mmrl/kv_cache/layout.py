@@ -1,7 +1,7 @@
-"""The slots of a batch of prompts: which tokens are visual, which are padding, and which rows share a prompt.
+"""Layout of a batch of prompts: visual tokens, padding, and the rows that share a prompt.
 
-A slot is the index of a token in the model's own order, which its attention mask refers to. Caches store
-tokens in another order, so every block comes with the slots of its tokens; -1 marks an empty place.
+A slot is the index of a token in the order of the model's attention mask. Caches store tokens in another
+order, so every block comes with the slots of its tokens; -1 marks an empty place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def placeholder_ids(config: Any, kinds: Sequence[str] = ("image", "video")) -> l
 
 
 def find_visual(config: Any, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Find visual tokens by the placeholder ids of a model: ids (P, S) to (visual, mask), (P, S) bool each.
+    """Find the visual tokens of prompts (P, S): the masks (visual, not padding), (P, S) bool each.
 
     Without a `mask` no token counts as padding.
     """
@@ -48,9 +48,9 @@ def find_visual(config: Any, ids: Tensor, mask: Tensor | None = None) -> tuple[T
 class Part:
     """A block with the slots of its tokens: (R, n), or (R, h, n) where heads store different tokens.
 
-    A `shared` part has one row per prompt, another part one per row of the batch, with slots (1, n) where
-    all rows have the same. Parts of one `name` have the same slots in every layer. `visual` marks parts of
-    visual tokens only.
+    A `shared` part has one row per prompt. Any other part has one row per row of the batch, and slots (1, n)
+    where these are the same in all rows. Parts with the same `name` have the same slots in every layer; ""
+    promises nothing. `visual` marks parts that hold visual tokens only.
     """
 
     block: Block
@@ -60,22 +60,21 @@ class Part:
     name: str = ""
 
     def row_slots(self, groups: RowGroups) -> Tensor:
-        """Expand the slots to every row of the batch."""
+        """Expand the slots to the rows of the batch: (N, n) or (N, h, n)."""
         if self.shared:
             return self.slots if groups.alone else self.slots[groups.owner]
         return self.slots.expand(len(groups.owner), *self.slots.shape[1:])
 
     def dense(self, groups: RowGroups) -> Tensor:
-        """Expand the tokens to every row of the batch: (N, h, n, D)."""
+        """Expand the tokens to the rows of the batch: (N, h, n, D)."""
         tokens = self.block.dense()
         return tokens if not self.shared or groups.alone else tokens[groups.owner]
 
 
 class PromptLayout:
-    """Visual and padded tokens of a batch of prompts, and the rows that answer each; all layers share one.
+    """Visual tokens and padding of a batch of prompts, and the rows that answer them, for all layers.
 
-    `visual` and `real` (not padding) are (P, S). Rows that were repeated before the prompt is read store it
-    once.
+    `visual` and `real` (not padding) are masks (P, S). A prompt that the batch repeats is stored once.
     """
 
     def __init__(self, visual: Tensor | None, real: Tensor | None) -> None:
@@ -83,50 +82,45 @@ class PromptLayout:
         self.groups = RowGroups(torch.zeros(0, dtype=torch.int64), 0)
         self.length = 0  # slots of the prompt
         self.pad: Tensor | None = None  # (N,) empty slots before a row's own tokens; None: 0
-        self.slots: dict[str, Tensor] = {}  # slots that a recipe finds once for all layers
+        self.slots: dict[str, Tensor] = {}  # chosen by the recipe, once for all layers
         self._hidden: dict[tuple, Any] = {}  # masks of the current step
-        self._full: dict[str, bool] = {}  # whether the parts of a name have no empty place
+        self._full: dict[str, bool] = {}  # whether the parts with this name have no empty place
 
     def begin(self, rows: int, length: int, device: torch.device) -> int:
-        """Start with the prompts of the first layer; return how often each prompt is repeated in its rows."""
-        known = self.real if self.real is not None else self.visual
-        known = torch.ones(rows, length, dtype=torch.bool) if known is None else known
-        if known.shape[1] != length or rows % len(known):
+        """Read the shape of the prompts from the first layer; return how many rows repeat each prompt."""
+        mask = self.real if self.real is not None else self.visual
+        mask = torch.ones(rows, length, dtype=torch.bool) if mask is None else mask
+        if mask.shape[1] != length or rows % len(mask):
             raise ValueError(
-                f"the masks of the cache are for {len(known)} prompts of {known.shape[1]} tokens, but the "
+                f"the masks of the cache are for {len(mask)} prompts of {mask.shape[1]} tokens, but the "
                 f"model's first keys are of {rows} rows of {length}; give the masks of these prompts, and "
                 "let the model read them in one pass"
             )
-        self.real = torch.ones_like(known, dtype=torch.bool) if self.real is None else self.real.bool()
+        self.real = torch.ones_like(mask, dtype=torch.bool) if self.real is None else self.real.bool()
         self.visual = torch.zeros_like(self.real) if self.visual is None else self.visual.bool() & self.real
         self.length = length
-        repeats = rows // len(known)
-        owner = torch.arange(len(known), device=device).repeat_interleave(repeats)
-        self.groups = RowGroups(owner, len(known))
+        repeats = rows // len(mask)
+        owner = torch.arange(len(mask), device=device).repeat_interleave(repeats)
+        self.groups = RowGroups(owner, len(mask))
         return repeats
 
     def select(self, rows: Tensor) -> Tensor | None:
-        """Keep rows, in this order; return the prompts still in use, None if all of them are."""
+        """Index rows; return the prompts that still have rows, None if all of them have."""
         self.groups, used = self.groups.select(rows)
         self._hidden, self._full = {}, {}
         self.pad = None if self.pad is None else self.pad[rows]
         if used is not None:
-            kept = used.to(self.real.device)
-            self.real, self.visual = self.real[kept], self.visual[kept]
+            prompts = used.to(self.real.device)
+            self.real, self.visual = self.real[prompts], self.visual[prompts]
         return used
 
-    def crop(self, length: int) -> None:
-        """Shorten the prompts to a number of slots."""
-        self.length = min(self.length, length)
-        self._hidden, self._full = {}, {}
-
     def prefix_mask(self, num: int, length: int, stored: int, window: int, like: Tensor) -> Tensor | None:
-        """Mask the prompt's last `stored` tokens for the `num` newest of `length` tokens that follow it.
+        """Make the additive mask of the prompts' last `stored` tokens: (P, 1, 1 or num, stored).
 
-        Returns what is added to scores, (P, 1, 1 or num, stored), or None where everything is visible.
-        `window` is that of a sliding-window layer, 0 for full attention.
+        The queries are the `num` newest of `length` tokens after the prompt. `window` is the size of a
+        sliding window, 0 for full attention. Returns None where everything is visible.
         """
-        window = window if length + stored > window else 0  # no key is out of reach yet
+        window = window if length + stored > window else 0  # no key is outside the window yet
         key = (num, length if window else 0, stored, window, like.dtype)
         if key not in self._hidden:
             if len(self._hidden) > 8:
@@ -145,10 +139,11 @@ class PromptLayout:
     def padded_masks(
         self, num: int, length: int, stored: int, window: int, repeats: int, like: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Mask prompts and own tokens for the `num` newest of `length` slots, where rows begin with `pad`.
+        """Make the additive masks of prompts and own tokens where own tokens are padded by `pad`.
 
-        Returns what is added to scores: for the prompts' last `stored` tokens (P, 1, 1 or g * repeats * num,
-        stored), with queries laid out as `fold` does, or None; for own tokens (N, 1, 1 or num, length).
+        The queries are the `num` newest of `length` own slots. The mask of the prompts' last `stored` tokens
+        is (P, 1, 1 or g * repeats * num, stored) for queries in the order of `RowGroups.fold`, or None; the
+        mask of own tokens is (N, 1, 1 or num, length).
         """
         key = ("padded", num, length, stored, window, repeats, like.dtype)
         if key not in self._hidden:
@@ -169,16 +164,17 @@ class PromptLayout:
     def hidden(
         self, parts: list[Part], mask: Tensor | None, num: int, total: int, heads: tuple[int, int]
     ) -> Tensor | None:
-        """Find the tokens of parts, side by side, that the `num` newest of `total` queries do not see.
+        """Find the tokens of concatenated parts that the `num` newest of `total` tokens must not attend to.
 
-        `mask` is the model's: bool or added to scores, for all heads or per head; `heads` are the key-value
-        heads, and the query heads of each. Returns bool that broadcasts to folded scores (P, h, g * Q, N),
-        None where everything is visible. One result serves all layers whose parts have the same names.
+        `mask` is the model's mask, bool or additive, for all heads or per head. `heads` are the number of
+        key-value heads, and of query heads for each. Returns a bool mask that broadcasts to folded scores
+        (P, h, g * Q, n), None where everything is visible. The result is cached for all layers whose parts
+        have the same names.
         """
         names = tuple(part.name for part in parts)
-        kept = self._hidden.get(names)
-        if kept is not None and kept[0] is mask and kept[1] == (num, total):
-            return kept[2]
+        cached = self._hidden.get(names)
+        if cached is not None and cached[0] is mask and cached[1] == (num, total):
+            return cached[2]
         if mask is None and num == 1 and all(self._is_full(part) for part in parts):
             hidden = None
         else:
@@ -195,7 +191,7 @@ class PromptLayout:
         return hidden
 
     def _is_full(self, part: Part) -> bool:
-        # The result for a name holds until rows or slots move: tokens that follow leave no place empty.
+        # Cached by name until rows or slots change; later tokens leave no place empty.
         if part.name not in self._full or not part.name:
             self._full[part.name] = bool((part.slots >= 0).all())
         return self._full[part.name]
@@ -204,7 +200,7 @@ class PromptLayout:
 def visible_slots(
     slots: list[Tensor], mask: Tensor | None, num: int, total: int, heads: tuple[int, int]
 ) -> Tensor:
-    """Find which slots, each (N, h or 1, n), the newest queries see: (N, h or 1, r or 1, num, n)."""
+    """Find the slots (N, h or 1, n) that the `num` newest tokens attend to: (N, h or 1, r or 1, num, n)."""
     wide_heads = max(x.shape[1] for x in slots)
     wide = torch.cat([x.expand(-1, wide_heads, -1) for x in slots], -1)[:, :, None, None]
     stored = wide >= 0

@@ -1,14 +1,14 @@
 """Matrix products of queries and attention weights with packed codes, for fused attention.
 
 There are `M` blocks of `n` tokens with `D` channels; callers fold scales into the other factor. On a CPU
-codes are unpacked, piece by piece: to floats or, for few float32 queries, to bytes for integer products. The
-other factor x is then written as fixed-point digits to base 256,
+codes are unpacked piece by piece, to floats or, for few float32 queries, to bytes for integer products. For
+these the other factor x is written in fixed point with digits to base 256,
 
     x = unit * (d0 + 256 * d1 + 65536 * d2),    each d in -128..127,
 
-so that three int8 products with int32 sums give x @ codes, exact but for a relative error of x of at most one
-two-millionth of its row's maximum. A decode step of a small model does so little that a call of torch costs
-as much as the arithmetic of thousands of numbers: this file is written for few calls.
+so that three int8 products with int32 sums give x @ codes. The only error is the rounding of x, at most one
+two-millionth of the maximum of its row. In a decode step of a small model a call of torch costs as much as
+the arithmetic of thousands of numbers, so this file minimises the number of calls.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mmrl.core import onednn
 
 MAX_FLOATS = 1 << 18  # floats unpacked at once: with their codes they about fill a second-level cache
 MAX_CODES = 1 << 22  # bytes unpacked at once: calls cost more than cache misses
-MIN_TOKENS = 256  # of a block, for byte products, which take one call per block
-MIN_ONEDNN = 1 << 16  # numbers of a block, for a call of oneDNN per block
-MAX_QUERIES = 12  # of a block, for byte products; with more, float products are faster
+MIN_TOKENS = 256  # fewest tokens of a block for byte products, which take one call per block
+MIN_ONEDNN = 1 << 16  # fewest numbers of a block for a call of oneDNN per block
+MAX_QUERIES = 12  # most queries of a block for byte products; with more, float products are faster
 DIGITS, BASE = 3, 256
-MAX_UNITS = (1 << 23) - 0x8100  # of the largest number of a row: its highest digit is then at most 127
+MAX_UNITS = (1 << 23) - 0x8100  # units of a row's largest number, so that its highest digit is at most 127
 OFFSET = 0x8080  # makes the two lower digits signed, see `split_digits`
-MIN_UNITS = 1 << 21  # of the largest number; with so many channels that fewer fit, floats are multiplied
+MIN_UNITS = 1 << 21  # if sums over channels leave fewer units than this, floats are multiplied instead
 TINY = 1e-36  # unit of a row of zeros
 
 
@@ -40,13 +40,13 @@ def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) 
 
         out = triton_kernels.dots(query, packed, nbits)
         return out if base is None else out.add_(base)
-    channels = packed.shape[2] * (8 // nbits)  # of whole bytes: the last one may be padded
+    channels = packed.shape[2] * (8 // nbits)  # padding in the last byte included
     if channels > query.shape[2]:
         query = nn.functional.pad(query, (0, channels - query.shape[2]))
     query = swap_channels(query, _places(nbits, packed.shape[2], packed.device)[0].itemsize, 8 // nbits)
     out = query.new_empty(*query.shape[:2], packed.shape[1])
-    # Digits put together give a number of units, at most MAX_UNITS. Sums over channels of such numbers times
-    # codes must fit into the 31 bits of a positive int32, so many channels leave fewer units.
+    # A number is at most MAX_UNITS units. Sums over channels of such numbers times codes must fit into the
+    # 31 bits of a positive int32, so with many channels fewer units are allowed.
     top = channels * (2**nbits - 1)
     if fits_bytes(query, packed, nbits) and top * MIN_UNITS < 1 << 31:
         unit, digits = split_digits(query, min(MAX_UNITS, (1 << 31) // top - 1))
@@ -66,8 +66,8 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
 
         return triton_kernels.mix(weights, packed, nbits, size)
     (blocks, num, tokens), width = weights.shape, packed.shape[2]
-    # Sums over tokens of one digit, at most 128, times codes must fit into int32. The three sums are joined
-    # as floats, because together they need not fit.
+    # Sums over tokens of one digit (at most 128) times codes must fit into int32. The three sums are added as
+    # floats, because their total may not fit.
     if fits_bytes(weights, packed, nbits) and tokens * (2**nbits - 1) << 7 < 1 << 31:
         unit, digits = split_digits(weights, MAX_UNITS)
         pieces = unpack_blocks(packed, nbits)
@@ -81,7 +81,7 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
 
 
 def times(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply (m, Q, k) with (m, k, n): (m, Q, n)."""
+    """Multiply batches of matrices (m, Q, k) and (m, k, n), with oneDNN where it is faster: (m, Q, n)."""
     plain = x.dtype != torch.float32 or y.dtype != torch.float32 or x.requires_grad or x.is_cuda
     if plain or x.shape[1] == 1 or y[0].numel() < MIN_ONEDNN or not onednn.there():
         return torch.bmm(x, y)
@@ -91,10 +91,10 @@ def times(x: Tensor, y: Tensor) -> Tensor:
 
 @cache
 def _places(nbits: int, width: int, device: torch.device) -> tuple[torch.dtype, Tensor, Tensor]:
-    """Plan `unpack_bytes`: the integer type of a word, the shifts (8 / nbits,) and the mask of its codes.
+    """Return the integer type of a word, the shifts (8 / nbits,) and the mask for `unpack_bytes`.
 
-    The widest type that divides `width` bytes is taken. A shift brings one code of each byte to its lowest
-    bits, which the mask keeps in all bytes of a word.
+    The word is the widest type whose size divides `width` bytes. A shift moves one code of each byte to the
+    lowest bits of the byte, and the mask clears all other bits of the word.
     """
     word = next(size for size in (8, 4, 2, 1) if width % size == 0)
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[word]
@@ -104,11 +104,11 @@ def _places(nbits: int, width: int, device: torch.device) -> tuple[torch.dtype, 
 
 
 def unpack_bytes(packed: Tensor, nbits: int) -> Tensor:
-    """Unpack codes (m, n, bytes) to bytes (m, n, codes), one word at a time, in an order of its own.
+    """Unpack codes (m, n, bytes) to bytes (m, n, codes), with permuted channels.
 
-    A shift and a mask of a whole word give one code of each of its bytes. So the channels of a word of w
-    bytes with c codes each come as (c, w) instead of (w, c): in 2 bits and words of 8 bytes as channels
-    0, 4, ..., 28, then 1, 5, ..., 29, and so on. `swap_channels` reorders the other factor alike.
+    A shift and a mask of a whole word extract one code of each of its bytes. So the channels of a word of w
+    bytes with c codes each come as (c, w) instead of (w, c): with 2 bits and words of 8 bytes as channels
+    0, 4, ..., 28, then 1, 5, ..., 29, and so on. `swap_channels` permutes the other factor in the same way.
     """
     if nbits == 8:
         return packed
@@ -118,12 +118,12 @@ def unpack_bytes(packed: Tensor, nbits: int) -> Tensor:
 
 
 def swap_channels(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder the channels (M, Q, D) of words: (outer, inner) to (inner, outer)."""
+    """Permute the channels (M, Q, D) of every word from (outer, inner) to (inner, outer)."""
     return x.view(*x.shape[:2], -1, outer, inner).transpose(3, 4).reshape(x.shape) if inner > 1 < outer else x
 
 
 def unpack_blocks(packed: Tensor, nbits: int, many: int = 1) -> Iterator[tuple[slice, Tensor]]:
-    """Unpack some blocks at a time, a multiple of `many`: yields which, and bytes (m, n, codes)."""
+    """Yield slices of blocks, in multiples of `many`, with their unpacked bytes (m, n, codes)."""
     at_once = many * max(1, MAX_CODES // (many * packed.shape[1] * packed.shape[2] * (8 // nbits)))
     for first in range(0, len(packed), at_once):
         rows = slice(first, first + at_once)
@@ -131,9 +131,9 @@ def unpack_blocks(packed: Tensor, nbits: int, many: int = 1) -> Iterator[tuple[s
 
 
 def unpack_numbers(packed: Tensor, nbits: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Unpack codes to floats in pieces: yields which blocks, which tokens, and numbers (m, t, D).
+    """Yield slices of blocks and of tokens with their codes as floats (m, t, D).
 
-    All pieces use one buffer, because fresh memory costs more than the work. Long blocks come one by one.
+    All pieces use one buffer, because allocating memory costs more than unpacking.
     """
     blocks, tokens, width = packed.shape
     size = width * (8 // nbits)
@@ -149,7 +149,7 @@ def unpack_numbers(packed: Tensor, nbits: int, dtype: torch.dtype) -> Iterator[t
 
 
 def fits_bytes(x: Tensor, packed: Tensor, nbits: int) -> bool:
-    """Whether products of bytes are fast for queries or weights (M, Q, k) and these codes."""
+    """Whether int8 products are faster than float products for queries or weights (M, Q, k)."""
     small = nbits <= 4 and x.shape[1] <= MAX_QUERIES and x.dtype == torch.float32
     return small and packed.shape[1] >= MIN_TOKENS and multiplies_bytes()
 
@@ -164,25 +164,25 @@ def multiplies_bytes() -> bool:
         product = torch._int_mm(x, y)
     except (AttributeError, RuntimeError):
         return False
-    # Instructions that saturate at 16 bits would give less.
+    # Instructions that saturate at 16 bits would give a smaller result.
     return bool((product == -64 * 128 * 15).all())
 
 
 def split_digits(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Write numbers (M, Q, k) as int8 digits (M, 3 Q, k), the lowest first, and their units (M, Q, 1).
+    """Split numbers (M, Q, k) into row units (M, Q, 1) and int8 digits (M, 3 Q, k), lowest digit first.
 
     The largest number of a row becomes `most` units.
     """
     unit = x.abs().amax(-1, keepdim=True).mul_(1 / most).add_(TINY)
-    # Adding 0x80 to a digit above 127 carries into the next one; flipping its highest bit takes it off again,
-    # so that each byte is a signed digit. Half a unit makes truncation round: weights do not shrink together.
+    # Adding 0x80 to a digit above 127 carries into the next digit; flipping the highest bit subtracts it
+    # again, so that each byte is a signed digit. Half a unit turns truncation into rounding.
     whole = (x / unit).add_(OFFSET + 0.5).to(torch.int32).bitwise_xor_(_constant(OFFSET, x.device))
     digits = (whole.unsqueeze(1) >> _constant((0, 8, 16), x.device)).to(torch.int8)
     return unit, digits.flatten(1, 2)
 
 
 def multiply_digits(digits: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply digits (m, 3 Q, k) with bytes (m, k, n): numbers of units (m, Q, n), joined in `dtype`."""
+    """Multiply digits (m, 3 Q, k) with bytes (m, k, n) and add the three products in `dtype`: (m, Q, n)."""
     sums = torch.empty(len(codes), digits.shape[1], codes.shape[2], dtype=torch.int32)
     for a, b, product in zip(digits, codes, sums, strict=True):
         torch._int_mm(a, b, out=product)
@@ -192,6 +192,6 @@ def multiply_digits(digits: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor
 
 @cache
 def _constant(value: int | tuple[int, ...], device: torch.device) -> Tensor:
-    """Make a number, or numbers (n, 1, 1), once per device."""
+    """Return an int32 number, or numbers (n, 1, 1), cached per device."""
     number = torch.tensor(value, dtype=torch.int32, device=device)
     return number[:, None, None] if number.dim() else number

@@ -1,8 +1,7 @@
 """Quantisation to 1, 2, 4 or 8 bits, with packing, range rules, rotation and score calibration.
 
-A code is an integer from 0 to `2 ** nbits - 1`. It stands for `low + scale * code`. Codes that share a
-scale are a group: the tokens of one channel (`axis: channel`), or neighbouring channels of one token
-(`axis: token`).
+A code is an integer from 0 to `2 ** nbits - 1` that represents `low + scale * code`. Codes with the same
+scale form a group: the tokens of one channel, or neighbouring channels of one token.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Rule = Literal["shrunk", "centred", "quantile", "range", "fitted"]
+Rule = Literal["shrunk", "centred", "range", "fitted"]
 Side = Literal["keys", "values"]
-FIT_ROUNDS = 6  # of the rule "fitted"
+FIT_ROUNDS = 6  # iterations of the rule "fitted"
 BITS = (1, 2, 4, 8)  # divisors of a byte
-FLAT = 1e-6  # channels of a smaller range count as constant
-SHRINK = {"keys": 0.5, "values": 0.3}  # of CalibQuant (arXiv 2502.14882) at one bit; 1 at more
-QUANTILE = 0.2  # our reading of its first version, at one bit; 0 at more
-# Half the range of the uniform quantizer of a Gaussian with least error, in standard deviations.
+FLAT = 1e-6  # groups with a smaller range count as constant
+SHRINK = {"keys": 0.5, "values": 0.3}  # factors of CalibQuant (arXiv 2502.14882) at one bit; 1 at more bits
+# Half the range of the uniform quantiser with the least error for a Gaussian, in standard deviations.
 GAUSSIAN = {1: 0.798, 2: 1.494, 4: 2.514, 8: 3.927}
 
 
@@ -40,8 +38,8 @@ def pack(codes: Tensor, nbits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, nbits: int, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Unpack the first `size` codes of bytes: (..., m) to (..., size). The inverse of `pack`."""
-    # One look-up gives all codes of a byte, already in the wanted precision.
+    """Unpack bytes (..., m) to the first `size` codes (..., size); the inverse of `pack`."""
+    # One table look-up gives all codes of a byte, in the requested precision.
     return table(nbits, dtype, packed.device)[packed.int()].flatten(-2)[..., :size]
 
 
@@ -55,15 +53,16 @@ def table(nbits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def bounds(
     x: Tensor, valid: Tensor, dim: int, nbits: int, rule: Rule, side: Side = "keys"
 ) -> tuple[Tensor, Tensor]:
-    """Choose the values of the lowest and the highest code of every group; `dim` of `x` runs over a group.
+    """Choose the values of the lowest and the highest code of every group, along the axis `dim`.
 
-    `valid` marks the numbers that count and broadcasts to `x`. Rules: "range" is from the minimum to the
-    maximum (KIVI, arXiv 2402.02750). "shrunk" scales both towards zero at one bit, by 0.5 for keys and 0.3
-    for values (CalibQuant, arXiv 2502.14882, as its code does). "centred" scales them towards their midpoint
-    instead, so that a channel far from zero keeps its mean (our variant). "quantile" cuts a fifth off either
-    end at one bit (CalibQuant's first version; the level is our reading). "fitted" minimises the squared
-    error in a few rounds of assigning codes and fitting levels (ours), but leaves keys of more than one bit
-    their range, because cutting their outliers changes answers. A constant group keeps its constant.
+    `valid` marks the numbers that count and broadcasts to `x`. A constant group keeps its constant. Rules:
+
+    - "range": minimum and maximum (KIVI, arXiv 2402.02750);
+    - "shrunk": at one bit both scaled towards zero, by 0.5 for keys and 0.3 for values (CalibQuant,
+      arXiv 2502.14882, as in its code);
+    - "centred": at one bit both scaled towards their midpoint, so that the mean stays (our variant);
+    - "fitted": least squared error, by a few rounds of assigning codes and fitting levels (ours). Keys of
+      more than one bit keep their range, because cutting their outliers changes answers.
     """
     valid = valid.expand(x.shape)
     least = x.masked_fill(~valid, torch.inf).amin(dim, keepdim=True)
@@ -78,30 +77,17 @@ def bounds(
         case "centred":
             middle, half = (least + most) / 2, shrink * (most - least) / 2
             low, high = middle - half, middle + half
-        case "quantile" if nbits == 1:
-            low, high = (quantile(x, valid, dim, level) for level in (QUANTILE, 1 - QUANTILE))
         case "fitted" if nbits == 1 or side == "values":
             low, high = fit(x, valid, dim, nbits, least, most)
     flat = most - least < FLAT
     return torch.where(flat, least, low), torch.where(flat, most, high)
 
 
-def quantile(x: Tensor, valid: Tensor, dim: int, level: float) -> Tensor:
-    """Compute a quantile of the valid numbers along `dim` (kept, of size 1), linear between neighbours."""
-    # Numbers that do not count sort after all others; a group without valid ones gives 0.
-    ordered = x.masked_fill(~valid, torch.inf).sort(dim).values
-    place = level * (valid.sum(dim, keepdim=True) - 1).clamp(min=0).to(x.dtype)
-    below, above = (ordered.gather(dim, at.long()) for at in (place.floor(), place.ceil()))
-    return torch.where(
-        below.isinf(), 0, torch.lerp(below, above.where(above.isfinite(), below), place.frac())
-    )
-
-
 def fit(x: Tensor, valid: Tensor, dim: int, nbits: int, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-    """Fit evenly spaced levels of small squared error: assign codes, fit a line through them, and repeat.
+    """Fit evenly spaced levels by least squares, alternating between assigning codes and fitting a line.
 
-    The first levels are the best ones for a Gaussian; at one bit the last ones are two cluster means. With
-    codes c of numbers x the line is slope = cov(c, x) / var(c), low = mean(x) - slope * mean(c).
+    It starts from the best levels for a Gaussian; at one bit it converges to two cluster means. For codes c
+    of numbers x the line is slope = cov(c, x) / var(c), low = mean(x) - slope * mean(c).
     """
     weight = valid.to(x.dtype)
     count = weight.sum(dim, keepdim=True).clamp(min=1)
@@ -125,10 +111,9 @@ def fit(x: Tensor, valid: Tensor, dim: int, nbits: int, least: Tensor, most: Ten
 
 @dataclass(frozen=True)
 class Codes:
-    """Numbers (..., n, D) in few bits: `packed` is (..., n, ceil(D * nbits / 8)) uint8.
+    """Quantised numbers (..., n, D): `packed` is (..., n, ceil(D * nbits / 8)) uint8.
 
-    `scale` and `low` are (..., 1, D) where tokens share them, (..., n, D / g) where g channels of a token
-    do.
+    `scale` and `low` are (..., 1, D), shared by tokens, or (..., n, D / g), shared by g channels of a token.
     """
 
     packed: Tensor
@@ -136,7 +121,7 @@ class Codes:
     low: Tensor
     nbits: int
     size: int
-    by_token: bool  # not read off the shapes: with groups of one channel D / g is D as well
+    by_token: bool  # whether scales are (..., n, D / g); shapes do not tell where n is 1 and g is 1
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -144,12 +129,12 @@ class Codes:
         return {"packed": self.packed, "scale": self.scale, "low": self.low}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """Change all tensors alike, along axes that they share."""
+        """Apply a function to all tensors."""
         return replace(self, **{name: change(x) for name, x in self.tensors.items()})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and lows."""
+        """Memory of all tensors in bytes."""
         return sum(x.nbytes for x in self.tensors.values())
 
 
@@ -159,13 +144,13 @@ def quantize(
 ) -> Codes:  # fmt: skip
     """Quantise numbers (..., n, D) with one scale per channel, or per `channels` channels of a token.
 
-    `valid` (..., n, 1) marks the tokens that count: the others get code 0 and do not change a range. Ranges
+    `valid` (..., n, 1) marks the tokens that count; the others get code 0 and do not change a range. Ranges
     are computed in float32 or float64, scales are stored in the precision of `x`. Codes are clamped, then
     rounded, ties to even.
     """
     if nbits not in BITS:
         raise ValueError(f"`nbits` must be one of {', '.join(map(str, BITS))}, not {nbits}")
-    size, kept = x.shape[-1], x.dtype
+    size, stored = x.shape[-1], x.dtype
     if channels and size % channels:
         raise ValueError(f"groups of {channels} channels do not divide a head of size {size}")
     exact = x if x.dtype == torch.float64 else x.float()
@@ -176,17 +161,17 @@ def quantize(
     low, high = bounds(exact, where, dim, nbits, rule, side)
     top = 2**nbits - 1
     scale = torch.where(high - low < FLAT, 1.0, (high - low) / top)
-    # Codes are chosen for the stored scales, which may have been rounded.
-    scale, low = scale.to(kept).to(exact.dtype), low.to(kept).to(exact.dtype)
+    # Choose codes for the scales as stored, in lower precision.
+    scale, low = scale.to(stored).to(exact.dtype), low.to(stored).to(exact.dtype)
     scale = torch.where(scale > 0, scale, 1.0)
     codes = ((exact - low) / scale).clamp(0, top).round().masked_fill(~where, 0)
     if channels:
         codes, scale, low = codes.flatten(-2), scale.squeeze(-1), low.squeeze(-1)
-    return Codes(pack(codes, nbits), scale.to(kept), low.to(kept), nbits, size, bool(channels))
+    return Codes(pack(codes, nbits), scale.to(stored), low.to(stored), nbits, size, bool(channels))
 
 
 def dequantize(codes: Codes) -> Tensor:
-    """Compute the numbers (..., n, D) that codes stand for."""
+    """Compute the numbers (..., n, D) that codes represent."""
     x = unpack(codes.packed, codes.nbits, codes.size, codes.scale.dtype)
     if not codes.by_token:
         return x * codes.scale + codes.low
@@ -196,10 +181,10 @@ def dequantize(codes: Codes) -> Tensor:
 
 @cache
 def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make an orthonormal symmetric (size, size) matrix that spreads outliers over channels.
+    """Make an orthonormal symmetric matrix (size, size) that spreads outliers over channels.
 
-    A Walsh-Hadamard matrix, or blocks of one where the size is not a power of two. Rotating queries and keys
-    alike keeps their products; sums of values are rotated back (as in AKVQ-VL, arXiv 2501.15021).
+    A Walsh-Hadamard matrix, or a block-diagonal one if the size is no power of two. Rotating both queries and
+    keys keeps their products; weighted sums of values are rotated back (AKVQ-VL, arXiv 2501.15021).
     """
     block = size & -size  # the largest power of two that divides the size
     hadamard = torch.ones(1, 1, dtype=torch.float64)
@@ -215,11 +200,11 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def calibrate(scores: Tensor, valid: Tensor, *, drop: float = 3.0, guard: bool = True) -> Tensor:
-    """Lower the largest visual score of every query by `drop` nats and interpolate the others (CalibQuant).
+    """Compress visual attention scores linearly, so that the largest drops by `drop` nats (CalibQuant).
 
-    `scores` (..., n) are divided by sqrt(D), before mask and softmax; the smallest one stays. Where they span
-    less than `drop`, the published formula reverses their order; with `guard` they become equal there (our
-    reading).
+    `scores` (..., n) are already divided by sqrt(D), before mask and softmax; the smallest score stays. Where
+    they span less than `drop` the published formula reverses their order; `guard` makes them equal instead
+    (our reading).
     """
     valid = valid.expand(scores.shape)
     least = scores.masked_fill(~valid, torch.inf).amin(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Rows of a batch that answer the same prompt, computed as queries of one row."""
+"""Groups of rows that answer the same prompt, folded into the queries of one matrix product."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def rank_equal(key: Tensor) -> Tensor:
 
 
 def group_slots(flags: Tensor, group: Tensor | None = None) -> Tensor:
-    """Sort flagged tokens into groups: flags (P, S) bool and group numbers (P, S) to slots (P, E, n).
+    """List the slots of flagged tokens by group: flags (P, S) bool and group numbers (P, S) to (P, E, n).
 
-    Without `group` all are of one group. Groups with fewer than `n` tokens end in slots of -1; without any
-    flag there is no group.
+    Without `group` there is one group. Groups of fewer than `n` tokens are padded with -1; without any
+    flagged token there is no group, (P, 0, 0).
     """
     rows, slots = flags.nonzero(as_tuple=True)
     if not len(rows):
         return torch.full((len(flags), 0, 0), -1)
     number = torch.zeros_like(slots) if group is None else group[rows, slots]
     count = int(number.max()) + 1
-    place = rank_equal(rows * count + number)  # index in its group; the key numbers (row, group)
+    place = rank_equal(rows * count + number)  # index of a token in its group of its row
     out = torch.full((len(flags), count, int(place.max()) + 1), -1)
     out[rows, number, place] = slots
     return out
 
 
 class RowGroups:
-    """Which prompt each row of a batch answers: `owner` (N,) is the prompt of every row, out of `count`."""
+    """The prompt that each row of a batch answers: `owner` (N,) has its number, below `count`."""
 
     def __init__(self, owner: Tensor, count: int) -> None:
         self.owner, self.count = owner, count
 
     def select(self, rows: Tensor) -> tuple[RowGroups, Tensor | None]:
-        """Keep rows, in this order; also return the prompts still in use, None if all of them are."""
+        """Index rows; also return the prompts that still have rows, None if all of them have."""
         used, owner = torch.unique(self.owner[rows.to(self.owner.device)], return_inverse=True)
         return RowGroups(owner, len(used)), None if len(used) == self.count else used
 
@@ -61,9 +61,10 @@ class RowGroups:
         return place, largest, torch.equal(self.owner, even)
 
     def fold(self, x: Tensor) -> Tensor:
-        """Lay the rows of each prompt side by side: (N, h, Q, *) to (P, h, g * Q, *), g the largest group.
+        """Concatenate the queries of all rows of a prompt: (N, h, Q, *) to (P, h, g * Q, *).
 
-        One product with the keys of a prompt then serves all its rows; smaller groups are padded with 0.
+        One product with the keys of a prompt then serves all its rows. g is the size of the largest group;
+        smaller groups are padded with 0.
         """
         if self.alone:
             return x
@@ -76,7 +77,7 @@ class RowGroups:
         return out.transpose(1, 2).flatten(2, 3)  # (P, g, h, Q, *) to (P, h, g * Q, *)
 
     def unfold(self, x: Tensor) -> Tensor:
-        """Undo `fold`: (P, h, g * Q, *) to (N, h, Q, *)."""
+        """Invert `fold`: (P, h, g * Q, *) to (N, h, Q, *)."""
         if self.alone:
             return x
         place, largest, even = self._places
@@ -84,5 +85,5 @@ class RowGroups:
         return out.flatten(0, 1) if even else out[self.owner, place]
 
     def tile(self, mask: Tensor, times: int) -> Tensor:
-        """Repeat a mask (P, 1, t, n) as `fold` repeats queries: for every row, and `times` heads of each."""
+        """Repeat a mask (P, 1, t, n) for folded queries: for every row, and for `times` heads of each."""
         return mask.repeat(1, 1, times if self.alone else self._places[1] * times, 1)

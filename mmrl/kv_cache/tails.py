@@ -1,4 +1,4 @@
-"""The tokens that rows read after their prompt: exact, or in KIVI's residual window (arXiv 2402.02750)."""
+"""Keys and values of tokens after a prompt: exact, or in KIVI's residual window (arXiv 2402.02750)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOM = 16  # tokens; the buffers of a tail grow by multiples of it
 
 
 def room_of(tokens: int) -> int:
-    """Compute the slots that a tail has allocated after as many tokens, one at a time."""
+    """Number of slots that a `GrowingTail` has allocated after `tokens` steps of one token."""
     room = 0
     while room < tokens:
         room = _grown(room, room + 1)
@@ -29,10 +29,9 @@ def _grown(used: int, end: int) -> int:
 
 
 class GrowingTail:
-    """Exact keys and values of the tokens that rows read after their prompt, from slot `start` on.
+    """Exact keys and values of the tokens that rows add after their prompt.
 
-    A tail has `length` slots up to its newest token, lists its `keys` and `values` as parts with one row per
-    batch row, and changes by `append`, `select` and `crop`.
+    The first token has slot `start`, the newest one slot `length` - 1.
     """
 
     def __init__(self, start: int) -> None:
@@ -41,15 +40,15 @@ class GrowingTail:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, unused room included."""
+        """Memory of the buffers in bytes, unused room included."""
         return sum(x.nbytes for x in self._buffers or ())
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add tokens (N, h, t, D).
+        """Append keys and values (N, h, t, D).
 
         With gradients enabled the tensors are concatenated, because writing into a buffer would change
-        tensors that the backward pass needs. Without, they go into buffers that grow by a quarter, so that
-        older tokens are rarely copied.
+        tensors that the backward pass needs. Otherwise they are written into buffers that grow by a quarter,
+        so that older tokens are rarely copied.
         """
         fresh, used = (keys, values), self.length - self.start
         end = used + keys.shape[2]
@@ -73,19 +72,13 @@ class GrowingTail:
         return tuple(x.narrow(2, 0, self.length - self.start) for x in self._buffers)
 
     def fill(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Replace the tokens by keys and values (h, n, D) of every row, which end in the same slot."""
-        longest = max(keys.shape[1] for keys, _ in rows)
-        buffers = []
-        for side in zip(*rows, strict=True):
-            heads, _, size = side[0].shape
-            # 0 in empty places: their weights are 0, and 0 * NaN is NaN.
-            buffers.append(side[0].new_zeros(len(side), heads, longest, size))
-            for out, x in zip(buffers[-1], side, strict=True):
-                out[:, longest - x.shape[1] :] = x
-        self.length, self._buffers = self.start + longest, tuple(buffers)
+        """Replace all tokens by keys and values (h, n, D) of every row, padded on the left."""
+        # 0 in empty places: their weights are 0, and 0 * NaN is NaN.
+        self._buffers = tuple(pad_tokens(side) for side in zip(*rows, strict=True))
+        self.length = self.start + self._buffers[0].shape[2]
 
     def parts(self) -> tuple[list[Part], list[Part]]:
-        """List the keys, and the values, as one part each; none before the first token."""
+        """Return the keys and the values, as lists of one part; empty before the first token."""
         if self._buffers is None:
             return [], []
         keys, values = self.tensors()
@@ -93,25 +86,28 @@ class GrowingTail:
         return tuple([Part(ExactBlock(x), slots, shared=False, name="tail")] for x in (keys, values))
 
     def select(self, rows: Tensor) -> None:
-        """Keep rows, in this order."""
+        """Index rows."""
         if self._buffers is not None:
             self._buffers = tuple(x[rows] for x in self._buffers)
-
-    def crop(self, length: int) -> None:
-        """Drop the tokens from this slot on."""
-        self.start, self.length = min(self.start, length), min(self.length, length)  # even into the prompt
 
 
 @lru_cache(maxsize=4)
 def slot_range(start: int, end: int, device: torch.device) -> Tensor:
-    """Number slots (1, n); all layers ask for the same range in a step."""
+    """Return the slots from `start` to `end` (1, n), cached because all layers of a step need the same."""
     return torch.arange(start, end, device=device)[None]
 
 
-class RaggedRows:
-    """Padded tensors (N, h, n, ...) of which row i uses the first `count[i]`, with their slots (N, n).
+def pad_tokens(rows: Sequence[Tensor]) -> Tensor:
+    """Stack tensors (h, n, D) of different n to (N, h, longest, D), with zeros on the left."""
+    longest = max(x.shape[1] for x in rows)
+    return torch.stack([nn.functional.pad(x, (0, 0, longest - x.shape[1], 0)) for x in rows])
 
-    An item is a token, or a group of `g` tokens, whose slots are (N, n, g). Slots without a token are -1.
+
+class RaggedRows:
+    """Rows with different numbers of items: tensors (N, h, n, ...), where row i uses the first `count[i]`.
+
+    An item is one token, with `slots` (N, n), or a group of g tokens, with `slots` (N, n, g). Empty slots
+    are -1.
     """
 
     def __init__(self, tensors: dict[str, Tensor], slots: Tensor, count: Tensor) -> None:
@@ -119,53 +115,50 @@ class RaggedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors and slots, unused room included."""
+        """Memory of tensors and slots in bytes, unused room included."""
         return sum(x.nbytes for x in (*self.tensors.values(), self.slots))
 
     def push(self, rows: Tensor, tensors: dict[str, Tensor], slots: Tensor) -> None:
-        """Append items (k, h, e, ...) to some rows (k,)."""
+        """Append items (k, h, e, ...) with their slots to the rows with these numbers (k,)."""
         index = self.count[rows][:, None] + torch.arange(slots.shape[1], device=slots.device)  # (k, e)
         more = int(index.max()) + 1 - self.slots.shape[1]
         if more > 0:
-            more = max(more, self.slots.shape[1] // 4)  # grows by a share, so that items are rarely copied
+            more = max(more, self.slots.shape[1] // 4)  # grow by a quarter, so that items are rarely copied
             self.tensors = {name: lengthen(x, 2, more) for name, x in self.tensors.items()}
             self.slots = lengthen(self.slots, 1, more, -1)
         for name, x in tensors.items():
-            # Two index tensors with a slice between them move their own axes to the front.
+            # Two index tensors with a slice between them move their axes to the front.
             self.tensors[name][rows[:, None], :, index] = x.transpose(1, 2)
         self.slots[rows[:, None], index] = slots
         self.count[rows] += slots.shape[1]
 
     def pop(self, rows: Tensor, num: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Remove and return the first `num` items of some rows; later items move up."""
-        taken = {name: x[rows, :, :num] for name, x in self.tensors.items()}, self.slots[rows, :num]
+        """Remove and return the first `num` items of some rows; later items move forward."""
+        removed = {name: x[rows, :, :num] for name, x in self.tensors.items()}, self.slots[rows, :num]
         for name, x in self.tensors.items():
             self.tensors[name][rows] = lengthen(x[rows, :, num:], 2, num)
-        self.slots[rows] = lengthen(self.slots[rows, num:], 1, num, -1)  # the width stays
+        self.slots[rows] = lengthen(self.slots[rows, num:], 1, num, -1)
         self.count[rows] -= num
-        return taken
+        return removed
 
     def select(self, rows: Tensor) -> None:
-        """Keep rows, in this order."""
+        """Index rows."""
         self.tensors = {name: x[rows] for name, x in self.tensors.items()}
         self.slots, self.count = self.slots[rows], self.count[rows]
 
-    def crop(self, length: int) -> None:
-        """Drop the tokens from this slot on; a group stays while one of its tokens does."""
-        self.slots = self.slots.masked_fill(self.slots >= length, -1)
-        newest = self.slots.flatten(2).amax(-1) if self.slots.dim() == 3 else self.slots
-        self.count = (newest >= 0).sum(1)  # items are in the order of slots, so those that leave are last
-
 
 def lengthen(x: Tensor, dim: int, more: int, fill: int = 0) -> Tensor:
-    """Pad a dimension at its end by `more`."""
+    """Append `more` entries of `fill` to a dimension."""
     # torch lists pads (before, after) from the last dimension to the first.
     return nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, more), value=fill)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KiviCodec:
-    """Options of KIVI; keys have one scale per channel and group of tokens, values several per token."""
+    """KIVI's quantisers: keys have a scale per channel and group of tokens, values several per token.
+
+    The options are documented by the cache `kivi`.
+    """
 
     nbits: int
     value_nbits: int
@@ -175,8 +168,8 @@ class KiviCodec:
     rotated: bool
 
     def code_keys(self, x: Tensor, valid: Tensor | None = None) -> Codes:
-        """Quantise groups of keys (N, h, E, g, D)."""
-        # A channel's scale is that of axis -2, the g tokens, since outliers of keys stay in few channels.
+        """Quantise groups of keys (N, h, E, g, D); the g tokens of a group share one scale per channel."""
+        # Outliers of keys are in few channels, which get scales of their own.
         return quantize(rotate(x) if self.rotated else x, self.nbits, valid=valid, rule=self.rule)
 
     def code_values(self, x: Tensor, valid: Tensor | None = None) -> Codes:
@@ -189,16 +182,16 @@ class KiviCodec:
         return CodedBlock(codes, self.rotated)
 
     def value_block(self, codes: Codes) -> CodedBlock:
-        """Make a block of coded values, whose tokens are one group, because each has scales of its own."""
+        """Make a block of coded values, as one group, because every token has its own scales."""
         return CodedBlock(codes.map(lambda x: x[:, :, None]), self.rotated)  # (N, h, 1, n, ...)
 
 
 class ResidualWindow:
-    """The tail of a KIVI cache: the newest tokens exact, older ones quantised once and never again.
+    """The tail of a KIVI cache: the newest tokens are exact, older ones are quantised once.
 
-    Keys are quantised together when there are `residual_length` exact ones, in groups of tokens. Values are
-    quantised one by one when there are more than `residual_length`. Starts with the newest tokens of prompts:
-    tensors (N, h, n, D) named "x".
+    `residual_length` keys are quantised together, in groups of tokens, as soon as that many are exact. Values
+    are quantised one by one when more than `residual_length` are exact. `keys` and `values` hold the newest
+    tokens of prompts, tensors (N, h, n, D) named "x".
     """
 
     def __init__(self, codec: KiviCodec, keys: RaggedRows, values: RaggedRows, length: int) -> None:
@@ -206,7 +199,7 @@ class ResidualWindow:
         x, group = keys.tensors["x"], codec.q_group_size
         rows, heads, _, size = x.shape
         count, slots = torch.zeros_like(keys.count), keys.slots.new_full((rows, 0, group), -1)
-        # Codes of one item, as patterns of what leaves the window; none is stored yet.
+        # Codes of one dummy item: templates for the codes of tokens that leave the window.
         self.key_codes = codec.code_keys(x.new_zeros(rows, heads, 1, group, size))
         self.value_codes = codec.code_values(x.new_zeros(rows, heads, 1, size))
         empty = [
@@ -214,31 +207,31 @@ class ResidualWindow:
             for codes in (self.key_codes, self.value_codes)
         ]
         self.old_keys = RaggedRows(empty[0], slots, count)
-        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())  # slots of tokens, not of groups
+        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())  # an item is a token
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales, exact tokens and slots."""
+        """Memory of codes, scales, exact tokens and slots in bytes."""
         return sum(x.nbytes for x in self._sides())
 
     def _sides(self) -> tuple[RaggedRows, ...]:
         return self.new_keys, self.new_values, self.old_keys, self.old_values
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add tokens (N, h, t, D).
+        """Append keys and values (N, h, t, D).
 
-        Older tokens are quantised first, so that the step that fills the window still reads it exactly.
+        Older tokens are quantised first, so the step that fills the window still reads it exactly.
         """
         codec, residual = self.codec, self.codec.residual_length
-        # Loops, because after an append of many tokens a row may hold several windows.
+        # Loops, because many tokens appended at once may fill several windows.
         while len(rows := (self.new_keys.count >= residual).nonzero()[:, 0]):
-            taken, slots = self.new_keys.pop(rows, residual)
-            codes = codec.code_keys(taken["x"].unflatten(2, (-1, codec.q_group_size)))  # (k, h, E, g, D)
+            oldest, slots = self.new_keys.pop(rows, residual)
+            codes = codec.code_keys(oldest["x"].unflatten(2, (-1, codec.q_group_size)))  # (k, h, E, g, D)
             self.old_keys.push(rows, codes.tensors, slots.unflatten(1, (-1, codec.q_group_size)))
         while len(rows := (self.new_values.count > residual).nonzero()[:, 0]):
-            # Rows differ in how many must leave; those with the fewest set the pace.
-            taken, slots = self.new_values.pop(rows, int(self.new_values.count[rows].min()) - residual)
-            self.old_values.push(rows, codec.code_values(taken["x"]).tensors, slots)
+            # Rows differ in the number of surplus tokens; each round removes the smallest number.
+            oldest, slots = self.new_values.pop(rows, int(self.new_values.count[rows].min()) - residual)
+            self.old_values.push(rows, codec.code_values(oldest["x"]).tensors, slots)
         rows = torch.arange(len(keys), device=keys.device)
         slots = torch.arange(self.length, self.length + keys.shape[2], device=keys.device)
         for side, x in ((self.new_keys, keys), (self.new_values, values)):
@@ -246,7 +239,7 @@ class ResidualWindow:
         self.length += keys.shape[2]
 
     def parts(self) -> tuple[list[Part], list[Part]]:
-        """List the keys, and the values: quantised ones, then exact ones."""
+        """Return the parts of keys and of values: quantised tokens, then exact ones."""
         sides = [], []
         if self.old_keys.slots.shape[1]:
             block = self.codec.key_block(replace(self.key_codes, **self.old_keys.tensors))
@@ -261,8 +254,3 @@ class ResidualWindow:
     def select(self, rows: Tensor) -> None:
         for side in self._sides():
             side.select(rows)
-
-    def crop(self, length: int) -> None:
-        self.length = length
-        for side in self._sides():
-            side.crop(length)

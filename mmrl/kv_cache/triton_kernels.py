@@ -1,7 +1,7 @@
-"""The products of `packed_matmul` in Triton: packed bytes are read once and unpacked in registers.
+"""Triton kernels for the products of `packed_matmul`, which unpack bytes in registers.
 
-Imported only for tensors of a GPU, where Triton is installed. Tests run them in Triton's interpreter, and
-`python -m benchmarks.gpu` on a GPU.
+Imported only for tensors on a GPU. Tests run them in Triton's interpreter, and `python -m benchmarks.gpu` on
+a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 triton = importlib.import_module("triton")
 tl = importlib.import_module("triton.language")
 
-TOKENS = 128  # of a program of `dots`, and of a step of `mix`
-MIN_ROWS = 16  # rows, and channels, of a product of tensor cores
+TOKENS = 128  # tokens of a program of `dots`, and of a step of `mix`
+MIN_ROWS = 16  # fewest rows and channels of a tensor-core product
 DOT = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16  # numpy has no bfloat16
 SPLIT = 2048  # tokens of a program of `mix`; the sums of all programs are added afterwards
 
@@ -50,7 +50,7 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
 
 
 def padded(size: int) -> int:
-    """Round a number of channels up to one that a product of tensor cores takes."""
+    """Round a number of channels up to a size that tensor cores support."""
     return max(MIN_ROWS, triton.next_power_of_2(size))
 
 
@@ -67,9 +67,9 @@ def numbers(packed, block, token, channel, tokens, size, width, NBITS: tl.conste
 
 @triton.jit
 def exact_dot(x, codes, DOT: tl.constexpr):
-    """Multiply float32 (m, k) with codes (k, n) as exactly as in float32, on tensor cores of bfloat16.
+    """Multiply float32 (m, k) with codes (k, n) on bfloat16 tensor cores, as exactly as in float32.
 
-    Three bfloat16 numbers hold the 24 bits of a float32 number, 8 each, and one holds a code.
+    The 24 bits of a float32 number are split into three bfloat16 numbers of 8 bits; a code fits into one.
     """
     codes = codes.to(DOT)
     high = x.to(tl.bfloat16)
@@ -85,18 +85,18 @@ def dots_program(
     query, packed, out, num, tokens, size, width,
     NBITS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply some queries of one block with some tokens."""
+    """Multiply `QUERIES` queries of one block with `TOKENS` tokens."""
     block = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     row = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
     channel = tl.arange(0, SIZE)
-    asked = tl.load(
+    queries = tl.load(
         query + (block * num + row)[:, None] * size + channel[None, :],
         mask=(row < num)[:, None] & (channel < size)[None, :],
         other=0.0,
     ).to(tl.float32)
     codes = numbers(packed, block, token, channel, tokens, size, width, NBITS)
-    scores = exact_dot(asked, tl.trans(codes), DOT)
+    scores = exact_dot(queries, tl.trans(codes), DOT)
     inside = (row < num)[:, None] & (token < tokens)[None, :]
     tl.store(out + (block * num + row)[:, None] * tokens + token[None, :], scores, mask=inside)
 
@@ -107,7 +107,7 @@ def mix_program(
     NBITS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Sum a range of the tokens of one block by the weights of some queries."""
+    """Sum `SPLIT` tokens of one block, weighted for `QUERIES` queries."""
     block = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)

@@ -19,24 +19,6 @@ from mmrl.objectives.compare import mean_over_groups
 
 
 @compare(unit=Unit.GROUP)
-def dno(
-    implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, scale: PositiveFloat = 1.0
-) -> Tensor:
-    """DPO loss with soft labels, the sigmoid of the difference of rewards (DNO, arXiv 2404.03715).
-
-    The mean over all pairs of a group. It needs plain rewards, `advantage: [total]`; the paper's are win
-    rates against answers of the current policy. Our reading, since only the abstract is known: the form.
-
-    Args:
-        beta: Scale of implicit rewards, the paper's eta, above 0.
-        scale: Scale of rewards before the sigmoid, above 0; large values give hard labels.
-    """
-    score, reward, (i, j) = pairs_of_rows(implicit_reward, batch)
-    label, logit = torch.sigmoid(scale * (reward[i] - reward[j])), beta * (score[i] - score[j])
-    return mean_over_pairs(label * softplus(-logit) + (1 - label) * softplus(logit), i, batch)
-
-
-@compare(unit=Unit.GROUP)
 def aot(
     implicit_reward: Tensor,
     batch: Batch,

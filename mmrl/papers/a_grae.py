@@ -1,4 +1,4 @@
-"""A-GRAE (arXiv 2602.05548): easy groups weigh more early and hard ones late, right answers less at first.
+"""A-GRAE (arXiv 2602.05548): easy groups and wrong answers weigh more early in training.
 
 Title: Unveiling Implicit Advantage Symmetry: Why GRPO Struggles with Exploration and Difficulty Adaptation
 Formula: A' = A ((1 - P) / 2 / (1 - sqrt(p)) + P / 2 / sqrt(p)), times min(1, P / alpha) above 0; p a

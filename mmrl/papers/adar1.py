@@ -1,4 +1,4 @@
-"""AdaR1 (arXiv 2504.21659): pairs across styles of thinking, and of short and long right answers within one.
+"""AdaR1 (arXiv 2504.21659): preference pairs between and within styles of thinking.
 
 Title: AdaR1: From Long-CoT to Hybrid-CoT via Bi-Level Adaptive Reasoning Optimization
 Formula: long thinking is preferred where acc_long - acc_short > margin; pairs (preferred, other) and

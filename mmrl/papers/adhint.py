@@ -1,4 +1,4 @@
-"""ADHint (arXiv 2512.13095): half of a group sees a part of the solution, the longer the harder the prompt.
+"""ADHint (arXiv 2512.13095): half of each group sees part of the solution, more for harder prompts.
 
 Title: ADHint: Adaptive Hints with Difficulty Priors for Reinforcement Learning
 Formula: hint = (1 - acc) max_hint of the solution; A > 0 of hinted rows times (1 - a_hinted) / (1 -
@@ -113,13 +113,9 @@ class WithDifficultyHints:
         return 1.0 - (total + 1.0) / (count + 2.0)
 
     def metrics(self) -> Mapping[str, float]:
-        """Report how many prompts were asked with hints, and the mean share of the solution in them."""
+        """Report the number of prompts with hints, and their mean share of the solution."""
         lengths, self.lengths = self.lengths, []
         return {"hints/prompts": float(len(lengths)), "hints/share": sum(lengths) / max(len(lengths), 1)}
-
-    def sampling_weights(self) -> dict[str, dict[str, float]]:
-        """Return the difficulty of every prompt that was asked."""
-        return {uid: {"difficulty": self.difficulty(uid)} for uid in self.answers}
 
     def state_dict(self) -> dict[str, Any]:
         """Return numbers and sums of accuracies."""

@@ -1,8 +1,8 @@
-"""ADORA (arXiv 2602.10019): groups whose right answers are not longer than the wrong ones are scaled down.
+"""ADORA (arXiv 2602.10019): scale down groups whose right answers are not longer than the wrong ones.
 
 Title: ADORA: Training Reasoning Models with Dynamic Advantage Estimation on Reinforcement Learning
 Formula: A' = A where max length of right > mean length of wrong, else `factor` A.
-Our reading: answers that the engine cut stand for those of more than 4094 tokens; the rule is that of the
+Our reading: truncated answers count as the code's answers of more than 4094 tokens; the rule is from the
 code for images.
 """
 
@@ -29,7 +29,7 @@ def adora(
     no_success: Literal["keep", "scale"] = "keep",
     by: Tags = BY_GROUP,
 ) -> RewardTable:
-    """Scale groups down whose right answers are not longer than the wrong ones (ADORA).
+    """Scale down groups with right answers no longer than the wrong ones (ADORA).
 
     A group keeps its advantages where its longest right answer is longer than the mean of its wrong answers
     that were not cut at the length limit. Where all wrong answers were cut, or none is wrong, it is scaled,

@@ -1,4 +1,4 @@
-"""Advantage alignment (arXiv 2511.19405): two players of general-sum games shape each other's learning.
+"""Advantage alignment (arXiv 2511.19405): players of a game also learn from each other's advantages.
 
 Title: Learning Robust Social Strategies with Large Language Models
 Formula: A_t + beta gamma (sum over k < t of gamma^(t - k) A_k) B_t, with B the other player's advantages.

@@ -1,9 +1,9 @@
-"""AMARIS (arXiv 2605.18592): a model judges by weighted criteria, remembers failures, and edits the criteria.
+"""AMARIS (arXiv 2605.18592): a judge scores by weighted criteria, and a model edits them after failures.
 
 Title: AMARIS: A Memory-Augmented Rubric Improvement System for Rubric-Based Reinforcement Learning
-Formula: reward = sum_c w_c s_c / sum_c w_c, with scores s_c in [0, 1]; every `update_every` rounds at most
-one change.
-Our reading: all numbers, the texts and the form of changes; only the abstract was read.
+Formula: reward = sum_c w_c s_c / sum_c w_c, with scores s_c in [0, 1]; at most one edit per `update_every`
+rounds.
+Our reading: all numbers, prompts and the format of edits; only the abstract was read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Probability
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import SCORING, by_prompt
 from mmrl.core.answers import words_of
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts
@@ -34,9 +33,11 @@ from mmrl.rewards.asking import (
     judge_template,
     judge_words,
 )
+from mmrl.runtime.scoring import SCORING, by_prompt
 
-REASONS = 3  # different reasons of failures that an item of the memory holds
-LETTERS = 200  # of a reason
+Marks = tuple[tuple[float, ...], int, str]  # scores in [0, 1], index of the worst criterion, and why
+REASONS = 3  # most frequent reasons stored in a memory item
+LETTERS = 200  # of a stored reason
 RUBRIC = f"""\
 Judge an answer to a question by several criteria.
 
@@ -72,7 +73,7 @@ with <edit>{{"add": "..."}}</edit>, <edit>{{"update": 1, "text": "..."}}</edit>,
 
 @dataclass(frozen=True)
 class Failure:
-    """What failed in a round by one criterion: `count` of `total` answers, and why."""
+    """Memory item: how many of the answers of a round failed a criterion, and the most frequent reasons."""
 
     step: int
     criterion: str
@@ -84,44 +85,34 @@ class Failure:
         return f"step {self.step}, {self.count} of {self.total} answers by {self.criterion!r}: {self.why}"
 
 
-@dataclass(frozen=True)
-class Marks:
-    """What a judge says of an answer: scores from 0 to 1, and the place and the reason of the worst one."""
-
-    scores: tuple[float, ...]
-    worst: int
-    why: str
-
-
 @reward
 @dataclass(kw_only=True, eq=False)
 class Rubric(Judging):
-    """Reward an answer with its weighted scores by criteria that a model edits from failures (AMARIS).
+    """Reward an answer with weighted scores by criteria that a model edits from failures (AMARIS).
 
-    arXiv 2605.18592, of which only the abstract was read; our reading. A judge scores every answer by every
-    criterion and says which is met worst, and why. After a round, the failures of each criterion become an
-    item of a memory. Every `update_every` rounds the same model sees the newest items and those most like
-    them, and proposes at most one change: a new criterion (with the mean weight), another text, or one less.
-    So all answers of a round have the same criteria, and the next round has the next version; weights are
-    divided by their sum. The column `rubric` of completions holds the version, a checkpoint the criteria, the
-    changes and the memory. Evaluations keep the criteria of the configuration. Our readings besides: items
-    are compared by the cosine of their word counts, where the paper has an embedding, and the change is made
-    before the next round, where the paper makes it beside training. It reports `rubric/version`,
-    `rubric/criteria`, `rubric/unread` (proposals that could not be read) and logs `judge/unread`.
+    arXiv 2605.18592; our reading throughout, since only the abstract was read. A judge scores every answer by
+    every criterion, and names the criterion that it meets worst, with a reason. After a round the failures of
+    each criterion become one item of a memory. Every `update_every` rounds the same model reads the newest
+    items and the most similar older ones (cosine of word counts, where the paper has an embedding) and
+    proposes at most one edit before the next round (the paper: in parallel): add a criterion with the mean
+    weight, rewrite one, or delete one. All answers of a round have the same criteria. The column `rubric` of
+    completions has the version; a checkpoint has criteria, edits and memory. Evaluations keep the configured
+    criteria. It reports `rubric/version`, `rubric/criteria`, `rubric/unread` (unreadable proposals) and logs
+    `judge/unread`.
 
     Args:
-        engine: As for `judge`; it also proposes changes.
+        engine: As for `judge`; it also proposes edits.
         policy: As for `judge`.
-        criteria: Weights of the criteria at the start, by their texts.
-        update_every: Rounds from one proposal to the next; 0: the criteria stay.
-        recent: Newest items of the memory that a proposal reads.
-        similar: Further items that it reads, those most like the newest.
-        max_criteria: The most criteria.
-        max_memory: Items that are kept, the newest.
-        failed_below: An answer fails by its worst criterion below this score, on a scale from 0 to 1.
+        criteria: Initial criteria: weight by text.
+        update_every: Rounds between proposals; 0: the criteria stay.
+        recent: Newest memory items in a proposal.
+        similar: Most similar older items in a proposal.
+        max_criteria: Most criteria.
+        max_memory: Items in memory, the newest.
+        failed_below: An answer fails its worst criterion below this score, in [0, 1].
         scale: As for `judge`.
         tag: As for `judge`.
-        reference: Show the target where there is one.
+        reference: Show the target to the judge if there is one.
         ask_again: As for `judge`.
         device: As for `judge`.
     """
@@ -142,15 +133,15 @@ class Rubric(Judging):
             raise ConfigError(
                 f"`criteria` of a rubric are texts with weights above 0, not {dict(self.criteria)!r}"
             )
-        known = {"question", "answer", "criteria", "example", "low", "high"}
-        known |= {"reference", "columns", "mark", "made"}
-        self.question = judge_template(RUBRIC, known, {"answer", "criteria"}, "rubric", "rubric")
+        words = {"question", "answer", "criteria", "example", "low", "high"}
+        words |= {"reference", "columns", "mark", "made"}
+        self.question = judge_template(RUBRIC, words, {"answer", "criteria"}, "rubric", "rubric")
         self.criteria = {text: float(weight) for text, weight in self.criteria.items()}
         self.asker = self.make_asker()
         self.memory: list[Failure] = []
         self.changes: list[str] = []  # as JSON, in order
         self.rounds = self.unread = 0
-        self.found: list[tuple[int, str]] = []  # failures of this round on this process
+        self.failures: list[tuple[int, str]] = []  # of this round on this process: criterion and reason
         self.judged = 0
         self.tell_all: Callable[[Any], list[Any]] = lambda value: [value]
 
@@ -168,73 +159,65 @@ class Rubric(Judging):
                     places.append(i)
         wanted = f'{{"scores": [{len(self.criteria)} numbers], "worst": number, "why": text}}'
         rewards: list[float | Unread] = [0.0] * len(outcomes)
-        whole, failures = sum(self.criteria.values()), []
-        for i, marks in zip(
-            places, self.asker.ask(questions, "rubric", wanted, self._read_marks), strict=True
-        ):
+        total, failures = sum(self.criteria.values()), []
+        judgements = self.asker.ask(questions, "rubric", wanted, self._read_marks)
+        for i, marks in zip(places, judgements, strict=True):
             if isinstance(marks, Unread):
                 rewards[i] = marks
                 continue
-            weighted = zip(marks.scores, self.criteria.values(), strict=True)
-            rewards[i] = sum(score * weight for score, weight in weighted) / whole
-            if marks.scores[marks.worst] < self.failed_below:
-                failures.append((marks.worst, marks.why))
-        # Set and not added, because a call that failed is made again.
-        self.found, self.judged = failures, len(places)
+            scores, worst, why = marks
+            weighted = zip(scores, self.criteria.values(), strict=True)
+            rewards[i] = sum(score * weight for score, weight in weighted) / total
+            if scores[worst] < self.failed_below:
+                failures.append((worst, why))
+        # Assigned, not added: a failed call is repeated.
+        self.failures, self.judged = failures, len(places)
         if call := SCORING.get(None):
             call.log_extra("rubric", [f"version {len(self.changes)}"] * len(outcomes))
         return rewards
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Remember the failures of a round on all processes, and change the criteria when it is time."""
-        parts = self.tell_all([self.found, self.judged])
-        self.found, judged, self.judged = [], sum(count for _, count in parts), 0
+        """Store the failures of all processes in a round; edit the criteria every `update_every` rounds."""
+        parts = self.tell_all([self.failures, self.judged])
+        self.failures, judged, self.judged = [], sum(count for _, count in parts), 0
         self.rounds += 1
         texts = list(self.criteria)
         for place, text in enumerate(texts):
-            whys = Counter(why for found, _ in parts for worst, why in found if worst == place)
+            whys = Counter(why for failures, _ in parts for worst, why in failures if worst == place)
             if whys:
-                # By number and letters: the order of answers depends on the number of processes.
+                # Sorted by text too: the order of answers depends on the number of processes.
                 ordered = sorted(whys, key=lambda why: (-whys[why], why))
                 why = "; ".join(ordered[:REASONS])
                 self.memory.append(Failure(self.stream.step, text, whys.total(), judged, why))
         self.memory = self.memory[-self.max_memory :]
         if self.memory and self.update_every and self.rounds % self.update_every == 0:
-            (proposed,) = self.asker.ask([self._proposal()], "edit", "one change as JSON", self._read_change)
-            readable = None if isinstance(proposed, Unread) else proposed
-            self._change(self.tell_all(readable)[0])
+            (edit,) = self.asker.ask([self._proposal()], "edit", "one change as JSON", self._read_change)
+            self._change(self.tell_all(None if isinstance(edit, Unread) else edit)[0])
 
     def metrics(self) -> Mapping[str, float]:
-        """Report the version, the number of criteria, and proposals that could not be read since the last."""
+        """Report version, number of criteria, and unreadable proposals since the last report."""
         unread, self.unread = self.unread, 0
         version, count = len(self.changes), len(self.criteria)
         return {"rubric/version": float(version), "rubric/criteria": float(count), "rubric/unread": unread}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the criteria, their changes and the memory."""
-        return {
-            "criteria": dict(self.criteria),
-            "changes": list(self.changes),
-            "memory": [asdict(item) for item in self.memory],
-            "rounds": self.rounds,
-        }
+        """Return criteria, edits and memory."""
+        memory = [asdict(item) for item in self.memory]
+        state = {"criteria": dict(self.criteria), "changes": list(self.changes)}
+        return {**state, "memory": memory, "rounds": self.rounds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore criteria, edits and memory."""
         self.criteria, self.changes = dict(state["criteria"]), list(state["changes"])
         self.memory, self.rounds = [Failure(**item) for item in state["memory"]], state["rounds"]
 
     def _question(self, prompt: Prompt, outcome: Outcome, number: int) -> Prompt:
         low, high = self.scale
         example = {"scores": [high] * len(self.criteria), "worst": 1, "why": "it names no colour"}
-        words = {
-            **judge_words(self.stream, prompt, [outcome], self.reference),
-            "answer": answer_of(outcome, self.tag),
-            "criteria": "\n".join(f"{i}. {text}" for i, text in enumerate(self.criteria, 1)),
-            "example": json.dumps(example),
-            "low": f"{low:g}",
-            "high": f"{high:g}",
-        }
+        words = judge_words(self.stream, prompt, [outcome], self.reference)
+        words |= {"answer": answer_of(outcome, self.tag), "example": json.dumps(example)}
+        words |= {"criteria": "\n".join(f"{i}. {text}" for i, text in enumerate(self.criteria, 1))}
+        words |= {"low": f"{low:g}", "high": f"{high:g}"}
         return judge_prompt(f"rubric/{prompt.uid}/{number}", prompt, [outcome], self.question(words))
 
     def _read_marks(self, written: str) -> Marks | None:
@@ -244,15 +227,15 @@ class Rubric(Judging):
                 inside = [is_number(score) and low <= score <= high for score in scores]
                 if len(scores) == len(self.criteria) and all(inside) and 1 <= worst <= len(scores):
                     scaled = tuple((score - low) / (high - low) for score in scores)
-                    return Marks(scaled, worst - 1, _plain(why)[:LETTERS])
+                    return scaled, worst - 1, _plain(why)[:LETTERS]
         return None
 
     def _proposal(self) -> Prompt:
-        """Ask for a change, with the newest failures and those like them."""
-        newest, before = self.memory[-self.recent :], self.memory[: -self.recent]
-        asked = " ".join(f"{item.criterion} {item.why}" for item in newest)
-        # The newest first among those that are equally alike.
-        ranked = sorted(reversed(before), key=lambda item: -likeness(f"{item.criterion} {item.why}", asked))
+        """Write the prompt for an edit, with the newest failures and the most similar older ones."""
+        newest, older = self.memory[-self.recent :], self.memory[: -self.recent]
+        recent = " ".join(f"{item.criterion} {item.why}" for item in newest)
+        # The sort is stable: of equally similar items the newest comes first.
+        ranked = sorted(reversed(older), key=lambda item: -likeness(f"{item.criterion} {item.why}", recent))
         text = ANALYST.format(
             criteria="\n".join(
                 f"{i}. {text} (weight {weight:.3g})"
@@ -265,7 +248,7 @@ class Rubric(Judging):
         return Prompt(f"rubric/{self.rounds}", (Message("user", (Part(text, said=True),)),))
 
     def _read_change(self, written: str) -> dict[str, Any] | None:
-        """Read a change that can be made; None for anything else."""
+        """Parse an edit; None unless it is complete and can be applied."""
         count = len(self.criteria)
         match change := _json(written):
             case {"add": str(text), **rest} if text.strip() and not rest and count < self.max_criteria:
@@ -279,7 +262,7 @@ class Rubric(Judging):
         return None
 
     def _change(self, change: Mapping[str, Any] | None) -> None:
-        """Make a change of the criteria; None stands for one that could not be read."""
+        """Apply an edit to the criteria; None is an unreadable proposal."""
         self.unread += change is None
         listed = list(self.criteria.items())
         match change:
@@ -303,12 +286,12 @@ def _json(written: str) -> Any:
 
 
 def _plain(text: str) -> str:
-    """Write what a model said in one line, without what a template or a judgement is marked with."""
+    """Join a model's text to one line without the markers of chat templates and judgements."""
     return " ".join(answer_of(Outcome(text=text), "").split())
 
 
 def likeness(one: str, other: str) -> float:
-    """Return the cosine of the word counts of two texts; 0 where one has no words."""
+    """Cosine of the word counts of two texts; 0 if one has no words."""
     counts = [Counter(words_of(text)) for text in (one, other)]
     product = sum(counts[0][word] * counts[1][word] for word in counts[0])
     norms = [math.sqrt(sum(n * n for n in count.values())) for count in counts]

@@ -1,4 +1,4 @@
-"""BGPO (arXiv 2510.11683): a lower bound of the surrogate that is linear in the log-ratios of good steps.
+"""BGPO (arXiv 2510.11683): a lower bound of the surrogate, linear in the log-ratio where A > 0.
 
 Title: Boundary-Guided Policy Optimization for Memory-efficient RL of Diffusion Large Language Models
 Formula: gain = (1 + d) A for A >= 0, exp(d) A for A < 0, with the log-ratio d of a step.

@@ -1,4 +1,4 @@
-"""C-MORL (arXiv 2410.02236): one reward is raised while the others stay above thresholds.
+"""C-MORL (arXiv 2410.02236): maximise one reward while barriers keep the others above thresholds.
 
 Title: C-MORL: Multi-Objective Reinforcement Learning through Efficient Discovery of Pareto Front
 Formula: weight of a reward with the threshold d: 1 / (t s), with the slack s = max(J - d, floor) and its
@@ -51,7 +51,7 @@ class Barrier:
         self.means: dict[str, float] = {}
 
     def __call__(self, table: RewardTable) -> RewardTable:
-        """Sum the rewards; what a threshold names weighs by its slack."""
+        """Sum the rewards; rewards with a threshold are weighted by their slack."""
         for name in self.thresholds:
             column_of(table, name)  # raises where there is none
         weights = {

@@ -1,4 +1,4 @@
-"""CANON (arXiv 2509.23962): answers are compared with the half of their group across the median entropy.
+"""CANON (arXiv 2509.23962): compare answers of high and of low entropy with each other's mean reward.
 
 Title: Conditional Advantage Estimation for Reinforcement Learning in Large Reasoning Models
 Formula: A = mu (r - mean of the other half) + (1 - mu) (r - mean of the own half).

@@ -1,4 +1,4 @@
-"""CAPO (arXiv 2510.00819): steps that would move the policy or the objective too far are dropped.
+"""CAPO (arXiv 2510.00819): drop steps that would change the policy or the objective too much.
 
 Title: Stabilizing Policy Gradients for Sample-Efficient Reinforcement Learning in LLM Reasoning
 Formula: keep where m_F = lr^2 / 2 (v u)^2 < max_fisher and |m_H| < max_hessian, v = e_a - p, u = A |h|^2 v.

@@ -1,8 +1,8 @@
-"""Clip-Cov (arXiv 2505.22617): a few random steps of high covariance are not learned from.
+"""Clip-Cov (arXiv 2505.22617): exclude a few random steps where log-probability and advantage covary.
 
 Title: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models
 Formula: A = 0 for a random `share` of the steps with low < (A - mean A) (logp - mean logp) < high.
-Our reading: the log-probabilities are those that were noted when sampling.
+Our reading: the log-probabilities are noted while sampling.
 """
 
 from __future__ import annotations

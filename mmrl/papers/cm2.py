@@ -1,4 +1,4 @@
-"""CM2 (arXiv 2602.12268): a model checks binary criteria one by one, and quotes where an answer meets each.
+"""CM2 (arXiv 2602.12268): a judge model checks binary criteria and quotes the passage that meets each.
 
 Title: CM2: Reinforcement Learning with Checklist Rewards for Multi-Turn and Multi-Step Agentic Tool Use
 Formula: reward = sum of the weights of what a turn meets first / sum of all weights.
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import log_metric, policy_turns, shown
 from mmrl.core.episodes import EPISODE, turn_number
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError, is_number
+from mmrl.rewards.adapters import log_metric, policy_turns
 from mmrl.rewards.asking import (
     DATA,
     QUESTION,
@@ -28,6 +28,7 @@ from mmrl.rewards.asking import (
     judge_template,
     judge_words,
 )
+from mmrl.runtime.scoring import shown
 
 CHECKLIST = f"""\
 Check which criteria an answer to a question meets.
@@ -266,7 +267,7 @@ def met_in(judgement: Mapping[str, Any], text: str) -> frozenset[int]:
 def newly_met(
     criteria: Sequence[Criterion], met: set[int], found: frozenset[int], *, by_then: bool
 ) -> set[int]:
-    """Return what a turn meets first: criteria whose needed ones are met, `by_then` or before the turn."""
+    """Return the criteria first met in a turn whose prerequisites are met (`by_then` or before the turn)."""
     new: set[int] = set()
     while True:
         known = met | new if by_then else met

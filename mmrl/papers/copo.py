@@ -1,4 +1,4 @@
-"""COPO (arXiv 2508.04138): where the answers of a prompt agree, prompts are compared instead of answers.
+"""COPO (arXiv 2508.04138): compare prompts instead of answers where the answers to a prompt agree.
 
 Title: COPO: Consistency-Aware Policy Optimization
 Formula: A = w (r - mean) / std + (1 - w) (m - mean m) / std m, w = sigmoid(gamma (H - threshold log G)), m

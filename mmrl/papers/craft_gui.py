@@ -1,4 +1,4 @@
-"""CRAFT-GUI (arXiv 2508.11360): screen actions from tasks of few steps to many, with a reward of arguments.
+"""CRAFT-GUI (arXiv 2508.11360): screen actions from short tasks to long ones, and a reward for arguments.
 
 Title: CRAFT-GUI: Curriculum-Reinforced Agent For GUI Tasks
 Formula: stage k draws from pool k, and a share `earlier` from the pools before it; the reward of an argument
@@ -19,11 +19,11 @@ import torch
 from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.ranges import Ascending, NonNegativeFloat, PositiveFloat, Probability
 from mmrl.config.registry import reward, sampler
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.answers import word_f1
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.row_prompts import chosen
+from mmrl.rewards.adapters import per_outcome
 from mmrl.samplers.candidates import evenness
 from mmrl.samplers.sources import column_of, numbers_of
 from mmrl.samplers.uniform import Uniform
@@ -146,19 +146,12 @@ class Pools:
         named = {f"sampler/share/{name}": share for name, share in shares.items()}
         return {"sampler/entropy": evenness(torch.tensor(list(shares.values()))), **named}
 
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the share of every pool, its size, and how many prompts were drawn from it."""
-        return {
-            name: {"weight": share, "prompts": float(len(pool.data)), "drawn": float(pool.drawn)}
-            for (name, share), pool in zip(self.shares.items(), self.pools.values(), strict=True)
-        }
-
     def state_dict(self) -> dict[str, Any]:
-        """Return how far every pool was drawn."""
+        """Return the position in every pool."""
         return {name: pool.state_dict() for name, pool in self.pools.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue every pool after the prompts that were drawn before; a new pool begins."""
+        """Restore the position in every pool; new pools start at 0."""
         for name in self.pools.keys() & state.keys():
             self.pools[name].load_state_dict(state[name])
 
@@ -193,7 +186,7 @@ ASKS = ("answer", "response")  # types of actions that answer a question, which 
 def action_argument(
     prompt: Prompt, outcome: Outcome, *, threshold: PositiveFloat = 0.14, tag: str = "action"
 ) -> float | None:
-    """Reward the argument of a screen action: where it clicks, or what it types, in [0, 1].
+    """Reward in [0, 1] for the argument of a screen action: the place of a click, or the typed text.
 
     Our reading of CRAFT-GUI (arXiv 2508.11360), whose terms are not published. A click on a target with a
     `bbox` earns 1 inside of it, or the IoU if the answer has a `bbox` too; with a `position` alone it earns 1

@@ -1,4 +1,4 @@
-"""D3S (arXiv 2509.22115): the rows of a group whose advantages vary most are learned from.
+"""D3S (arXiv 2509.22115): learn from the subset of each group with the largest variance of advantages.
 
 Title: Learning More with Less: A Dynamic Dual-Level Down-Sampling Framework for Efficient Policy
 Optimization

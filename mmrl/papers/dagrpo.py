@@ -1,4 +1,4 @@
-"""DaGRPO (arXiv 2512.06337): answers that hardly differ from one on the other side are dropped.
+"""DaGRPO (arXiv 2512.06337): drop answers that resemble an answer of the opposite correctness.
 
 Title: DaGRPO: Rectifying Gradient Conflict in Reasoning via Distinctiveness-Aware Group Relative Policy
 Optimization

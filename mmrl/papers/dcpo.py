@@ -1,9 +1,9 @@
-"""DCPO (arXiv 2601.12730): REINFORCE for a hotter or colder policy is mixed in, to hold an entropy.
+"""DCPO (arXiv 2601.12730): mix in REINFORCE for a hotter or colder policy to control entropy.
 
 Title: Distribution-Centric Policy Optimization Dominates Exploration-Exploitation Trade-off
 Formula: A' = (1 - a) A + a b exp(logp_T - logp), a = x / (1 + x), x = min(|target - H|, limit) / share of
 right answers.
-Our reading: as in its code, without a right answer nothing is mixed, where the code divides by 0.
+Our reading: without a right answer nothing is mixed; the code divides by 0.
 """
 
 from __future__ import annotations

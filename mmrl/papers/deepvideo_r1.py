@@ -1,4 +1,4 @@
-"""DeepVideo-R1 (arXiv 2506.07464): prompts are asked again, harder or easier by how they were answered.
+"""DeepVideo-R1 (arXiv 2506.07464): repeat prompts with noise or hints, depending on their reward.
 
 Title: DeepVideo-R1: Video Reinforcement Fine-Tuning via Difficulty-aware Regressive GRPO
 Formula: difficulty = mean reward of the latest `window` prompts - mean reward of the prompt.
@@ -96,7 +96,7 @@ class DifficultyAugmentation:
         return again + (self.sampler.draw(missing, num_generations) if missing else [])
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Compare the prompts that were asked plainly with those before this round."""
+        """Update difficulties with the prompts that had neither noise nor hints."""
         rewards: dict[str, list[float]] = {}
         sampled = table.ids["on_policy"][:, 0].tolist()
         for uid, reward, counts in zip(table.uids, table.reward().tolist(), sampled, strict=True):

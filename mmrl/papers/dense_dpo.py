@@ -1,4 +1,4 @@
-"""DenseDPO (arXiv 2506.03517): pairs of videos from one partly noised video, compared segment by segment.
+"""DenseDPO (arXiv 2506.03517): pairs of videos from one partly noised video, compared per segment.
 
 Title: DenseDPO: Fine-Grained Temporal Preference Optimization for Video Diffusion Models
 Formula: x_n = (1 - eta) x_0 + eta noise at the step n = round(eta S) of S; a pair for every segment.

@@ -1,4 +1,4 @@
-"""DisCO (arXiv 2505.12366): right answers score above wrong ones, without advantages or a clip.
+"""DisCO (arXiv 2505.12366): score right answers above wrong ones, without advantages or clipping.
 
 Title: DisCO: Reinforcing Large Reasoning Models with Discriminative Constrained Optimization
 Formula: L = tau log mean exp(s_wrong / tau) - mean s_right + beta / 2 max(KL - delta, 0)^2.

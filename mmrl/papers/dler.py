@@ -1,4 +1,4 @@
-"""DLER (arXiv 2510.15110): the limit of length is shorter for prompts that are solved often.
+"""DLER (arXiv 2510.15110): a length limit that is shorter for prompts with a higher success rate.
 
 Title: DLER: Doing Length pEnalty Right - Incentivizing More Intelligence per Token via Reinforcement
 Learning

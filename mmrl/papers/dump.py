@@ -1,4 +1,4 @@
-"""DUMP (arXiv 2504.09710): a bandit over the sources of the data follows where most is learned.
+"""DUMP (arXiv 2504.09710): a bandit over the sources of the data prefers the largest advantages.
 
 Title: DUMP: Automated Distribution-Level Curriculum Learning for RL-based LLM Post-training
 Formula: score = mean |advantage| of a source + sqrt(2 ln(n + 1) / (n_source + 1)); sources by softmax.
@@ -85,12 +85,12 @@ class SourceBandit:
         return (self.bounds / self.temperature).softmax(0)
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Note which rollouts await an advantage; groups with a faulty reward are asked anew and do not."""
+        """Record the rollouts of this step; groups with a faulty reward are repeated and not recorded."""
         for place, rows in self.among.candidates.rows(table, table.learn.any(-1)).items():
             self.waiting[place] = self.waiting.get(place, 0) + len(rows)
 
     def observe_advantages(self, credit: RewardTable) -> None:
-        """Add the absolute advantages of a step to the windows; what a filter dropped counts as 0."""
+        """Append the absolute advantages of a step to the windows; rows that a filter dropped count as 0."""
         valid = credit.valid[:, 0]
         sums = torch.where(valid, credit.values[:, 0], 0.0).sum(-1)
         size = (sums / valid.sum(-1).clamp(min=1)).abs()  # (N,)
@@ -109,15 +109,6 @@ class SourceBandit:
         chance = self.probabilities
         named = {f"sampler/share/{name}": share for name, share in self.among.of(chance).items()}
         return {"sampler/entropy": evenness(chance), **named}
-
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the mean absolute advantage, the bound, the probability and the rollouts of every source."""
-        return self.among.by_source(
-            learnability=self.learnability,
-            bound=self.bounds,
-            weight=self.probabilities,
-            rollouts=self.count,
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the windows and the counts by source."""

@@ -1,4 +1,4 @@
-"""DVAO (arXiv 2605.25604): every reward is normalised in its group, and weighs as much as it varies there.
+"""DVAO (arXiv 2605.25604): normalise every reward in its group, and weight it by its deviation there.
 
 Title: DVAO: Dynamic Variance-adaptive Advantage Optimization for Multi-reward Reinforcement Learning
 Formula: A = sum_k w_k (r_k - mean_k) / (sum_k |w_k| std_k + eps).

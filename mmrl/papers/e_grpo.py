@@ -1,8 +1,8 @@
-"""E-GRPO (arXiv 2510.24694): wrong answers earn for the known entities that they found.
+"""E-GRPO (arXiv 2510.24694): wrong answers earn a reward for the known entities that they mention.
 
 Title: Repurposing Synthetic Data for Fine-grained Search Agent Supervision
 Formula: reward of a wrong answer = alpha g / max g of the group, with g its share of the known entities.
-Our reading: case, articles and punctuation do not matter in a match; alpha is unverified.
+Our reading: matches ignore case, articles and punctuation; alpha is unverified.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from mmrl.advantages.notes import label
 from mmrl.advantages.shape import column_of
 from mmrl.config.ranges import NonNegativeFloat, Tags
 from mmrl.config.registry import advantage, reward
-from mmrl.config.reward_adapters import policy_turns, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.answers import words_of
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable, name_id
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import policy_turns
 
 
 @advantage
@@ -33,7 +34,7 @@ def partial_credit(
     unless: str = "",
     by: Tags = BY_GROUP,
 ) -> RewardTable:
-    """Give wrong answers a share of a reward for what they found (E-GRPO, arXiv 2510.24694).
+    """Reward wrong answers for the entities that they mention (E-GRPO, arXiv 2510.24694).
 
     A wrong answer earns alpha g / (largest g of the group), 0 where nobody found anything. One that was cut
     at the length limit earns 0. Put it before `total`.

@@ -1,10 +1,8 @@
-"""EGPO (arXiv 2508.05118): a strict reward of function calls, and a bonus for entropy in the thought.
+"""EGPO (arXiv 2508.05118): a strict reward for function calls, and an entropy bonus inside the thought.
 
 Title: Exploring Superior Function Calls via Reinforcement Learning
-Formula: reward = 1 if calls and arguments match one to one in any order, else 0; A + min(coef H, |A| /
-kappa) in the thought.
-Our reading: the rules of the match, as in the Berkeley function calling leaderboard, and the bonus, which is
-that of arXiv 2506.14758; only the abstract was read.
+Formula: reward = 1 if calls match one to one, else 0; A + min(coef H, |A| / kappa) in the thought.
+Our reading: match as in the Berkeley leaderboard, bonus of arXiv 2506.14758; only the abstract was read.
 """
 
 from __future__ import annotations
@@ -18,71 +16,63 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from mmrl.advantages.notes import noted
 from mmrl.advantages.select import per_step
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.config.registry import advantage, engine, reward
-from mmrl.config.reward_adapters import OwnAnswer, per_outcome, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.protocols import Engine
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.tool_calls import Call, CallError, call_of
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.data.fields import RowError, short
+from mmrl.rewards.adapters import OwnAnswer, per_outcome
 
 FENCE = re.compile(r"^\s*```\w*\n(.*?)\n?```\s*$", re.DOTALL)
-LONGEST = 20_000  # characters of the calls of an answer: the parsers take time and stack for more
+LONGEST = 20_000  # characters of calls that are parsed: longer texts cost time and stack
+JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def _own_calls(
     prompt: Prompt, *, tag: str, think: str, allowed: Literal["value", "list"], target: str
 ) -> OwnAnswer | None:
-    """Write the target as an answer; of lists of right values the first one that is not left out."""
+    """Write the target as an answer; of lists of right values take the first, and leave "" out."""
     wanted = prompt.columns.get(target) if target else prompt.target
     if wanted is None:
         return None
     text = wanted if isinstance(wanted, str) else json.dumps(wanted)
     if allowed == "list":
-        calls = [{"name": call.name, "arguments": _first(call.arguments)} for call in calls_of(wanted)]
+        calls = []
+        for call in calls_of(wanted):
+            lists = {k: v if isinstance(v, list | tuple) else [v] for k, v in call.arguments.items()}
+            first = {name: values[0] for name, values in lists.items() if values and values[0] != ""}
+            calls.append({"name": call.name, "arguments": first})
         text = json.dumps(calls)
     thought = f"<{think}></{think}>" if think else ""
     return OwnAnswer((thought + (f"<{tag}>{text}</{tag}>" if tag else text),))
 
 
-def _first(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Take of each argument the first right value; one that is "" leaves it out."""
-    lists = {
-        name: values if isinstance(values, list | tuple) else [values] for name, values in arguments.items()
-    }
-    return {name: values[0] for name, values in lists.items() if values and values[0] != ""}
-
-
 @reward(own_answer=_own_calls)
 @per_outcome
 def function_calls(
-    prompt: Prompt,
-    outcome: Outcome,
-    *,
-    tag: str = "tool_call",
-    think: str = "",
-    allowed: Literal["value", "list"] = "value",
-    target: str = "",
-) -> float | None:
-    """Return 1 if the answer calls the right functions with the right arguments, else 0.
+    prompt: Prompt, outcome: Outcome, *, tag: str = "tool_call", think: str = "",
+    allowed: Literal["value", "list"] = "value", target: str = "",
+) -> float | None:  # fmt: skip
+    """1 if the answer calls the right functions with the right arguments, else 0.
 
-    The strict reward of arXiv 2508.05118, of which only the abstract was read; the rules are our reading, as
-    in the Berkeley function calling leaderboard. Calls are Python (`f(x=1), g(2)`) or JSON (`{"name": ...,
-    "arguments": {...}}`, one, a list, or one in each block); they are parsed, never run, and arguments are
-    literals. Calls are matched one to one in any order, arguments by name; numbers are equal as numbers,
-    texts up to surrounding space, everything else as it is. No call where none is expected earns 1; what
-    cannot be parsed 0. Raises `RowError` for a target that cannot be parsed, None where there is no target.
+    The strict reward of arXiv 2508.05118; our reading, since only the abstract was read: the rules of the
+    Berkeley function calling leaderboard. Calls are Python (`f(x=1), g(2)`) or JSON (`{"name": ...,
+    "arguments": {...}}`: one, a list, or one per block). They are parsed, never run; arguments are literals.
+    Calls match one to one in any order, arguments by name, numbers by value, and texts without surrounding
+    space. No call earns 1 if none is expected; an answer that cannot be parsed earns 0. None without a
+    target; a target that cannot be parsed raises `RowError`.
 
     Args:
-        tag: Blocks of the answer that hold its calls; empty: the whole text.
-        think: A tag of which the answer must have a block, such as `think`; empty: none.
-        allowed: The arguments of a target are `value`s, or a `list` of the values that are right each; a list
-            with "" makes the argument optional.
+        tag: Tag around the calls of an answer; empty: the whole text is calls.
+        think: Tag of a block that the answer must have before its calls, such as `think`; empty: none.
+        allowed: Each argument of a target is the right `value`, or a `list` of right values, in which ""
+            makes the argument optional.
         target: Column of the data with the target; empty: the prompt's own target.
     """
     wanted = prompt.columns.get(target) if target else prompt.target
@@ -98,16 +88,16 @@ def function_calls(
     text = re.split(f"</{think}>", text, flags=re.IGNORECASE)[-1] if think else text
     blocks = tagged(text, tag) if tag else [text]
     try:
-        made = [call for block in blocks for call in calls_of(block)]
-    except (CallError, RecursionError):  # lists in lists in lists
+        calls = [call for block in blocks for call in calls_of(block)]
+    except (CallError, RecursionError):  # deeply nested lists
         return 0.0
-    return float(len(made) == len(expected) and _matched(made, expected, allowed == "list"))
+    return float(len(calls) == len(expected) and _matched(calls, expected, allowed == "list"))
 
 
 def calls_of(value: Any) -> list[Call]:
-    """Read function calls: Python or JSON as a text, or JSON that was parsed; raises `CallError`.
+    """Parse function calls from Python or JSON text, or from parsed JSON; raises `CallError`.
 
-    Arguments without a name are called "0", "1", ... by place.
+    Positional arguments get the names "0", "1", ...
     """
     match value:
         case str() if len(value) > LONGEST:
@@ -123,7 +113,7 @@ def calls_of(value: Any) -> list[Call]:
 
 
 def _of_text(text: str) -> list[Call]:
-    """Parse JSON, one value after another, or a Python expression of calls."""
+    """Parse a sequence of JSON values, or a Python expression of calls."""
     if text[0] in "{[":
         try:
             return calls_of(_json(text))
@@ -139,7 +129,7 @@ def _of_text(text: str) -> list[Call]:
 
 
 def _json(text: str) -> Any:
-    """Parse one JSON value, or several with nothing but space between them, as a list."""
+    """Parse JSON values separated by space: one as itself, several as a list."""
     decoder, values, at = json.JSONDecoder(), [], 0
     try:
         while at < len(text):
@@ -152,7 +142,7 @@ def _json(text: str) -> Any:
 
 
 def _call(node: ast.expr) -> Call:
-    """Read a call from a syntax tree; its function is a name or dotted names, its arguments are literals."""
+    """Convert a syntax tree to a call: a (dotted) name with literal arguments."""
     if not isinstance(node, ast.Call):
         raise CallError(f"wanted a call, got {short(ast.unparse(node))}")
     names, function = [], node.func
@@ -170,7 +160,7 @@ def _call(node: ast.expr) -> Call:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Read a constant, list, tuple, set or dictionary; `literal_eval` takes a tree and runs nothing."""
+    """Evaluate a constant, list, tuple, set or dictionary; `literal_eval` runs no code."""
     if isinstance(node, ast.Name) and node.id in JSON_NAMES:
         return JSON_NAMES[node.id]
     try:
@@ -179,16 +169,10 @@ def _literal(node: ast.expr) -> Any:
         raise CallError(f"wanted a literal as an argument: {error}") from error
 
 
-JSON_NAMES = {"true": True, "false": False, "null": None}
-
-
-# ---- comparing
-
-
-def _matched(made: Sequence[Call], expected: Sequence[Call], several: bool) -> bool:
-    """Whether calls can be paired so that all are equal (a perfect matching, by augmenting paths)."""
-    fits = [[_equal_calls(call, right, several) for right in expected] for call in made]
-    partner: dict[int, int] = {}  # of every expected call, the one that was made
+def _matched(calls: Sequence[Call], expected: Sequence[Call], several: bool) -> bool:
+    """Whether calls pair up with equal expected calls (a perfect matching, by augmenting paths)."""
+    fits = [[_equal_calls(call, right, several) for right in expected] for call in calls]
+    partner: dict[int, int] = {}  # index of the call matched to each expected one
 
     def place(i: int, seen: set[int]) -> bool:
         for j, fit in enumerate(fits[i]):
@@ -199,25 +183,25 @@ def _matched(made: Sequence[Call], expected: Sequence[Call], several: bool) -> b
                     return True
         return False
 
-    return all(place(i, set()) for i in range(len(made)))
+    return all(place(i, set()) for i in range(len(calls)))
 
 
-def _equal_calls(made: Call, right: Call, several: bool) -> bool:
-    """Compare names and arguments; with `several` every right argument lists the values that are right."""
-    if made.name != right.name or not made.arguments.keys() <= right.arguments.keys():
+def _equal_calls(call: Call, right: Call, several: bool) -> bool:
+    """Compare names and arguments; with `several` each argument of `right` is a list of right values."""
+    if call.name != right.name or not call.arguments.keys() <= right.arguments.keys():
         return False
     for name, wanted in right.arguments.items():
         values = wanted if several and isinstance(wanted, list | tuple) else [wanted]
-        if name not in made.arguments:
+        if name not in call.arguments:
             if not (several and "" in values):
                 return False
-        elif not any(_equal(made.arguments[name], value) for value in values):
+        elif not any(_equal(call.arguments[name], value) for value in values):
             return False
     return True
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Compare values: numbers as numbers but not with True or False, texts up to surrounding space."""
+    """Compare values: numbers by value, booleans only with booleans, texts without surrounding space."""
     match one, other:
         case bool(), bool():
             return one is other
@@ -236,11 +220,11 @@ def _equal(one: Any, other: Any) -> bool:
 
 @engine(scope="vision")
 class WithThinkRegion:
-    """Note which tokens stand between the tags of a thought, for methods that treat thoughts differently.
+    """Mark the tokens inside the thought of each answer, as the note `think` (1 inside, else 0).
 
-    The note `think` is 1 from after the opening tag to before the closing one, else 0. An answer without an
-    opening tag has been thinking from its start (the prompt may end with the tag), unless it has no closing
-    one either; without a closing tag the thought lasts to the end. It wraps an engine of `vision.tokens`.
+    The region excludes the tags. Without an opening tag it starts with the answer, because the prompt may
+    end with the tag; without a closing tag it lasts to the end; without both there is none. Wraps an engine
+    of `vision.tokens`.
 
     Args:
         open: Opening tag.
@@ -254,41 +238,33 @@ class WithThinkRegion:
         self.policy: Any = engine.policy  # of tokens
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry with the wrapped engine, and note its thought."""
+        """Answer every entry with the wrapped engine, and mark its region."""
         return tuple(self._noted(row) for row in self.engine.rollout(prompts))
 
     def _noted(self, row: Trajectory) -> Trajectory:
-        ids: Tensor = row.steps.ids
-        text = self.policy.prompt_encoder.text
-        answer = text(ids)
-        opened, closed = self._find(answer)
+        ids, text = row.steps.ids, self.policy.prompt_encoder.text
+        opened, closed = self._find(text(ids))
         inside = torch.zeros(len(ids))
         if opened >= 0 or closed >= 0:
-
-            def read(count: int) -> int:
-                """Count the characters of the first tokens."""
-                return len(text(ids[:count]))
-
             counts = range(len(ids) + 1)
+            letters = lambda count: len(text(ids[:count]))  # of the first tokens
             # After the token that ends the opening tag; before the one that begins the closing tag.
-            first = bisect_left(counts, opened + len(self.tags[0]), key=read) if opened >= 0 else 0
-            last = bisect_right(counts, closed, key=read) - 1 if closed >= 0 else len(ids)
+            first = bisect_left(counts, opened + len(self.tags[0]), key=letters) if opened >= 0 else 0
+            last = bisect_right(counts, closed, key=letters) - 1 if closed >= 0 else len(ids)
             inside[first:last] = 1.0
         return replace(row, notes={**row.notes, **dict.fromkeys(self.notes, inside)})
 
     def _find(self, answer: str) -> tuple[int, int]:
-        """Find the letters at which the tags begin; -1 for a tag that is not there."""
-        opened, closed = (answer.find(tag) for tag in self.tags)
-        return opened, closed
+        """Find where the tags begin in an answer; -1 for an absent tag."""
+        return answer.find(self.tags[0]), answer.find(self.tags[1])
 
 
 @engine(scope="vision")
 class WithAnswerRegion(WithThinkRegion):
-    """Note which tokens stand inside the final answer, for methods that treat it differently (LLDS).
+    """Mark the tokens inside the final answer, as the note `answer` (1 inside, else 0), for LLDS.
 
-    The note `answer` is 1 from after the last opening tag to before the closing one that follows, else 0;
-    without one the answer lasts to the end, and without an opening tag there is none. It wraps an engine of
-    `vision.tokens`.
+    The region starts after the last opening tag, and ends before the closing tag after it or with the text;
+    without an opening tag there is none. Wraps an engine of `vision.tokens`.
 
     Args:
         open: Opening tag.
@@ -311,13 +287,13 @@ def strategic_entropy(
 ) -> RewardTable:
     """Add the entropy of tokens inside the thought to their advantages, bounded (arXiv 2508.05118).
 
-    A + min(coef H, |A| / kappa), elsewhere A. With kappa above 1 no sign changes, and an advantage of 0 stays
-    0. Our reading, since only the abstract is known: the formula and its constants, which are those of arXiv
-    2506.14758. The engine `vision.with_think_region` notes where the thought is. Put it last.
+    A + min(coef H, |A| / kappa) in the thought, A elsewhere. With kappa above 1 no sign changes, and an
+    advantage of 0 stays 0. Our reading, since only the abstract is known: formula and constants are those of
+    arXiv 2506.14758. The engine `vision.with_think_region` marks the thought. Put this piece last.
 
     Args:
         coef: Factor of the entropy in nats.
-        kappa: The bonus is at most the advantage's size over this.
+        kappa: The bonus is at most |A| / kappa.
     """
     table = per_step(table)
     entropy, think = noted(table, "entropy").nan_to_num(), noted(table, "think") == 1

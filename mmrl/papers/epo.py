@@ -1,4 +1,4 @@
-"""EPO (arXiv 2509.22576): a corridor around the mean entropy so far, whose weight decays over the run.
+"""EPO (arXiv 2509.22576): a penalty keeps the entropy near its running mean; its weight decays.
 
 Title: EPO: Entropy-regularized Policy Optimization for LLM Agents Reinforcement Learning
 Formula: coef(n) (max(low m - H, 0) + max(H - high m, 0)), with the past mean m of the entropy H.

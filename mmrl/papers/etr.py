@@ -1,4 +1,4 @@
-"""ETR (arXiv 2601.03723): clip ranges grow with the advantage and the variance of the group.
+"""ETR (arXiv 2601.03723): clip ranges that grow with the advantage and with the variance of the group.
 
 Title: ETR: Outcome-Guided Elastic Trust Regions for Policy Optimization
 Formula: width = (1 + by_advantage min(|A| / reference, 1)) (1 + by_variance min(1, 4 var / span^2)), in

@@ -1,8 +1,8 @@
-"""GEAR (arXiv 2509.24096): a curriculum over sources follows how fast the reward of each rises.
+"""GEAR (arXiv 2509.24096): a curriculum prefers the sources of data whose reward rises fastest.
 
 Title: GEAR: A General Evaluation Framework for Abductive Reasoning
 Formula: p(source) ~ max(velocity, 0) + floor; velocity: moving average of changes of its mean reward.
-Our reading: throughout, since only the abstract was read; its objectives are sources.
+Our reading: everything, since only the abstract was read; sources take the place of the paper's objectives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmrl.samplers.sources import Sources, sources_of
 
 @sampler
 class LearningVelocity:
-    """Draw from the sources whose reward rises fastest (GEAR's momentum curriculum, arXiv 2509.24096).
+    """Prefer sources of data with a fast rising reward (GEAR's momentum curriculum, arXiv 2509.24096).
 
     The velocity of a source is the moving average of the changes of its mean reward from one step with
     rollouts of it to the next; sources are drawn in proportion to max(velocity, 0) + `floor`. Our reading
@@ -76,7 +76,7 @@ class LearningVelocity:
         return weights / weights.sum()
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Add the rewards of a round to those of the step."""
+        """Add the rewards of a round to the sums of the step."""
         reward = reward_of(table, self.of)
         for place, rows in self.among.candidates.rows(table, ~reward.isnan()).items():
             source = int(self.among.source[place])
@@ -103,10 +103,6 @@ class LearningVelocity:
         chance = self.probabilities
         named = {f"sampler/share/{name}": share for name, share in self.among.of(chance).items()}
         return {"sampler/entropy": evenness(chance), **named}
-
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return mean reward, velocity and probability of every source; NaN before any rollout."""
-        return self.among.by_source(level=self.level, velocity=self.velocity, weight=self.probabilities)
 
     def state_dict(self) -> dict[str, Any]:
         """Return levels and velocities by source, and how many sources are open."""

@@ -1,8 +1,8 @@
-"""GPG (arXiv 2504.02546): advantages are scaled up by the share of rewards that are not 0.
+"""GPG (arXiv 2504.02546): scale advantages by the share of non-zero ones.
 
 Title: GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning
 Formula: A' = A n / (number of values that are not 0).
-Our reading: where all values are 0, so are the results.
+Our reading: if all values are 0, they stay 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""GraphRAG-R1 (arXiv 2507.23581): F1 of the answer, less for every retrieval, and a bonus for retrieving.
+"""GraphRAG-R1 (arXiv 2507.23581): F1 with a cost per retrieval, and a bonus for retrieving at all.
 
 Title: GraphRAG-R1: Graph Retrieval-Augmented Generation with Process-Constrained Reinforcement Learning
 Formula: F1 exp(-rate n), and first (1 - decay^m) / (1 - decay), for n retrievals of which m differ.
-Our reading: both formulas, which were not found.
+Our reading: both formulas; the paper's were not available.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, ShareBelowOne
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import policy_messages, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.types import Message, Outcome, Prompt
+from mmrl.rewards.adapters import policy_messages
 from mmrl.rewards.tool_calls import ANSWERED, CALL, calls_in
 
 

@@ -1,4 +1,4 @@
-"""GRPO-N (arXiv 2510.04028): only answers that are worse than their group are learned from.
+"""GRPO-N (arXiv 2510.04028): learn only from answers that are worse than their group.
 
 Title: The Debate on RLVR Reasoning Capability Boundary: Shrinkage, Expansion, or Both? A Two-Stage Dynamic
 View

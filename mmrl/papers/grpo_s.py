@@ -1,8 +1,8 @@
-"""GRPO-S of DR-IRL (arXiv 2503.18991): advantages are scaled against what is usual of a category.
+"""GRPO-S of DR-IRL (arXiv 2503.18991): scale advantages by difficulty relative to the category.
 
 Title: Inverse Reinforcement Learning with Dynamic Reward Scaling for LLM Alignment
 Formula: A' = A sigmoid(x) / sigmoid(mean of x over the category), x the hardness or the gap of rewards.
-Our reading: means are over all that a run has seen; a gap is the largest less the smallest reward of a
+Our reading: means are over the run so far; a gap is the largest less the smallest reward of a
 group.
 """
 
@@ -55,7 +55,7 @@ class CategoryScale:
         return table.put(table.values * factor[:, None])
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Add what a round of rollouts has of every category."""
+        """Update the means of every category with a round of rollouts."""
         batch = self._measured(table)
         for key, member in self._categories(table):
             x = batch.values[:, 0][member & batch.valid[:, 0]]

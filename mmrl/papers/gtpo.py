@@ -1,9 +1,9 @@
-"""GTPO (arXiv 2508.03772): tokens that good and bad answers share at their ends are spared.
+"""GTPO (arXiv 2508.03772): spare the tokens that good and bad answers have in common at their ends.
 
 Title: GTPO: Trajectory-Based Policy Optimization in Large Language Models
 Formula: A' = lambda (A - c H) / n, lambda 2 or 0 for a token in conflict and 1 elsewhere, H the entropy of
 the row, n its number of tokens in conflict.
-Our reading: rows of advantage 0 make no conflicts, and pay for their entropy alike.
+Our reading: rows with advantage 0 cause no conflicts but have the entropy penalty.
 """
 
 from __future__ import annotations
@@ -81,5 +81,5 @@ def _conflicts(table: RewardTable, token: Tensor, sign: Tensor, places: Tensor) 
 
 
 def _run(mask: Tensor) -> Tensor:
-    """Keep what is True from the first step on without a break."""
+    """Keep the leading run of True in every row."""
     return mask.long().cumprod(-1).bool()

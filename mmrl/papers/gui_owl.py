@@ -1,4 +1,4 @@
-"""GUI-Owl's TRPO (arXiv 2508.15144): the loss of a step is scaled by the number of turns of its conversation.
+"""GUI-Owl's TRPO (arXiv 2508.15144): divide the loss of a step by the turns of its conversation.
 
 Title: Mobile-Agent-v3: Fundamental Agents for GUI Automation
 Formula: A' = A / (number of turns).

@@ -1,4 +1,4 @@
-"""HAPO (arXiv 2509.16591): entropy steers temperatures, clip ranges and sizes of advantages.
+"""HAPO (arXiv 2509.16591): entropy sets temperatures, clip ranges and the size of advantages.
 
 Title: From Uniform to Heterogeneous: Tailoring Policy Optimization to Every Token's Nature
 Formula: T_t = T (1 + tau h_t), with the entropy h_t on a scale from -1 to 1.
@@ -51,7 +51,7 @@ class EntropyScale:
         return EntropyScale(float(ordered[0] - away[0]), float(spread), *(max(end, 1e-8) for end in ends))
 
     def __call__(self, entropy: Tensor) -> Tensor:
-        """Place entropies on the scale; those of the collection that it is of are from -1 to 1."""
+        """Map entropies to the scale of the last collection, [-1, 1] within it."""
         h = (entropy.clamp(min=1e-8).log() - self.middle) / self.spread
         return torch.where(h > 0, h / self.high, h / self.low)
 
@@ -88,7 +88,7 @@ class WithEntropyTemperature:
         return self.engine.decode(prompts, self._begin if self.scale else None)
 
     def factor(self, entropy: Tensor) -> Tensor:
-        """Return what the temperature of tokens of an entropy is multiplied by."""
+        """Return the temperature factor for tokens with these entropies."""
         return (
             torch.ones_like(entropy)
             if self.scale is None

@@ -1,9 +1,9 @@
-"""HGPO (arXiv 2602.22817): turns are compared with those of the same recent states, at several depths.
+"""HGPO (arXiv 2602.22817): compare turns that follow the same recent states, at several depths.
 
 Title: Hierarchy-of-Groups Policy Optimization for Long-Horizon Agentic Tasks
 Formula: A = sum_k w_k a_k / sum_k w_k, a_k the return less its mean over turns with the same last k states,
 w_k = (k + 1)^alpha.
-Our reading: turns that nothing can be compared with have 0.
+Our reading: turns without a comparable turn have advantage 0.
 """
 
 from __future__ import annotations

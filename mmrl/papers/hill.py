@@ -1,4 +1,4 @@
-"""HiLL (arXiv 2604.00698): a second role writes hints for prompts that failed, and learns to.
+"""HiLL (arXiv 2604.00698): a second role learns to write hints for failed prompts.
 
 Title: Learning to Hint for Reinforcement Learning
 Formula: reliance = mean log p(y | x) - mean log p(y | x, hint), below 0 where an answer relies on its hint.
@@ -8,6 +8,7 @@ shown.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -17,11 +18,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmrl.config.ranges import NonNegativeFloat
-from mmrl.config.registry import engine
-from mmrl.config.reward_adapters import tagged
+from mmrl.advantages.hinted import hint_of, keep_rows, successes
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
+from mmrl.config.registry import advantage, engine
 from mmrl.config.schema import ConfigError
+from mmrl.core.answer_text import tagged
 from mmrl.core.protocols import Engine
+from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import CHANGED, Message, Part, Prompt, Rollouts, Trajectory
 from mmrl.data.hints import ATTEMPT, TAG, WANTED, WROTE, with_hint, without_hint
 from mmrl.data.hints import TEMPLATE as HINT_TEMPLATE
@@ -98,7 +101,7 @@ class WithHinter:
         )
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Write hints, and answer every entry but those whose hint cannot be used; hints come last."""
+        """Write hints, then answer all entries with a usable hint; the rows of the hints come last."""
         wanted = {(p.uid, p.tags[WANTED]): p for p in prompts if WANTED in p.tags}
         hints: dict[tuple[str, str], str] = {}  # those that can be used
         rows: list[Trajectory] = []
@@ -194,7 +197,7 @@ class ByRole:
             )
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry, in order; those of one role together. Rows that the engine adds come last."""
+        """Answer all entries in order, role by role; rows that the engine adds come last."""
         numbers = [self.roles.of(prompt.tags, prompt.uid) for prompt in prompts]
         rows: dict[int, Trajectory] = {}
         added: list[Trajectory] = []
@@ -286,3 +289,97 @@ def recorded(row: Trajectory, reliance: float) -> Trajectory:
     """Record the reliance of the last outcome of a row."""
     answer = replace(row.outcomes[-1], recorded={**row.outcomes[-1].recorded, KEY: reliance})
     return replace(row, outcomes=(*row.outcomes[:-1], answer))
+
+
+# ---- advantage functions
+
+
+@advantage
+def best_hint(
+    table: RewardTable,
+    *,
+    of: str = "",
+    threshold: float = 0.0,
+    reliance: str = "",
+    temperature: PositiveFloat = 0.3,
+) -> RewardTable:
+    """Replace a failed group by the rows of its most informative hint (HiLL, arXiv 2604.00698).
+
+    A hint with n answers and a success rate p has the value 1 - p^n - (1 - p)^n: the probability that n
+    answers do not all have the same result. `reliance` discounts it by exp(min(d, 0) / `temperature`), with d
+    the mean of that label over the successes. Plain rows stay where their own 1 - p^n - (1 - p)^n is at least
+    that of the best hint. Put it first in the chain, with the sampler `with_hints` and `num_hinted` of 2 or
+    more. Rows that are hints stay; `hint_reward` rewards them by the same value.
+
+    Args:
+        of: Name of the reward that must be above `threshold`; empty: the weighted sum.
+        threshold: The highest reward that counts as a failure.
+        reliance: Label that the engine `vision.with_hint_reliance` records; empty: no discount.
+        temperature: Change of the label that discounts by a factor of e.
+    """
+    hint, answers = hint_of(table), hint_of(table, WROTE) == 0
+    success, relied = successes(table, of, threshold), reliances(table, reliance)
+    kept = torch.ones(len(table), dtype=torch.bool)
+    for group in table.group.unique().tolist():
+        rows = (table.group == group) & answers
+        # In the order of first occurrence: of equal hints the first and weakest one wins.
+        hints = list(dict.fromkeys(hint[rows & (hint != 0)].tolist()))
+        if not hints:
+            continue
+        shown = {name: rows & (hint == name) for name in hints}
+        best = max(hints, key=lambda name: hint_value(success[shown[name]], relied[shown[name]], temperature))
+        plain = rows & (hint == 0)
+        stays = bool(plain.any()) and informativeness(success[shown[best]]) <= informativeness(success[plain])
+        kept[rows & ~(plain if stays else shown[best])] = False
+    return keep_rows(table, kept)
+
+
+@advantage
+def hint_reward(
+    table: RewardTable,
+    *,
+    of: str,
+    threshold: float = 0.0,
+    reliance: str = "",
+    temperature: PositiveFloat = 0.3,
+) -> RewardTable:
+    """Reward rows that are hints for the answers that saw them (HiLL, arXiv 2604.00698).
+
+    The value of a hint, as in `best_hint`, is added to the reward of the row that wrote it; it is 0 where its
+    answers are not more informative than the plain ones. Put it after `total`, with the engine `with_hinter`,
+    and compare hints with hints: `{name: group_normalize, by: [group, place, role]}`.
+
+    Args:
+        of: Name of the reward of answers that must be above `threshold`.
+        threshold: The highest reward that counts as a failure.
+        reliance: Label that the engine `vision.with_hint_reliance` records; empty: no discount.
+        temperature: Change of the label that discounts by a factor of e.
+    """
+    wrote, hint = hint_of(table, WROTE), hint_of(table)
+    success, relied = successes(table, of, threshold), reliances(table, reliance)
+    values = table.values.clone()
+    for row in (wrote != 0).nonzero()[:, 0].tolist():
+        group = table.group == table.group[row]
+        shown, plain = group & (hint == wrote[row]), group & (hint == 0) & (wrote == 0)
+        before = informativeness(success[plain]) if plain.any() else 0.0
+        # No answer saw an unusable hint.
+        if shown.any() and informativeness(success[shown]) > before:
+            values[row] += hint_value(success[shown], relied[shown], temperature)
+    return table.put(torch.where(table.valid, values, table.values))
+
+
+def reliances(table: RewardTable, label: str) -> Tensor:
+    """Label of how much each answer relies on its hint: (N,), 0 where none was recorded."""
+    return table.at_end(label).nan_to_num() if label else torch.zeros(len(table), dtype=torch.float64)
+
+
+def hint_value(success: Tensor, reliance: Tensor, temperature: float) -> float:
+    """Value of a hint: how informative its answers are, discounted by their reliance on it."""
+    relied = float(reliance[success].mean()) if success.any() else 0.0
+    return informativeness(success) * math.exp(min(relied, 0.0) / temperature)
+
+
+def informativeness(success: Tensor) -> float:
+    """1 - p^n - (1 - p)^n: probability that n answers with a success rate p have different results."""
+    n, p = len(success), float(success.double().mean())
+    return 1.0 - p**n - (1.0 - p) ** n

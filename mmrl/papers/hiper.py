@@ -1,4 +1,4 @@
-"""HiPER (arXiv 2602.16165): advantages of plans, of their actions, and of decisions to keep a plan.
+"""HiPER (arXiv 2602.16165): separate advantages for plans, actions, and decisions to keep a plan.
 
 Title: HiPER: Hierarchical Reinforcement Learning with Explicit Credit Assignment for Large Language Model
 Agents

@@ -1,8 +1,8 @@
-"""HiPRAG (arXiv 2510.07794): good search steps are paid for once answer and format are right.
+"""HiPRAG (arXiv 2510.07794): a bonus for good search steps if answer and format are right.
 
 Title: HiPRAG: Hierarchical Process Rewards for Efficient Agentic Retrieval Augmented Generation
 Formula: r = (1 - w) A + w F + b [A = F = 1] (share of good steps).
-Our reading: nothing is added where that share is not known.
+Our reading: no bonus where the share is unknown.
 """
 
 from __future__ import annotations

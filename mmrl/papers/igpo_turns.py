@@ -1,4 +1,4 @@
-"""IGPO (arXiv 2510.14967): a turn earns the rise of the right answer's probability.
+"""IGPO (arXiv 2510.14967): a turn earns the increase in the probability of the right answer.
 
 Title: Information Gain-based Policy Optimization: A Simple and Effective Approach for Multi-Turn LLM Agents
 Formula: r_t = p_(t+1) - p_t, and the outcome at the last turn.

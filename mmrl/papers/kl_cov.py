@@ -1,8 +1,8 @@
-"""KL-Cov (arXiv 2505.22617): the few steps whose log-probability and advantage rise together are held.
+"""KL-Cov (arXiv 2505.22617): a KL penalty where log-probability and advantage covary most.
 
 Title: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models
 Formula: L = -rho A + coef |log rho| at the steps of highest (A - mean A) (logp - mean logp).
-Our reading: the log-probability is the one that was noted when sampling.
+Our reading: the log-probability is noted while sampling.
 """
 
 from __future__ import annotations

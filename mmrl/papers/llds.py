@@ -1,4 +1,4 @@
-"""LLDS (arXiv 2512.04220): the likelihood of good answers must not fall.
+"""LLDS (arXiv 2512.04220): a penalty on lost likelihood of good answers.
 
 Title: On GRPO Collapse in Search-R1: The Lazy Likelihood-Displacement Death Spiral
 Formula: coef max(0, log old - log new), where A >= 0 and the part of a step lost likelihood as a whole.

@@ -1,4 +1,4 @@
-"""M-GRPO (arXiv 2511.13288): sub-agents earn by what the main agent reached.
+"""M-GRPO (arXiv 2511.13288): sub-agents earn a reward by the success of the main agent.
 
 Title: Multi-Agent Deep Research: Training Multi-Agent Systems with M-GRPO
 Formula: r of a sub-agent = 0 for a bad format, 0.1 where the main agent failed, else 1.
@@ -26,7 +26,7 @@ def delegated_reward(
     below: float = 0.1,
     above: float = 1.0,
 ) -> RewardTable:
-    """Reward sub-agents for what the main agent reached (M-GRPO, arXiv 2511.13288).
+    """Reward sub-agents by the success of the main agent (M-GRPO, arXiv 2511.13288).
 
     A turn of another role than `main` earns 0 where its format is bad, `below` where the reward `of` of the
     conversation is at most `failed`, `above` otherwise, at the last turn of the role; turns of the main agent
@@ -56,6 +56,6 @@ def delegated_reward(
 
 
 def _met_again(words: Tensor, present: Tensor) -> Tensor:
-    """Mark places (N, K) whose word comes again later in the row."""
+    """Mark entries (N, K) with an equal entry later in their row."""
     same = (words[:, :, None] == words[:, None]) & present[:, None]
     return (same & torch.ones(same.shape[1:], dtype=torch.bool).triu(1)).any(-1)

@@ -1,4 +1,4 @@
-"""MARS (arXiv 2510.15414): the returns of a player are compared with the mean of their different values.
+"""MARS (arXiv 2510.15414): the baseline of a player is the mean of its distinct returns.
 
 Title: MARS: Reinforcing Multi-Agent Reasoning of LLMs through Self-Play in Strategic Games
 Formula: A = R - mean of the distinct R of the player.

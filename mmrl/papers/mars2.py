@@ -1,4 +1,4 @@
-"""MARS2 (arXiv 2604.14564): the nodes of a tree of answers are shaped by their parents and siblings.
+"""MARS2 (arXiv 2604.14564): shape the rewards of nodes in a tree of answers by parents and siblings.
 
 Title: MARS2: Scaling Multi-Agent Tree Search via Reinforcement Learning for Code Generation
 Formula: r' = r + gamma (r - (1 - lam) r_parent - lam mean r of the siblings).

@@ -1,8 +1,8 @@
-"""MasHost's HRPO (arXiv 2506.08507): actions of a kind are compared with each other.
+"""MasHost's HRPO (arXiv 2506.08507): compare actions of the same kind within a group.
 
 Title: MasHost Builds It All: Autonomous Multi-Agent System Directed by Reinforcement Learning
 Formula: A' = A + coef (a - mean of a over the group's actions of the same kind).
-Our reading: all of it, `coef` included, because only the abstract was read.
+Our reading: everything including `coef`, since only the abstract was read.
 """
 
 from __future__ import annotations

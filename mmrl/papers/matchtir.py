@@ -1,4 +1,4 @@
-"""MatchTIR (arXiv 2601.10712): turns earn how well their calls match reference calls.
+"""MatchTIR (arXiv 2601.10712): a turn earns the agreement of its calls with reference calls.
 
 Title: MatchTIR: Fine-Grained Supervision for Tool-Integrated Reasoning via Bipartite Matching
 Formula: r = mean over calls of (1 + J + m) / (2 + n) with the matched reference: J the share of argument
@@ -16,10 +16,11 @@ from itertools import islice
 from typing import Any, Literal
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer, by_rollout, policy_messages, shown
 from mmrl.core.tool_calls import Call, CallError, call_of
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer, by_rollout, policy_messages
 from mmrl.rewards.tool_calls import CALL, written_calls
+from mmrl.runtime.scoring import shown
 
 Pairs = list[tuple[int, int]]
 
@@ -155,7 +156,7 @@ def call_match(
 
 
 def matched(alike: Sequence[Sequence[float]], matching: str) -> list[float]:
-    """Sum what every call (row) has in common with the references (columns) that it is matched with."""
+    """Sum the agreement of every call (row) with its matched references (columns)."""
     if matching == "soft":
         shares = zip(transport_plan(alike), alike, strict=True)
         return [sum(share * value for share, value in zip(*both, strict=True)) for both in shares]

@@ -1,4 +1,4 @@
-"""MC-GRPO (arXiv 2601.22582): rewards are compared with the median of their group, not with its mean.
+"""MC-GRPO (arXiv 2601.22582): the baseline is the median reward of the group instead of the mean.
 
 Title: MC-GRPO: Median-Centered Group Relative Policy Optimization for Small-Rollout Reinforcement Learning
 Formula: A = (r - median) / (MAD + floor), over G + 1 answers; the one that is the median is not learned from.

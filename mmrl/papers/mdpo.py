@@ -1,4 +1,4 @@
-"""mDPO (arXiv 2406.11839): the better answer is also compared with itself behind a corrupted image.
+"""mDPO (arXiv 2406.11839): DPO that also compares the chosen answer with and without its image.
 
 Title: mDPO: Conditional Preference Optimization for Multimodal Large Language Models
 Formula: L = DPO(y_w, y_l) + DPO(image, corrupted image; y_w) - log sigmoid(beta g_w - delta).

@@ -1,4 +1,4 @@
-"""meow-tea-taro (arXiv 2510.01132): turns share what a won conversation earns.
+"""meow-tea-taro (arXiv 2510.01132): divide the reward of a successful conversation among its turns.
 
 Title: A Practitioner's Guide to Multi-turn Agentic Reinforcement Learning
 Formula: r_t / (number of paid turns) where the conversation was won, else r_t / (largest sum of the task).

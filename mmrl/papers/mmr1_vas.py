@@ -1,4 +1,4 @@
-"""VAS of MMR1 (arXiv 2509.21268): prompts are drawn by how much their rewards and their answers vary.
+"""VAS of MMR1 (arXiv 2509.21268): sample prompts by variance of rewards and diversity of answers.
 
 Title: MMR1: Enhancing Multimodal Reasoning with Variance-Aware Sampling and Open Resources
 Formula: score = variance_weight p (1 - p) + diversity_weight d, scaled to [0, 1] over the data.
@@ -20,7 +20,7 @@ from mmrl.config.registry import sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.samplers.candidates import Candidates, by_uid, evenness, reward_of
+from mmrl.samplers.candidates import Candidates, evenness, reward_of
 
 EPSILON = 1e-8  # of the min-max normalisation, as in the code
 
@@ -146,10 +146,6 @@ class VarianceAware:
             "sampler/score": float(self.scores[known].mean()) if known.any() else 0.0,
             "sampler/entropy": evenness(self.weights),
         }
-
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the last pass rate, the score and the weight by uid; NaN where nothing is known."""
-        return by_uid(self.candidates.data, pass_rate=self.pass_rate, score=self.scores, weight=self.weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Return scores and weights (M,), and the counters."""

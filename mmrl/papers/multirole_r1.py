@@ -1,4 +1,4 @@
-"""MultiRole-R1 (arXiv 2507.20187): varied wording earns a little beside a right answer.
+"""MultiRole-R1 (arXiv 2507.20187): a small reward for varied wording of right answers.
 
 Title: Diversity-Enhanced Reasoning for Subjective Questions
 Formula: r = 0.9 [right] + 0.1 (mean of eight measures of variety, each from 0 to 1).
@@ -16,8 +16,8 @@ from itertools import pairwise
 
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 from mmrl.rewards.variety import distinct_share
 
 WORD = re.compile(r"[^\W_]+(?:['-][^\W_]+)*")

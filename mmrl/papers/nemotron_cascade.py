@@ -1,4 +1,4 @@
-"""Nemotron-Cascade (arXiv 2512.13607): the loss is a mean over the steps of a group.
+"""Nemotron-Cascade (arXiv 2512.13607): average the loss over all steps of a group.
 
 Title: Nemotron-Cascade: Scaling Cascaded Reinforcement Learning for General-Purpose Reasoning Models
 Formula: L = mean over groups of (sum of step losses / number of steps of the group).

@@ -1,4 +1,4 @@
-"""NormGuard (arXiv 2606.27771): velocities may not outgrow the reference's.
+"""NormGuard (arXiv 2606.27771): a penalty on velocities that are longer than the reference's.
 
 Title: NormGuard: Reward-Preserving Norm Constraints in Flow-Matching Reinforcement Learning
 Formula: coef max(0, |v| - factor |v_ref|).

@@ -1,4 +1,4 @@
-"""open-rs (arXiv 2503.16219): right answers earn more where they are short, along half a cosine.
+"""open-rs (arXiv 2503.16219): a reward for right answers that falls with length along a cosine.
 
 Title: Reinforcement Learning for Reasoning in Small LLMs: What Works and What Doesn't
 Formula: r = end + (start - end) (1 + cos(pi L / M)) / 2 at length L of at most M.
@@ -14,8 +14,8 @@ from typing import Literal
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 
 
 @reward

@@ -1,4 +1,4 @@
-"""OPMD (arXiv 2509.24203): the baseline is the log-mean-exp of the rewards of the group.
+"""OPMD (arXiv 2509.24203): the baseline is the log-mean-exp of the group's rewards.
 
 Title: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm: Demystifying Some Myths About GRPO and
 Its Friends

@@ -1,4 +1,4 @@
-"""OPO (arXiv 2505.23585): the baseline is the mean reward of the group, weighted by length.
+"""OPO (arXiv 2505.23585): the baseline is the length-weighted mean reward of the group.
 
 Title: On-Policy RL with Optimal Reward Baseline
 Formula: A = r - sum(L r) / sum(L), L the number of steps of an answer.

@@ -1,9 +1,9 @@
-"""OTC-PO (arXiv 2504.14870): a right answer earns by how few tool calls it needed.
+"""OTC-PO (arXiv 2504.14870): scale the reward of right answers by their tool calls over the fewest.
 
 Title: Acting Less is Reasoning More! Teaching Model to Act Efficiently
 Formula: r' = r sin(f pi / 2 n), f = 2 n m / (m + n); where n = 0, r cos(m pi / (2 m + c)); m calls, n the
 fewest of a right answer.
-Our reading: the factor is 1 as long as no answer was right, and a missing count changes nothing.
+Our reading: the factor is 1 until an answer was right, and without a count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""P3O (arXiv 2310.00212): gaps of rewards times gaps of log-ratios, over all pairs of a group.
+"""P3O (arXiv 2310.00212): products of reward gaps and log-ratio gaps over all pairs of a group.
 
 Title: Pairwise Proximal Policy Optimization: Harnessing Relative Feedback for LLM Alignment
 Formula: L = -(1 / 2) mean over pairs of (r_i - r_j) (log rho_i - log rho_j), clipped.

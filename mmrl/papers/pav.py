@@ -1,8 +1,8 @@
-"""PAV (arXiv 2410.08146): each step of an answer earns what it adds to the chances of a prover.
+"""PAV (arXiv 2410.08146): a step of an answer earns the increase in a prover's success rate.
 
 Title: Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning
 Formula: A_k = r + alpha (V(end of step k) - V(its start)), V the prover's value of a prefix.
-Our reading: the reward of the answer stands for Q, and the last change is that to its reward.
+Our reading: the reward of the answer replaces Q, also in the last change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def process_advantage(table: RewardTable, *, alpha: NonNegativeFloat = 3.0) -> R
 
 @advantage(of_others={"value"})
 def verifier_values(table: RewardTable, *, against: str = "verifier") -> RewardTable:
-    """Replace the rewards of prefixes by what a critic predicts after them (PAV's verifier).
+    """Replace the rewards of prefixes by a critic's predicted values (PAV's verifier).
 
     arXiv 2410.08146. Prefixes whose completions were not sampled (`share` of `vision.with_prefix_rollouts`)
     get a value too; rewards of answers stay. Put it after `mean_by_end` and before `process_advantage`.

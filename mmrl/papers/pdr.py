@@ -1,4 +1,4 @@
-"""PDR (arXiv 2510.01123): rounds of drafts, a short text made of them, and an answer.
+"""PDR (arXiv 2510.01123): rounds of parallel drafts and a bounded summary of them, then the answer.
 
 Title: Rethinking Thinking Tokens: LLMs as Improvement Operators
 Formula: y ~ p(. | x, C_R), with C_r a bounded text made of the drafts y_1..y_M ~ p(. | x, C_(r-1)).
@@ -18,8 +18,8 @@ import torch
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import engine
-from mmrl.config.reward_adapters import tagged
 from mmrl.config.schema import ConfigError
+from mmrl.core.answer_text import tagged
 from mmrl.core.answers import exact_text
 from mmrl.core.rng import Stream
 from mmrl.core.types import CHANGED, Part, Prompt, Rollouts, Trajectory
@@ -42,7 +42,7 @@ SUMMARY = (
 
 @dataclass(eq=False)
 class Attempt:
-    """One way from drafts to answers: a prompt, how many answers end it, and what was written so far."""
+    """One chain of drafts and answers: prompt, number of final answers, and the texts so far."""
 
     prompt: Prompt
     name: str  # different for every attempt at the prompt in a step
@@ -201,7 +201,7 @@ class WithDrafts:
                 attempt.workspace = self._within([_plain(row)])
 
     def _answer(self, row: Trajectory) -> str:
-        """Return what a draft hands on: its answer without its thought; empty where it has none."""
+        """Return the answer of a draft without its thought; empty if it has none."""
         if not self.tag:
             return _plain(row)
         blocks = tagged(row.outcomes[-1].text or "", self.tag)
@@ -255,7 +255,7 @@ def most_agreed(texts: Sequence[str], logp: Sequence[float]) -> list[int]:
 
 
 def budgets(calls: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int]:
-    """Count the tokens of steps whose calls run at the same time: of all calls, and of the longest each.
+    """Count tokens: of all calls, and of the longest call of every parallel step.
 
     Args:
         calls: For every step its calls, each with its tokens in and out.
@@ -273,6 +273,6 @@ def _mean_logp(row: Trajectory) -> float:
 
 
 def _plain(row: Trajectory) -> str:
-    """Return the text of an answer after its thought, without what a template is marked with."""
+    """Return an answer without its thought and without markers of chat templates."""
     text = (row.outcomes[-1].text or "").rpartition("</think>")[2]
     return MARKUP.sub("< ", text).strip()

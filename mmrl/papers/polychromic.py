@@ -1,4 +1,4 @@
-"""Polychromic objective (arXiv 2509.25424): sets of answers earn their mean reward times their diversity.
+"""Polychromic objective (arXiv 2509.25424): sets of answers earn mean reward times diversity.
 
 Title: Polychromic Objectives for Reinforcement Learning
 Formula: A = score(set) - mean score of the group's sets, score = mean reward x share of distinct answers.

@@ -1,4 +1,4 @@
-"""PRIME (arXiv 2502.01456): a reward model that learns from outcomes alone rewards every token.
+"""PRIME (arXiv 2502.01456): a reward model trained on outcomes alone rewards every token.
 
 Title: Process Reinforcement through Implicit Rewards
 Formula: q_t = log p_prm(y_t) / p_ref(y_t); A_t = coef sum_(s >= t) (q_s - mean of others) + (r - mean of

@@ -1,4 +1,4 @@
-"""PS-GRPO (arXiv 2510.04392): answers earn for saying the same however a question is worded.
+"""PS-GRPO (arXiv 2510.04392): answers earn agreement with answers to other wordings of the question.
 
 Title: Improving Consistency in Retrieval-Augmented Systems with Group Similarity Rewards
 Formula: reward_i = mean of similarity(y_i, y_j) over the answers j to other wordings.
@@ -16,11 +16,11 @@ from typing import Literal
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.config.registry import reward, sampler
-from mmrl.config.reward_adapters import comparable_outcomes
 from mmrl.core.answer_text import answer_part
 from mmrl.core.answers import exact_text, word_f1
 from mmrl.core.protocols import Sampler
 from mmrl.core.types import Outcome, Part, Prompt
+from mmrl.rewards.adapters import comparable_outcomes
 
 ORDER = 4  # longest n-grams of BLEU
 
@@ -122,7 +122,7 @@ SIMILARITIES: Mapping[str, Callable[[str, str], float]] = {
 
 
 def _other_wordings(prompts: Sequence[Prompt], members: Sequence[int]) -> dict[int, list[int]]:
-    """List, for every answer of a group, those to other wordings of the question."""
+    """List for every answer of a group the answers to other wordings of the question."""
     return {i: [j for j in members if prompts[j].text != prompts[i].text] for i in members}
 
 

@@ -1,4 +1,4 @@
-"""R1-Router (arXiv 2505.22095): the next sub-question with its source is rewarded, and the answer in the end.
+"""R1-Router (arXiv 2505.22095): rewards for the next sub-question, its source, and the final answer.
 
 Title: Learning to Route Queries Across Knowledge Bases for Step-wise Retrieval-Augmented Reasoning
 Formula: step: cos(sub-questions) / 2 + [the retriever is right] / 2; end: recall of the words of the
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmrl.config.ranges import NonNegativeInt, PositiveInt
 from mmrl.config.registry import data, reward
-from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.answers import words_of
 from mmrl.core.plain_text import PlainText
 from mmrl.core.types import Message, Outcome, Part, Prompt
@@ -27,6 +27,7 @@ from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, listed, mapping, short, text, uid_of
 from mmrl.data.messages import interleaved
 from mmrl.data.row_fields import has_content
+from mmrl.rewards.adapters import per_outcome
 from mmrl.rewards.answers import own_block
 from mmrl.rewards.text_models import load_text_model
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, media_refs

@@ -1,4 +1,4 @@
-"""R2VPO (arXiv 2601.03320): the squared distance of the ratio to 1 is paid for, and nothing is clipped.
+"""R2VPO (arXiv 2601.03320): a squared penalty on ratios different from 1 instead of clipping.
 
 Title: Ratio-Variance Regularized Policy Optimization for Efficient LLM Fine-tuning
 Formula: loss = -ratio A + coef (ratio - 1)^2.

@@ -1,4 +1,4 @@
-"""R3 (arXiv 2601.19620): replay of stored answers, reflection on wrong ones, ranks of cut ones.
+"""R3 (arXiv 2601.19620): replay, reflection on wrong answers, and entropy ranks for cut answers.
 
 Title: R^3: Replay, Reflection, and Ranking Rewards for LLM Reinforcement Learning
 Formula: reflect where the mean of a prompt's remembered rewards is below `threshold`; add stored answers of
@@ -90,7 +90,7 @@ class WithReflection(ReadsAnswers):
         self.shown = 0
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Draw prompts, and show those that went badly one of their answers."""
+        """Draw prompts; those with low rewards get one of their wrong answers to reflect on."""
         drawn = self.sampler.draw(num_prompts, num_generations)
         low = {prompt.uid for prompt in drawn if self._low(prompt.uid)}
         self.shown += len(low)
@@ -112,10 +112,6 @@ class WithReflection(ReadsAnswers):
         """Report how many prompts were shown an answer since the last report."""
         shown, self.shown = self.shown, 0
         return {"reflection/prompts": float(shown)}
-
-    def sampling_weights(self) -> dict[str, dict[str, float]]:
-        """Return the mean of the remembered rewards of every prompt that was asked."""
-        return {uid: {"mean": known.mean} for uid, known in self.known.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return rewards and answers by prompt."""

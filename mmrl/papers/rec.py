@@ -1,4 +1,4 @@
-"""REC (arXiv 2509.24203): the clip decides which steps are learned from, without importance weights.
+"""REC (arXiv 2509.24203): clipping selects the steps to learn from, without importance weights.
 
 Title: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm: Demystifying Some Myths About GRPO and
 Its Friends

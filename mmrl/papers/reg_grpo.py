@@ -1,4 +1,4 @@
-"""Reg-GRPO (arXiv 2506.07464): log-ratios of a group are regressed on its advantages.
+"""Reg-GRPO (arXiv 2506.07464): regress the log-ratios of a group on its advantages.
 
 Title: DeepVideo-R1: Video Reinforcement Fine-Tuning via Difficulty-aware Regressive GRPO
 Formula: L = mean over the group of (A - (rho - mean rho) / sqrt(var rho + delta))^2, rho the log-ratio of a

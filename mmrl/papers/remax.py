@@ -1,9 +1,9 @@
-"""ReMax (arXiv 2310.10505): the most likely answer to a prompt is the baseline of the sampled ones.
+"""ReMax (arXiv 2310.10505): the baseline is the reward of the greedy answer.
 
 Title: ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language
 Models
 Formula: A = r(x, y) - r(x, y_greedy).
-Our reading: none in this file.
+Our reading: a group whose greedy answer has no reward is not learned from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 
-from mmrl.config.registry import engine
+import torch
+
+from mmrl.config.ranges import Tag, Tags
+from mmrl.config.registry import advantage, engine
+from mmrl.core.reward_table import GroupStatistics, RewardTable
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.vision.engines.generate import Generate
 
@@ -52,3 +56,32 @@ class WithGreedy:
                 for row in greedy.rollout(list(distinct.values()))
             ),
         )
+
+
+@advantage
+def greedy_baseline(table: RewardTable, *, tag: Tag = TAG, by: Tags = ("group",)) -> RewardTable:
+    """Subtract the reward of the greedy answer, which is not learned from (ReMax, arXiv 2310.10505).
+
+    Greedy answers are the rows with a tag, which `vision.with_greedy` sets; several count as their mean. Our
+    reading: a group whose greedy answer has no reward is not learned from. Put it after `total`.
+
+    Args:
+        tag: Tag of the greedy answers.
+        by: Keys that define a group.
+    """
+    if not len(table):
+        return table
+    if tag not in table.ids:
+        raise ValueError(
+            f"`greedy_baseline` wants rows tagged '{tag}', and no row is; add the engine "
+            "`vision.with_greedy` after `vision.generate`"
+        )
+    greedy = table.ids[tag] != 0
+    answers = table.valid & greedy[:, None] & (table.ids["place"] == table.last[:, None])[:, None]
+    baseline = GroupStatistics(table.values, answers, table.index(by))
+    known = baseline.count() > 0
+    return table.replace(
+        values=torch.where(known, table.values - baseline.mean(), 0.0),
+        valid=table.valid & known,
+        learn=table.learn & ~greedy,
+    )

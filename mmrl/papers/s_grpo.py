@@ -1,4 +1,4 @@
-"""S-GRPO (arXiv 2505.07686): one chain of thought, and answers from earlier exits of it.
+"""S-GRPO (arXiv 2505.07686): one chain of thought with answers from several early exits.
 
 Title: S-GRPO: Early Exit via Reinforcement Learning in Reasoning Models
 Formula: exits at uniform places t_1 < ... < t_m; y_i ~ p(. | x, y_(<t_i), exit text); the c-th right

@@ -1,8 +1,8 @@
-"""SALT (arXiv 2510.20022): steps that several conversations of a prompt share have their mean advantage.
+"""SALT (arXiv 2510.20022): steps shared by conversations of a prompt get their mean advantage.
 
 Title: SALT: Step-level Advantage Assignment for Long-horizon Agents via Trajectory Graph
 Formula: A(step) = mean of A over the conversations of the group that share the step.
-Our reading: when steps are the same, and that all of the mean is taken; only the abstract was read.
+Our reading: the definition of equal steps, and the plain mean; only the abstract was read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scaf-GRPO (arXiv 2510.19807): a success with a hint takes the place of a failure.
+"""Scaf-GRPO (arXiv 2510.19807): replace a failed answer of a group by a success with a hint.
 
 Title: Scaf-GRPO: Scaffolded Group Relative Policy Optimization for Enhancing LLM Reasoning
 Formula: ratio = p(y | x) / p_old(y | x) for y ~ p_old(. | x, hint); of a failed group one row is

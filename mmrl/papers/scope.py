@@ -1,4 +1,4 @@
-"""SCOPE (arXiv 2512.15146): parts of a group elect labels of their own.
+"""SCOPE (arXiv 2512.15146): subgroups of a group's answers vote for labels of their own.
 
 Title: Beyond Majority Voting: Towards Fine-grained and More Reliable Reward Signal for Test-Time
 Reinforcement Learning
@@ -17,9 +17,9 @@ import torch
 
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import log_metric
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import log_metric
 from mmrl.rewards.answers import MATH, AnswerForm
 from mmrl.rewards.votes import Vote, elect, group_votes, vote_of
 

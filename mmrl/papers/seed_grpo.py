@@ -1,9 +1,9 @@
-"""SEED-GRPO (arXiv 2505.12346): prompts whose answers disagree in meaning weigh less.
+"""SEED-GRPO (arXiv 2505.12346): prompts whose answers have a high semantic entropy weigh less.
 
 Title: SEED-GRPO: Semantic Entropy Enhanced GRPO for Uncertainty-Aware Policy Optimization
 Formula: A f(alpha SE / log G), SE the entropy of the group over clusters of equal answers.
-Our reading: the default form and alpha, which a port of the code has, and that an answer without a cluster
-is one of its own.
+Our reading: the default form and alpha, from a port of the code; an answer without a cluster is its own
+cluster.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""SLATE (arXiv 2602.23440): candidates of every turn are scored, and the conversation goes on from one.
+"""SLATE (arXiv 2602.23440): score candidates of every turn, and continue with one of them.
 
 Title: Truncated Step-Level Sampling with Process Rewards for Retrieval-Augmented Reasoning
 Formula: p(candidate j) = softmax(A / choice_temperature), A = (R - mean) / (std + eps); an early
 answer earns coef (budget - t) / budget.
-Our reading: turns of several conversations count alike.
+Our reading: turns of all conversations have equal weight.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch import Tensor
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from mmrl.config.registry import engine, reward
-from mmrl.config.reward_adapters import Scoring, per_outcome
 from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN, turn_number
 from mmrl.core.types import CHANGED, Outcome, Prompt, Rollouts, Trajectory
+from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.ray_rewards import with_actors
 from mmrl.runtime.reward_calls import call_all, checked
+from mmrl.runtime.scoring import Scoring
 from mmrl.vision.conversation import CALL, INSTEAD, Conversation, copied, images_of
 from mmrl.vision.decoding.decoding import inverse_cdf
 from mmrl.vision.decoding.token_steps import TokenRow
@@ -122,7 +123,7 @@ class WithStepCandidates(WithTools):
         return tuple(row for uid in uids for row in rows[uid])
 
     def metrics(self) -> Mapping[str, float]:
-        """Return what `vision.with_tools` does, and the means of what rewards logged."""
+        """Return the metrics of `vision.with_tools`, and means of the values that rewards logged."""
         logged, self.logged = self.logged, defaultdict(list)
         return {**super().metrics(), **{name: fmean(values) for name, values in logged.items()}}
 
@@ -185,7 +186,7 @@ class WithStepCandidates(WithTools):
         return [[_recorded(row, next(scores)) for row in sampled] for sampled in made]
 
     def _measured(self, rows: Sequence[Trajectory]) -> list[dict[str, float]]:
-        """Measure candidates with all rewards; nothing for those of a turn for which one failed."""
+        """Measure candidates with all rewards; turns with a failed reward have no scores."""
         prompts, outcomes = [row.prompt for row in rows], [row.outcomes[-1] for row in rows]
         tokens = [row.steps.ids.tolist() for row in rows]
         scoring = Scoring(tokens, [row.turns for row in rows], range(len(rows)))

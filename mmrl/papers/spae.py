@@ -1,4 +1,4 @@
-"""SPAE (arXiv 2601.03823): steps that raise the potential of the right answer are credited.
+"""SPAE (arXiv 2601.03823): credit steps that make the right answer more probable.
 
 Title: Step Potential Advantage Estimation: Harnessing Intermediate Confidence and Correctness for Efficient
 Mathematical Reasoning
@@ -20,7 +20,7 @@ from mmrl.core.reward_table import RewardTable
 
 @advantage
 def only_answers(table: RewardTable) -> RewardTable:
-    """Leave the rewards of completed prefixes out of what follows: they no longer apply.
+    """Remove the rewards of completed prefixes from the table.
 
     So answers are compared with answers; labels stay.
     """

@@ -1,4 +1,4 @@
-"""SPO tree (arXiv 2505.23564): answers to a prompt part from each other in a tree.
+"""SPO tree (arXiv 2505.23564): answers branch in a tree, and each part earns its change in value.
 
 Title: Segment Policy Optimization: Effective Segment-Level Credit Assignment in RL for Large Language
 Models
@@ -88,7 +88,7 @@ class WithBranches:
         )
 
     def _tree(self, prompt: Prompt, number: int, first: int) -> list[Branch]:
-        """Lay out the tree of a prompt, whose first part is branch number `first`: level after level."""
+        """List the branches of a prompt's tree level by level, numbered from `first`."""
         roots, rest = divmod(number, prod(self.branching))
         if rest:
             raise ValueError(
@@ -147,7 +147,7 @@ def _leaves(branches: Sequence[Branch], grown: Sequence[Grown | None], members: 
 def tree_values(
     table: RewardTable, *, scale: Literal["none", "siblings"] = "none", eps: NonNegativeFloat = 1e-8
 ) -> RewardTable:
-    """Credit each part of a tree of answers with what it adds to the value (SPO, arXiv 2505.23564).
+    """Credit each part of a tree of answers with its change in value (SPO, arXiv 2505.23564).
 
     The value of a leaf is the reward of its answer, that of another part the mean of its continuations'. A
     part has its value less that of the part before it; the first parts have theirs less the mean of the

@@ -1,4 +1,4 @@
-"""SSL (arXiv 2601.22491): tiers of proximity are added to outcomes.
+"""SSL (arXiv 2601.22491): add a bonus in tiers of proximity to the outcome reward.
 
 Title: SSL: Sweet Spot Learning for Differentiated Guidance in Agentic Optimization
 Formula: reward + alpha min(floor(zones s), zones - 1) / (zones - 1), with the proximity s in [0, 1].

@@ -1,4 +1,4 @@
-"""T-PPO (arXiv 2506.15050): answers are cut at a window, and go on in the next step.
+"""T-PPO (arXiv 2506.15050): truncate answers at a window and continue them in the next step.
 
 Title: Truncated Proximal Policy Optimization
 Formula: y_k ~ p(. | x, y_(<k)), at most `window` tokens a step; each is learned from in the step that
@@ -49,7 +49,7 @@ class WithUnfinished:
         self.waiting: list[dict[str, Any]] = []  # unfinished answers, in the order of the reward table
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Return the prompts of unfinished answers with what they begin with, then new ones."""
+        """Return the prompts of unfinished answers with these answers as prefixes, then new prompts."""
         slots = num_prompts * num_generations
         # Those of another round of this step wait for the next one.
         begun = [answer for answer in self.waiting if answer["step"] < self.stream.step][:slots]
@@ -154,7 +154,7 @@ def _without_begun(prompt: Prompt) -> Prompt:
 
 
 def _after(prompt: EncodedPrompt, ids: Tensor) -> EncodedPrompt:
-    """Append the tokens (T,) of an answer to a prompt, as the beginning of what is read."""
+    """Append the tokens (T,) of an answer to a prompt."""
     if not len(ids):
         return prompt
     positions = torch.cat([prompt.positions, Suffix.answer(prompt, ids).positions], 1)

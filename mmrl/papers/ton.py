@@ -1,4 +1,4 @@
-"""TON (arXiv 2505.16854): demonstrations of which half have an empty thought teach to skip it.
+"""TON (arXiv 2505.16854): demonstrations with an empty thought in half of the cases teach to skip it.
 
 Title: Think or Not? Selective Reasoning via Reinforcement Learning for Vision-Language Models
 Formula: thought = two line breaks with probability `share`, else the thought itself.
@@ -15,10 +15,11 @@ import torch
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import data, reward
-from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.datasets.around import ReadData
+from mmrl.rewards.adapters import per_outcome
 
 
 @data

@@ -1,8 +1,9 @@
-"""Training-free GRPO (arXiv 2510.08191): a list before every prompt grows, and no weight is learned.
+"""Training-free GRPO (arXiv 2510.08191): experiences in front of every prompt are learned instead of weights.
 
 Title: Training-Free Group Relative Policy Optimization
 Formula: E <- E + f(groups whose rewards differ); y ~ p(. | E, x).
-Our reading: the summary of each answer and their comparison are one question; both texts.
+Our reading: one question to the policy both summarises and compares the answers; the wording of both
+questions is ours.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from mmrl.core.types import Message, Part, Prompt, Rollouts
 from mmrl.samplers.answers import ReadsAnswers
 
 TEMPLATE = "Experiences from earlier attempts:\n{experiences}\n\n"
-WORDS = 300  # letters of a question or an answer that `contrast` writes down
+LETTERS = 300  # of a question or an answer in an experience of `contrast`
 
 
 @dataclass(frozen=True)
 class AnsweredGroup:
-    """A prompt and its answers with their rewards, the best first; not all rewards are equal."""
+    """A prompt and its answers with rewards, best first; not all rewards are equal."""
 
     prompt: Prompt
     answers: Sequence[tuple[str, float]]
@@ -37,23 +38,22 @@ class AnsweredGroup:
 
 @sampler
 class WithExperience(ReadsAnswers):
-    """Put experiences before every prompt, a list that grows from compared answers (training-free GRPO).
+    """Put a list of experiences in front of every prompt, updated from compared answers (training-free GRPO).
 
-    arXiv 2510.08191. After a round, groups whose rewards differ are handed to `experience_update`, which
-    proposes to add, change or delete experiences; with `learn.num_iterations: 0` nothing else is learned. The
-    list is saved in checkpoints, and stands before the prompts of evaluations while training, too. In the
-    paper the policy itself writes the proposals, which is `by_policy`; any other function may do it, or ask
-    a server where a model is. It is called on every process with the answers of all, and what it returns on
-    the first one counts.
+    arXiv 2510.08191. After a round `experience_update` gets the groups whose rewards differ, and proposes to
+    add, change or delete experiences; with `learn.num_iterations: 0` nothing else is learned. Checkpoints
+    contain the list, and evaluations while training use it. The paper's update is `by_policy`: the policy
+    writes the proposals. Any other function may do so. Every process calls it with the answers of all
+    processes; the result of the first process counts.
 
     Args:
         sampler: The wrapped sampler.
-        path: JSON file with a list of texts to begin with; empty: an empty list.
-        output: JSON file to which the list is written whenever it changes; empty: none.
-        experience_update: Proposes changes of the list; None: it stays as it is.
-        max_experiences: Experiences that are kept; the oldest are dropped.
-        template: Text before the question; `{experiences}` are numbered lines. Nothing without experiences.
-        of: Name of the reward that groups are compared by; empty: the weighted sum.
+        path: JSON file with the initial list of texts; empty: an empty list.
+        output: JSON file that gets the list whenever it changes; empty: none.
+        experience_update: Proposes changes of the list; None: no changes.
+        max_experiences: Most experiences; the oldest are dropped.
+        template: Text before the question; `{experiences}` are numbered lines.
+        of: Name of the reward that ranks the answers of a group; empty: the weighted sum.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class WithExperience(ReadsAnswers):
         self.max_experiences, self.template, self.of = max_experiences, template, of
         texts = read_experiences(Path(path)) if path else []
         self.experiences = {str(i): text for i, text in enumerate(texts[:max_experiences])}
-        self.added = len(texts)  # in all, so that no id comes twice
-        self.asked: dict[str, Prompt] = {}  # of this round, without experiences
+        self.added = len(texts)  # ever, so that ids are unique
+        self.plain: dict[str, Prompt] = {}  # prompts of this round without experiences
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Draw prompts, and put the experiences before them."""
-        drawn = self.sampler.draw(num_prompts, num_generations)
-        self.asked = {prompt.uid: prompt for prompt in drawn}
-        return self.prepare(drawn)
+        prompts = self.sampler.draw(num_prompts, num_generations)
+        self.plain = {prompt.uid: prompt for prompt in prompts}
+        return self.prepare(prompts)
 
     def prepare(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Put the experiences before prompts."""
@@ -90,17 +90,17 @@ class WithExperience(ReadsAnswers):
         return [before_question(prompt, text) for prompt in prompts]
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Change the list by what the update proposes for the groups of a round."""
+        """Apply the proposals for the groups of a round to the list."""
         if self.update is None:
             return
         answers: dict[str, list[tuple[str, float]]] = {}
         rewards = (table.at_end(self.of) if self.of else table.reward()).tolist()
         for uid, text, reward in zip(table.uids, self.texts(rollouts, table), rewards, strict=True):
-            if uid in self.asked and not math.isnan(reward):
+            if uid in self.plain and not math.isnan(reward):
                 answers.setdefault(uid, []).append((text, reward))
         ranked = {uid: sorted(group, key=lambda answer: -answer[1]) for uid, group in answers.items()}
         groups = [
-            AnsweredGroup(self.asked[uid], group)
+            AnsweredGroup(self.plain[uid], group)
             for uid, group in ranked.items()
             if group[0][1] - group[-1][1] > EQUAL
         ]
@@ -112,11 +112,11 @@ class WithExperience(ReadsAnswers):
                 Path(self.output).write_text(listed + "\n", encoding="utf-8")
 
     def metrics(self) -> Mapping[str, float]:
-        """Report how many experiences there are."""
+        """Report the number of experiences."""
         return {"experiences": float(len(self.experiences))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the list."""
+        """Return the list and the number of experiences ever added."""
         return {"experiences": dict(self.experiences), "added": self.added}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -124,10 +124,7 @@ class WithExperience(ReadsAnswers):
         self.experiences, self.added = dict(state["experiences"]), state["added"]
 
     def _apply(self, operations: Any) -> None:
-        """Carry proposals out, in order.
-
-        Raises ValueError for anything else than the proposals that it names.
-        """
+        """Apply proposals in order; a `ValueError` names the valid forms."""
         wanted = 'a list of {"add": text}, {"update": id, "text": text} and {"delete": id}'
         if not isinstance(operations, list | tuple):
             raise ValueError(f"an experience update must return {wanted}, not {operations!r:.200}")
@@ -154,7 +151,7 @@ def numbered(texts: Iterable[str]) -> str:
 
 
 def before_question(prompt: Prompt, text: Part) -> Prompt:
-    """Put a text before everything in the first message of the user."""
+    """Insert a text at the start of the first user message."""
     place = next((i for i, message in enumerate(prompt.messages) if message.role == "user"), 0)
     first = prompt.messages[place]
     message = replace(first, parts=(text, *first.parts))
@@ -177,16 +174,16 @@ def read_experiences(path: Path) -> list[str]:
 
 @experience_update
 def contrast(experiences: Mapping[str, str], groups: Sequence[AnsweredGroup]) -> list[dict[str, str]]:
-    """Add the best and the worst answer of every group as an experience; no model is asked.
+    """Add the best and the worst answer of every group as an experience, without a model.
 
-    A group whose prompt is in the list already adds nothing.
+    Prompts that the list already contains are skipped.
     """
-    known, proposals = set(experiences.values()), []
+    proposals = []
     for group in groups:
         (best, high), (worst, low) = group.answers[0], group.answers[-1]
-        question = f"Asked: {group.prompt.text[:WORDS]}"
-        if not any(text.startswith(f"{question}\n") for text in known):
-            earned = f"{best[:WORDS]!r} earned {high:.3g}, {worst[:WORDS]!r} earned {low:.3g}."
+        question = f"Asked: {group.prompt.text[:LETTERS]}"
+        if not any(text.startswith(f"{question}\n") for text in experiences.values()):
+            earned = f"{best[:LETTERS]!r} earned {high:.3g}, {worst[:LETTERS]!r} earned {low:.3g}."
             proposals.append({"add": f"{question}\n{earned}"})
     return proposals
 
@@ -206,17 +203,17 @@ BULLET = re.compile(r"^\s*(?:[-*\u2022]|\d+[.)])\s*")
 
 @experience_update
 class ByPolicy:
-    """Let the policy itself write experiences: rules from each group, then changes of the list.
+    """Let the policy write experiences: rules from each group, then edits of the list.
 
-    Training-free GRPO (arXiv 2510.08191). The first engine of the run is asked once for every group whose
-    rewards differ, with the question, its images and its answers, and once with the list and all rules that
-    were found, for changes as JSON. Our reading: the paper's summary of each answer and its comparison are
-    one question, and both texts are ours. Changes that cannot be read change nothing, and are counted.
+    Training-free GRPO (arXiv 2510.08191). The first engine of the run answers one question per group, with
+    the prompt, its images and some answers, and one question with the list and all new rules, which asks for
+    edits as JSON. Our reading: the paper's summaries and comparison are one question, and both wordings are
+    ours. Unreadable edits change nothing and are counted.
 
     Args:
-        max_rules: Rules that are taken from a group.
-        max_answers: Answers of a group that are shown, half of them the best and half the worst.
-        max_letters: Letters of an answer that are shown.
+        max_rules: Most rules from a group.
+        max_answers: Answers of a group in its question: the better half of them the best, the rest the worst.
+        max_letters: Letters of an answer in a question.
     """
 
     def __init__(
@@ -248,13 +245,13 @@ class ByPolicy:
             uid=f"{groups[0].prompt.uid}#changes",
             messages=(Message("user", (Part(text, said=True),)),),
         )
-        found = changes_in(self._answers([last])[0], experiences)
-        self.counts["experiences/changes"] += len(found or ())
-        self.counts["experiences/unread"] += found is None
-        return found or []
+        changes = changes_in(self._answers([last])[0], experiences)
+        self.counts["experiences/changes"] += len(changes or ())
+        self.counts["experiences/unread"] += changes is None
+        return changes or []
 
     def metrics(self) -> Mapping[str, float]:
-        """Report how many changes were proposed, and how many answers held none that can be read."""
+        """Report the number of proposed edits, and of unreadable answers."""
         counts, self.counts = self.counts, dict.fromkeys(self.counts, 0.0)
         return counts
 
@@ -264,20 +261,20 @@ class ByPolicy:
         return [row.outcomes[-1].text or "" for row in self.ask(prompts)]
 
     def _extract(self, group: AnsweredGroup) -> Prompt:
-        """Ask for rules from the answers to a prompt, after the prompt itself."""
+        """Append the request for rules, with the answers, to the prompt."""
         best = group.answers[: -(-self.max_answers // 2)]
         worst = group.answers[len(best) :][-(self.max_answers // 2) :] if self.max_answers > 1 else ()
         shown = (f"Score {reward:.3g}: {text[: self.max_letters]}" for text, reward in (*best, *worst))
         text = EXTRACT.format(count=self.max_rules, answers=numbered(shown))
         *before, last = group.prompt.messages
-        asked = replace(last, parts=(*last.parts, Part(text, said=True)))
-        return replace(group.prompt, uid=f"{group.prompt.uid}#rules", messages=(*before, asked))
+        extended = replace(last, parts=(*last.parts, Part(text, said=True)))
+        return replace(group.prompt, uid=f"{group.prompt.uid}#rules", messages=(*before, extended))
 
 
 def changes_in(text: str, experiences: Mapping[str, str]) -> list[dict[str, str]] | None:
-    """Read the changes in the last JSON list of an answer; None where it has no list.
+    """Parse the edits in the last JSON list of an answer; None without a list.
 
-    Entries of another form, and changes of experiences that do not exist, are left out.
+    Malformed entries and edits of unknown experiences are skipped.
     """
     listed, at = None, 0
     while (at := text.find("[", at)) >= 0:
@@ -289,14 +286,14 @@ def changes_in(text: str, experiences: Mapping[str, str]) -> list[dict[str, str]
         listed = value if all(isinstance(change, dict) for change in value) else listed
     if listed is None:
         return None
-    known, found = set(experiences), []
+    ids, changes = set(experiences), []
     for change in listed:
         match change:
             case {"add": str(rule), **rest} if rule.strip() and not rest:
-                found.append({"add": rule})
-            case {"update": str(name), "text": str(rule), **rest} if name in known and not rest:
-                found.append({"update": name, "text": rule})
-            case {"delete": str(name), **rest} if name in known and not rest:
-                known.discard(name)
-                found.append({"delete": name})
-    return found
+                changes.append({"add": rule})
+            case {"update": str(name), "text": str(rule), **rest} if name in ids and not rest:
+                changes.append({"update": name, "text": rule})
+            case {"delete": str(name), **rest} if name in ids and not rest:
+                ids.discard(name)
+                changes.append({"delete": name})
+    return changes

@@ -1,8 +1,8 @@
-"""TreeCUA-DPO (arXiv 2602.09662): conversations with tools part at their turns.
+"""TreeCUA-DPO (arXiv 2602.09662): tool conversations that branch at their turns, for preference pairs.
 
 Title: TreeCUA: Efficiently Scaling GUI Automation with Tree-Structured Verifiable Evolution
 Formula: pairs (turn that leads to a right answer, turn that does not) from one state, by `branch_pairs`.
-Our reading: conversations are held while learning, and how pairs are made; only the abstract was read.
+Our reading: online conversations, and the construction of pairs; only the abstract was read.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class WithTurnBranches(WithTools):
         return [copied(talk, index) for index in range(first, first + number)]
 
     def _starts(self, roots: int) -> list[int]:
-        """Number the first conversation of every level of the tree; those that never begin count as well.
+        """Number the first conversation of every level of a full tree.
 
         So a number, by which its turns are drawn, depends on no other conversation.
         """

@@ -1,4 +1,4 @@
-"""Signals (arXiv 2604.00356): recorded conversations are drawn by a quality that is counted from signals.
+"""Signals (arXiv 2604.00356): sample recorded conversations by a quality computed from signals.
 
 Title: Signals: Trajectory Sampling and Triage for Agentic Interactions
 Formula: score = 50 + weighted counts of signals, in tiers from 75 (excellent) to below 25 (severe).
@@ -17,7 +17,6 @@ from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import sampler
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
-from mmrl.data.row_prompts import uids_of
 from mmrl.samplers.candidates import evenness
 from mmrl.samplers.sources import Sources, column_of
 
@@ -108,15 +107,6 @@ class Triage:
         """Report the share of each quality in the draws."""
         named = {f"sampler/share/{name}": share for name, share in self.among.of(self.weights).items()}
         return {"sampler/entropy": evenness(self.weights), **named}
-
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the score and the weight of the quality of every conversation, by uid."""
-        weights = self.weights[self.among.source].tolist()
-        data = self.among.candidates.data
-        return {
-            uid: {"score": score, "weight": weight}
-            for uid, score, weight in zip(uids_of(data), self.scores, weights, strict=True)
-        }
 
 
 def _checked(prompt: Prompt, signals: object) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""TTRL (arXiv 2504.16084): the majority of many answers is the label, and some of them are learned from.
+"""TTRL (arXiv 2504.16084): the majority of many answers is the label; only some are learned from.
 
 Title: TTRL: Test-Time Reinforcement Learning
 Formula: statistics and learning over the first `keep` answers of a group, all of which vote.

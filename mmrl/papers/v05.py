@@ -1,4 +1,4 @@
-"""V_0.5 (arXiv 2603.10848): few rollouts are compared with a predicted value of the prompt.
+"""V_0.5 (arXiv 2603.10848): the baseline combines few rollouts with a predicted value of the prompt.
 
 Title: V_0.5: Generalist Value Model as a Prior for Sparse RL Rollouts
 Formula: A = r - w v - (1 - w) V, w = D / (D + 1 / k), D = max(0, (v - V)^2 - 1 / k).

@@ -1,4 +1,4 @@
-"""VADE (arXiv 2511.18902): Thompson sampling of prompts by a running belief about their pass rates.
+"""VADE (arXiv 2511.18902): Thompson sampling of prompts by a running estimate of their pass rate.
 
 Title: VADE: Variance-Aware Dynamic Sampling via Online Sample-Level Difficulty Estimation for Multimodal RL
 Formula: p ~ Beta(alpha + 1, beta + 1); prompts with the highest p (1 - p)^2; counts decay.
@@ -18,14 +18,14 @@ from mmrl.config.registry import sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.samplers.candidates import Candidates, by_uid, evenness, reward_of
+from mmrl.samplers.candidates import Candidates, evenness, reward_of
 
 NEGLIGIBLE = 1e-12  # pseudo-counts below are 0
 
 
 @sampler
 class Vade:
-    """Draw the prompts whose pass rate is believed most informative (VADE, arXiv 2511.18902).
+    """Draw the prompts with the most informative estimated pass rates (VADE, arXiv 2511.18902).
 
     Every prompt has a Beta(alpha + 1, beta + 1) belief about its pass rate p. A draw samples p for each
     prompt and takes those with the highest score. Counts of passed and failed rollouts are added to alpha and
@@ -111,19 +111,13 @@ class Vade:
             self.updated[place] = self.seen[place] = True
 
     def metrics(self) -> Mapping[str, float]:
-        """Report how much of the data was asked, and how hard and how alike prompts are believed to be."""
+        """Report the share of the data drawn so far, the mean pass rate, and the entropy of the weights."""
         weights = self.information(self.pass_rate)
         return {
             "sampler/seen": float(self.seen.double().mean()),
             "sampler/pass_rate": float(self.pass_rate.mean()),
             "sampler/entropy": evenness(weights),
         }
-
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the mean pass rate, its score and the rollouts behind it, by uid."""
-        rate = self.pass_rate
-        counts = self.passed + self.failed
-        return by_uid(self.candidates.data, pass_rate=rate, weight=self.information(rate), rollouts=counts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts (M,)."""

@@ -1,8 +1,8 @@
-"""VERL (arXiv 2509.23808): answers whose hidden states gain rank earn more.
+"""VERL (arXiv 2509.23808): a bonus for answers whose hidden states gain effective rank.
 
 Title: Beyond the Exploration-Exploitation Trade-off: A Hidden State Approach for LLM Reasoning in RLVR
 Formula: w tanh(d_rank) + (1 - w) tanh(d_velocity), w = sigmoid(gain d_acceleration).
-Our reading: an answer that is too short for an acceleration has no bonus.
+Our reading: no bonus for answers too short for an acceleration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""VeRPO (arXiv 2601.03525): code is rewarded for the unit tests that it passes, which a server runs.
+"""VeRPO (arXiv 2601.03525): code earns a reward for each unit test that it passes on a server.
 
 Title: VeRPO: Verifiable Dense Reward Policy Optimization for Code Generation
 Formula: reward = sum_j w_j [passes j], w_j = exp(-alpha p_j) / (N_j + eps), N_j = sum_l exp(-(p_j - p_l)^2
@@ -16,12 +16,14 @@ import torch
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Tags
 from mmrl.config.registry import advantage, reward
-from mmrl.config.reward_adapters import comparable_outcomes, shown, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.tensor import rarity
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError
+from mmrl.rewards.adapters import comparable_outcomes
 from mmrl.rewards.http import Http, as_json
+from mmrl.runtime.scoring import shown
 
 FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```\s*$", re.DOTALL | re.MULTILINE)
 
@@ -124,7 +126,7 @@ class TestPasses(Http):
         return passed
 
     def _tests(self, prompt: Prompt) -> list | None:
-        """Read the tests of a prompt; raises `RowError` for what is no list."""
+        """Read the tests of a prompt; raises `RowError` unless they are a list."""
         tests = prompt.columns.get(self.column)
         if tests is None:
             return None

@@ -1,4 +1,4 @@
-"""Video-R1 (arXiv 2503.21776): bonuses for answers that need the order of frames, and for their length.
+"""Video-R1 (arXiv 2503.21776): bonuses for answers that need the order of frames, and for length.
 
 Title: Video-R1: Reinforcing Video Reasoning in MLLMs
 Formula: reward + bonus for right answers where p(ordered) >= min_ratio p(shuffled) over a group, and
@@ -96,7 +96,7 @@ def _tagged(row: Trajectory, prompt: Prompt) -> Trajectory:
 def temporal_contrast(
     table: RewardTable, *, of: str, min_ratio: NonNegativeFloat = 0.8, bonus: float = 0.3, above: float = 0.1
 ) -> RewardTable:
-    """Add a bonus to correct answers that are not worse than those to shuffled frames (T-GRPO).
+    """Add a bonus to right answers of groups that do no worse than with shuffled frames (T-GRPO).
 
     arXiv 2503.21776. The rows that `vision.with_shuffled_frames` added are compared here and then leave
     their group: they count in no later statistic and are not learned from. Groups without such rows, of

@@ -1,4 +1,4 @@
-"""Vision-Zero (arXiv 2509.25541): running baselines of roles, and stages that learn in turn.
+"""Vision-Zero (arXiv 2509.25541): running baselines per role, and stages that train in turn.
 
 Title: Vision-Zero: Scalable VLM Self-Improvement via Strategic Gamified Self-Play
 Formula: b = decay b + (1 - decay) mean r of the role; A = r - b.
@@ -52,7 +52,7 @@ class RoleBaseline:
         self.at = -1
 
     def baselines(self) -> dict[str, float]:
-        """Return what is subtracted from every role that was seen, with the collection of this step."""
+        """Return the baseline of every role, updated with this collection."""
         running, updates = self._running()
         if not self.bias_correction:
             return running
@@ -109,7 +109,7 @@ def corrected(mean: float, decay: float, updates: int) -> float:
 
 @dataclass(frozen=True)
 class Stage:
-    """Where alternation stands: which stage learns, for how long, and running means of its measures."""
+    """State of the alternation: current stage, its duration, and running means of its measures."""
 
     clue: bool = False
     dwell: int = 0  # collections of this stage that are over

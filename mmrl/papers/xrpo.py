@@ -1,4 +1,4 @@
-"""XRPO (arXiv 2510.06672): prompts that failed see solved examples, and rare right answers earn more.
+"""XRPO (arXiv 2510.06672): failed prompts show solved examples, and rare right answers earn more.
 
 Title: XRPO: Pushing the limits of GRPO with Targeted Exploration and Exploitation
 Formula: x' = x + the k solved questions with the largest cosine similarity to x; novelty = 1 - exp(s - mean
@@ -81,7 +81,7 @@ class WithSolvedExamples(ReadsAnswers):
         self.shown = 0
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Draw prompts, and show those that failed examples."""
+        """Draw prompts; failed ones get solved examples."""
         drawn = self.sampler.draw(num_prompts, num_generations)
         self.asked = {prompt.uid: prompt.text for prompt in drawn}
         seeded = {uid: found for uid in self.asked if uid in self.failed and (found := self._similar(uid))}

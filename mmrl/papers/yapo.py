@@ -1,4 +1,4 @@
-"""YaPO (arXiv 2601.08441): a steering vector is added, and subtracted with pairs swapped.
+"""YaPO (arXiv 2601.08441): learn a steering vector from preference pairs, in both directions.
 
 Title: YaPO: Learnable Sparse Activation Steering Vectors for Domain Adaptation
 Formula: h' = h + dec(relu(z + s v)) - dec(z), z the features of h; L = (L(v; w, l) + L(-v; l, w)) / 2.

@@ -1,4 +1,4 @@
-"""Answers as parquet: completions of training steps, and predictions of evaluations."""
+"""Parquet files of answers: completions of training steps and predictions of evaluations."""
 
 from __future__ import annotations
 
@@ -12,37 +12,47 @@ from urllib.parse import quote
 
 from torch import Tensor
 
+from mmrl.config.schema import ConfigError
 from mmrl.core.plain_text import each_text, whole
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.types import Rollouts
+from mmrl.data.fields import short
 from mmrl.reporting.thumbnails import of_outcome, of_prompt, of_tools
 from mmrl.runtime.files import remove, replacing
 
-PREDICTIONS = "predictions"  # the file of an evaluation, or the folder of several
-IMAGES = 8  # prompts of a collection that keep thumbnails
-THUMBNAILS = 512  # prompts of `mmrl evaluate` that do
-# Columns of some files.
-LATER = ("on_policy", "advantage", "split", "media", "correct", "seen", "made", "shown")
-CORRECT = b"correct"  # in the metadata of a file: the reward that its column `correct` was read from
+PREDICTIONS = "predictions"  # stem of the file of one evaluation, and folder of several
+IMAGES = 8  # prompts of a training step with thumbnails
+THUMBNAILS = 512  # prompts of `mmrl evaluate` with thumbnails
+CORRECT = b"correct"  # metadata key: the reward that the column `correct` was read from
+TEXT, NUMBER, JPEG = (str, "text"), ((int, float), "number"), (bytes, "JPEG")
+# Types of the columns; `reward/NAME` is a number, other columns are logged values of any type.
+TYPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("uid", "prompt", "target", "completion", "split"), TEXT),
+    **dict.fromkeys(("length", "reward", "on_policy", "advantage"), NUMBER),
+    **dict.fromkeys(("seen", "made"), JPEG),
+    "correct": (bool, "truth value"),
+    "media": (list, "list"),
+    "shown": (list, "list"),
+}
 
 
 def keeps_images(step: int, max_steps: int, num: int) -> bool:
-    """Return whether the completions of a step keep thumbnails: `num` steps do, spread from first to last."""
+    """Whether the completions of a step keep thumbnails: `num` evenly spaced steps do."""
     return step in {round(i * (max_steps - 1) / max(num - 1, 1)) for i in range(num)}
 
 
 def write_completions(
     path: Path, rollouts: Rollouts, table: RewardTable, advantage: Sequence[float], *, images: bool = False
 ) -> None:
-    """Write the rollouts of this process as parquet, one row each, whole or not at all.
+    """Write the rollouts of this process as parquet, one row each, atomically.
 
     Args:
         path: File to write.
         rollouts: Rollouts of this process.
-        table: Their rewards; rows of other processes are left out.
+        table: Rewards of the rollouts of all processes.
         advantage: Advantage of each row at its last place.
-        images: Whether rows of the first prompts keep thumbnails of the prompt (`seen`), the answer
-            (`made`) and what tools showed (`shown`).
+        images: Whether rows of the first prompts get thumbnails of the prompt (`seen`), the answer (`made`)
+            and the images from tools (`shown`).
     """
     columns = columns_of(rollouts, table)
     columns["on_policy"] = [row.on_policy for row in rollouts]
@@ -52,19 +62,18 @@ def write_completions(
 
 
 def write_predictions(path: Path, measured: Measured, *, world: int = 1, images: int = IMAGES) -> None:
-    """Write the answers of an evaluation as parquet, one row each, whole or not at all.
+    """Write the answers of an evaluation as parquet, one row each, atomically.
 
-    Of several processes each writes its own rows, as `predictions-00000-of-00002.parquet`.
-
-    The column `correct` is read from the reward that `judge_of` names; the metadata of the file name it under
-    the key `correct`. Without such a reward there is no such column.
+    Each of several processes writes its own rows, as `predictions-00000-of-00002.parquet`. The column
+    `correct` comes from the reward that `judge_of` returns, which the metadata of the file name; there is no
+    such column without one.
 
     Args:
-        path: The file of an evaluation on one process.
-        measured: The evaluation; rows of other processes are left out.
-        world: The number of processes.
-        images: Prompts with the lowest rewards whose rows keep thumbnails of the prompt (`seen`), the answer
-            (`made`) and what tools showed (`shown`).
+        path: Path of the file if there is one process.
+        measured: The evaluation on all processes.
+        world: Number of processes.
+        images: Number of prompts, those of the lowest rewards, whose rows get thumbnails of the prompt
+            (`seen`), the answer (`made`) and the images from tools (`shown`).
     """
     table, rollouts = measured.table, measured.rollouts
     own, rank = path, table.rank
@@ -82,28 +91,28 @@ def write_predictions(path: Path, measured: Measured, *, world: int = 1, images:
     worst = list(dict.fromkeys(rollouts[i].prompt.uid for i in order))[:images]
     write_columns(own, columns | thumbnails(rollouts, set(worst)), {CORRECT: judge.encode()} if judge else {})
     if rank == 0:
-        for old in parts_of(path):  # of another number of processes, which would count rows twice
+        for old in parts_of(path):  # files of another number of processes would count rows twice
             if old != own and not old.stem.endswith(f"-of-{world:05d}"):
                 remove(old)
 
 
 def evaluation_file(folder: Path) -> Path:
-    """Name the predictions of an evaluation in its output folder."""
+    """Path of the predictions of an evaluation in its output folder."""
     return folder / f"{PREDICTIONS}.parquet"
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Name the predictions of a training run's evaluation after `step` steps."""
+    """Path of the predictions of an evaluation after `step` steps of a training run."""
     return folder / PREDICTIONS / f"step-{step:06d}.parquet"
 
 
 def setting_file(folder: Path, setting: str) -> Path:
-    """Name the predictions of a setting, of an evaluation of several; `/` is written as `%2F`."""
+    """Path of the predictions of one of several settings; `/` in its name becomes `%2F`."""
     return folder / PREDICTIONS / f"{quote(setting, safe=' +=,@()')}.parquet"
 
 
 def drop_predictions(folder: Path, step: int) -> None:
-    """Remove the predictions of a training run after `step`, which are made once more."""
+    """Remove the predictions after `step`: a resumed run writes them again."""
     for path in (folder / PREDICTIONS).glob("step-*.parquet"):
         number = path.stem.split("-")[1]
         if number.isdecimal() and int(number) > step:
@@ -111,30 +120,30 @@ def drop_predictions(folder: Path, step: int) -> None:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """List the files that hold the rows of a file of predictions: itself, or those of several processes."""
+    """Existing files with the rows of a file of predictions: itself, or one per process."""
     return sorted(
         part for part in (path, *path.parent.glob(f"{path.stem}-*-of-*{path.suffix}")) if part.is_file()
     )
 
 
 def judge_of(table: RewardTable, chosen: str = "") -> str:
-    """Name the reward that says which answers are correct: 1 is correct, and all values are 0 or 1.
+    """Name of the reward that says which answers are correct: all its values are 0 or 1. "" without one.
 
-    That is the `chosen` one, or the reward of the largest weight; of several, the first whose values are only
-    0 and 1. A smaller reward, such as of form or length, says nothing of that: "" where there is none.
+    It is the `chosen` reward, or else the first one among the rewards of the largest weight. Rewards of a
+    smaller weight, such as format or length, do not count.
     """
     weights = {name: abs(table.weights.get(name, 0.0)) for name in table.scored}
     most = max(weights.values(), default=0.0)
     for name in [chosen] if chosen else [name for name, weight in weights.items() if weight == most]:
         values = table.at_end(name)
-        known = values[~values.isnan()]
-        if len(known) and bool(((known == 0) | (known == 1)).all()):
+        values = values[~values.isnan()]
+        if len(values) and bool(((values == 0) | (values == 1)).all()):
             return name
     return ""
 
 
 def columns_of(rollouts: Rollouts, table: RewardTable) -> dict[str, list]:
-    """List prompts, targets, answers and rewards of this process's rollouts, one column each."""
+    """Columns with the prompts, targets, answers, rewards and logged values of this process's rollouts."""
     mine = table.select(table.mine)
     columns: dict[str, list] = {
         "uid": [row.prompt.uid for row in rollouts],
@@ -146,58 +155,70 @@ def columns_of(rollouts: Rollouts, table: RewardTable) -> dict[str, list]:
     }
     columns |= {f"reward/{name}": mine.at_end(name).tolist() for name in mine.scored}
     for name in dict.fromkeys(name for row in rollouts for name in row.logged):
-        logged = [row.logged.get(name) for row in rollouts]
-        taken = name in columns or name in LATER
-        columns[f"extra/{name}" if taken else name] = _of_one_type(logged)
+        values = [row.logged.get(name) for row in rollouts]
+        # A parquet column has one type: all numbers as floats, anything else as text.
+        as_type = float if all(value is None or isinstance(value, int | float) for value in values) else str
+        taken = name in columns or name in TYPES
+        columns[f"extra/{name}" if taken else name] = [v if v is None else as_type(v) for v in values]
     return columns
 
 
-def _of_one_type(values: list[Any]) -> list[Any]:
-    """Return numbers as floats; where a value is none, all become texts. None stays."""
-    numbers = all(value is None or isinstance(value, int | float) for value in values)
-    return [None if value is None else float(value) if numbers else str(value) for value in values]
-
-
 def thumbnails(rollouts: Rollouts, uids: set[str]) -> dict[str, list]:
-    """Make thumbnails for some uids, None elsewhere: of prompts, answers, and what tools showed.
+    """Columns with thumbnails of prompts (`seen`), answers (`made`) and images from tools (`shown`).
 
-    The columns are `seen`, `made` and `shown`.
+    Rows of other prompts than `uids` have None; a column without any thumbnail is left out.
     """
     prompts = {row.prompt.uid: row.prompt for row in rollouts if row.prompt.uid in uids}
-    shown = {uid: of_prompt(prompt) for uid, prompt in prompts.items()}
-    seen = [shown.get(row.prompt.uid) for row in rollouts]
-    made = [of_outcome(row.outcomes[-1]) if row.prompt.uid in uids else None for row in rollouts]
-    parts = [of_tools(row.shown) if row.prompt.uid in uids else None for row in rollouts]
-    columns = {"seen": seen, "made": made, "shown": parts}
+    of_prompts = {uid: of_prompt(prompt) for uid, prompt in prompts.items()}
+    inside = [row.prompt.uid in uids for row in rollouts]
+    columns = {
+        "seen": [of_prompts.get(row.prompt.uid) for row in rollouts],
+        "made": [of_outcome(r.outcomes[-1]) if i else None for r, i in zip(rollouts, inside, strict=True)],
+        "shown": [of_tools(row.shown) if i else None for row, i in zip(rollouts, inside, strict=True)],
+    }
     return {name: column for name, column in columns.items() if any(column)}
 
 
 def target_text(target: Any) -> str | None:
-    """Write a target as text: a text as it is, anything else as JSON."""
+    """Convert a target to text: texts stay as they are, anything else becomes JSON."""
 
     def plain(value: Any) -> Any:
-        match value:
-            case Tensor():
-                return value.tolist()
+        if isinstance(value, Tensor):
+            return value.tolist()
         return vars(value) if is_dataclass(value) else str(value)
 
-    match target:
-        case None | str():
-            return target
-    return json.dumps(target, default=plain, ensure_ascii=False)
+    unchanged = target is None or isinstance(target, str)
+    return target if unchanged else json.dumps(target, default=plain, ensure_ascii=False)
+
+
+def check_row(row: Mapping[str, Any], place: str, required: Sequence[str]) -> None:
+    """Raise ConfigError where a required column is missing or a column has the wrong type."""
+    for name, value in {**dict.fromkeys(required), **row}.items():
+        check_type(name, value, place, optional=name not in required)
+    for image in row.get("shown") or ():
+        check_type("shown", image, place, JPEG)
+
+
+def check_type(
+    name: str, value: Any, place: str, wanted: tuple[Any, str] | None = None, *, optional: bool = False
+) -> None:
+    """Raise ConfigError unless a value has the type of its column, or the `wanted` one."""
+    wanted = wanted or TYPES.get(name, NUMBER if name.startswith("reward/") else (object, ""))
+    if not isinstance(value, wanted[0]) and not (optional and value is None):
+        raise ConfigError(f"{place}: '{name}' must be a {wanted[1]}, not {short(value)}")
 
 
 def write_columns(
     path: Path, columns: Mapping[str, list], metadata: Mapping[bytes, bytes] | None = None
 ) -> None:
-    """Write columns as parquet under a temporary name, and rename it."""
+    """Write columns as a parquet file, atomically."""
     import pyarrow
     from pyarrow import parquet
 
-    # Columns that may have no value in a file keep their type.
+    # Types of columns that may be empty.
     types = {"target": pyarrow.string(), "completion": pyarrow.string(), "correct": pyarrow.bool_()}
     types |= {"media": pyarrow.list_(pyarrow.string())}
-    columns = each_text(columns, whole)  # names of files may be no UTF-8
+    columns = each_text(columns, whole)  # file names may not be UTF-8
     arrays = {name: pyarrow.array(column, types.get(name)) for name, column in columns.items()}
     with replacing(path) as beside:
         parquet.write_table(pyarrow.table(arrays).replace_schema_metadata(metadata), beside)

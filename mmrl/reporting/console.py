@@ -1,4 +1,4 @@
-"""Console output of a run: a progress bar and a live table on a terminal, plain lines elsewhere."""
+"""Console output of a run: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Group
 
-SILENCE = 30.0  # seconds without a line after which the work inside a step is printed
-PAUSE = 5.0  # seconds between plain lines, where there is no terminal
+SILENCE = 30.0  # seconds without output after which progress inside a step is printed
+PAUSE = 5.0  # minimum seconds between plain lines
 SHOWN = [
     "reward", "reward_std", "rewards/margins", "rewards/accuracies", "kl", "entropy",
     "completions/mean_length", "loss", "grad_norm", "updates", "step_time",
 ]  # fmt: skip
 TABLE = [*SHOWN[:-1], "clip_ratio/region_mean", "time/rollouts_per_second", "step_time"]
-WARNINGS = 3  # the last ones, shown below the table
+WARNINGS = 3  # number of warnings below the table
 
 
 class Console:
@@ -28,20 +28,20 @@ class Console:
 
     Args:
         title: Name of the run.
-        max_steps: Number of steps of the whole run.
-        quiet: Whether to print nothing, as on all processes but the main one.
+        max_steps: Number of steps of the run.
+        quiet: Print nothing, as on processes other than the main one.
     """
 
     def __init__(self, title: str, max_steps: int, quiet: bool = False) -> None:
         self.title, self.max_steps, self.quiet = title, max_steps, quiet
-        self.live, self.printed = None, -math.inf  # rich's display, and when the last line was printed
+        self.live, self.printed = None, -math.inf  # display of rich; time of the last line of a step
         self.first: Mapping[str, float] = {}
         self.last: Mapping[str, float] = {}
         self.warnings: list[str] = []
-        self.working, self.spoke = "", time.monotonic()  # inside the step, and when something was printed
+        self.working, self.spoke = "", time.monotonic()  # progress inside the step; time of the last line
 
     def begin(self, step: int, first: Mapping[str, float] | None = None) -> None:
-        """Start at a step; `first` has the metrics of the run's first step, where it is resumed."""
+        """Start at a step; `first` are the metrics of the first step of a resumed run."""
         self.first = first or {}
         if self.quiet or not on_terminal():
             return
@@ -59,7 +59,7 @@ class Console:
         self.task = self.progress.add_task(self.title, total=self.max_steps, completed=step)
         self.live = Live(get_renderable=self.panel, refresh_per_second=4)
         self.live.start()
-        atexit.register(self.end)  # a run that fails must not leave the terminal without its cursor
+        atexit.register(self.end)  # restores the cursor of the terminal when a run fails
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a finished step."""
@@ -73,13 +73,13 @@ class Console:
             self.say(f"{self.title} {step + 1}/{self.max_steps}  {values}  eta {left:.0f} s")
 
     def work(self, work: str, done: int, total: int) -> None:
-        """Show how far the work inside a step is: below the bar, or as a line after 30 s of silence."""
+        """Show progress inside a step: below the bar, or as a line after 30 s without output."""
         self.working = f"{work} {done}/{total}"
         if self.live is None and time.monotonic() > self.spoke + SILENCE:
             self.say(f"{self.title}: {self.working}")
 
     def panel(self) -> Group:
-        """Lay out the progress bar, last values next to the first, and the last warnings."""
+        """Progress bar, table of the last and the first values, and the last warnings."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -99,7 +99,7 @@ class Console:
         return Group(self.progress, *working, *([table] if table.row_count else []), *warnings)
 
     def warn(self, text: str) -> None:
-        """Print a warning and keep it below the table."""
+        """Print a warning, and show it below the table."""
         self.warnings.append(text)
         self.say(f"warning: {text}")
 
@@ -119,14 +119,14 @@ class Console:
 
 
 class ProgressLines:
-    """Progress of a command without steps: a line on standard error every 5 s, or every 30 s in a log."""
+    """Progress of a command on standard error: a line every 5 s, or every 30 s without a terminal."""
 
     def __init__(self) -> None:
         self.spoke = time.monotonic()
-        self.quiet = os.environ.get("RANK", "0") != "0"  # of several processes the first one speaks
+        self.quiet = os.environ.get("RANK", "0") != "0"  # only the first process prints
 
     def __call__(self, work: str, done: int, total: int) -> None:
-        """Print how far some work is, unless a line was printed just now."""
+        """Print progress, unless the last line was printed just before."""
         now = time.monotonic()
         if not self.quiet and now > self.spoke + (PAUSE if sys.stderr.isatty() else SILENCE):
             self.spoke = now
@@ -134,5 +134,5 @@ class ProgressLines:
 
 
 def on_terminal() -> bool:
-    """Return whether the standard output is a terminal."""
+    """Whether the standard output is a terminal."""
     return sys.stdout.isatty()

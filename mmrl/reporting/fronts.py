@@ -1,22 +1,20 @@
-"""Pareto fronts of several objectives, all to be maximised: members, gaps, and how good a front is.
+"""Pareto fronts of objectives that are maximised: members, crowding distances, hypervolume, thresholds.
 
-As in C-MORL (arXiv 2410.02236), which fills the gaps of a front by training on from its loneliest members.
+C-MORL (arXiv 2410.02236) fills the gaps of a front by training on from the members with most room around.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import torch
-
-Point = tuple[float, ...]  # a value of every objective
+Point = tuple[float, ...]  # one value per objective
 
 
 def front_of(points: Sequence[Point], reference: Point | None = None) -> list[int]:
-    """Return the places of points that no other beats, in order; equal points count once.
+    """Indices of the points that no other point dominates; of equal points the first.
 
-    A point with a value that is not finite, or below the `reference` in an objective, is never a member.
+    A point that is not finite, or below the `reference` in an objective, is never a member.
     """
 
     def admitted(point: Point) -> bool:
@@ -34,10 +32,10 @@ def front_of(points: Sequence[Point], reference: Point | None = None) -> list[in
 
 
 def crowding_distance(front: Sequence[Point]) -> list[float]:
-    """Measure how far apart the neighbours of each member are; infinite for the ends of an objective.
+    """Distance between the neighbours of each member; infinite for the extremes of an objective.
 
-    For every objective (next - previous) / (largest - smallest), added up. An objective without a spread adds
-    0; of equal values the first counts as the smaller one.
+    Sum over objectives of (next - previous) / (largest - smallest). An objective with one value adds 0; of
+    equal values the first counts as the smaller one.
     """
     distances = [0.0] * len(front)
     for values in zip(*front, strict=True):
@@ -52,19 +50,19 @@ def crowding_distance(front: Sequence[Point]) -> list[float]:
 
 
 def loneliest(front: Sequence[Point], count: int) -> list[int]:
-    """Return the places of the `count` members of largest crowding distance; ties to the first."""
+    """Indices of the `count` members with the largest crowding distance; of ties the first."""
     distances = crowding_distance(front)
     return sorted(range(len(front)), key=lambda i: -distances[i])[:count]
 
 
 def hypervolume(front: Sequence[Point], reference: Point) -> float:
-    """Measure what lies between the reference and the front: the volume that some member beats."""
+    """Volume between the reference point and the front."""
     inside = [point for point in front if all(a > b for a, b in zip(point, reference, strict=True))]
     if not inside:
         return 0.0
     if len(reference) == 1:
         return max(inside)[0] - reference[0]
-    # Slices along the last objective: in each, the points that reach so far span a volume of one less.
+    # Slice along the last objective; the points that reach a slice span a volume of one dimension less.
     levels = sorted({point[-1] for point in inside})
     return sum(
         (level - below) * hypervolume([p[:-1] for p in inside if p[-1] >= level], reference[:-1])
@@ -72,38 +70,9 @@ def hypervolume(front: Sequence[Point], reference: Point) -> float:
     )
 
 
-def expected_utility(front: Sequence[Point], step: float = 0.01) -> float:
-    """Average, over weights of the objectives, the best weighted sum that a member has.
-
-    Weights are those of at least 0 that add up to 1, in multiples of `step`.
-    """
-    weights = torch.tensor(list(_simplex(len(front[0]), round(1 / step))), dtype=torch.float64) * step
-    best = (weights @ torch.tensor(list(front), dtype=torch.float64).T).amax(1)
-    return float(best.mean())
-
-
-def sparsity(front: Sequence[Point]) -> float:
-    """Average the squared gaps between neighbours, added up over the objectives; 0 for a single member."""
-    if len(front) < 2:
-        return 0.0
-    ordered = [sorted(values) for values in zip(*front, strict=True)]
-    gaps = [(b - a) ** 2 for values in ordered for a, b in zip(values, values[1:], strict=False)]
-    return sum(gaps) / (len(front) - 1)
-
-
 def threshold(start: float, beta: float) -> float:
-    """Return what an objective may fall to from a start: start - (1 - beta) |start|.
+    """Lowest value that an objective may fall to: start - (1 - beta) |start|.
 
-    C-MORL has beta times the start, which is the same above 0 and cannot be met below (our reading).
+    Our reading: C-MORL has beta times the start, which is equal above 0 and cannot be met below 0.
     """
     return start - (1 - beta) * abs(start)
-
-
-def _simplex(size: int, total: int) -> Iterator[tuple[int, ...]]:
-    """Yield all tuples of whole numbers of at least 0 that add up to `total`."""
-    if size == 1:
-        yield (total,)
-        return
-    for first in range(total + 1):
-        for rest in _simplex(size - 1, total - first):
-            yield first, *rest

@@ -1,4 +1,4 @@
-"""Metrics of a training step under the names that TRL uses, and their files of JSON."""
+"""Metrics of a training step with the names of TRL, and the JSON files that they are written to."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from mmrl.runtime.files import flush, write_whole
 
 log = logging.getLogger("mmrl")
 
-EVALUATION = "evaluation.json"  # of a run's folder: its last evaluation
-VISUALIZATIONS = "visualizations.html"  # HTML fragments of the visualizations of its last evaluation
+EVALUATION = "evaluation.json"  # file with the last evaluation of a run
+VISUALIZATIONS = "visualizations.html"  # HTML fragments: visualizations of the last evaluation
 
 
 def describe_rewards(table: RewardTable) -> dict[str, float]:
-    """Compute the reward metrics of a collection, over the episodes that the policy itself sampled."""
+    """Reward metrics of a training step, over the episodes that the policy sampled."""
     table = on_policy_rows(join_episodes(table))
     index = group_index([table.group])  # (N,) number of each row's group
-    # A group with a failed reward is valid nowhere: the sum of its other rewards means nothing.
+    # A group with a failed reward has no valid entry: the sum of its other rewards has no meaning.
     reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
     known = ~reward.isnan()  # (N,)
     extent = group_range(reward, index, known)
@@ -41,7 +41,7 @@ def describe_rewards(table: RewardTable) -> dict[str, float]:
         metrics[f"{key}/mean"], metrics[f"{key}/std"] = mean_and_std(answers)
         known = ~answers.isnan()
         several = known & (group_count(index, known) > 1)
-        # Each group of two values or more counts once, however many rows it has.
+        # Every group with two values or more has the same weight.
         spread, share = group_std(answers.nan_to_num(), index, known), 1 / group_count(index, several)
         spread = torch.where(spread > EQUAL, spread, 0.0)
         total = share[several].sum()
@@ -52,29 +52,29 @@ def describe_rewards(table: RewardTable) -> dict[str, float]:
 
 
 def on_policy_rows(table: RewardTable) -> RewardTable:
-    """Select the rows that the policy sampled; all rows where it sampled none."""
+    """Rows that the policy sampled, or all rows if it sampled none."""
     sampled = table.ids["on_policy"][:, 0] == 1
     return table.select(sampled) if sampled.any() else table
 
 
 def mean_and_std(values: Tensor) -> tuple[float, float]:
-    """Compute mean (NaN of nothing) and standard deviation (0 below two values), leaving out NaN."""
+    """Mean (NaN without values) and standard deviation (0 below two values), ignoring NaN."""
     known = values[~values.isnan()]
     return float(known.mean()), float(known.std()) if len(known) > 1 else 0.0
 
 
 def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]:
-    """Compute the share of the advantage of each weighted reward, as `rewards/{name}/advantage_share`.
+    """Share of the advantage of each weighted reward, as `rewards/{name}/advantage_share`.
 
-    Inside a group let `d_k` be a row's distance of weight times reward `k` from the group's mean, `d` their
-    sum over `k`, `a` the same distance of the row's advantage (its mean over places), and `c` the slope of
-    `a` on `d` over the group. A reward's share is the sum of `c * a * d_k` over all rows, divided by that of
-    `c * a * d`: its part of the variance of the advantage inside groups, as far as the rewards explain it.
-    Shares add up to 1; one is negative where a reward pulls against the rest. Our reading.
+    Inside a group let `d_k` be weight times reward `k` of a row minus its group mean, `d` the sum of `d_k`
+    over `k`, `a` the advantage of the row (its mean over places) minus its group mean, and `c` the slope of
+    `a` on `d`. The share of reward `k` is the sum of `c * a * d_k` over all rows, divided by the sum of
+    `c * a * d`: its part of the within-group variance of the advantage that the rewards explain. Shares add
+    up to 1; a negative share pulls against the other rewards. Our reading.
 
     Args:
-        table: Rewards of a collection.
-        credit: Advantages that the chain computed from them; rows of `table` that it lacks are left out.
+        table: Rewards of a training step.
+        credit: Advantages of these rows; rows without an advantage are left out.
 
     Returns:
         A share for every weighted reward; empty where no group varies.
@@ -86,8 +86,8 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
         return {}
     known = learned.any(-1) & ~table.reward().isnan()  # (N,)
     index = group_index([table.group])
+    # Advantage of each row (N,): the mean over its places.
     places = (credit.values[:, 0] * learned).sum(-1) / learned.sum(-1).clamp(min=1)
-    # `places` (N,) is the advantage of a row; a row with several places counts with their mean.
     weighted = [table.at_end(name).nan_to_num() * weight for name, weight in table.weights.items()]
 
     def centred(values: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
     parts, advantage = centred(torch.stack(weighted, 1)), centred(places[:, None])  # (N, R), (N, 1)
     whole = parts.sum(1, keepdim=True)  # (N, 1)
     against, square = group_sum(advantage * whole, index), group_sum(whole.square(), index)
-    # Least squares: c = sum(a d) / sum(d^2) in each group, 0 where its rewards are equal.
+    # Least squares per group: c = sum(a d) / sum(d^2), 0 where all rewards are equal.
     slope = torch.where(square > EQUAL**2, against / square.clamp(min=EQUAL**2), 0.0)[index]
     explained = (slope * advantage * parts).sum(0)  # (R,)
     if not explained.sum() > EQUAL**2:
@@ -107,16 +107,16 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
 
 
 def describe_speed(table: RewardTable, seconds: float) -> dict[str, float]:
-    """Compute rollouts, and steps of rollouts, per second of a whole training step."""
+    """Rollouts, and tokens or denoising steps of rollouts, per second of a training step."""
     table = on_policy_rows(join_episodes(table))
     counts = {"rollouts": float(len(table)), "steps": float(table.length.sum())}
     return {f"time/{name}_per_second": count / seconds for name, count in counts.items() if seconds > 0}
 
 
 def describe_lengths(table: RewardTable) -> dict[str, float]:
-    """Compute the length metrics of a collection: tokens of texts, steps of images and videos.
+    """Length metrics of a training step: tokens of texts, denoising steps of images and videos.
 
-    A text is clipped when its tag `finish` is `length`. The rows of an episode count as one text.
+    A text is clipped if its tag `finish` is `length`. The rows of an episode count as one text.
     """
     table = on_policy_rows(join_episodes(table))
     texts = _at_last(table, table.ids.get("text", torch.ones_like(table.ends))) == 1
@@ -138,12 +138,12 @@ def describe_lengths(table: RewardTable) -> dict[str, float]:
 
 
 def _at_last(table: RewardTable, column: Tensor) -> Tensor:
-    """Read a column (N, K) at each row's answer: (N,)."""
+    """Values of a column (N, K) at the last outcome of each row: (N,)."""
     return column.gather(1, table.last.clamp(min=0)[:, None])[:, 0]
 
 
 def describe_measured(measured: Measured) -> dict[str, float]:
-    """Name the metrics of an evaluation as the journal does: `eval_x`, `eval_x/low` and `eval_x/high`."""
+    """Metrics of an evaluation with the names of the journal: `eval_x`, `eval_x/low`, `eval_x/high`."""
     named = {f"eval_{name}": value for name, value in measured.metrics.items()}
     for name, (low, high) in measured.intervals.items():
         named |= {f"eval_{name}/low": low, f"eval_{name}/high": high}
@@ -151,61 +151,61 @@ def describe_measured(measured: Measured) -> dict[str, float]:
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
-    """Sum a per-step note of the engine over steps of sampled rows that have it, and count those steps."""
-    listed = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
-    noted = [note[~note.isnan()] for note in listed]
+    """Sum of a per-step note of the engine over the sampled rows that have it, and the number of steps."""
+    notes = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
+    noted = [note[~note.isnan()] for note in notes]
     return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}
 
 
 class Meter:
-    """Accumulates metrics of micro-batches.
+    """Accumulates the metrics of micro-batches.
 
-    Each is a share of its update's total, so that the sum over micro-batches is a mean over the update.
+    Metrics are divided by totals of the whole update, so their sum over micro-batches is a mean.
     """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.updates = 0  # counted by the caller, after the last micro-batch of each
+        self.updates = 0  # the caller counts it after the last micro-batch of an update
 
     def add(self, metrics: Mapping[str, Tensor], counts: float) -> None:
-        """Add the metrics of a micro-batch (`counts` 0 for a repeated one)."""
+        """Add the metrics of a micro-batch, multiplied by `counts` (0 for a repeated one)."""
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, 0.0) + counts * value.detach().double().cpu()
 
     def take(self) -> dict[str, float]:
-        """Return the means over the updates since the last call, and start anew."""
+        """Return the means over the updates since the last call, and reset."""
         means = {name: float(value) / max(self.updates, 1) for name, value in self.sums.items()}
         self.sums, self.updates = {}, 0
         return means
 
 
 class Journal:
-    """A JSON-lines file of a run with a step in every record; a resumed run drops later records."""
+    """JSON-lines file with a step in every record; a resumed run drops the records after its checkpoint."""
 
     def __init__(self, folder: Path, name: str = "metrics.jsonl") -> None:
         self.path = folder / name
 
     def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Append a record and return it as `read` will; numbers that are not finite are written as null."""
+        """Append a record and return it as `read` does; numbers that are not finite become null."""
         line = to_line(record)
         with self.path.open("a") as file:
             file.write(line)
         return from_line(line)
 
     def flush(self) -> None:
-        """Wait until the file has reached the disk (fsync)."""
+        """Sync the file to disk."""
         if self.path.exists():
             flush(self.path)
 
     def read(self) -> list[dict[str, Any]]:
-        """Read all records; skip a last line that a crash cut short, and, with a warning, damaged lines."""
+        """Read all records; skips an incomplete last line, and damaged lines with a warning."""
         data = self.path.read_bytes() if self.path.exists() else b""
         records = []
         for number, line in enumerate(data.splitlines(keepends=True), start=1):
             try:
                 records.append(from_line(line))
             except (ValueError, TypeError, AttributeError, KeyError):
-                if line.endswith(b"\n"):  # without, it is what a crash cut short
+                if line.endswith(b"\n"):  # otherwise a crash interrupted the write
                     log.warning("'%s': line %d is damaged and left out", self.path, number)
         return records
 
@@ -217,25 +217,25 @@ class Journal:
 
 
 def of_training(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Leave out the record of an evaluation before the first step, which has nothing of training."""
+    """Records of training steps: all but an evaluation before the first step."""
     return [record for record in records if steps_taken(record)]
 
 
 def steps_taken(record: Mapping[str, Any]) -> int:
-    """Count the steps before a record was written: 0 for an evaluation before the first step."""
+    """Number of steps taken when a record was written; 0 for an evaluation before the first step."""
     trained = any(not name.startswith("eval_") for name in record.keys() - {"step", "cheap"})
     return record["step"] + trained
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Write a record as a line of JSON; numbers that are not finite become null."""
-    # Python writes NaN and Infinity, which JSON lacks, and lets its reader replace them.
+    """Format a record as a line of JSON; numbers that are not finite become null."""
+    # `json.dumps` writes NaN and Infinity, which are not JSON; `parse_constant` replaces them.
     finite = json.loads(json.dumps(record), parse_constant=lambda constant: None)
     return json.dumps(finite) + "\n"
 
 
 def from_line(line: str | bytes) -> dict[str, Any]:
-    """Read a record; null is NaN."""
+    """Parse a record; null becomes NaN."""
     record = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
     match record:
         case {"step": int()}:
@@ -244,13 +244,13 @@ def from_line(line: str | bytes) -> dict[str, Any]:
 
 
 class Trackers:
-    """All trackers of a run; each receives the finite metrics of every reported step."""
+    """The trackers of a run, which receive the finite metrics of every reported step."""
 
     def __init__(self, pieces: Sequence[Tracker] = ()) -> None:
         self.pieces, self.opened = pieces, False
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int, say: Callable[[str], None]) -> None:
-        """Open every tracker for a run that starts, or resumes, at step `start`; `say` prints their notes."""
+        """Open every tracker at step `start`; `say` prints their lines for the console."""
         for piece in self.pieces:
             if note := piece.open(folder, config, start):
                 say(note)
@@ -270,6 +270,6 @@ class Trackers:
 
 
 def write_measured(folder: Path, measured: Measured) -> None:
-    """Write the last evaluation of a run with its intervals to `evaluation.json`."""
+    """Write the last evaluation with its intervals to `evaluation.json`."""
     written = {"metrics": dict(measured.metrics), "intervals": dict(measured.intervals)}
     write_whole(folder / EVALUATION, json.dumps(written, indent=2))

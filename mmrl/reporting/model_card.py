@@ -15,11 +15,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from mmrl.config import objects
-from mmrl.config.methods import Method, all_methods
 from mmrl.config.plain import as_list, as_mapping
 from mmrl.config.schema import Config, Piece, as_plain
+from mmrl.reporting.methods import DIFFERS, Method, all_methods
 
-# Configuration keys that do not change what a step learns.
+# Configuration keys that do not affect what a step learns; the hash leaves them out.
 FREE = {
     "max_steps", "num_train_epochs", "save_steps", "save_total_limit", "report", "overwrite_output_dir",
     "output_dir", "metric_for_best_model", "greater_is_better", "push_to_hub", "hub_model_id",
@@ -29,21 +29,19 @@ PACKAGES = ("mmrl", "torch", "transformers", "diffusers", "peft", "accelerate")
 
 
 def config_hash(config: Config) -> str:
-    """Return the first 12 digits of the SHA-256 of what a configuration trains."""
+    """First 12 hex digits of the SHA-256 of the keys that affect training."""
     learned = {key: value for key, value in as_plain(config).items() if key not in FREE}
     text = json.dumps(learned, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def variant_of(config: Config) -> Method | None:
-    """Find the method with the advantages and objective of a run; of several the closest one."""
+    """Method with the advantages and the objective of a run; of several the most similar one."""
     raw = as_plain(config)
 
     def agreement(part: Any, whole: Any) -> int:
-        match part, whole:
-            case dict(), dict():
-                # Shared settings count for a method, other values against it.
-                return sum(agreement(value, whole.get(key)) for key, value in part.items())
+        if isinstance(part, dict) and isinstance(whole, dict):
+            return sum(agreement(value, whole.get(key)) for key, value in part.items())
         return 1 if part == whole else -1
 
     def same(variant: Method, key: str) -> bool:
@@ -54,7 +52,7 @@ def variant_of(config: Config) -> Method | None:
 
 
 def short_pieces(value: Any) -> Any:
-    """Replace pieces without options by their names, everywhere in a configuration."""
+    """Replace pieces without options by their names, at any depth of a configuration."""
     match value:
         case {"name": name} if len(value) == 1:
             return name
@@ -71,21 +69,18 @@ def write_card(
     """Write the model card into the folder of a model trained for `step` steps.
 
     Args:
-        config: Of the run.
-        step: Steps that the model was trained for.
-        measured: Metrics by the journal's names; the card shows those of an evaluation (`eval_*`).
-        folder: Of the model.
-        notes: Sentences about the files, such as how they are loaded.
+        config: Configuration of the run.
+        step: Number of training steps.
+        measured: Metrics of the journal; the card shows held-out ones (`eval_*`).
+        folder: Folder of the model.
+        notes: Sentences about the files, such as how to load them.
     """
     data = config.data.options
     training = {
         "config": config,
         "step": step,
         "updates": measured.get("updates"),
-        "data": [
-            config.data.name,
-            *(f"{key} {data[key]}" for key in ("path", "split", "format") if key in data),
-        ],
+        "data": [config.data.name, *(f"{k} {data[k]}" for k in ("path", "split", "format") if k in data)],
         "method": describe_method(config),
         "hash": config_hash(config),
     }
@@ -104,20 +99,18 @@ def render_card(
     training: Mapping[str, Any] | None = None,
     held_out: Mapping[str, float] | None = None,
 ) -> None:
-    """Write a model card: base model, transforms, cache and versions, and what is known of its training."""
+    """Write a model card: base model, transforms, cache, versions, and training where it is known."""
     base = str(policy.options.get("model") or policy.name).removeprefix(objects.PREFIX)
-    cheaper = [
-        ("transform", short_pieces(as_plain(piece))) for piece in policy.options.get("transform") or ()
-    ]
+    pieces = [("transform", piece) for piece in policy.options.get("transform") or ()]
     for engine in engines:
         for kind in ("transform", "cache"):
-            for piece in as_list(engine.options.get(kind) or ()):
-                cheaper.append((f"{kind} of rollouts" if training else kind, short_pieces(as_plain(piece))))
+            title = f"{kind} of rollouts" if training else kind
+            pieces += [(title, piece) for piece in as_list(engine.options.get(kind) or ())]
     card = card_template().render(
         name=name,
         base=base,
         hub_model=json.dumps(base) if "/" in base and not Path(base).exists() else "",
-        cheaper=[(kind, _spelled(as_mapping(piece))) for kind, piece in cheaper],
+        cheaper=[(title, one_line(as_mapping(short_pieces(as_plain(piece))))) for title, piece in pieces],
         notes=notes,
         training=training,
         held_out=held_out or {},
@@ -129,7 +122,7 @@ def render_card(
 
 @cache
 def card_template() -> Template:
-    """Load the template of model cards. They are Markdown: nothing is escaped but the ends of cells."""
+    """Load the Markdown template of model cards; only the filter `cell` escapes, for table cells."""
     here = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(here), trim_blocks=True, undefined=StrictUndefined)
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
@@ -139,7 +132,7 @@ def card_template() -> Template:
 
 @cache
 def installed_versions() -> Sequence[str]:
-    """List the versions of the packages that a card names."""
+    """Versions of the installed packages that a card lists."""
     versions = []
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):  # diffusers and peft may be missing
@@ -147,15 +140,24 @@ def installed_versions() -> Sequence[str]:
     return versions
 
 
-def _spelled(piece: Mapping[str, Any]) -> str:
-    """Write a piece with its options in one line."""
+def one_line(piece: Mapping[str, Any]) -> str:
+    """Name of a piece with its options in parentheses."""
     options = ", ".join(f"{name} {value}" for name, value in piece.items() if name != "name")
     return f"{piece['name']} ({options})" if options else piece["name"]
 
 
 def describe_method(config: Config) -> str:
-    """Name the method of a run with its papers, or else its objective and chain."""
+    """Method of a run with its papers and differences from GRPO; without one, its objective and chain.
+
+    Where the run has other rewards than the method, the card leaves out what the method says of rewards.
+    """
     if (method := variant_of(config)) is None:
         return f"{config.objective.name} over the chain {', '.join(piece.name for piece in config.advantage)}"
     papers = ", ".join(f"[arXiv {id}](https://arxiv.org/abs/{id})" for id in method.papers)
-    return f"{method.name}{f' ({papers})' if papers else ''}: {method.comment}"
+    rewards = short_pieces(as_plain(config)["rewards"])
+    own_rewards = rewards != short_pieces(method.raw.get("rewards", rewards))
+    parts = [part for part in method.differs.rstrip(".").split("; ") if part]
+    parts = [part for part in parts if not (own_rewards and part.startswith("rewards:"))]
+    about = method.comment.partition(DIFFERS)[0].strip()
+    text = " ".join([about, *([f"{DIFFERS}{'; '.join(parts)}."] if parts else [])])
+    return f"{method.name}{f' ({papers})' if papers else ''}: {text}"

@@ -1,43 +1,42 @@
-"""Results of several settings of a model: Pareto front, table, plot and page of quality against costs."""
+"""Comparison of several settings of a model: table, plots and page of quality against costs."""
 
 from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
 from mmrl.config.schema import as_plain
+from mmrl.reporting.fronts import front_of
 from mmrl.reporting.html import document
-from mmrl.reporting.html.charts import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, chart_style, svg_of
+from mmrl.reporting.html.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, chart_style, style_of, svg_of
 from mmrl.reporting.html.layout import amount, macros, table
-from mmrl.reporting.html.point_labels import label_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Estimate = tuple[float, float, float]  # a value and the ends of its interval
-
-FRONT, OTHERS = COLOURS[0], "#6b7a89"  # of points on the Pareto front, and of the others
+Estimate = tuple[float, float, float]  # value, lower and upper bound of its interval
+LEGEND = 17  # height of a line of the legend, in points
 
 
 @dataclass(frozen=True)
 class SettingResult:
-    """Result of one setting."""
+    """Metrics and costs of one setting."""
 
     changes: Mapping[str, Any]  # configuration keys that it sets, with their values
-    quality: Mapping[str, Estimate]  # every metric
-    difference: Mapping[str, Estimate]  # every metric minus that of the first setting on the same prompts
+    quality: Mapping[str, Estimate]  # by metric
+    difference: Mapping[str, Estimate]  # by metric: difference to the first setting on the same prompts
     costs: Mapping[str, float]  # per prompt
 
 
 @dataclass(frozen=True)
 class SettingsComparison:
-    """Results of all settings by name, and the metric that is compared with their costs."""
+    """Results of all settings by name, and the metric that their costs are compared with."""
 
     rows: Mapping[str, SettingResult]
     metric: str
@@ -46,31 +45,21 @@ class SettingsComparison:
 
     @property
     def costs(self) -> list[str]:
-        """List the names of the costs, which are the same for all settings."""
+        """Names of the costs."""
         return list(next(iter(self.rows.values())).costs)
 
     def optimal(self, cost: str) -> list[str]:
         """List the settings on the Pareto front of the metric and a cost, cheapest first."""
         sign = 1 if self.greater_is_better else -1
-        points = {
-            name: (row.costs[cost], -sign * row.quality[self.metric][0])  # both to be minimised
-            for name, row in self.rows.items()
-            if not math.isnan(row.quality[self.metric][0])
-        }
-        return sorted(pareto_front(points), key=points.__getitem__)
-
-
-def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """List the points that no other dominates; smaller is better in both numbers."""
-
-    def dominated(point: tuple[float, float]) -> bool:
-        return any(x <= point[0] and y <= point[1] and (x, y) != point for x, y in points.values())
-
-    return [name for name, point in points.items() if not dominated(point)]
+        rows = self.rows.items()
+        points = {name: (-row.costs[cost], sign * row.quality[self.metric][0]) for name, row in rows}
+        values = list(points.values())
+        best = {values[i] for i in front_of(values)}
+        return sorted((name for name in points if points[name] in best), key=points.__getitem__, reverse=True)
 
 
 def plain(compared: SettingsComparison) -> dict[str, Any]:
-    """Convert a comparison to JSON: numbers and the ends of their intervals."""
+    """Convert a comparison to JSON: numbers and the bounds of their intervals."""
     settings = {}
     for name, row in compared.rows.items():
         written: dict[str, Any] = {"changes": as_plain(row.changes)}
@@ -87,7 +76,7 @@ def plain(compared: SettingsComparison) -> dict[str, Any]:
 
 
 def cells(compared: SettingsComparison) -> tuple[list[str], list[list[str]]]:
-    """Lay out a table as titles and rows; a star marks costs at which a setting is on the Pareto front."""
+    """Titles and rows of the table; a star marks costs at which a setting is on the Pareto front."""
     first, reference = next(iter(compared.rows.items()))
     metrics = list(dict.fromkeys(metric for row in compared.rows.values() for metric in row.quality))
     titles = ["setting", *(title for m in metrics for title in (m, f"difference to {first}"))]
@@ -128,16 +117,16 @@ def show(compared: SettingsComparison) -> None:
 
 
 def page(title: str, compared: SettingsComparison, plots: Sequence[str]) -> str:
-    """Build the page of a comparison: table, a plot (SVG) for every cost, and what the settings change."""
+    """Render the page of a comparison: a table, a plot (SVG) per cost, and the changes of each setting."""
     metric, part = compared.metric, macros()
     note = part.note(
-        f"All answered the same {compared.prompts} prompts. Intervals are of prompts drawn anew, the same "
-        "for all settings, so differences are of pairs. * No other setting has a better "
-        f"{metric} for no more of this cost."
+        f"All settings answered the same {compared.prompts} prompts. Intervals are bootstrap intervals over "
+        f"prompts, paired for the differences. * No other setting has a better {metric} for no more of this "
+        "cost."
     )
     key = part.note(
         f"Filled and joined: no other setting has a better {metric} for no more of this cost. Hollow: "
-        "another has. Upright lines: intervals. Settings at one point share its label, one a line."
+        "another one has. Vertical lines: intervals."
     )
     figures = [
         part.figure(f"{metric} against {cost}", Markup(plot))
@@ -146,68 +135,58 @@ def page(title: str, compared: SettingsComparison, plots: Sequence[str]) -> str:
     changes = [[name, json.dumps(as_plain(row.changes))] for name, row in compared.rows.items()]
     sections = [
         ("costs", f"{metric} and costs", part.grid(figures) + key),
-        ("changes", "What they change", table(["setting", "changes"], changes, kind="value")),
+        ("changes", "Changes of each setting", table(["setting", "changes"], changes, kind="value")),
     ]
     return document(title, [table(*cells(compared))], sections, heading="Settings", subtitle=note)
 
 
 def draw(compared: SettingsComparison, costs: Sequence[str]) -> str:
-    """Plot the metric against costs as SVG, a panel each; the Pareto front is filled and joined."""
+    """Plot the metric against costs as SVG, a panel per cost, with one legend below the panels."""
     from matplotlib.figure import Figure
 
-    # Labels of many settings need more room.
-    width, height = WIDTH * len(costs), HEIGHT + 20 * max(0, len(compared.rows) - 4)
-    size = ((WIDTH - LEFT - RIGHT) / width, (height - TOP - BOTTOM) / height)
+    names = [name for name, row in compared.rows.items() if math.isfinite(row.quality[compared.metric][0])]
+    labels = [textwrap.fill(name, 54) for name in names]
+    legend = LEGEND * sum(1 + label.count("\n") for label in labels)
+    width, height = WIDTH * len(costs), HEIGHT + legend
+    size = ((WIDTH - LEFT - RIGHT) / width, (HEIGHT - TOP - BOTTOM) / height)
     with chart_style(salt=repr((costs, compared))):
         figure = Figure((width / 72, height / 72), dpi=72)
         for i, cost in enumerate(costs):
-            draw_panel(figure.add_axes(((i * WIDTH + LEFT) / width, BOTTOM / height, *size)), compared, cost)
+            axes = figure.add_axes(((i * WIDTH + LEFT) / width, (BOTTOM + legend) / height, *size))
+            points = draw_panel(axes, compared, cost, names)
+        figure.legend(points, labels, loc="lower left", frameon=False, borderpad=0, borderaxespad=0.3)
         return svg_of(figure)
 
 
-def draw_panel(axes: Axes, compared: SettingsComparison, cost: str) -> None:
-    """Plot the metric against one cost; settings whose metric is not a number are left out."""
-    rows = {
-        name: row for name, row in compared.rows.items() if math.isfinite(row.quality[compared.metric][0])
-    }
+def draw_panel(axes: Axes, compared: SettingsComparison, cost: str, names: Sequence[str]) -> list[Any]:
+    """Plot the metric of settings against one cost; the Pareto front is filled and joined by a line."""
     best = compared.optimal(cost)
+    rows = {name: compared.rows[name] for name in names}
     at = {name: (row.costs[cost], row.quality[compared.metric][0]) for name, row in rows.items()}
     axes.plot(*zip(*(at[name] for name in best), strict=True), color="#b8c4d0", linewidth=1.4)
-    for name, row in rows.items():
+    points = []
+    for i, (name, row) in enumerate(rows.items()):
         (x, y), (_, low, high) = at[name], row.quality[compared.metric]
-        axes.errorbar(
-            x,
-            y,
-            # Resampled ends may lie on one side of the value; matplotlib wants lengths of 0 or more.
-            [[max(0.0, y - low)], [max(0.0, high - y)]],
-            fmt="o",
-            color=FRONT if name in best else OTHERS,
-            markerfacecolor=FRONT if name in best else "#ffffff",
-            # A ring is seen around a dot at the same point.
-            markersize=5.5 if name in best else 8.0,
-            zorder=3 if name in best else 2,
-            elinewidth=0.8,
+        colour, on_front = style_of(i)[0], name in best
+        # A hollow marker is larger: it stays visible around a filled one at the same point.
+        style = {"markerfacecolor": colour if on_front else "#ffffff", "markersize": 5.5 if on_front else 8.0}
+        # The bounds of a bootstrap interval may both lie on one side of the value.
+        lengths = [[max(0.0, y - low)], [max(0.0, high - y)]]
+        marker = "os^D"[i // 8 % 4]
+        points.append(
+            axes.errorbar(
+                x, y, lengths, fmt=marker, color=colour, zorder=2 + on_front, elinewidth=0.8, **style
+            )
         )
     axes.set(xlabel=f"{cost} per prompt", ylabel=compared.metric)
-    if not rows:
-        return
-    set_axes(axes, [x for x, _ in at.values()])
-    axes.yaxis.set_label_coords((14 - LEFT) / (WIDTH - LEFT - RIGHT), 0.5)
-    pixels = axes.transData.transform
-    points = dict(zip(at, pixels([*at.values()]).tolist(), strict=True))
-    taken = [(x - 7, y - 7, x + 7, y + 7) for x, y in points.values()]
-    for name, (x, _) in points.items():
-        (_, low), (_, high) = pixels([(at[name][0], end) for end in rows[name].quality[compared.metric][1:]])
-        taken.append((x - 2, low, x + 2, high))
-    for (x0, y0), (x1, y1) in pairwise(points[name] for name in best):  # the line, as a row of small boxes
-        for share in (i / 40 for i in range(41)):
-            x, y = x0 + share * (x1 - x0), y0 + share * (y1 - y0)
-            taken.append((x - 1, y - 1, x + 1, y + 1))
-    label_points(axes, [*at], [(x, y) for x, y in points.values()], taken)
+    if rows:
+        set_axes(axes, [x for x, _ in at.values()])
+        axes.yaxis.set_label_coords((14 - LEFT) / (WIDTH - LEFT - RIGHT), 0.5)
+    return points
 
 
 def set_axes(axes: Axes, amounts: Sequence[float]) -> None:
-    """Choose a linear or a logarithmic axis of costs, ticks, and how numbers are written at them."""
+    """Choose a linear or logarithmic cost axis, and the ticks with their number format."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.margins(x=0.1, y=0.1)

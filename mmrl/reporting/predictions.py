@@ -1,4 +1,4 @@
-"""Predictions of evaluations: their files are read, and two of them are compared answer by answer."""
+"""Reads the predictions of evaluations, and compares two evaluations answer by answer."""
 
 from __future__ import annotations
 
@@ -13,70 +13,61 @@ from mmrl.config.loading import nearest
 from mmrl.config.schema import ConfigError
 from mmrl.core.reward_table import EQUAL
 from mmrl.data.dataset_io import SHARD, SourceError, parquet_of
-from mmrl.data.fields import short
-from mmrl.reporting.answers import CORRECT, PREDICTIONS, evaluation_file, parts_of
+from mmrl.reporting.answers import CORRECT, PREDICTIONS, check_row, evaluation_file, parts_of
 
-TYPES = {"uid": str, "prompt": str, "completion": str, "target": str, "split": str, "media": list}
-TYPES |= {"correct": bool, "seen": bytes, "made": bytes, "shown": list}
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """The answers of one evaluation; a row maps the columns of its file to values.
-
-    `judge` is the reward that the column `correct` was read from, "" without that column.
-    """
+    """The answers of one evaluation."""
 
     path: Path
-    rows: Sequence[Row]
-    judge: str
+    rows: Sequence[Row]  # by column
+    judge: str  # the reward that the column `correct` was read from; "" without that column
 
     @property
     def rewards(self) -> list[str]:
-        """The columns with single rewards, such as `reward/short_answer`."""
+        """Columns with a single reward, such as `reward/short_answer`."""
         return [name for name in self.rows[0] if name.startswith("reward/")]
 
     @property
     def measures(self) -> list[str]:
-        """The columns that answers are ranked by: what decides, then single rewards, then their sum."""
+        """Columns to rank answers by: the judge, the other rewards, and the weighted sum."""
         first = f"reward/{self.judge}"
         names = [first, *(name for name in self.rewards if name != first)] if self.judge else self.rewards
         return names if len(names) == 1 else [*names, "reward"]
 
 
 def find_predictions(path: Path) -> Path:
-    """Find the predictions that a user named: a file, or the folder of an evaluation or of a run.
+    """Find the file of predictions in a file name, or in the folder of an evaluation or of a training run.
 
-    Of a training run those of its last evaluation are meant. Raises ConfigError where there are none, or
-    several without an order.
+    A training run stands for its last evaluation. Raises ConfigError where there is no file, or several.
     """
     if path.suffix == ".parquet":
         return path.with_name(SHARD.sub("", path.stem) + path.suffix)
     folder = path if path.name == PREDICTIONS else path / PREDICTIONS
     stems = {SHARD.sub("", file.stem) for file in folder.glob("*.parquet")}
-    found = [folder / f"{stem}.parquet" for stem in sorted(stems)]
-    if all(re.fullmatch(r"step-\d+", file.stem) for file in found):
-        found = found[-1:]
-    whole = evaluation_file(path)
-    found = [*([whole] if parts_of(whole) else []), *found]
-    if not found:
+    files = [folder / f"{stem}.parquet" for stem in sorted(stems)]
+    if all(re.fullmatch(r"step-\d+", file.stem) for file in files):
+        files = files[-1:]
+    evaluation = evaluation_file(path)
+    files = [*([evaluation] if parts_of(evaluation) else []), *files]
+    if not files:
         raise ConfigError(
             f"there are no predictions in '{path}'; name the output_dir of `mmrl evaluate` or of a training "
             "run with evaluations, or one of their parquet files"
         )
-    if len(found) > 1:
-        listed = ", ".join(f"'{file}'" for file in found)
+    if len(files) > 1:
+        listed = ", ".join(f"'{file}'" for file in files)
         raise ConfigError(f"'{path}' holds several files of predictions; name one of {listed}")
-    return found[0]
+    return files[0]
 
 
 def read_predictions(path: Path) -> Predictions:
-    """Read the predictions in a file, or in those that several processes wrote instead of it.
+    """Read a file of predictions, or the files of several processes.
 
-    Raises:
-        ConfigError: A file is missing, empty or damaged, or a column has another type than an evaluation
-            writes.
+    Raises ConfigError where one is missing, empty or damaged, or a column has another type than written.
     """
     parts, rows, judge = parts_of(path), [], ""
     many = int(parts[0].stem[-5:]) if parts and SHARD.search(parts[0].stem) else 1
@@ -86,22 +77,12 @@ def read_predictions(path: Path) -> Predictions:
     for part in parts:
         with parquet_of(part) as file:
             judge = (file.schema_arrow.metadata or {}).get(CORRECT, b"").decode()
-            rows += [checked(row, f"{part}[{i}]") for i, row in enumerate(file.read().to_pylist())]
+            for i, row in enumerate(file.read().to_pylist()):
+                check_row(row, f"{part}[{i}]", ("uid", "prompt"))
+                rows.append({"reward": math.nan, **row})
     if not rows:
         raise SourceError(f"'{path}' holds no rows")
     return Predictions(path, rows, judge if f"reward/{judge}" in rows[0] else "")
-
-
-def checked(row: Row, place: str) -> Row:
-    """Raise ConfigError where a column is missing or has another type than an evaluation writes."""
-    for name, value in {"uid": None, "prompt": None, "reward": math.nan, **row}.items():
-        wanted = TYPES.get(name, (int, float) if name.startswith("reward") else object)
-        if not isinstance(value, wanted) and (value is not None or name in ("uid", "prompt")):
-            raise SourceError(f"{place}: '{name}' is not what an evaluation writes, but {short(value)}")
-    for image in row.get("shown") or ():
-        if not isinstance(image, bytes):
-            raise SourceError(f"{place}: 'shown' is not what an evaluation writes, but {short(row['shown'])}")
-    return {"reward": math.nan, **row}
 
 
 # ---- two evaluations
@@ -109,29 +90,26 @@ def checked(row: Row, place: str) -> Row:
 
 @dataclass(frozen=True)
 class Joined:
-    """The prompts that two evaluations share, each with the answers of both, and how many they do not.
-
-    `measures` are the columns that both have, the one to order by first.
-    """
+    """Two evaluations joined on the uids of their prompts."""
 
     first: Predictions
     second: Predictions
-    measures: Sequence[str]
-    pairs: Sequence[tuple[Sequence[Row], Sequence[Row]]]
-    only_first: int
+    measures: Sequence[str]  # columns of both, starting with the one to order by
+    pairs: Sequence[tuple[Sequence[Row], Sequence[Row]]]  # the answers of both to each shared prompt
+    only_first: int  # number of prompts
     only_second: int
-    other_targets: int  # prompts of one uid with unlike targets, which are other questions: left out
-    other_words: int  # pairs whose prompts are worded differently
+    other_targets: int  # number of prompts left out because their targets differ
+    other_words: int  # number of pairs whose prompts are worded differently
 
 
 @dataclass(frozen=True)
 class Change:
-    """How one measure changed from a first evaluation to a second, over prompts that both answered."""
+    """Change of one measure between two evaluations, over the prompts that both answered."""
 
     name: str
-    before: float
+    before: float  # mean
     after: float
-    better: int
+    better: int  # number of prompts
     worse: int
     unchanged: int
 
@@ -139,7 +117,7 @@ class Change:
     def p(self) -> float:
         """Two-sided p-value of the exact sign test; with one answer of 0 or 1 a prompt, McNemar's test.
 
-        Under the null hypothesis a prompt that changed got better or worse with equal probability.
+        Null hypothesis: a prompt that changed got better or worse with equal probability.
         """
         changed, fewer = self.better + self.worse, min(self.better, self.worse)
         tail = sum(math.comb(changed, k) for k in range(fewer + 1))
@@ -147,7 +125,7 @@ class Change:
 
 
 def join(first: Predictions, second: Predictions, by: str | None = None) -> Joined:
-    """Join two evaluations on the uid of their prompts, to be ordered by a reward.
+    """Join two evaluations on the uids of their prompts; `by` names the reward to order by.
 
     Raises ConfigError where they share no prompt or no reward.
     """
@@ -192,13 +170,13 @@ def by_prompt(predictions: Predictions) -> dict[str, list[Row]]:
 
 
 def value_of(rows: Sequence[Row], measure: str) -> float:
-    """Average a measure over the answers to a prompt; NaN where none has it."""
-    known = [float(v) for row in rows if (v := row.get(measure)) is not None and math.isfinite(v)]
-    return sum(known) / len(known) if known else math.nan
+    """Mean of a measure over the answers to a prompt; NaN where no answer has it."""
+    values = [float(v) for row in rows if (v := row.get(measure)) is not None and math.isfinite(v)]
+    return sum(values) / len(values) if values else math.nan
 
 
 def change_of(joined: Joined, measure: str) -> Change:
-    """Compare two evaluations by a measure, over prompts where both have it."""
+    """Change of a measure over the prompts for which both evaluations have it."""
     values = [(value_of(a, measure), value_of(b, measure)) for a, b in joined.pairs]
     values = [(a, b) for a, b in values if math.isfinite(a) and math.isfinite(b)]
     gaps, count = [b - a for a, b in values], max(len(values), 1)

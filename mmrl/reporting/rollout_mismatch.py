@@ -1,4 +1,4 @@
-"""Mismatch between the rollout engine and the policy that is trained, and the time the engine saves."""
+"""Mismatch between the rollout engine and the trained policy, and the time that the engine saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Rows of the report's table: metric, title, format.
+# Rows of the table in the report: metric, title and format.
 ROWS = (
     ("sampling/kl", "KL of engine to policy, nats a step", ".4f"),
     ("sampling/sampling_logp_difference/mean", "difference of log-probabilities", ".4f"),
@@ -22,12 +22,11 @@ ROWS = (
 def conclude(means: Mapping[str, float]) -> dict[str, float]:
     """Replace moments of importance weights by effective sample sizes, as shares in (0, 1].
 
-    `means` has `moments/{steps,rows}/{0,1,2}`: sums of weights to these powers, all over the same number,
-    which cancels. Weights `w` of `n` answers are worth `n s` equal ones, `s = (sum w)^2 / (n sum w^2)`.
+    `means` has `moments/{steps,rows}/{0,1,2}`: means of the weights to these powers. The effective share of
+    `n` weights `w` is (sum w)^2 / (n sum w^2) (Kish).
     """
     metrics = {name: value for name, value in means.items() if not name.startswith("moments/")}
     for unit in ("steps", "rows"):
-        # The ratio of the sums is free of their common number: (S1)^2 / (S0 S2).
         count, first, second = (means.get(f"moments/{unit}/{power}", 0.0) for power in (0, 1, 2))
         if second > 0:
             metrics[f"sampling/ess/{unit}"] = first**2 / (count * second)
@@ -37,7 +36,7 @@ def conclude(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def describe_mismatch(record: Mapping[str, Any], cheap: str) -> str:
-    """Describe in a line the mismatch of a cheaper engine, where the step reports it; otherwise empty."""
+    """Sentence about the mismatch of a cheaper engine; "" where the step has no such metrics."""
     if not cheap or "sampling/kl" not in record:
         return ""
     share = record.get("sampling/ess/rows", math.nan)
@@ -49,13 +48,13 @@ def describe_mismatch(record: Mapping[str, Any], cheap: str) -> str:
 
 
 def mismatch_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Give table rows of the mismatch and of the seconds saved: title, first, mean and last value.
+    """Table rows of mismatch and time saved: title, first, mean and last value.
 
-    Empty where no second engine is timed and the engine does not differ from the policy.
+    Empty where the engine equals the policy and no second engine is timed.
     """
     finite = {name: [r[name] for r in records if math.isfinite(r.get(name, math.nan))] for name, _, _ in ROWS}
     kl = finite["sampling/kl"]
-    # Below 1e-4 nats a step the two differ by rounding alone.
+    # A KL below 1e-4 nats per step is rounding.
     if not finite["rollout/exact_seconds"] and (not kl or sum(kl) / len(kl) < 1e-4):
         return []
     return [

@@ -1,4 +1,4 @@
-"""Thumbnails of prompts and answers as JPEG, for pages and parquet rows."""
+"""JPEG thumbnails of prompts and answers, for pages and parquet files."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ from mmrl.core.tensor import linspace_indices
 from mmrl.core.types import Media, Outcome, Prompt
 from mmrl.data.media import MediaError
 
-SIDE = 120  # height of an answer's thumbnail in pixels; prompts show several smaller frames in a row
+SIDE = 120  # height of the thumbnail of an answer, pixels
 GAP = 2  # pixels between frames
-MARK = re.compile(r"<(?:image|video): \d+ tokens>")  # as `vision.with_tools` writes media
+MARK = re.compile(r"<(?:image|video): \d+ tokens>")  # placeholder of media in a conversation
 
 
 def strip(frames: Tensor, *, height: int = 72, most: int = 4) -> bytes:
-    """Lay frames, uint8 (F, 3, h, w), side by side as one JPEG of a height in pixels.
-
-    Of more than `most` frames some are shown, at equal distances from the first to the last.
-    """
+    """JPEG with frames, uint8 (F, 3, h, w), side by side; at most `most`, evenly spaced."""
     from PIL import Image
 
     shown = frames[linspace_indices(len(frames), most)]
     images = [Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in shown]
-    # An image of few pixels is enlarged in squares: a smooth enlargement would invent what lies between them.
+    # Enlarge small images by nearest neighbour: interpolation would invent pixels.
     resample = Image.Resampling.NEAREST if images[0].height < height else Image.Resampling.BICUBIC
     width = max(1, round(images[0].width * height / images[0].height))
     whole = Image.new("RGB", ((width + GAP) * len(images) - GAP, height), "white")
@@ -40,10 +37,7 @@ def strip(frames: Tensor, *, height: int = 72, most: int = 4) -> bytes:
 
 
 def of_prompt(prompt: Prompt) -> bytes | None:
-    """Make a thumbnail of the first image or video of a prompt; None where there is none to see.
-
-    Where answers are recorded, images may be missing or broken: a model that needs one has raised before.
-    """
+    """Thumbnail of the first image or video of a prompt; None without one, or where it cannot be read."""
     try:
         return strip(prompt.media[0].load().pixels) if prompt.media else None
     except MediaError:
@@ -51,8 +45,7 @@ def of_prompt(prompt: Prompt) -> bytes | None:
 
 
 def of_outcome(outcome: Outcome) -> bytes | None:
-    """Make a thumbnail of the image or video of an outcome; None unless it is one in 8 bits."""
-    # (3, h, w) of an image becomes a video of one frame; latents and points are no bytes.
+    """Thumbnail of the image or video of an outcome; None unless its pixels are uint8."""
     frames = outcome.image[None] if outcome.image is not None else None
     frames = outcome.video if outcome.video is not None else frames
     shown = frames is not None and frames.dtype == torch.uint8 and frames.dim() == 4
@@ -60,14 +53,14 @@ def of_outcome(outcome: Outcome) -> bytes | None:
 
 
 def of_tools(shown: Sequence[Media]) -> list[bytes] | None:
-    """Make a thumbnail of every image that tools showed in a conversation; None where there is none."""
+    """Thumbnails of the images from tools; None without any."""
     return [strip(image.load().pixels, height=SIDE) for image in shown] or None
 
 
 def illustrated(conversation: str, shown: Sequence[bytes]) -> list[str | bytes]:
-    """Cut a conversation where `<image: 64 tokens>` stands, and put thumbnails there: texts and JPEG.
+    """Split a conversation at placeholders such as `<image: 64 tokens>`, with thumbnails in their place.
 
-    Where there are more marks or fewer, because a policy may write them, too, the thumbnails come last.
+    The thumbnails come last if their number differs: a policy may write placeholders itself.
     """
     marks = list(MARK.finditer(conversation))
     if len(marks) != len(shown):
@@ -80,5 +73,5 @@ def illustrated(conversation: str, shown: Sequence[bytes]) -> list[str | bytes]:
 
 
 def data_uri(image: bytes, form: str = "jpeg") -> str:
-    """Encode an image file as a `data:` address, so that a page needs no file beside it."""
+    """Encode an image file as a `data:` URI."""
     return f"data:image/{form};base64,{base64.b64encode(image).decode()}"

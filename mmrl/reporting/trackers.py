@@ -1,7 +1,7 @@
-"""Trackers: a run's metrics on the dashboards of tensorboard, wandb and trackio, through accelerate.
+"""Trackers that send metrics to tensorboard, wandb and trackio through accelerate.
 
-A tracker is made when a run is built, so that a missing package is an error before a weight is loaded. The
-main process alone opens it, once the first step is known, so that a resumed run continues the same curves.
+Constructing a tracker checks that its package is installed, before any weight is loaded. The main process
+opens it when the first step is known, so that a resumed run continues its curves.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mmrl.config.schema import ConfigError
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-ID = "tracker_id"  # file in the output folder: the run's id on dashboards
+ID = "tracker_id"  # file in the output folder with the id of the run on dashboards
 
 
 def run_id(folder: Path) -> str:
-    """Return the id of a run on dashboards: random, and kept in its folder, so a new folder is a new run."""
+    """Id of a run on dashboards: random, stored in its folder."""
     path = folder / ID
     if not path.exists():
         path.write_text(secrets.token_hex(4))
@@ -30,13 +30,17 @@ def run_id(folder: Path) -> str:
 
 
 class AccelerateTracker:
-    """Base class of the trackers: a package that must be there, and the tracker of accelerate for it."""
+    """Base class: a tracker of accelerate whose package may be missing.
+
+    Args:
+        required: Whether a missing package is an error; otherwise it is a line on the console.
+    """
 
     package: ClassVar[str]
 
-    def __init__(self, required: bool) -> None:
+    def __init__(self, *, required: bool = True) -> None:
         spec = find_spec(self.package)
-        # A folder of that name in the working directory, as wandb leaves one, has no origin.
+        # A folder with the name of the package, such as wandb creates, has no origin.
         self.installed = spec is not None and spec.origin is not None
         self.tracker: GeneralTracker | None = None
         if required and not self.installed:
@@ -46,14 +50,14 @@ class AccelerateTracker:
             )
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
-        """Start at a step, and return a line for the console, which may be empty."""
+        """Start at a step; returns a line for the console, or ""."""
         if not self.installed:
             return f"{self.package} is not installed, so it receives no metrics; install mmrl[{self.package}]"
         self.tracker, line = self.start(folder, dict(config), start)
         return line
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
-        """Start a tracker of accelerate, and return it with the line for the console."""
+        """Start and return a tracker of accelerate, and a line for the console."""
         raise NotImplementedError
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
@@ -62,16 +66,16 @@ class AccelerateTracker:
             self.tracker.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Finish the run of the dashboard."""
+        """Finish the run on the dashboard."""
         if self.tracker is not None:
             self.tracker.finish()
 
 
 @tracker
 class Tensorboard(AccelerateTracker):
-    """Write event files for tensorboard into `output_dir/tensorboard`.
+    """Write event files of tensorboard into `output_dir/tensorboard`.
 
-    Events that a killed run wrote after the checkpoint it resumes from are hidden.
+    A resumed run hides the events after its checkpoint.
 
     Args:
         required: Whether a missing package is an error; otherwise it is a line on the console.
@@ -79,29 +83,25 @@ class Tensorboard(AccelerateTracker):
 
     package = "tensorboard"
 
-    def __init__(self, *, required: bool = True) -> None:
-        super().__init__(required)
-
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
-        """Start a tracker that hides the events from a step on."""
+        """Start a tracker that hides earlier events from `step` on."""
         from accelerate.tracking import TensorBoardTracker
 
-        made = TensorBoardTracker("tensorboard", logging_dir=folder, purge_step=step or None)
-        made.start()
-        return made, ""
+        tracker = TensorBoardTracker("tensorboard", logging_dir=folder, purge_step=step or None)
+        tracker.start()
+        return tracker, ""
 
 
 @tracker
 class Wandb(AccelerateTracker):
     """Send metrics to Weights & Biases.
 
-    A resumed run has the same id. Steps that the dashboard has already keep their first values, which are
-    the same, since a run resumes exactly.
+    A resumed run has the same id. Steps that the dashboard has already keep their values, which are equal.
 
     Args:
         project: Project of the dashboard.
-        run_name: Name of the run; by default that of its folder.
-        mode: `offline` writes into `output_dir/wandb`, from where `wandb sync` sends; `disabled` drops all.
+        run_name: Name of the run; by default the name of its folder.
+        mode: `offline` writes into `output_dir/wandb`, for `wandb sync`; `disabled` sends nothing.
         required: Whether a missing package is an error; otherwise it is a line on the console.
     """
 
@@ -115,45 +115,44 @@ class Wandb(AccelerateTracker):
         mode: Literal["online", "offline", "disabled"] = "online",
         required: bool = True,
     ) -> None:
-        super().__init__(required)
+        super().__init__(required=required)
         self.project, self.run_name, self.mode = project, run_name, mode
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
-        """Start, or resume the run of the same id."""
+        """Start the run, or resume the one with the same id."""
         import wandb
         from accelerate.tracking import WandBTracker
 
-        made = WandBTracker(
+        tracker = WandBTracker(
             self.project,
             name=self.run_name or folder.name,
             id=run_id(folder),
-            resume="allow",  # continues the run of this id, or starts it
+            resume="allow",
             mode=self.mode,
             dir=str(folder),
             config=config,
-            settings=wandb.Settings(silent=True, console="off"),  # the console is the run's own
+            settings=wandb.Settings(silent=True, console="off"),  # no capture of the console
         )
         try:
-            made.start()
+            tracker.start()
         except wandb.Error as error:
             raise RuntimeError(
                 f"wandb does not start: {error}. Run `wandb login` once, or set `mode: offline` in it"
             ) from error
-        run = made.tracker
-        return made, f"wandb: {run.url if self.mode == 'online' else run.dir}"
+        run = tracker.tracker
+        return tracker, f"wandb: {run.url if self.mode == 'online' else run.dir}"
 
 
 @tracker
 class Trackio(AccelerateTracker):
     """Send metrics to trackio, on this machine or in a Space of the Hugging Face Hub.
 
-    A resumed run has the same name, by which trackio knows runs. Steps that it repeats after a kill are in
-    the dashboard twice, with the same values.
+    A resumed run has the same name. Steps that it repeats are on the dashboard twice, with equal values.
 
     Args:
         project: Project of the dashboard.
-        run_name: Name of the run; by default that of its folder followed by an id.
-        space_id: Space (`user/name`) to send to; empty keeps metrics on this machine.
+        run_name: Name of the run; by default the name of its folder and an id.
+        space_id: Space (`user/name`) of the hub; empty: this machine.
         required: Whether a missing package is an error; otherwise it is a line on the console.
     """
 
@@ -162,15 +161,15 @@ class Trackio(AccelerateTracker):
     def __init__(
         self, *, project: str = "mmrl", run_name: str = "", space_id: str = "", required: bool = True
     ) -> None:
-        super().__init__(required)
+        super().__init__(required=required)
         self.project, self.run_name, self.space_id = project, run_name, space_id
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
-        """Start, or resume the run of the same name."""
+        """Start the run, or resume the one with the same name."""
         from accelerate.tracking import TrackioTracker
 
         name = self.run_name or f"{folder.name}-{run_id(folder)}"
         options = {"name": name, "space_id": self.space_id or None, "resume": "allow", "embed": False}
-        made = TrackioTracker(self.project, config=config, **options)
-        made.start()
-        return made, f"trackio: project {self.project}, run {name}"
+        tracker = TrackioTracker(self.project, config=config, **options)
+        tracker.start()
+        return tracker, f"trackio: project {self.project}, run {name}"

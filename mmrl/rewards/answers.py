@@ -1,4 +1,4 @@
-"""Right or wrong: how rewards and votes compare an answer with a target, and the form of a data set."""
+"""Comparison of answers with targets, for rewards and votes, and the answer form of a data set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from fractions import Fraction
 from typing import Literal
 
 from mmrl.config.registry import FORM_PACKAGE
-from mmrl.config.reward_adapters import OwnAnswer
 from mmrl.core.answer_text import answer_part
 from mmrl.core.answers import (
     besides_numbers,
@@ -22,29 +21,30 @@ from mmrl.core.answers import (
 )
 from mmrl.core.choices import choice_in, choices_in, letter_in
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer
 from mmrl.rewards.formulas import formula_key, same_formula
 
 AnswerForm = Literal["exact", "text", "words", "number", "letter", "choice", "math"]
-CURRENCIES = frozenset("$€£¥₹₩")  # may be left out, and not exchanged
+CURRENCIES = frozenset("$€£¥₹₩")  # an answer may leave the sign out, but not give another one
 LISTED = re.compile(r"""\s*\[\s*['"].*['"]\s*\]\s*""", re.DOTALL)  # a list of texts, written as one text
-MATH = {FORM_PACKAGE: "math"}  # what the form `math` needs, for the registry
+MATH = {FORM_PACKAGE: "math"}  # `packages` of the rewards that have the form `math`
 log = logging.getLogger("mmrl")
-_said: set[str] = set()
+_warned: set[str] = set()  # rewards that logged a prompt without a target
 
 
 def comparable(
     text: str, tag: str, form: AnswerForm = "text", choices: Mapping[str, str] | None = None
 ) -> str:
-    r"""Write an answer so that equal ones are equal texts; empty where there is nothing to compare.
+    r"""Normalize an answer, so that equal answers are equal texts; empty without anything to compare.
 
-    It is what the last block of `tag` holds, else the last \boxed{}, or the whole text without one. Forms:
+    The answer is the content of the last `tag` block, else of the last \boxed{}, else the whole text. Forms:
 
-    - `exact` ignores case and space.
-    - `text` (or `words`) ignores articles, punctuation and how numbers up to ten are written as well. Signs,
+    - `exact`: the text without regard to case and space.
+    - `text` (or `words`): the words without articles and punctuation, numbers up to ten in digits. Signs,
       fractions, comparisons and percent count: our reading of VQA's normalisation.
-    - `number` is the last number, `letter` the letter of a multiple choice, both where the text has one.
-    - `choice` is one of `choices`, by its letter, its text or its place counted from 0.
-    - `math` is a formula in the normal form of math-verify, or else the words.
+    - `number`: the last number. `letter`: the letter of a multiple choice.
+    - `choice`: one of `choices`, by its letter, its text or its index from 0.
+    - `math`: a formula in the normal form of math-verify; other texts as words.
     """
     part = answer_part(text, tag)
     match form:
@@ -72,9 +72,9 @@ def is_right(
     tolerance: float = 0.0,
     choices: Mapping[str, str] | None = None,
 ) -> bool | None:
-    """Whether an answer is right, by one target; None for a target that holds nothing to compare.
+    """Whether an answer equals a target; None for an empty target.
 
-    A target that is not of the form, such as "cow" among numbers, is compared by its words, and one without
+    A target of another form, such as "cow" with `number`, is compared by its words, and a target without
     words by its characters. So every target is its own right answer.
     """
     answer, wanted = answer_part(text, tag), answer_part(target, tag)
@@ -96,7 +96,7 @@ def is_right(
 
 
 def _same_number(answer: str, wanted: str, tolerance: float) -> bool:
-    """Whether the last number is right; words beside a wanted one, such as a unit, may only be left out."""
+    """Whether the last number of the answer is right; it may omit the unit of the target."""
     number, value = number_in(answer), number_in(wanted)
     if number is None and words_of(answer) == ["none"]:
         number, answer = Fraction(0), ""
@@ -105,8 +105,8 @@ def _same_number(answer: str, wanted: str, tolerance: float) -> bool:
     money = [CURRENCIES.intersection(text) for text in (answer, wanted)]
     if all(money) and money[0] != money[1]:
         return False
-    words, said = besides_numbers(wanted), besides_numbers(answer)
-    return not said or words <= said
+    units, answer_units = besides_numbers(wanted), besides_numbers(answer)
+    return not answer_units or units <= answer_units
 
 
 def graded(
@@ -118,24 +118,21 @@ def graded(
     tag: str = "answer",
     tolerance: float = 0.0,
 ) -> float | None:
-    """Return 1 for an answer that equals one of the prompt's targets, else 0.
-
-    A prompt without a target has no reward, None, which is said once with the name of the reward.
-    """
+    """Return 1 for an answer that equals one of the prompt's targets, else 0; None without a target."""
     choices = choices_in(prompt.columns) if form == "choice" else None
-    found = [
+    verdicts = [
         is_right(outcome.text or "", target, form, tag=tag, tolerance=tolerance, choices=choices)
         for target in needed_targets(name, prompt)
     ]
-    known = [right for right in found if right is not None]
-    return float(any(known)) if known else None
+    comparable_ones = [right for right in verdicts if right is not None]
+    return float(any(comparable_ones)) if comparable_ones else None
 
 
 def needed_targets(name: str, prompt: Prompt) -> list[str]:
-    """List the targets of a prompt as texts; a prompt without any is named in the log, once for a reward."""
+    """List the targets of a prompt as texts; log the first prompt without one, for the reward `name`."""
     targets = targets_of(prompt.target)
-    if not targets and name not in _said:
-        _said.add(name)
+    if not targets and name not in _warned:
+        _warned.add(name)
         log.warning(
             "'%s' compares with a right answer, and prompt '%s' has none as a text or number (%.60r); it "
             "gives no reward for such prompts",
@@ -148,35 +145,27 @@ def needed_targets(name: str, prompt: Prompt) -> list[str]:
 
 # ---- the target as an answer
 
-ASKED = re.compile(r"<([A-Za-z][\w-]*)>(?=.*?</\1>)", re.DOTALL)
+PAIRED_TAG = re.compile(r"<([A-Za-z][\w-]*)>(?=.*?</\1>)", re.DOTALL)
 
 
 def own_text(prompt: Prompt, *, tag: str = "answer", form: AnswerForm | None = None) -> OwnAnswer | None:
     """Write each target as an answer: bare, and in the tags or the box that the prompt asks for."""
     choices, unfit = choices_in(prompt.columns), ""
-    asked = prompt.text[-5000:]
-    tags = {name.lower() for name in ASKED.findall(asked)} & {tag.lower(), "answer", "solution"}
+    question = prompt.text[-5000:]
+    tags = {name.lower() for name in PAIRED_TAG.findall(question)} & {tag.lower(), "answer", "solution"}
     texts = []
     for target in targets_of(prompt.target):
         inside = answer_part(target, tag)
-        unfit = unfit or ("" if _fits(inside, form, choices) else f"{target[:40]!r} is no {form}")
+        label = letter_in(inside) or (form == "choice" and choice_in(inside, choices))
+        fits = {"number": only_number(inside), "letter": label, "choice": label}.get(form or "", True)
+        unfit = unfit or ("" if fits else f"{target[:40]!r} is no {form}")
         texts += [target, *(f"<{name}>{inside}</{name}>" for name in sorted(tags))]
-        texts += [rf"\boxed{{{inside}}}"] if r"\boxed" in asked else []
+        texts += [rf"\boxed{{{inside}}}"] if r"\boxed" in question else []
     return OwnAnswer(tuple(texts), unfit=unfit) if texts else None
 
 
-def _fits(target: str, form: AnswerForm | None, choices: Mapping[str, str]) -> bool:
-    """Whether a target is of a form; words and formulas are compared as they are."""
-    match form:
-        case "number":
-            return only_number(target)
-        case "letter" | "choice":
-            return bool(letter_in(target) or (form == "choice" and choice_in(target, choices)))
-    return True
-
-
 def own_block(prompt: Prompt, *, tag: str = "answer") -> OwnAnswer | None:
-    """Write each target as the block of an answer that has a thought."""
+    """Write each target as an answer with an empty thought before it."""
     parts = [answer_part(target, tag) for target in targets_of(prompt.target)]
     return OwnAnswer(tuple(f"<think></think><{tag}>{part}</{tag}>" for part in parts)) if parts else None
 
@@ -185,9 +174,9 @@ def own_block(prompt: Prompt, *, tag: str = "answer") -> OwnAnswer | None:
 
 
 class FormOfData:
-    """The form that the targets of a data set have, found when a reward first asks for it.
+    """Answer form of the targets of a data set, inferred on the first call.
 
-    `sentence` says which and why; it is empty as long as nobody asked.
+    `sentence` explains the form to the user; it is empty before the first call.
     """
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
@@ -201,10 +190,10 @@ class FormOfData:
 
 
 def infer_form(prompts: Iterable[Prompt]) -> tuple[AnswerForm | None, str]:
-    """Find the form that all targets of a data set have, and a sentence for the user that says so.
+    """Infer the answer form that all targets of a data set share, and explain it in a sentence to the user.
 
-    None where no target is a text, a number or a list of them. Formulas are compared as text unless the form
-    `math` is asked for, which needs a package.
+    None where no target is a text, a number or a list of them. Formulas count as text, because the form
+    `math` needs a package.
     """
     count = letters = numbers = chosen = formulas = lists = 0
     example = listed = ""
@@ -217,25 +206,25 @@ def infer_form(prompts: Iterable[Prompt]) -> tuple[AnswerForm | None, str]:
         choices = choices_in(prompt.columns)
         chosen += bool(choices) and all(choice_in(part, choices) for part in parts)
         letters += all(len(part.strip(" ().")) == 1 and part.strip(" ().").isupper() for part in parts)
-        numbers += all(_is_number(part) for part in parts)
+        numbers += all(only_number(part) and not besides_numbers(part) for part in parts)
         if any(mark in part for part in parts for mark in ("\\", "^", "=")):
             formulas, example = formulas + 1, example or parts[0].strip()
         if any(LISTED.fullmatch(part) for part in parts):
             lists, listed = lists + 1, listed or parts[0].strip()
     if not count:
         return None, "no target is a text or a number, so no form of answers is known"
-    named: Sequence[tuple[AnswerForm, int, str]] = (
+    forms: Sequence[tuple[AnswerForm, int, str]] = (
         ("choice", chosen, "one of the row's choices"),
         ("letter", letters, "a single letter"),
         ("number", numbers, "a number"),
     )
-    for form, found, what in named:
-        if found == count:
+    for form, matches, what in forms:
+        if matches == count:
             rows = "the only target is" if count == 1 else f"each of the {count:,} targets is"
             return form, f"{rows} {what}; rewards without `form` read answers with `form: {form}`"
     targets = f"{count:,} target{'s'[: count > 1]}"
     sentence = f"rewards without `form` compare answers as words (`form: text`) with {targets}"
-    mixed = [f"{found:,} are each {what}" for _, found, what in named if found]
+    mixed = [f"{matches:,} are each {what}" for _, matches, what in forms if matches]
     sentence += f", of which {', '.join(mixed)}" if mixed else ""
     if formulas:
         sentence += f"; {formulas:,} are formulas such as {example[:40]!r}: `form: math` takes equal ones too"
@@ -243,8 +232,3 @@ def infer_form(prompts: Iterable[Prompt]) -> tuple[AnswerForm | None, str]:
         sentence += f"; {lists:,} are lists inside a text such as {listed[:40]!r}, compared as one text: "
         sentence += "write several right answers as a list of JSON, in the column `answers`"
     return "text", sentence
-
-
-def _is_number(part: str) -> bool:
-    """Whether a target is a number and nothing else, apart from its currency or percent."""
-    return only_number(part) and not besides_numbers(part)

@@ -1,4 +1,4 @@
-"""Image-text similarity by a CLIP or SigLIP model of open_clip: CLIPScore, RefCLIPScore, SigLIP."""
+"""Image-text similarity with a CLIP or SigLIP model of open_clip: CLIPScore, RefCLIPScore, SigLIP."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core import plain_text
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.text_models import reward_device
 
 WEIGHT = 2.5  # of CLIPScore, arXiv 2104.08718
 PREFIX = "A photo depicts "
@@ -31,13 +32,12 @@ CONFIG = "open_clip_config.json"
 class ClipScore:
     """Image-text similarity of a CLIP or SigLIP model: cosine, logit or CLIPScore (arXiv 2104.08718).
 
-    SigLIP is arXiv 2303.15343. An image is compared with the prompt's text, or with `against`; of a video
-    the first frame counts. An outcome of text alone is a caption: it is compared with the prompt's one
-    image.
+    SigLIP is arXiv 2303.15343. An image, or the first frame of a video, is compared with `against`. An
+    outcome of text alone is a caption and is compared with the prompt's one image.
 
-    A text that the model would truncate is split into sentences, and these at commas and `and` where they
-    must be; fragments of fewer than three words count only where there is nothing else. Cosines of parts
-    are at least 0 and are pooled. An empty text has the cosine 0. Splitting and pooling are our reading.
+    A text that the model would truncate is split into sentences, and long sentences at commas and `and`;
+    fragments of fewer than three words count only where there is nothing else. Cosines of parts are clamped
+    at 0 and pooled. An empty text has the cosine 0. Splitting and pooling are our reading.
 
     Args:
         model: Architecture of open_clip, a folder with open_clip's config JSON and weights, or
@@ -89,32 +89,35 @@ class ClipScore:
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
         """Compute the reward of every outcome; None where references are wanted and there are none."""
         pairs = [self._pair(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
-        names = [_name_of(image) for image, _ in pairs]
+        keys = [_content_key(image) for image, _ in pairs]
         parts = [self._parts(text, self.always) for _, text in pairs]
-        references = [self._references(prompt) for prompt in prompts]
-        looks = self._encode(self.towers.look, dict(zip(names, (image for image, _ in pairs), strict=True)))
-        texts = [text for listed in (*parts, *references) for text in listed]
-        reads = self._encode(self.towers.read, dict(zip(texts, texts, strict=True)))
+        references = []  # of every prompt: the parts of all its reference captions
+        for prompt in prompts:
+            captions = as_list(prompt.columns.get(self.references) if self.references else None)
+            references.append([part for text in captions for part in self._parts(text, False)])
+        images = self._encode(self.towers.look, dict(zip(keys, (image for image, _ in pairs), strict=True)))
+        all_texts = [text for texts in (*parts, *references) for text in texts]
+        texts = self._encode(self.towers.read, dict(zip(all_texts, all_texts, strict=True)))
         return [
-            self._reward(looks[name], own, [reads[text] for text in own], [reads[text] for text in known])
-            for name, own, known in zip(names, parts, references, strict=True)
+            self._reward(images[key], own, [texts[part] for part in own], [texts[part] for part in others])
+            for key, own, others in zip(keys, parts, references, strict=True)
         ]
 
     def reads_whole(self, text: str) -> bool:
-        """Return whether the model reads a caption at once, so that it is not split."""
+        """Whether a caption fits the model's context, so that it is not split."""
         return not self.always and self.towers.fits(self.prefix + text)
 
     def _pair(self, prompt: Prompt, outcome: Outcome) -> tuple[Tensor, str]:
-        """Find the image, (3, height, width) uint8, and the text to compare."""
+        """Return the image, (3, height, width) uint8, and the text to compare."""
         image = outcome.video[0] if outcome.image is None and outcome.video is not None else outcome.image
         if image is not None:
-            known = {"prompt": prompt.text, "target": prompt.target, **prompt.columns}
-            if known.get(self.against) is None:
+            columns = {"prompt": prompt.text, "target": prompt.target, **prompt.columns}
+            if columns.get(self.against) is None:
                 raise ValueError(
                     f"clip_score compares with '{self.against}', which prompt '{prompt.uid}' does not have; "
-                    f"it has {', '.join(name for name, value in known.items() if value is not None)}"
+                    f"it has {', '.join(name for name, value in columns.items() if value is not None)}"
                 )
-            return image, str(known[self.against])
+            return image, str(columns[self.against])
         if outcome.text is None:
             raise ValueError(
                 f"clip_score found neither an image nor a text in an outcome of prompt '{prompt.uid}'"
@@ -126,12 +129,8 @@ class ClipScore:
             )
         return prompt.media[0].load().pixels[0], outcome.text
 
-    def _references(self, prompt: Prompt) -> list[str]:
-        captions = as_list(prompt.columns.get(self.references) if self.references else None)
-        return [part for text in captions for part in self._parts(text, False)]
-
     def _parts(self, text: str, always: bool) -> list[str]:
-        """Split a text into parts that the model can read, each with the prefix; empty for an empty text."""
+        """Split a text into parts that fit the model, each with the prefix; empty for an empty text."""
         text = plain_text.whole(text)
         if not text.strip():
             return []
@@ -140,17 +139,18 @@ class ClipScore:
         return [self.prefix + part for part in ([text] if whole else split_text(text, fits))]
 
     def _encode(self, encode: Callable[[Sequence], Tensor], distinct: Mapping[Any, Any]) -> dict[Any, Tensor]:
-        """Encode every distinct image or text once, in batches: unit vectors (D,)."""
-        things = list(distinct.values())
-        chunks = [things[at : at + self.batch_size] for at in range(0, len(things), self.batch_size)]
+        """Encode every distinct image or text once, in batches: unit vectors (D,) by their keys."""
+        inputs = list(distinct.values())
+        chunks = [inputs[at : at + self.batch_size] for at in range(0, len(inputs), self.batch_size)]
         return dict(zip(distinct, (row for chunk in chunks for row in encode(chunk)), strict=True))
 
     def _reward(
-        self, look: Tensor, parts: Sequence[str], reads: Sequence[Tensor], references: Sequence[Tensor]
+        self, image: Tensor, parts: Sequence[str], texts: Sequence[Tensor], references: Sequence[Tensor]
     ) -> float | None:
+        """Compute the reward from the vectors (D,) of the image, the parts and the references."""
         if self.references and not references:
             return None
-        cosines = [float(read @ look) for read in reads]
+        cosines = [float(text @ image) for text in texts]
         if len(cosines) > 1 or self.scale == "clipscore":
             cosines = [max(cosine, 0.0) for cosine in cosines]
         value = self._pooled(cosines, parts) if cosines else 0.0  # an empty text
@@ -158,8 +158,8 @@ class ClipScore:
             value = self.towers.factor * value + (self.towers.bias or 0.0)
         elif self.scale == "clipscore":
             value = WEIGHT * value
-            if references and reads:
-                best = [max(0.0, *(float(read @ reference) for reference in references)) for read in reads]
+            if references and texts:
+                best = [max(0.0, *(float(text @ reference) for reference in references)) for text in texts]
                 value = harmonic_mean(value, self._pooled(best, parts))
         return value / self.divide_by
 
@@ -180,8 +180,8 @@ def harmonic_mean(a: float, b: float) -> float:
     return 2 * a * b / (a + b) if a + b >= 1e-8 else 0.0
 
 
-def _name_of(image: Tensor) -> tuple:
-    """Name an image by its content, so that equal ones are encoded once."""
+def _content_key(image: Tensor) -> tuple:
+    """Hash the content of an image, so that equal ones are encoded once."""
     if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] != 3:
         raise ValueError(
             "clip_score looks at images of (3, height, width) uint8, not at "
@@ -194,7 +194,7 @@ def _name_of(image: Tensor) -> tuple:
 # ---- long texts
 
 _SHORT = r"(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|Mt|Fig|No|vs|etc|approx|e\.g|i\.e|a\.m|p\.m|cf|ca)\."
-_LONGEST = 8  # letters that tell whether a full stop ends an abbreviation of the list: more than any has
+_LONGEST = 8  # characters before a full stop that are searched for an abbreviation
 _BULLET = re.compile(r"^\s*(?:[-*•–]|\d{1,3}[.)])\s+")
 
 
@@ -204,8 +204,8 @@ def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
     Parts of fewer than three words or without a letter are dropped, unless nothing else is left.
     """
     parts = [part for sentence in split_sentences(text) for part in _cut(sentence, fits, _LEVELS)]
-    telling = [part for part in parts if len(part.split()) >= 3 and any(map(str.isalpha, part))]
-    return telling or parts
+    phrases = [part for part in parts if len(part.split()) >= 3 and any(map(str.isalpha, part))]
+    return phrases or parts
 
 
 def split_sentences(text: str) -> list[str]:
@@ -223,12 +223,12 @@ def split_sentences(text: str) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-# Each level splits what the one before left too long. Separators stay with the part before them.
+# Separators by level: each level splits the parts that are still too long. They stay with the part before.
 _LEVELS = (r"(?<=;)\s+", r"(?<=,)\s+|\s+(?=and\s)", r"\s+", r"(?<=.)(?=.)")
 
 
 def _cut(text: str, fits: Callable[[str], bool], levels: Sequence[str]) -> list[str]:
-    """Split a text that does not fit, and rejoin neighbours as long as they fit (our reading)."""
+    """Split a text that does not fit, and rejoin neighbours while they fit (our reading)."""
     if fits(text):
         return [text]
     if not levels:
@@ -263,10 +263,10 @@ class Towers:
         self.bias = None if bias is None else float(bias)
 
     def fits(self, text: str) -> bool:
-        """Return whether the model reads a text without truncation."""
+        """Whether the model reads a text without truncation."""
         text = plain_text.parted(text, self.words)
         short, long = (self.tokenizer([text], context_length=self.length + more)[0] for more in (0, 1))
-        # A text that is too long is made to end in the last place; with one more, a word stands there.
+        # A truncated text has the end token in the last place, where the longer context has a word.
         return bool((short == long[: self.length]).all())
 
     @torch.no_grad()
@@ -285,15 +285,13 @@ class Towers:
         return normalize(self.model.encode_text(ids).float(), dim=-1).cpu()
 
 
-# Rewards that name the same model share it: of a training and of its evaluation, or on two scales.
+# Rewards with the same model share it, such as the rewards of a training and of its evaluation.
 _LOADED: WeakValueDictionary[tuple, Towers] = WeakValueDictionary()
 
 
 def load_towers(model: str, pretrained: str | None, device: str) -> Towers:
     """Load a model in float32, or share the loaded one; missing weights are an error."""
-    if device == "auto":
-        # With its number: rewards run in threads of their own, whose current device is another.
-        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    device = reward_device(device)
     key = (model, pretrained, device)
     towers = _LOADED.get(key)
     if towers is None:
@@ -308,7 +306,7 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
         raise ImportError("clip_score needs open_clip: pip install 'mmrl[clip]'") from error
     # open_clip's name for the model, and its weights; None where the model brings its own.
     name, weights = model.removeprefix("local-dir:"), None
-    architectures = [known.lower() for known in open_clip.list_models()]
+    architectures = [name.lower() for name in open_clip.list_models()]
     if name.startswith("hf-hub:") or Path(name).is_dir():
         if pretrained is not None:
             raise ValueError(
@@ -322,19 +320,19 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
         raise ValueError(
             f"clip_score: '{model}' is neither a folder nor an architecture of open_clip; {hint}"
         )
-    # Weights that were trained with a quick GELU are wrong without it, which open_clip would only mention.
-    known = open_clip.get_pretrained_cfg(name, weights) if weights else {}
+    # open_clip only warns where weights that were trained with a quick GELU are loaded without it.
+    settings = open_clip.get_pretrained_cfg(name, weights) if weights else {}
     try:
-        made, _, prepare = open_clip.create_model_and_transforms(
+        loaded, _, prepare = open_clip.create_model_and_transforms(
             name,
             pretrained=weights,
             precision="fp32",
             device=device,
-            force_quick_gelu=bool(known.get("quick_gelu")),
+            force_quick_gelu=bool(settings.get("quick_gelu")),
             require_pretrained=True,  # else it only warns, and the model is random
             weights_only=True,  # a pickled file runs no code
         )
-        return Towers(made, prepare, open_clip.get_tokenizer(name), device)
+        return Towers(loaded, prepare, open_clip.get_tokenizer(name), device)
     # open_clip, the hub and torch raise many kinds of errors, all of which mean the same here.
     except Exception as error:
         raise ValueError(

@@ -1,24 +1,23 @@
-"""Rewards and labels that the data know."""
+"""Rewards and labels from columns of the data."""
 
 from __future__ import annotations
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 
 
 @reward
 @per_outcome
 def column_value(prompt: Prompt, outcome: Outcome, *, column: str) -> float | None:
-    """Read a number from a column of the row, for use as a label; None where the row has none there.
+    """Read a number from a column of the row, for use as a label; None where the row has no such column.
 
-    With `weight: 0` the chain reads it by its name: a predicted value (`shrunk_mean`), a hardness
-    (`scale_by`). `column` is the name. Raises `ValueError` for what is no number.
+    With `weight: 0` pieces of the advantage chain read it by its name: a predicted value (`shrunk_mean`), a
+    difficulty (`scale_by`). Raises `ValueError` for a value that is no number.
     """
     value = prompt.columns.get(column)
-    match value:
-        case None:
-            return None
-        case int() | float() if type(value) is not bool:
-            return float(value)
+    if value is None:
+        return None
+    if isinstance(value, int | float) and type(value) is not bool:
+        return float(value)
     raise ValueError(f"prompt '{prompt.uid}' has {value!r} in the column '{column}', which is no number")

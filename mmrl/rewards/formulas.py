@@ -1,6 +1,6 @@
-"""Formulas compared by math-verify, in a process of its own that can be stopped when one takes too long.
+"""Comparison of formulas by math-verify, in a child process that is killed after a timeout.
 
-math-verify stops itself by signals, which only work in the main thread, and rewards run in threads.
+The timeouts of math-verify itself use signals, which only work in the main thread; rewards run in others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import select
 import subprocess
 import sys
 import threading
-from fractions import Fraction
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +22,7 @@ from mmrl.core.answer_text import plain
 from mmrl.core.answers import besides_numbers, number_in, only_number, same_words, words_of
 
 SECONDS = 5.0  # for one comparison
-START = 60.0  # for the first one, which imports sympy
+START = 60.0  # for the first comparison, which imports sympy
 LONGEST = 1000  # characters of a formula
 FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log",
@@ -37,8 +36,8 @@ log = logging.getLogger("mmrl")
 def same_formula(answer: str, target: str) -> bool:
     """Whether two formulas are equal by math-verify; other texts are compared by their words.
 
-    Plain numbers are compared exactly; a decimal also equals the fraction that it rounds to four places or
-    more. A comparison that takes more than 5 seconds counts as not equal, which is logged.
+    Plain numbers are compared exactly, but a decimal of four places or more equals a fraction that rounds to
+    it. A comparison that takes more than 5 seconds is logged and counts as not equal.
     """
     if "".join(plain(answer).split()) == "".join(plain(target).split()):
         return True
@@ -49,19 +48,19 @@ def same_formula(answer: str, target: str) -> bool:
     if is_formula(answer) and is_formula(target):
         letters = [set(LETTERS.findall(text)) for text in (answer, target)]
         lower = [{letter.lower() for letter in each} for each in letters]
-        if letters[0] != letters[1] and lower[0] == lower[1]:  # R is not r, which math-verify does not tell
+        if letters[0] != letters[1] and lower[0] == lower[1]:  # R is not r; math-verify ignores case
             return False
         return bool(_ask("same", target.strip(), answer.strip()))
     return same_words(words_of(answer), words_of(target))
 
 
 def formula_key(text: str) -> str:
-    """Return the normal form of a formula, for votes; empty where math-verify reads none."""
+    """Return the normal form of a formula, for votes; empty for a text that math-verify cannot parse."""
     return str(_ask("key", text.strip(), "") or "") if is_formula(text) else ""
 
 
 def is_formula(text: str) -> bool:
-    """Whether a text can be a formula: it has no words, of which sympy would make products of letters."""
+    """Whether a text can be a formula: it has no words, which sympy would read as products of letters."""
     if not text.strip() or len(text) > LONGEST:
         return False
     runs = {run.lower() for run in RUN.findall(plain(text))} - FUNCTIONS
@@ -77,19 +76,12 @@ def _same_number(answer: str, target: str) -> bool:
         return True
     for value, other, text in ((number, wanted, answer), (wanted, number, target)):
         places = re.fullmatch(r"\s*-?\d*\.(\d{4,})\s*", text)
-        # Only of what no decimal can write: 0.33333 is 1/3, and 0.12345 is not 0.123454.
-        if places and _endless(other) and round(other, len(places[1])) == value:
+        # Only fractions without a finite decimal, that is with a denominator of other primes than 2 and 5:
+        # 0.33333 is 1/3, but 0.12345 is not 0.123454.
+        endless = 10 ** other.denominator.bit_length() % other.denominator
+        if places and endless and round(other, len(places[1])) == value:
             return True
     return False
-
-
-def _endless(value: Fraction) -> bool:
-    """Whether a number has decimals without an end."""
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest != 1
 
 
 @lru_cache(maxsize=4096)
@@ -100,18 +92,21 @@ def _ask(kind: str, one: str, other: str) -> Any:
 
 
 class MathProcess:
-    """The process that compares formulas; it is started when it is first asked, and again after a stop."""
+    """The child process that compares formulas; started on the first question, and again after a stop."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: list[str]) -> Any:
-        """Return the answer to a question; None where there is none in time."""
+        """Return the answer to a question; None after a timeout."""
         with self.lock:
             first = self.process is None or self.process.poll() is not None
             if first:
-                self._start()
+                # -P: do not import from the folder of this file, which has an http.py.
+                command = [sys.executable, "-P", str(Path(__file__).resolve().with_name("math_worker.py"))]
+                pipe = subprocess.PIPE
+                self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
             reader, writer = self.process.stdout, self.process.stdin
             try:
                 writer.write(json.dumps(question).encode() + b"\n")
@@ -128,15 +123,8 @@ class MathProcess:
         )
         return None
 
-    def _start(self) -> None:
-        # -P: the folder of this file, in which http.py stands, is no place to import from.
-        command = [sys.executable, "-P", str(Path(__file__).resolve().with_name("math_worker.py"))]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-
     def stop(self) -> None:
-        """End the process, if any."""
+        """Kill the process, if any."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

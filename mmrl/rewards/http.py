@@ -1,4 +1,4 @@
-"""Rewards computed by another machine, over HTTP; only JSON is exchanged, never code."""
+"""Rewards computed by a server, over HTTP with JSON."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from mmrl.runtime.json_client import JsonClient, png
 
 @reward
 class Http(JsonClient):
-    """Ask a server for rewards, by POST requests of JSON.
+    """Get rewards from a server, by POST requests of JSON.
 
-    Sent is `{"outcomes": [...]}`. An outcome has "uid", "prompt", "target" and "columns" of its prompt, and
-    "text", "tags", "end" and "recorded" of its own; an "image" is a PNG in base64, a "video" a list of
-    those with "times" in seconds. Expected is `{"rewards": [...]}`, a finite number or null for each, in at
-    most 64 MiB. Redirects are not followed, and proxies not used. `timeout`, `retries` and `on_error` apply
-    to the round as a whole, as for any reward.
+    A request is `{"outcomes": [...]}`. An outcome has "uid", "prompt", "target" and "columns" of its prompt,
+    and its own "text", "tags", "end" and "recorded"; an "image" is a PNG in base64, a "video" a list of these
+    with "times" in seconds. The response is `{"rewards": [...]}`, a finite number or null for each outcome,
+    in at most 64 MiB. Redirects are not followed, and proxies not used. `timeout`, `retries` and `on_error`
+    apply to all requests together, as for any reward.
 
     Args:
         url: Address of the server, http:// or https://.
         batch: Outcomes per request.
         parallel: Concurrent requests.
-        request_timeout: Seconds within which the whole answer to a request must arrive.
-        request_retries: Times a request is sent again, after a timeout or where the server is busy or
-            broken.
+        request_timeout: Seconds within which the whole response must arrive.
+        request_retries: Times a request is repeated after a timeout or an error of the server.
         wait: Seconds before the first retry; they double each time.
     """
 
-    takes_columns = True  # all of them are sent
+    takes_columns = True  # every column is read: all of them are sent
 
     def __init__(
         self,
@@ -49,7 +48,6 @@ class Http(JsonClient):
         request_retries: NonNegativeInt = 2,
         wait: NonNegativeFloat = 0.5,
     ) -> None:
-        # By inheritance, so that an option that follows a schedule reaches the client.
         super().__init__(url, request_timeout=request_timeout, request_retries=request_retries, wait=wait)
         self.batch, self.parallel = batch, parallel
 
@@ -64,9 +62,9 @@ class Http(JsonClient):
         return [None if value is None else float(value) for value in values]
 
     def ask(self, items: Sequence[Any], sent: str, wanted: str) -> list[Any]:
-        """Send items in batches as `{sent: [...]}`, and return what comes back, `{wanted: [...]}`, one each.
+        """Send items in batches as `{sent: [...]}`; return the `{wanted: [...]}` of the responses, one each.
 
-        Raises `ValueError` for an answer of another form.
+        Raises `ValueError` for a response of another form.
         """
 
         def ask(part: Sequence[Any]) -> list[Any]:
@@ -86,7 +84,7 @@ class Http(JsonClient):
 
 
 def outcome_json(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:
-    """Convert a prompt and an outcome to JSON; fields that an outcome does not have are left out."""
+    """Convert a prompt and an outcome to JSON, without the fields that are None."""
     encoded = {
         "uid": prompt.uid,
         "prompt": prompt.text,

@@ -1,4 +1,4 @@
-"""A reward by a model that marks every answer by itself."""
+"""The reward `judge`: a model scores every answer by itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import by_prompt, log_metric
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import log_metric
 from mmrl.rewards.asking import (
     DATA,
     QUESTION,
@@ -23,9 +23,10 @@ from mmrl.rewards.asking import (
     judge_template,
     judge_words,
 )
+from mmrl.runtime.scoring import by_prompt
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-TAGS = {"score": "score", "yes_no": "verdict"}  # between which a judge ends, by `form`
+TAGS = {"score": "score", "yes_no": "verdict"}  # tag of the verdict, by `form`
 YES, NO = (tuple(a + b for a in ("", " ") for b in (w, w.title(), w.upper())) for w in ("yes", "no"))
 POINTWISE = f"""\
 Judge an answer to a question.
@@ -45,7 +46,7 @@ YES_NO = """\
 Say in a few sentences whether the answer is right, then end with <verdict>yes</verdict> or \
 <verdict>no</verdict>.
 """
-# Of judges whose first word is weighed.
+# Questions to judges whose probabilities of the first word are read.
 P_YES = "Is the answer right? Say yes or no, and nothing else.\n"
 EXPECTED = """\
 How good is the answer? Say a number from {{ low }} (wrong or empty) to {{ high }} (right and complete), and \
@@ -57,34 +58,35 @@ ASKS = {"score": SCORE, "yes_no": YES_NO, "p_yes": P_YES, "p_yes_of_all": P_YES,
 @reward
 @dataclass(kw_only=True, eq=False)
 class Judge(Judging):
-    """Reward an answer with the mark that another model gives it, scaled to [0, 1].
+    """Reward an answer with the score that another model gives it, scaled to [0, 1].
 
-    The judge reads the question with its images and videos, the target where it is a text or a number, and
-    the answer, and ends with a score or a verdict between tags. One that does not is asked again, and then
-    the answer has no reward, which is a fault: the run stops, or with `on_error: skip` the group is dropped.
-    An empty answer earns 0 without being asked about. Equal answers to a prompt are judged once. It costs one
-    generation for every distinct answer; a local judge stands beside the policy in memory, and a second time
-    for an evaluation that names it. It logs `judge/unread`, the share of judgements that could not be read.
+    The judge reads the question with its images and videos, the target if it is a text or a number, and the
+    answer; its reply ends with a score or a verdict between tags. After `ask_again` replies without one the
+    reward is a fault: the run stops, or with `on_error: skip` the group is dropped. An empty answer gets 0
+    without a question. The cost is one generation for every distinct answer of a prompt. A local judge takes
+    memory beside the policy, and a second time for an evaluation that names it. The metric `judge/unread` is
+    the share of replies that could not be parsed.
 
-    A local judge may also be read without writing: by how likely its answer begins with which word. That
-    costs one pass over the question, and logs `judge/mass`, the probability of all words that are asked for:
-    a judge with little of it does not answer as asked.
+    Three forms read the probabilities of a local judge's first word instead, at the cost of one forward pass.
+    Their metric `judge/mass` is the total probability of the expected words; it is low for a judge that
+    would not answer in this form.
 
     Args:
-        engine: Answers for the judge: `vision.generate` with a `policy`, or `chat_completions`, a server.
+        engine: Generates the judge's replies: `vision.generate` with a `policy`, or the server
+            `chat_completions`.
         policy: Model of a local judge, such as `{name: vision.tokens, model: ..., frozen: true}`.
         form: `score`, a number in `scale` between <score> tags, or `yes_no` between <verdict> tags. Without
             tags: `p_yes`, P(yes) / (P(yes) + P(no)) of the first word; `p_yes_of_all`, P(yes) among all words
             (Nemotron-Cascade, arXiv 2512.13607); `expected_score`, the mean of the whole numbers of `scale`
             by their probabilities, each of which has to be one token.
-        scale: The lowest and the highest score; a number outside is not read.
+        scale: The lowest and the highest score; a number outside cannot be parsed.
         tag: Show only the last block of this tag of the answer; empty, or without one: all of it.
-        reference: Show the target where there is one.
-        template: Text of jinja2 in place of the built-in one, which reads `question`, `answer`, `reference`,
-            `columns` (of the data), `low`, `high`, `mark` (a line around the answer, which no answer can
-            guess) and `made` ("image" or "video" where the answer is one). It must ask for
-            the tags of `form`.
-        ask_again: Times that a judge is asked again after a judgement that cannot be read.
+        reference: Show the target, if any.
+        template: Template of jinja2 in place of the built-in one. It may read `question`, `answer`,
+            `reference`, `columns` (of the data), `low`, `high`, `mark` (a line around the answer, which no
+            answer can guess) and `made` ("image" or "video" for such an answer). It must ask for the tags of
+            `form`.
+        ask_again: Repetitions of a question after a reply that cannot be parsed.
         device: Torch device of a local judge; `auto` is the current GPU, or the CPU.
     """
 
@@ -99,8 +101,8 @@ class Judge(Judging):
         source, tag = self.template or POINTWISE + ASKS[self.form], TAGS.get(self.form, "")
         self.question = judge_template(source, known, {"answer"}, tag, "judge")
         self.asker = self.make_asker()
-        self.words: list[tuple[str, ...]] = [YES, NO]  # whose probabilities are read, with their marks
-        self.marks = [1.0, 0.0]
+        self.words: list[tuple[str, ...]] = [YES, NO]  # the first words whose probabilities are read
+        self.marks = [1.0, 0.0]  # their scores
         if self.form == "expected_score":
             low, high = self.scale
             numbers = range(math.ceil(low), math.floor(high) + 1)
@@ -110,20 +112,20 @@ class Judge(Judging):
             self.asker.weigh((), self.words)  # raises where the judge cannot tell them apart
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread]:
-        """Compute the reward of every outcome; `Unread` where there is no judgement."""
-        questions, places = [], []
-        for members in by_prompt(prompts).values():
-            for number, i in enumerate(members):
-                if not is_empty(outcomes[i], self.tag):
-                    questions.append(self._question(prompts[i], outcomes[i], number))
-                    places.append(i)
-        rewards: list[float | Unread] = [0.0] * len(outcomes)
-        for i, value in zip(places, self._judged(questions), strict=True):
-            rewards[i] = value
-        return rewards
+        """Compute the reward of every outcome; `Unread` for a fault."""
+        questions = {
+            i: self._question(prompts[i], outcomes[i], number)
+            for members in by_prompt(prompts).values()
+            for number, i in enumerate(members)
+            if not is_empty(outcomes[i], self.tag)
+        }
+        rewards: dict[int, float | Unread] = dict(
+            zip(questions, self._judged([*questions.values()]), strict=True)
+        )
+        return [rewards.get(i, 0.0) for i in range(len(outcomes))]
 
     def _judged(self, questions: Sequence[Prompt]) -> Sequence[float | Unread]:
-        """Ask every question, and read the judgements by `form`."""
+        """Ask every question and parse the judgements by `form`."""
         low, high = self.scale
         match self.form:
             case "score":
@@ -131,19 +133,17 @@ class Judge(Judging):
             case "yes_no":
                 verdicts = {"yes": 1.0, "no": 0.0}
                 return self.asker.ask(questions, "verdict", "yes or no", lambda t: verdicts.get(t.lower()))
-        found = self.asker.weigh(questions, self.words)
-        for weights in found:
+        rewards: list[float | Unread] = []
+        for weights in self.asker.weigh(questions, self.words):
             log_metric("judge/mass", sum(weights))
-        return [self._expected(weights) for weights in found]
-
-    def _expected(self, weights: Sequence[float]) -> float | Unread:
-        """Average the marks by the probabilities of their words."""
-        mean = sum(w * mark for w, mark in zip(weights, self.marks, strict=True))
-        if self.form == "p_yes_of_all":
-            return mean
-        # A probability is never 0, but it may be too small for a number.
-        wanted = f"{', '.join(listed[0] for listed in self.words)} with any probability"
-        return mean / sum(weights) if sum(weights) else Unread("", wanted)
+            mean = sum(w * mark for w, mark in zip(weights, self.marks, strict=True))
+            if self.form == "p_yes_of_all":
+                rewards.append(mean)
+                continue
+            # A probability is never 0, but it may be too small for a float.
+            wanted = f"{', '.join(words[0] for words in self.words)} with any probability"
+            rewards.append(mean / sum(weights) if sum(weights) else Unread("", wanted))
+        return rewards
 
     def _read(self, written: str) -> float | None:
         low, high = self.scale

@@ -1,4 +1,4 @@
-"""The process in which `formulas` lets math-verify compare formulas; it imports nothing of mmrl."""
+"""Child process of `formulas`, which runs math-verify; it imports nothing of mmrl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _serve(questions: IO[str], answers: IO[str]) -> None:
     import math_verify
     import sympy
 
-    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # a tower of powers takes all memory there is
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # a tower of powers would take all memory
 
     def parsed(text: str) -> list:
         marked = text if "$" in text or "\\boxed" in text else f"${text}$"
@@ -24,13 +24,13 @@ def _serve(questions: IO[str], answers: IO[str]) -> None:
         try:
             first = parsed(one)
             if kind == "same":
-                found = math_verify.verify(first, parsed(other), timeout_seconds=None)
+                result = math_verify.verify(first, parsed(other), timeout_seconds=None)
             else:
                 value = next(each for each in first if not isinstance(each, str))
-                found = str(sympy.N(value, 15) if value.is_number else sympy.simplify(value))
-        except (Exception, RecursionError):  # whatever sympy raises at what a model wrote: no formula
-            found = None
-        answers.write(json.dumps(found) + "\n")
+                result = str(sympy.N(value, 15) if value.is_number else sympy.simplify(value))
+        except (Exception, RecursionError):  # whatever sympy raises at a model's text: no formula
+            result = None
+        answers.write(json.dumps(result) + "\n")
         answers.flush()
 
 

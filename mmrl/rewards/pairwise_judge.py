@@ -1,4 +1,4 @@
-"""A reward by a model that compares the answers of a group with each other, or with a reference."""
+"""The reward `pairwise_judge`: a model compares the answers of a group with each other or a reference."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import by_prompt, comparable_outcomes, log_metric
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import comparable_outcomes, log_metric
 from mmrl.rewards.asking import (
     TWO_ANSWERS,
     Judging,
@@ -25,6 +25,7 @@ from mmrl.rewards.asking import (
     media_of,
     reference_of,
 )
+from mmrl.runtime.scoring import by_prompt
 
 PAIRWISE = f"""\
 {TWO_ANSWERS}\
@@ -38,14 +39,15 @@ Say in a few sentences which answer is better, whatever its place and its length
 class PairwiseJudge(Judging):
     """Reward an answer with its win rate against the others of its group, as another model compares them.
 
-    As in Pref-GRPO (arXiv 2508.20751). Every pair is shown in both orders, because judges prefer a place: an
-    answer wins with 1 where both say so, and a pair counts 1/2 where they differ or say tie. That costs
-    G (G - 1) generations for G distinct answers, 56 for 8; `orders: random` half of them, in an order drawn
-    per pair, which is unbiased on average only. Against a reference it is 2 generations an answer. Equal
-    answers tie and empty ones lose without being asked about; a judgement that cannot be read counts 1/2,
-    and an answer without any that could be read is a fault, as for `judge`. An answer without others has no
-    reward. It logs `pairwise_judge/consistency`, the share of pairs with one verdict in both orders,
-    `pairwise_judge/first`, how often the first place won among the others (1/2: no preference), and
+    As in Pref-GRPO (arXiv 2508.20751). Every pair is shown in both orders, because judges prefer one place.
+    A win in both orders counts 1; different verdicts and ties count 1/2. The cost is G (G - 1) generations
+    for G distinct answers, 56 for 8. With `orders: random` it is half of that, in one random order per pair,
+    which is unbiased only on average. Against a reference it is 2 generations per answer.
+
+    Equal answers tie and empty answers lose without a question. A judgement that cannot be parsed counts 1/2;
+    an answer without any parsed judgement is a fault, as for `judge`. An answer without others has no reward.
+    Metrics: `pairwise_judge/consistency`, the share of pairs with equal verdicts in both orders;
+    `pairwise_judge/first`, how often the first place won in the other pairs (1/2: no preference); and
     `judge/unread`.
 
     Args:
@@ -53,10 +55,10 @@ class PairwiseJudge(Judging):
         policy: As for `judge`.
         against: The other answers of the group, or the `reference`: the recorded answer of the prompt, else
             its target.
-        orders: Ask about a pair in `both` orders, or in one that is drawn at `random`.
+        orders: Ask about a pair in `both` orders, or in one `random` order.
         tag: As for `judge`.
-        reference: Show the target where there is one; never where it is one of the two answers.
-        template: As for `judge`; it reads `first` and `second` in place of `answer`, and no scale.
+        reference: Show the target, if any; never where it is one of the two answers.
+        template: As for `judge`, with `first` and `second` in place of `answer`, and no scale.
         ask_again: As for `judge`.
         device: As for `judge`.
     """
@@ -74,45 +76,50 @@ class PairwiseJudge(Judging):
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread | None]:
         """Compute the win rate of every outcome; None without another answer."""
-        made, pairs = list(outcomes), []
+        answers, pairs = list(outcomes), []  # references follow the outcomes
         for members in comparable_outcomes(prompts):
             if self.against == "group":
                 pairs += combinations(members, 2)
                 continue
-            if (known := reference_of(prompts[members[0]], recorded=True)) is not None:
-                pairs += [(i, len(made)) for i in members]
-                made.append(Outcome(text=known))
-        results = self._compare(prompts, made, pairs)
-        wins: list[list[float | Unread]] = [[] for _ in made]
+            if (reference := reference_of(prompts[members[0]], recorded=True)) is not None:
+                pairs += [(i, len(answers)) for i in members]
+                answers.append(Outcome(text=reference))
+        results = self._compare(prompts, answers, pairs)
+        wins: list[list[float | Unread]] = [[] for _ in answers]
         for (i, j), value in zip(pairs, results, strict=True):
             wins[i].append(value)
             wins[j].append(value if isinstance(value, Unread) else 1.0 - value)
-        return [_mean(found) if found else None for found in wins[: len(outcomes)]]
+        return [_mean(verdicts) if verdicts else None for verdicts in wins[: len(outcomes)]]
 
     def _compare(
-        self, prompts: Sequence[Prompt], made: Sequence[Outcome], pairs: Sequence[tuple[int, int]]
+        self, prompts: Sequence[Prompt], answers: Sequence[Outcome], pairs: Sequence[tuple[int, int]]
     ) -> list[float | Unread]:
         """Compare pairs of answers: 1 where the first is better, 0 where the second is."""
         numbers = {i: n for members in by_prompt(prompts).values() for n, i in enumerate(members)}
         questions, orders = [], []
         for i, j in pairs:
             place = f"{prompts[i].uid}/{numbers[i]}/{numbers.get(j, 'reference')}"
-            orders.append(self._orders(place) if _differ(made[i], made[j], self.tag) else ())
+            orders.append(self._orders(place) if _differ(answers[i], answers[j], self.tag) else ())
             for swapped in orders[-1]:
-                shown = (made[j], made[i]) if swapped else (made[i], made[j])
+                shown = (answers[j], answers[i]) if swapped else (answers[i], answers[j])
                 questions.append(self._question(f"{place}/{swapped}", prompts[i], shown))
-        read = {"a": 1.0, "b": 0.0, "tie": 0.5}
+        values = {"a": 1.0, "b": 0.0, "tie": 0.5}
         judged = iter(
-            self.asker.ask(questions, "verdict", "A, B or tie", lambda text: read.get(text.lower()))
+            self.asker.ask(questions, "verdict", "A, B or tie", lambda text: values.get(text.lower()))
         )
         results = []
-        for (i, j), asked in zip(pairs, orders, strict=True):
-            verdicts = [_turned(next(judged), swapped) for swapped in asked]
-            results.append(_agreed(verdicts) if verdicts else _without_asking(made[i], made[j], self.tag))
+        for (i, j), swaps in zip(pairs, orders, strict=True):
+            verdicts = []
+            for swapped in swaps:
+                verdict = next(judged)
+                verdicts.append(1.0 - verdict if swapped and not isinstance(verdict, Unread) else verdict)
+            # Without a question equal answers tie, and an empty one loses.
+            empty = is_empty(answers[j], self.tag) - is_empty(answers[i], self.tag)
+            results.append(_agreed(verdicts) if verdicts else 0.5 + empty / 2)
         return results
 
     def _orders(self, place: str) -> tuple[bool, ...]:
-        """Return whether to show a pair swapped: both ways, or one that is drawn."""
+        """Return whether to show a pair swapped: both ways, or one random way."""
         if self.orders == "both":
             return False, True
         return (bool(torch.randint(2, (), generator=self.stream.generator("pairwise_judge", place))),)
@@ -124,23 +131,14 @@ class PairwiseJudge(Judging):
 
 
 def _differ(one: Outcome, other: Outcome, tag: str) -> bool:
-    """Whether there is something to compare: two answers that are not empty and not the same text."""
+    """Whether a question is needed: neither answer is empty, and their texts differ or they have media."""
     if is_empty(one, tag) or is_empty(other, tag):
         return False
     return bool(media_of(one) or media_of(other)) or answer_of(one, tag) != answer_of(other, tag)
 
 
-def _without_asking(one: Outcome, other: Outcome, tag: str) -> float:
-    """Compare equal answers, which tie, and empty ones, which lose."""
-    return 0.5 + (is_empty(other, tag) - is_empty(one, tag)) / 2
-
-
-def _turned(verdict: float | Unread, swapped: bool) -> float | Unread:
-    return verdict if isinstance(verdict, Unread) or not swapped else 1.0 - verdict
-
-
 def _agreed(verdicts: Sequence[float | Unread]) -> float | Unread:
-    """Combine the verdicts on a pair: what all say, 1/2 where they differ or one could not be read."""
+    """Combine the verdicts on a pair: their common value, 1/2 where they differ or one is unread."""
     read = [verdict for verdict in verdicts if not isinstance(verdict, Unread)]
     if not read:
         return verdicts[0]
@@ -150,14 +148,14 @@ def _agreed(verdicts: Sequence[float | Unread]) -> float | Unread:
         same = read[0] == read[1]
         log_metric("pairwise_judge/consistency", float(same))
         if not same and 0.5 not in read:
-            log_metric("pairwise_judge/first", read[0])  # in the first order the first answer came first
+            log_metric("pairwise_judge/first", read[0])
         if same:
             return read[0]
     return 0.5
 
 
 def _mean(verdicts: Sequence[float | Unread]) -> float | Unread:
-    """Average verdicts; one that could not be read counts 1/2, and where all are, there is no mean."""
+    """Average verdicts; an unread one counts 1/2. If all are unread, return the first."""
     if all(isinstance(verdict, Unread) for verdict in verdicts):
         return verdicts[0]
     return fmean(0.5 if isinstance(verdict, Unread) else verdict for verdict in verdicts)

@@ -1,7 +1,4 @@
-"""Rewards of the format and content of a text.
-
-An answer that cannot be parsed has a low reward, not a missing one.
-"""
+"""Rewards of the format and content of a text; an answer that cannot be parsed gets a low reward."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from typing import Annotated
 
 from mmrl.config.ranges import AtMost, PositiveInt
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome, tagged
-from mmrl.core.answer_text import answer_part
+from mmrl.core.answer_text import answer_part, tagged
 from mmrl.core.answers import word_f1, words_of
 from mmrl.core.choices import choices_in
 from mmrl.core.reward_table import name_id
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 from mmrl.rewards.answers import (
     MATH,
     AnswerForm,
@@ -30,16 +27,15 @@ from mmrl.rewards.answers import (
 @reward
 @per_outcome
 def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
-    """Return 1 if the answer is exactly the requested tag blocks in order, else 0.
+    """Return 1 if the answer consists of the wanted tag blocks in order, else 0.
 
-    Blocks are listed as `think,answer` or `answer`. Without `tags`, the answer's own tag `format` lists
-    them (a demonstration without reasoning), else the prompt's column `format`, else they are
-    `think,answer`. Case and surrounding space do not matter; an empty block counts as a block (TON, arXiv
-    2505.16854).
+    `tags` lists the blocks, such as `think,answer`. Without it the outcome's own tag `format` does (a
+    demonstration without reasoning), else the prompt's column `format`, else it is `think,answer`. Case and
+    surrounding space do not matter; an empty block counts as a block (TON, arXiv 2505.16854).
     """
-    asked = tags or outcome.tags.get("format") or prompt.columns.get("format") or "think,answer"
+    names = tags or outcome.tags.get("format") or prompt.columns.get("format") or "think,answer"
     # No block may hold another tag of its own name, so `<think>a<think>b</think>` fails.
-    blocks = r"\s*".join(rf"<{tag}>(?:(?!</?{tag}>).)*</{tag}>" for tag in asked.split(","))
+    blocks = r"\s*".join(rf"<{tag}>(?:(?!</?{tag}>).)*</{tag}>" for tag in names.split(","))
     text = (outcome.text or "").strip()
     return float(re.fullmatch(blocks, text, re.DOTALL | re.IGNORECASE) is not None)
 
@@ -58,8 +54,8 @@ def think_format(prompt: Prompt, outcome: Outcome) -> float:
 def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
     r"""Return 1 if the last `tag` block of the answer equals a target up to case and space, else 0.
 
-    Without such a block the last \boxed{}, or the whole text is compared. A list of targets has several right
-    answers, tags around a target do not count, and 3.0 is 3. None where the prompt has no target.
+    Without such a block the last \boxed{}, or else the whole text is compared. Each of a list of targets is
+    right; tags around a target do not count, and 3.0 equals 3. None where the prompt has no target.
     """
     return graded("exact_match", prompt, outcome, "exact", tag=tag)
 
@@ -69,15 +65,14 @@ def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> flo
 def answer_cluster(
     prompt: Prompt, outcome: Outcome, *, tag: str = "answer", form: AnswerForm = "exact"
 ) -> float | None:
-    """Number the answer: equal numbers for equal answers, to use as a label.
+    """Hash the answer to a number in [0, 1), equal for equal answers, for use as a label.
 
-    It hashes the last `tag` block of the answer, or the whole text without one, to [0, 1); an answer without
-    anything to compare has no number. `form` says what is equal, as for `majority`: by default up to case
-    and space. Give it weight 0; pieces such as `semantic_entropy` and `consistency_mix` read which answers of
-    a group agree.
+    It hashes the last `tag` block of the answer, or the whole text without one; None for an empty answer.
+    `form` defines equality as for `majority`, by default up to case and space. Give it weight 0: pieces such
+    as `semantic_entropy` and `consistency_mix` read which answers of a group agree.
     """
     words = comparable(outcome.text or "", tag, form, choices_in(prompt.columns))
-    return (name_id(words) >> 10) / 2**53 if words else None  # 53 bits, which a float holds exactly
+    return (name_id(words) >> 10) / 2**53 if words else None  # a float has 53 bits
 
 
 @reward
@@ -91,8 +86,8 @@ def overlong(
 ) -> float:
     """Soft length penalty before the hard limit (DAPO, arXiv 2503.14476).
 
-    It is 0, then falls linearly to -1 at `max_completion_length`, from `soft_punish_cache` steps before it,
-    and is -1 beyond. Lengths are steps, as the engine counted them.
+    It is 0 up to `max_completion_length - soft_punish_cache`, then falls linearly to -1 at
+    `max_completion_length`, and stays -1. Lengths are in steps, as counted by the engine.
     """
     if outcome.end is None:
         raise ValueError(f"`overlong` counts steps, but the outcome of prompt '{prompt.uid}' has no `end`")
@@ -105,18 +100,17 @@ def overlong(
 @reward
 @per_outcome
 def precomputed(prompt: Prompt, outcome: Outcome, *, key: str) -> float | None:
-    """Read a reward that was recorded earlier, or by the engine; None where there is none."""
+    """Return the number that the data or the engine recorded for an outcome under `key`; None without one."""
     return outcome.recorded.get(key)
 
 
 @reward(own_answer=own_block)
 @per_outcome
 def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
-    """Return the F1 of the words of the last `tag` block and of the target (SQuAD, arXiv 1606.05250).
+    """Word F1 between the last `tag` block and the best target (SQuAD, arXiv 1606.05250).
 
-    As GraphRAG-R1 (arXiv 2507.23581) has it: 0 without such a block or without words; of several targets the
-    best counts; True and False are yes and no, and where one side is yes, no or noanswer the other has to be
-    the same. None where the prompt has no target.
+    As in GraphRAG-R1 (arXiv 2507.23581): 0 without such a block or without words. True and False mean yes and
+    no; if either side is yes, no or noanswer, the other must be equal. None where the prompt has no target.
     """
     blocks = tagged(outcome.text or "", tag)
     targets = needed_targets("answer_f1", prompt)
@@ -128,12 +122,8 @@ def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float
 
 def _f1(answer: str, target: str) -> float:
     answer, target = (text.replace("_", " ") for text in (answer, target))
-    sides = [{"true": "yes", "false": "no"}.get(side, side) for side in map(_joined, (answer, target))]
+    sides = [" ".join(words_of(text)) or text.strip() for text in (answer, target)]
+    sides = [{"true": "yes", "false": "no"}.get(side, side) for side in sides]
     if {"yes", "no", "noanswer"}.intersection(sides) and sides[0] != sides[1]:
         return 0.0
     return 1.0 if sides[0] == sides[1] else word_f1(answer, target)
-
-
-def _joined(text: str) -> str:
-    """Write the words of a text as `words_of` lists them."""
-    return " ".join(words_of(text)) or text.strip()

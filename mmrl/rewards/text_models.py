@@ -1,4 +1,4 @@
-"""Text models of transformers that rewards ask: loading them, and one that scores answers."""
+"""Text models of transformers in rewards: loading, and the reward `reward_model`."""
 
 from __future__ import annotations
 
@@ -15,34 +15,43 @@ from mmrl.runtime.weights import load_whole
 
 
 def load_text_model(kind: str, model: str, device: str = "auto", **options: Any) -> tuple[Any, Any]:
-    """Load a tokenizer and a frozen model of transformers, such as `AutoModel`, from safetensors.
+    """Load a tokenizer and a frozen model from safetensors.
 
-    `device` is one of torch, or `auto` for the current GPU, or the CPU. `options` are those of the model.
+    Args:
+        kind: Class of transformers, such as `AutoModel`.
+        model: Folder or name of the model.
+        device: Torch device; `auto` is the current GPU, or the CPU.
+        options: Further arguments of `from_pretrained`.
     """
     import transformers
     from transformers import AutoTokenizer
 
-    if device == "auto":
-        # With its number: rewards run in threads of their own, whose current device is another.
-        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     loaded = load_whole(getattr(transformers, kind), model, trust_remote_code=False, **options)
-    return tokenizer, loaded.to(device).eval().requires_grad_(False)
+    return tokenizer, loaded.to(reward_device(device)).eval().requires_grad_(False)
+
+
+def reward_device(device: str) -> str:
+    """Resolve the device `auto` to the current GPU, or the CPU; other names stay."""
+    if device != "auto":
+        return device
+    # With its index: rewards run in other threads, which have another current device.
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 
 @reward
 class RewardModel:
-    """Score answers with a reward model: a sequence classifier with one label, as TRL trains and takes.
+    """Score answers with a text reward model: a sequence classifier with one label, as TRL trains it.
 
-    The score is its logit. It reads the texts of the prompt's messages and the answer, in its own chat
-    template if it has one, else one after the other; images and videos are not shown to it (ask a model that
-    sees them on another machine, by `http`). As one term beside rules, as in Skywork R1V2 (arXiv 2504.16656),
-    its scale decides what it weighs: see `rewards/reward_model/std`.
+    The score is the logit. The model reads the texts of the prompt's messages and the answer, in its own chat
+    template if it has one, else concatenated. It sees no images and videos; a model that does can run on
+    another machine, by `http`. Beside rule-based rewards, as in Skywork R1V2 (arXiv 2504.16656), its weight
+    depends on its scale: see `rewards/reward_model/std`.
 
     Args:
         model: Folder or name of the model, in safetensors.
-        max_length: Most tokens of prompt and answer; what is longer loses its beginning.
-        batch_size: Answers that are read at once.
+        max_length: Most tokens of prompt and answer; longer texts lose their beginning.
+        batch_size: Answers per forward pass.
         device: Torch device; `auto` is the current GPU, or the CPU.
     """
 
@@ -54,10 +63,8 @@ class RewardModel:
         batch_size: PositiveInt = 16,
         device: str = "auto",
     ) -> None:
-        kind = "AutoModelForSequenceClassification"
-        self.tokenizer, self.model = load_text_model(kind, model, device)
-        labels = self.model.config.num_labels
-        if labels != 1:
+        self.tokenizer, self.model = load_text_model("AutoModelForSequenceClassification", model, device)
+        if (labels := self.model.config.num_labels) != 1:
             raise ValueError(f"`reward_model` wants a model with one label, but '{model}' has {labels}")
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -88,14 +95,10 @@ class RewardModel:
         answer = outcome.text or ""
         if self.tokenizer.chat_template is None:
             return self.plain.settled(self.plain.marked(prompt.text + answer))
-        turns = [
-            {
-                **turn.keys,
-                "role": turn.role,
-                "content": "\n".join(part.text for part in turn.parts if part.text),
-            }
-            for turn in prompt.messages
-        ]
+        turns = []
+        for turn in prompt.messages:
+            words = "\n".join(part.text for part in turn.parts if part.text)
+            turns.append({**turn.keys, "role": turn.role, "content": words})
         turns.append({"role": "assistant", "content": answer})
         written = self.tokenizer.apply_chat_template(self.plain.marked(turns), tokenize=False)
         return self.plain.settled(written)

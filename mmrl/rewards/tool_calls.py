@@ -1,24 +1,20 @@
-"""Rewards of the tool calls that a policy wrote: how many, which ones, and at what cost."""
+"""Readers of the tool calls that a policy wrote, and the label `tool_calls`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from mmrl.config.registry import reward as register
-from mmrl.config.reward_adapters import (
-    policy_messages,
-)
 from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Message, Outcome, Prompt
+from mmrl.rewards.adapters import policy_messages
 
-CALL = "tool_call"  # tag of a call, whose text is JSON; what other tags hold is any text
-
-
+CALL = "tool_call"  # tag of a call in JSON; blocks of other tags may hold any text
 ANSWERED = ("call", "stop")  # tag `finish` of a turn whose calls, if any, got replies
 
 
 def written_calls(turn: Message, tag: str) -> Sequence[Call | CallError]:
-    """List the calls of a turn: those that its engine read, or else blocks of the tag."""
+    """List the calls of a turn: as parsed by its engine, or else from blocks of the tag."""
     return parse_calls(turn.text, tag) if turn.calls is None or tag != CALL else turn.calls
 
 
@@ -31,16 +27,15 @@ def calls_in(turn: Message, tag: str = CALL) -> list[Call]:
 def tool_calls(
     prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, tag: str = CALL, name: str = ""
 ) -> list[float]:
-    """Count the tool calls of an answer, or of all turns of a conversation, to use as a label.
+    """Count the tool calls of an answer, or of all turns of a conversation, for use as a label.
 
-    A call is what the engine of a conversation read as one, and elsewhere a block
-    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; one that cannot be read does not count. Give
-    it weight 0. With `at: every` and an outcome of every turn each turn has its own calls, which add up to
-    those of the conversation.
+    Calls are those that the engine of a conversation parsed, or else blocks
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; malformed calls do not count. Give it the
+    weight 0. With `at: every` each turn counts its own calls.
 
     Args:
         tag: Tag of a call.
-        name: Count calls of this tool alone; empty: all.
+        name: Count only calls of this tool; empty: all.
     """
     return [
         float(sum(not name or call.name == name for turn in new for call in calls_in(turn, tag)))

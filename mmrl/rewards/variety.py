@@ -1,4 +1,4 @@
-"""Reward of repetition: the share of n-grams of words that come again."""
+"""Penalty of repetition: the share of repeated n-grams of words."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 from mmrl.config.ranges import PositiveInt, Range
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 
 
 @reward
@@ -20,20 +20,16 @@ def repetition_penalty(
     ngram_size: PositiveInt = 3,
     max_penalty: Annotated[float, Range(high=0)] = -1.0,
 ) -> float:
-    """Return `max_penalty` times the share of n-grams of words that are repeats (open-rs, TRL's recipes).
+    """Return `max_penalty` times the share of repeated n-grams of words (open-rs, TRL's recipes).
 
-    1 minus the distinct n-grams over all, without case; 0 for an answer shorter than an n-gram (arXiv
-    2503.16219, which offers it and does not use it).
+    The share is 1 - distinct n-grams / all n-grams, without case. An answer of fewer than `ngram_size` words
+    gets 0 (arXiv 2503.16219, which offers this reward without using it).
     """
-    words = (outcome.text or "").lower().split()
-    share = distinct_share(words, ngram_size)
+    share = distinct_share((outcome.text or "").lower().split(), ngram_size)
     return 0.0 if share is None else max_penalty * (1 - share)
 
 
 def distinct_share(words: Sequence[str], size: int) -> float | None:
-    """Divide the number of distinct n-grams by that of all; None for a text shorter than one."""
+    """distinct-n: distinct n-grams over all n-grams of words; None for fewer than `size` words."""
     ngrams = list(zip(*(words[i:] for i in range(size)), strict=False))
     return len(set(ngrams)) / len(ngrams) if ngrams else None
-
-
-# ---- measures of a text as lists of words, one a sentence; all from 0 to 1

@@ -1,4 +1,4 @@
-"""Rewards without labels: agreement with the majority answer of the group."""
+"""Majority votes of a group, and the reward `majority`, which needs no targets."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import comparable_outcomes, log_metric
 from mmrl.core.choices import choices_in
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import comparable_outcomes, log_metric
 from mmrl.rewards.answers import MATH, AnswerForm, comparable
 
-Vote = tuple[str, float]  # an answer as `comparable` writes it, and its weight
+Vote = tuple[str, float]  # an answer, normalized by `comparable`, and its weight
 
 
 @reward(packages=MATH)
@@ -25,17 +25,16 @@ def majority(
 ) -> list[float | None]:
     """Return 1 for the majority answer of the group, a pseudo-label, else 0 (TTRL, arXiv 2504.16084).
 
-    Of answers with equally many votes the one that came first is the label. An answer with nothing to compare
-    does not vote and earns 0. Our reading: a group without votes has no label, None. It logs the metric
-    `majority/share`, the label's share of the votes. All outcomes of a prompt vote, so it belongs to engines
-    that make one per rollout.
+    Of answers with equally many votes the first is the label. An empty answer does not vote and gets 0. Our
+    reading: a group without votes has no label, None. The metric `majority/share` is the label's share of the
+    votes. All outcomes of a prompt vote, so use it with engines that make one outcome per rollout.
 
     Args:
-        tag: Block of the answer whose last one is compared; without one the whole text is.
-        form: What is equal: `exact` up to case and space, `text` also up to articles, punctuation and how
-            numbers up to ten are written, `number` compares the last number, `letter` that of a multiple
-            choice, `choice` the row's choices, `math` formulas.
-        confidence: Name of what the engine recorded of every answer, by which votes are weighted (SCOPE,
+        tag: Tag of the block that is compared, the last one; without one the whole text is.
+        form: Equality of answers: `exact` up to case and space, `text` also up to articles, punctuation and
+            the spelling of numbers up to ten, `number` of the last number, `letter` of the letter of a
+            multiple choice, `choice` of the row's choices, `math` of formulas.
+        confidence: Name of a number that the engine records for every answer, the weight of its vote (SCOPE,
             arXiv 2512.15146); `vision.generate` records "confidence" with `confidence_top_k`. Answers without
             it, such as demonstrations, do not vote. Empty: every vote counts 1.
     """
@@ -51,7 +50,7 @@ def majority(
 
 
 def elect(votes: Sequence[Vote]) -> tuple[str, float]:
-    """Return the answer of most votes, ties to the first seen, and its share; empty and 0 without votes."""
+    """Return the answer with most votes (of equal ones the first) and its share; "" and 0 without votes."""
     totals: dict[str, float] = {}
     for answer, weight in votes:
         totals[answer] = totals.get(answer, 0.0) + weight
@@ -63,6 +62,7 @@ def elect(votes: Sequence[Vote]) -> tuple[str, float]:
 
 
 def vote_of(prompt: Prompt, outcome: Outcome, tag: str, form: AnswerForm) -> str:
+    """Normalize the answer of an outcome for a vote."""
     return comparable(outcome.text or "", tag, form, choices_in(prompt.columns))
 
 
@@ -73,11 +73,11 @@ def group_votes(
     form: AnswerForm,
     confidence: str,
 ) -> Iterator[tuple[list[int], list[Vote | None]]]:
-    """Yield, for every prompt, the places of its outcomes and their votes; None for one that has none."""
+    """Yield the indices of the outcomes of every prompt, and their votes; None for an outcome without one."""
     if confidence and outcomes and not any(confidence in outcome.recorded for outcome in outcomes):
-        known = ", ".join(sorted({name for outcome in outcomes for name in outcome.recorded})) or "nothing"
+        names = ", ".join(sorted({name for outcome in outcomes for name in outcome.recorded})) or "nothing"
         raise ValueError(
-            f"votes are to be weighted by '{confidence}', but of no answer it is recorded ({known} is); set "
+            f"votes are to be weighted by '{confidence}', but of no answer it is recorded ({names} is); set "
             "`confidence_top_k` of the engine vision.generate, or leave `confidence` out"
         )
     for members in comparable_outcomes(prompts):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from mmrl.config.loading import ConfigError
-from mmrl.config.workers import Workers
 from mmrl.core.types import Outcome
+from mmrl.runtime.workers import Workers
 
 OWN = "mmrl"  # a resource of a cluster that a run started for itself
 STARTING = 600.0  # seconds that actors may take to start and to load their models

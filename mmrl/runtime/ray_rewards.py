@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from mmrl.config.binding import Bound, Pieces
-from mmrl.config.reward_adapters import SCORING, NotNumbers, Scoring, by_prompt, called
+from mmrl.config.binding import Bound, Elsewhere, Pieces
 from mmrl.config.schema import Piece
-from mmrl.config.workers import Elsewhere
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock, Outcome, Prompt
 from mmrl.runtime.ray_actors import Actors, check_environments
+from mmrl.runtime.scoring import SCORING, NotNumbers, Scoring, by_prompt, called
 
 _ACTORS: WeakValueDictionary[str, Actors] = WeakValueDictionary()  # of training and evaluation together
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from mmrl.config.binding import Bound
-from mmrl.config.reward_adapters import NotNumbers, Scoring, called, shown, to_float
 from mmrl.core.types import Outcome, Prompt
 from mmrl.runtime.ray_actors import ActorsLost
 from mmrl.runtime.ray_rewards import RemoteFault, ready
+from mmrl.runtime.scoring import NotNumbers, Scoring, called, shown, to_float
 
 TIMEOUT = 600.0  # seconds a reward may take for one round, unless its `timeout` says otherwise
 

@@ -137,13 +137,6 @@ class Allocate:
         given = list(self.given.values()) or [0]
         return {"sampler/rollouts_min": float(min(given)), "sampler/rollouts_max": float(max(given))}
 
-    def sampling_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the mean reward of every prompt seen, its rollouts, and those of the last draw as weight."""
-        return {
-            uid: {"pass_rate": total / count, "rollouts": count, "weight": float(self.given.get(uid, 0))}
-            for uid, (count, total, _) in self.value.sums.items()
-        }
-
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of every prompt, and the last draw."""
         return {"value": self.value.state_dict(), "given": dict(self.given)}

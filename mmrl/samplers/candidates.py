@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -107,12 +107,3 @@ def evenness(weights: Tensor) -> float:
     shares = weights.double() / weights.sum().clamp(min=1e-300)
     entropy = -torch.special.xlogy(shares, shares).sum().item()
     return entropy / math.log(len(weights)) if len(weights) > 1 and weights.sum() > 0 else 1.0
-
-
-def by_uid(data: Sequence[Prompt], **columns: Tensor) -> Mapping[str, Mapping[str, float]]:
-    """Lay columns (M,) out by the uids of prompts, for a report."""
-    listed = {name: column.tolist() for name, column in columns.items()}
-    return {
-        uid: {name: float(column[i]) for name, column in listed.items()}
-        for i, uid in enumerate(uids_of(data))
-    }

@@ -141,10 +141,6 @@ class WithHints(ReadsAnswers):
         counts, self.counts = self.counts, dict.fromkeys(self.counts, 0.0)
         return counts
 
-    def sampling_weights(self) -> dict[str, dict[str, float]]:
-        """Return how many hints were not enough for a prompt, where some were not."""
-        return {uid: {"hints": float(level)} for uid, level in self.level.items()}
-
     def state_dict(self) -> dict[str, Any]:
         """Return the hints that prompts get next; a step is never saved between its rounds."""
         return {"level": dict(self.level), "ignored": self.ignored}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -50,13 +50,6 @@ class Sources:
     def of(self, column: Tensor) -> dict[str, float]:
         """Lay a column (S,) out by source."""
         return dict(zip(self.names, column.tolist(), strict=True))
-
-    def by_source(self, **columns: Tensor) -> Mapping[str, Mapping[str, float]]:
-        """Lay several columns (S,) out by source, for a report."""
-        return {
-            source: {name: float(column[i]) for name, column in columns.items()}
-            for i, source in enumerate(self.names)
-        }
 
 
 def sources_of(data: Sequence[Prompt], by: str, name: str) -> list[str]:

@@ -70,7 +70,6 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         checkpoint.write_state(unfinished, state)
         for journal in (run.journal, run.report.warnings):
             journal.flush()  # before the checkpoint, since resuming cannot refill a journal
-        run.write_prompts()
         checkpoint.publish(unfinished, folder, run.report.warn)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any
 
 from mmrl.config.changes import ABSENT, MAY_CHANGE, UNTOLD, differences, inside
-from mmrl.config.resolved import resolve_defaults
 from mmrl.config.schema import Config
 from mmrl.reporting.model_card import installed_versions
 from mmrl.runtime.code_hash import of_code
+from mmrl.training.resolved import resolve_defaults
 
 Changes = Mapping[str, Any]  # dotted key to its value before and now
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.config.binding import Bound
-from mmrl.config.reward_adapters import Scoring
 from mmrl.core.chat import turns_of_outcomes
 from mmrl.core.episodes import BARE, EPISODE, ORDER, TURN, turn_number
 from mmrl.core.reward_table import ABSENT, RewardTable, name_id
 from mmrl.core.types import Outcome, Rollouts, TrainerState
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.reward_calls import RewardFault, call_all, checked
+from mmrl.runtime.scoring import Scoring
 
 
 @dataclass

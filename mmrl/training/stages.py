@@ -98,9 +98,9 @@ def _refused(stage: Stage, record: StageRecord, records: Sequence[StageRecord], 
 
 def write_report(home: Path, output: Path | None = None) -> Path:
     """Write a page that compares all started stages."""
-    from mmrl.reporting.html import write_stages as write
+    from mmrl.reporting.html import write_comparison
 
-    return write(begun(home), output or home / "report.html")
+    return write_comparison(begun(home), output or home / "report.html", stages=True)
 
 
 def check_stage_folders(stages: Sequence[Stage]) -> None:

@@ -22,7 +22,6 @@ from mmrl.core.protocols import (
     Observer,
     Policy,
     Replay,
-    ReportsSamplingWeights,
     RunCallback,
     Stateful,
 )
@@ -32,7 +31,6 @@ from mmrl.core.types import Clock, Prompt, TrainerState
 from mmrl.data.row_prompts import ByUid
 from mmrl.diagnostics.context import Examined
 from mmrl.reporting.metrics import Journal, describe_measured
-from mmrl.reporting.prompts import write_prompts
 from mmrl.runtime.content_hash import of_tensors, of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.fsdp import gathered, reshard_state
@@ -264,15 +262,6 @@ class Run:
         if self.processes.main:
             self.report.close(last)
         self.final = last
-
-    def write_prompts(self) -> None:
-        """Write which prompts were asked, how hard they were, and what samplers believe; main process."""
-        beliefs = {
-            place: piece.sampling_weights()
-            for place, piece in self.pieces.that_are(ReportsSamplingWeights).items()
-        }
-        data, counts = self.pieces.made["data"], self.pieces.made["prompts"]
-        write_prompts(self.folder, data, counts.columns(), beliefs)
 
     def without_unreadable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts without unreadable ones, or record these in the folder and raise."""

@@ -1,4 +1,4 @@
-"""Arguments of TRL that were given."""
+"""Arguments of TRL's configuration classes, with TRL's defaults for the ones left out."""
 
 from __future__ import annotations
 
@@ -28,14 +28,6 @@ DPO_LOSSES = {  # to the comparison
     **{name: name for name in ("sppo_hard", "apo_zero", "apo_down", "discopop")},
     "sigmoid_norm": "sigmoid",
 }
-SMOOTHED = ("robust", "exo_pair")
-DIVERGENCES = {  # of TRL's `f_divergence_type`, to the option of `f_divergence`
-    "reverse_kl": "",
-    "forward_kl": "forward_kl",
-    "js_divergence": "js",
-    "alpha_divergence": "alpha",
-}
-NO_DIVERGENCE = ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
 ABSENT_LOSSES = ("aot", "aot_unpaired", "sft")
 CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines around another one
 STEP_MEANS = ("dapo", "bnpo", "cispo", "vespo")
@@ -83,7 +75,7 @@ class Given:
         return default_of(name, self.pairs) if value is None else value
 
     def __contains__(self, name: str) -> bool:
-        """Whether an argument was given a value; None stands for none."""
+        """Whether an argument has a value other than None."""
         return self.values.get(name) is not None
 
     def has(self, *names: str) -> bool:

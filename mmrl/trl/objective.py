@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_mapping
-from mmrl.trl.given import (
-    DIVERGENCES,
-    DPO_LOSSES,
-    GRPO_LOSSES,
-    NO_DIVERGENCE,
-    SMOOTHED,
-    STEP_MEANS,
-    Change,
-    Given,
-)
+from mmrl.trl.given import DPO_LOSSES, GRPO_LOSSES, STEP_MEANS, Change, Given
 from mmrl.trl.names import NAMES
+
+SMOOTHED = ("robust", "exo_pair")
+DIVERGENCES = {  # of TRL's `f_divergence_type`, to the option of `f_divergence`
+    "reverse_kl": "",
+    "forward_kl": "forward_kl",
+    "js_divergence": "js",
+    "alpha_divergence": "alpha",
+}
+NO_DIVERGENCE = ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
 
 
 def objective(given: Given) -> Change:
@@ -243,10 +243,8 @@ def advantage(given: Given) -> Change:
         chain = [*chain, "drop_truncated"]
         named = given.at("objective.aggregation.name")
         aggregation = GRPO_LOSSES.get(given.losses[0], ("", ""))[1] if "loss_type" in given else named
-        if aggregation not in (
-            None,
-            "step_mean",
-        ):  # TRL divides by all rows, by the tokens of those that are left
+        # TRL divides by all rows, but by the tokens of the rows that are left.
+        if aggregation not in (None, "step_mean"):
             change["objective.aggregation.count"] = "drawn"
     return {**change, "advantage": chain}
 

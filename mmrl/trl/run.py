@@ -16,17 +16,12 @@ OPTIMIZERS = {
     "sgd": "sgd",
 }
 SCHEDULES = {
-    "constant": "constant",
+    **{name: name for name in ("constant", "linear", "cosine")},
     "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
 }
-TRACKERS = {
-    "tensorboard": (),
-    "wandb": ("project", "run_name"),
-    "trackio": ("project", "run_name", "space_id"),
-}
+_NAMED = ("project", "run_name")
+TRACKERS = {"tensorboard": (), "wandb": _NAMED, "trackio": (*_NAMED, "space_id")}  # with their options
 REWARDS = "open_r1.rewards"  # whose functions have short names in its recipes
 SHORT_REWARDS = {
     **{name: f"{name}_reward" for name in ("accuracy", "format", "tag_count", "reasoning_steps")},
@@ -42,12 +37,8 @@ def rewards(given: Given) -> Change:
         raise ConfigError(f"'reward_weights' of TRL has {len(weights)} weights for {count} rewards")
     if not named:
         return {f"rewards.{i}.weight": float(weight) for i, weight in enumerate(weights)}
-    pieces = [{"name": _reward(name)} for name in named]
-    return {
-        "rewards": [
-            {**piece, "weight": float(weights[i])} if weights else piece for i, piece in enumerate(pieces)
-        ]
-    }
+    shares = [{"weight": float(weight)} for weight in weights] or [{}] * count
+    return {"rewards": [{"name": _reward(name), **share} for name, share in zip(named, shares, strict=True)]}
 
 
 def _reward(name: str) -> str:
@@ -98,16 +89,12 @@ def logging(given: Given) -> Change:
 
 def saves(given: Given) -> Change:
     """How often a checkpoint is written, and how many are kept."""
-    strategy = given["save_strategy"]
+    strategy = _strategy(given, "save_strategy")
     change: Change = {}
-    if strategy in ("no", "epoch"):
+    if strategy != "steps":
         change["save_steps"] = 0 if strategy == "no" else _epoch(given, "save_strategy")
-    elif strategy == "steps":
-        change |= (
-            {"save_steps": _shared(given, "save_steps")} if given.has("save_steps", "save_strategy") else {}
-        )
-    else:
-        raise ConfigError(f"'save_strategy={strategy!r}' of TRL is not here; there are no, steps and epoch")
+    elif given.has("save_steps", "save_strategy"):
+        change["save_steps"] = _shared(given, "save_steps")
     if "save_total_limit" in given or given.whole:
         change["save_total_limit"] = given["save_total_limit"] or 0
     return change
@@ -115,14 +102,18 @@ def saves(given: Given) -> Change:
 
 def evaluations(given: Given) -> Change:
     """How often held-out prompts are answered."""
-    strategy = given["eval_strategy"]
-    if strategy not in ("no", "steps", "epoch"):
-        raise ConfigError(f"'eval_strategy={strategy!r}' of TRL is not here; there are no, steps and epoch")
+    strategy = _strategy(given, "eval_strategy")
     if strategy == "no" and "eval_strategy" in given:
         return {"eval_steps": 0}
     if strategy == "epoch":
         return {"eval_steps": _epoch(given, "eval_strategy")}
     return {"eval_steps": _shared(given, "eval_steps" if "eval_steps" in given else "logging_steps")}
+
+
+def _strategy(given: Given, name: str) -> str:
+    if given[name] not in ("no", "steps", "epoch"):
+        raise ConfigError(f"'{name}={given[name]!r}' of TRL is not here; there are no, steps and epoch")
+    return given[name]
 
 
 def _epoch(given: Given, name: str) -> float:
@@ -205,16 +196,11 @@ def optimizer(given: Given) -> Change:
     if asked not in OPTIMIZERS:
         raise ConfigError(f"'optim={asked!r}' of TRL is not here; there are {', '.join(OPTIMIZERS)}")
     name = OPTIMIZERS[asked] if "optim" in given else given.at("learn.optimizer.name") or OPTIMIZERS[asked]
-    options = {
-        "weight_decay": "weight_decay",
-        "beta1": "adam_beta1",
-        "beta2": "adam_beta2",
-        "eps": "adam_epsilon",
-    }
-    options = {"weight_decay": "weight_decay"} if name == "sgd" else options
-    return {
-        "learn.optimizer": {"name": name, **{ours: given[n] for ours, n in options.items() if n in given}}
-    }
+    options = {"weight_decay": "weight_decay"}
+    if name != "sgd":
+        options |= {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
+    taken = {ours: given[theirs] for ours, theirs in options.items() if theirs in given}
+    return {"learn.optimizer": {"name": name, **taken}}
 
 
 def sampler(given: Given) -> Change:
@@ -277,30 +263,26 @@ def quantized(config: Any) -> Change:
     options = {name.removeprefix("_"): value for name, value in options.items()}
     if options.get("load_in_4bit") and options.get("load_in_8bit"):
         raise ConfigError("'load_in_4bit' and 'load_in_8bit' of TRL are both True; set one")
-    piece: dict[str, Any] = {"name": "compression.bnb_quantize"}
+    piece: dict[str, Any] = {"name": "compression.bnb_quantize", "nbits": 8}
     if options.get("load_in_4bit"):
-        kind, double = (
-            options.get("bnb_4bit_quant_type") or "fp4",
-            bool(options.get("bnb_4bit_use_double_quant")),
-        )
-        return {"policy.transform": [{**piece, "nbits": 4, "kind": kind, "double": double}]}
-    return {"policy.transform": [{**piece, "nbits": 8}]} if options.get("load_in_8bit") else {}
+        kind, double = options.get("bnb_4bit_quant_type") or "fp4", options.get("bnb_4bit_use_double_quant")
+        piece |= {"nbits": 4, "kind": kind, "double": bool(double)}
+    return {"policy.transform": [piece]} if options.get("load_in_4bit") or options.get("load_in_8bit") else {}
 
 
 def checkpointing(given: Given) -> Change:
     """`gradient_checkpointing`, or its newer name."""
-    newer = given.values.get("activation_checkpointing")
-    return {
-        "policy.gradient_checkpointing": bool(given["gradient_checkpointing"] if newer is None else newer)
-    }
+    newer = "activation_checkpointing" in given
+    name = "activation_checkpointing" if newer else "gradient_checkpointing"
+    return {"policy.gradient_checkpointing": bool(given[name])}
 
 
 def dataset(given: Given) -> Change:
     """`dataset_name`, where no rows are named otherwise, and `system_prompt`."""
-    path = (
-        {} if given.at("data.path") or "dataset_name" not in given else {"data.path": given["dataset_name"]}
-    )
-    return path | ({"data.system_prompt": given["system_prompt"]} if given["system_prompt"] else {})
+    change: Change = {}
+    if "dataset_name" in given and not given.at("data.path"):
+        change["data.path"] = given["dataset_name"]
+    return change | ({"data.system_prompt": given["system_prompt"]} if given["system_prompt"] else {})
 
 
 def device(given: Given) -> Change:
@@ -326,24 +308,17 @@ def trackers(given: Given) -> Change:
     names = list(TRACKERS) if every else [name for name in names if name != "none"]
     if unknown := [name for name in names if name not in TRACKERS]:
         raise ConfigError(f"'report_to={unknown[0]!r}' of TRL is not here; there are {', '.join(TRACKERS)}")
-    asked = {
-        name: given.values.get(name) for name in ("run_name", "project", "wandb_project", "trackio_space_id")
-    }
+    values = given.values
     options = {
-        "run_name": asked["run_name"],
-        "project": asked["wandb_project"] or asked["project"],
-        "space_id": asked["trackio_space_id"],
+        "run_name": values.get("run_name"),
+        "project": values.get("wandb_project") or values.get("project"),
+        "space_id": values.get("trackio_space_id"),
     }
-    return {
-        "report.trackers": [
-            {
-                "name": tracker,
-                **{option: options[option] for option in TRACKERS[tracker] if options[option] is not None},
-                **({"required": False} if every else {}),
-            }
-            for tracker in names
-        ]
-    }
+    pieces = []
+    for name in names:
+        taken = {option: options[option] for option in TRACKERS[name] if options[option] is not None}
+        pieces.append({"name": name, **taken, **({"required": False} if every else {})})
+    return {"report.trackers": pieces}
 
 
 def best(given: Given) -> Change:

@@ -192,10 +192,8 @@ def _differences(given: Given, asked: Mapping[str, Any], complete: bool) -> list
 def tell(differs: tuple[str, ...]) -> None:
     """Print what differs from TRL, once."""
     if differs:
-        log.warning(
-            "TRL's arguments are taken; what differs from TRL here:\n%s",
-            "\n".join(f"  - {x}" for x in differs),
-        )
+        lines = "\n".join(f"  - {line}" for line in differs)
+        log.warning("TRL's arguments are taken; what differs from TRL here:\n%s", lines)
 
 
 # ---- a file, and an object
@@ -306,9 +304,8 @@ def kind_of(config: Any) -> str:
     names = [kind.__name__ for kind in type(config).__mro__]
     if "DPOConfig" in names:
         return "dpo"
-    if (
-        other := next((n for n in names if n.endswith("Config") and n != "GRPOConfig"), "")
-    ) and "GRPOConfig" not in names:
+    other = next((name for name in names if name.endswith("Config")), "")
+    if other and "GRPOConfig" not in names:
         raise ConfigError(
             f"`args` is a {other}; there are GRPOConfig and DPOConfig, or `method=` with a dictionary"
         )

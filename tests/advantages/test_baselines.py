@@ -9,7 +9,6 @@ import torch
 
 from mmrl.advantages.baselines import (
     best_margin,
-    greedy_baseline,
     virtual_maximum,
 )
 from mmrl.advantages.normalize import group_normalize
@@ -54,17 +53,3 @@ def test_best_margin_does_not_feel_a_shift_of_the_rewards():
 @pytest.mark.parametrize("piece", [group_normalize, best_margin])
 def test_equal_rewards_have_no_advantage_also_where_their_mean_is_rounded(piece):
     assert piece(reward_table([0.1] * 3, length=[1, 2, 4])).values.eq(0).all()
-
-
-def test_remax_subtracts_the_reward_of_the_greedy_answer():
-    tags = {"greedy": ["", "", "yes", "", "yes", ""]}
-    table = reward_table([1, 0.25, 0.5, 0.7, 0.2, 1], group="aaabbc", tags=tags)
-    table = greedy_baseline(table)
-    assert_rows(table.values[:, 0], [[0.5], [-0.25], [0], [0.5], [0], [0]])
-    assert table.learn[:, 0].tolist() == [True, True, False, True, False, True]
-    assert table.valid[:, 0, 0].tolist() == [True] * 5 + [False]  # a group without a greedy answer
-
-
-def test_remax_without_a_greedy_answer_names_the_engine():
-    with pytest.raises(ValueError, match="add the engine `vision.with_greedy`"):
-        greedy_baseline(reward_table([1, 0]))

@@ -25,7 +25,7 @@ def test_the_front_of_two_runs_is_printed_with_its_measures(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "one step 1 *" in said and "two step 2 *" in said and "two step 1" in said
     assert "two step 1 *" not in said and "step 3" not in said
-    assert "3 of 5 evaluations" in said and "hypervolume 9\n" in said and "sparsity 5\n" in said
+    assert "3 of 5 evaluations" in said and "hypervolume 9\n" in said
     assert "3.6" in said, "the threshold of 4"
 
 

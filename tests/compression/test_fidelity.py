@@ -10,7 +10,7 @@ import torch
 from mmrl.compression.caches.kivi import kivi
 from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.compression.engines import FidelityGate
-from mmrl.compression.fidelity import choose, gate, measure
+from mmrl.compression.fidelity import gate, measure
 from mmrl.compression.transforms.visual_computation import drop_visual_layers
 from mmrl.core.rng import Stream
 from mmrl.vision.engines.generate import Generate
@@ -73,15 +73,6 @@ def test_the_gate_prints_and_refuses_below_its_threshold(model, capsys):
     # Agreement alone is not enough.
     with pytest.raises(ValueError, match="at most 0.001 nats"):
         gate(model, asked(), partial(visual_quant, nbits=1), num_tokens=1, min_agreement=0.0, max_kl=1e-3)
-
-
-def test_the_smallest_cache_that_is_faithful_is_chosen(model, capsys):
-    candidates = {f"{nbits} bits": partial(visual_quant, nbits=nbits) for nbits in (16, 8, 1)}
-    thresholds = {"num_tokens": 4, "min_agreement": 0.9, "max_kl": 0.01}
-    assert choose(model, asked(), candidates, **thresholds) == "8 bits"
-    assert capsys.readouterr().out.count("cache ") == 3
-    with pytest.raises(ValueError, match="none of the caches 1 bits keeps 90.0%"):
-        choose(model, asked(), {"1 bits": candidates["1 bits"]}, **thresholds)
 
 
 def test_there_must_be_a_prompt(model):

@@ -175,34 +175,6 @@ def test_rows_are_chosen_repeated_and_cropped(model, fused):
         rows = torch.tensor(rows)
         cache.batch_select_indices(rows)
         assert_close(caching.follow(model, mask[rows], cache, more[rows]), expected[rows], rtol=0, atol=1e-9)
-    cache = make()
-    said = read(model, inputs, cache, answer)
-    # Taking back two tokens that still stand in every window.
-    cache.crop(-2)
-    behind = caching.follow(model, mask[:, :-2], cache, answer[:, -2:])
-    assert behind.shape == said[:, -2:].shape
-    assert torch.isfinite(behind).all()
-    assert cache.get_seq_length() == mask.shape[1]
-
-
-@PATHS
-def test_cropping_takes_back_what_still_stood_in_the_window(fused):
-    cache, tokens = window(30, residual=16)
-    other, _ = window(30, residual=16)
-    for one in (cache, other):
-        one.layers[0].fused = False
-        one.update(tokens[:, :, :16], tokens[:, :, :16], 0)
-    for t in range(16, 20):
-        cache.update(tokens[:, :, t : t + 1] + 1, tokens[:, :, t : t + 1] + 1, 0)
-    cache.crop(-4)
-    for t in range(16, 20):
-        for got, wanted in zip(
-            cache.update(tokens[:, :, t : t + 1], tokens[:, :, t : t + 1], 0),
-            other.update(tokens[:, :, t : t + 1], tokens[:, :, t : t + 1], 0),
-            strict=True,
-        ):
-            # Values that left on the way are in codes; keys have not left.
-            assert torch.equal(got[:, :, 8:], wanted[:, :, 8:])
 
 
 def test_a_conversation_goes_on_in_one_pass(model):

@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.compression.flops import Prefill
+from benchmarks.prefill_costs import Prefill, count_operations, time_calls
+from mmrl.compression.fidelity import cache_bytes
 from mmrl.compression.fp32_linear import UpcastLinear
-from mmrl.compression.profiling import (
-    cache_bytes,
-    count_operations,
-    time_calls,
-)
 from mmrl.compression.pruning.local_attention import block_keys
 from mmrl.compression.pruning.spec import ModelShape, PruningSpec, TokenReduction, pruning_of, shape_of
 from mmrl.compression.transforms.drop_tokens import tome

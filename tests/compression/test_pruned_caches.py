@@ -83,19 +83,13 @@ def answer(model, inputs, cache):
     return torch.cat(logits, 1)
 
 
-def test_a_quantised_cache_is_cropped_where_tokens_left():
+def test_a_quantised_cache_has_fewer_tokens_in_later_layers():
     model = drop_visual_layers(llava(side=3), after=1)
     inputs = image_inputs(model)
     cache = cache_of(model, inputs, nbits=2)
-    expected = answer(model, inputs, cache)
-    # Prompts of 20 tokens, of which 9 leave, and 3 of the answer.
+    answer(model, inputs, cache)
+    # Prompts of 20 tokens, of which 9 are removed, and 3 tokens of the answer.
     assert [layer.length for layer in cache.layers[:3]] == [23, 14, 14]
-    cache.crop(-2)
-    seen = torch.cat([inputs["attention_mask"][[1, 0, 1], :-1], torch.ones(3, 3, dtype=torch.int64)], 1)
-    again = torch.tensor([[20, 21], [30, 31], [40, 41]])
-    with torch.no_grad():
-        logits = model(input_ids=again, attention_mask=seen, past_key_values=cache).logits
-    assert (logits - expected[:, 1:]).abs().max() < 1e-12
 
 
 def test_caches_that_cannot_follow_are_refused():

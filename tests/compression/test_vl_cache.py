@@ -142,16 +142,14 @@ def test_generate_takes_it(model, options):
     assert generated(model, inputs, vl_cache(*masks(model, inputs), keep=0.2), **options).shape[1] > 6
 
 
-def test_rows_are_chosen_repeated_and_cropped(model):
+def test_rows_are_chosen_and_repeated(model):
     inputs, answer = batch(prompts(4)), answers(4, 3)
     make = partial(vl_cache, *masks(model, inputs), keep=0.4)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(answer)], 1)
     more = answers(4, 3, seed=5)
     once = make()
-    said = read(model, inputs, once, answer)
+    read(model, inputs, once, answer)
     expected = caching.follow(model, mask, once, more)
-    once.crop(-6)
-    assert_close(caching.follow(model, inputs["attention_mask"], once, answer), said, rtol=0, atol=1e-10)
     for rows in ([3, 0], [1, 1, 2, 0], [2]):
         cache = make()
         read(model, inputs, cache, answer)

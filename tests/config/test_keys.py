@@ -7,15 +7,9 @@ from typing import Annotated, Literal
 import pytest
 import yaml
 
+from mmrl.cli.describe import describe_default, describe_option, describe_type, split_docstring, yaml_of
 from mmrl.config.binding import Pieces
-from mmrl.config.keys import (
-    describe_default,
-    describe_option,
-    describe_type,
-    keys_of,
-    split_docstring,
-    yaml_of,
-)
+from mmrl.config.keys import keys_of
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import HOMES, find, pieces
 from mmrl.config.schema import BuildConfig, Config, EvaluateConfig, Kind, Piece, as_piece

@@ -205,7 +205,7 @@ def twice(log_ratio, new, batch):
     """Do something."""
 '''
 REWARD = '''from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
+from mmrl.rewards.adapters import per_outcome
 
 
 @reward

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from mmrl.cli import main
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, parse
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import StepOutput
@@ -28,6 +27,7 @@ from mmrl.diagnostics.memory_estimates import optimizer_bytes, peak, training
 from mmrl.doctor import _look, examine, printable
 from mmrl.optimizers import adamw, muon, sgd
 from mmrl.reporting import html
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.loop import train
 from tests.support.toy_flow import flow_plan
 from tests.support.toys import STOP, Lookup, ToyGenerate, ToyText, plan, toy_run
@@ -214,12 +214,12 @@ MISTAKES = {
     "shifted labels": (
         {"policy": f"{HERE}:Shifted"},
         "initial_ratio",
-        "do not speak of the same steps; compare labels (shifted by one?)",
+        "do not score the same steps; compare labels (shifted by one?)",
     ),
     "one step late": (
         {"policy": f"{HERE}:Late"},
         "initial_ratio",
-        "the policy says of a step what belongs one step later; compare labels",
+        "the log-probabilities of the policy belong one step later; compare labels",
     ),
     "batch size": (
         {"policy": f"{HERE}:Crowded"},
@@ -289,7 +289,7 @@ MISTAKES = {
     "unseeded draws": (
         {"rollout": {"engine": [f"{HERE}:Unseeded"]}},
         "repeatable_rollouts",
-        "of 4 answers 1 are others when the same prompts are asked again with the same seed; draw from",
+        "1 of 4 answers differ when the same prompts are answered again with the same seed; draw from",
     ),
     "an overwritten setting": (
         {"rollout": {"engine": [{"name": f"{HERE}:Greedy", "temperature": 1.0, "inherited": 0.5}]}},

@@ -10,10 +10,10 @@ from mmrl.build import check_data
 from mmrl.cli import main
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import pieces
-from mmrl.config.reward_adapters import OwnAnswer
 from mmrl.config.schema import Config, Piece, parse
 from mmrl.core.types import Message, Part, Prompt
 from mmrl.diagnostics.round_trip import check_targets, round_trips
+from mmrl.rewards.adapters import OwnAnswer
 from mmrl.vision.benchmarks.boxes import Boxes
 from mmrl.vision.benchmarks.time_spans import Moments
 from tests.support.toys import plan, toy_run

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from mmrl.config.binding import Pieces
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.diffusion.flow_math import along
 from mmrl.diffusion.schedule import shift_times
 from mmrl.diffusion.steps import Conditioning
+from mmrl.rewards.adapters import per_outcome
 
 TEXTS = ("a cat", "two dogs on a boat")
 SMALLEST = 0.003 / 1.002  # the smallest time of SD3.5's scheduler before it shifts a second time

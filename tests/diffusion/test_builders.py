@@ -9,9 +9,9 @@ import torch
 from PIL import Image, ImageDraw
 
 from examples.image_rl.easy_vqa_captions import EasyVqaCaptions, crop_around_shape, facts
+from examples.tiny_clip import CaptionedImages, TinyClip, augmented, contrastive_loss
 from mmrl.core.rng import Stream
 from mmrl.data.text_files import captions
-from mmrl.diffusion.builders.tiny_clip import CaptionedImages, TinyClip, augmented, contrastive_loss
 from mmrl.diffusion.builders.tiny_flow_model import TinyFlowModel, word_tokenizer
 from mmrl.diffusion.datasets import images, prompts
 

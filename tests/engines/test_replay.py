@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError
 from mmrl.core.protocols import Replay
 from mmrl.core.types import Message, Part
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.collect import collect, replay_after
 from mmrl.training.loop import learnable, train
 from tests.support.remembering import MEMORIES, of_memory

@@ -25,7 +25,7 @@ TIGHT = {"rtol": 0, "atol": 1e-12}
 def kernel(request, monkeypatch):
     """Compute with the kernel of torch, and without it in pieces of a few scores."""
     if not request.param:
-        monkeypatch.setattr(attention, "_has_kernel", lambda query, values: False)
+        monkeypatch.setattr(attention, "_is_fused", lambda *tensors: False)
         monkeypatch.setattr(attention, "MAX_SCORES", 40)
 
 

@@ -90,7 +90,7 @@ def test_two_processes_remember_what_one_does():
     parts = []
     for texts in (("1 10", "10 2"), ("10 1",)):
         two(*group(*texts))
-        parts.append([two.found, two.judged])
+        parts.append([two.failures, two.judged])
     gathered = iter([json.loads(json.dumps(parts)), [{"add": "polite"}] * 2])
     two.connect(None, lambda value: next(gathered))
     two.stream.step = 1

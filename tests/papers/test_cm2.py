@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from mmrl.config.reward_adapters import SCORING, Scoring
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.fields import RowError
 from mmrl.papers.cm2 import Checklist, Criterion, conversations, newly_met, read_criteria
 from mmrl.rewards.asking import Unread
+from mmrl.runtime.scoring import SCORING, Scoring
 from tests.rewards.test_judge import between, judging, logged
 
 

@@ -110,7 +110,7 @@ def test_pools_tell_and_believe():
     sampler.draw(4, 1)
     assert sampler.metrics()["sampler/share/b"] == 0.5
     assert sampler.metrics()["sampler/entropy"] == pytest.approx(math.log(2) / math.log(3))
-    assert sampler.sampling_weights()["a"] == {"weight": 0.5, "prompts": 3, "drawn": 2}
+    assert (sampler.shares["a"], len(sampler.pools["a"].data), sampler.pools["a"].drawn) == (0.5, 3, 2)
 
 
 def test_a_wrong_pool_ends_a_run_with_exit_code_2(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmrl.config.schema import ConfigError
-from mmrl.core.protocols import AdvantageObserver, ReportsSamplingWeights
+from mmrl.core.protocols import AdvantageObserver
 from mmrl.papers.dump import SourceBandit
 from tests.support.observing import by_source, made, next_step, observe, shown, uids
 
@@ -120,10 +120,9 @@ def test_a_missing_column_is_one_clear_line():
 
 def test_a_bandit_tells_and_believes():
     sampler = bandit([0.2, 0.5, 0.8], [100, 50, 10])
-    assert isinstance(sampler, AdvantageObserver) and isinstance(sampler, ReportsSamplingWeights)
+    assert isinstance(sampler, AdvantageObserver)
     assert sampler.metrics()["sampler/share/c"] == pytest.approx(0.99971, abs=5e-6)
-    assert sampler.sampling_weights()["a"]["learnability"] == pytest.approx(0.2)
-    assert sampler.sampling_weights()["b"]["rollouts"] == 50.0
+    assert float(sampler.learnability[0]) == pytest.approx(0.2) and float(sampler.count[1]) == 50.0
 
 
 def test_a_saved_bandit_knows_its_sources():

@@ -9,10 +9,10 @@ import torch
 
 from mmrl.build import build
 from mmrl.config.loading import read
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, parse
 from mmrl.core.types import Outcome, Prompt
 from mmrl.reporting import html
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.collect import collect
 from mmrl.training.loop import train
 from tests.runtime.test_real_processes import SPEAKING

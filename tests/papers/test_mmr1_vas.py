@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mmrl.config.schema import ConfigError
-from mmrl.core.protocols import ReportsSamplingWeights
 from mmrl.papers.mmr1_vas import VarianceAware
 from tests.support.observing import made, next_step, observe, uids
 from tests.support.toys import toy_run
@@ -151,7 +150,7 @@ def test_an_unknown_reward_is_refused_before_anything_is_loaded(tmp_path):
 
 def test_it_tells_and_believes():
     sampler = made(VarianceAware)
-    assert isinstance(sampler, ReportsSamplingWeights) and sampler.metrics()["sampler/seen"] == 0.0
+    assert sampler.metrics()["sampler/seen"] == 0.0
     observing(sampler, {"p0": [1, 0]})
     assert sampler.metrics()["sampler/score"] == pytest.approx(float(sampler.scores[0]))
-    assert sampler.sampling_weights()["p0"]["pass_rate"] == 0.5
+    assert sampler.pass_rate[0] == 0.5

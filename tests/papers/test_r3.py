@@ -33,7 +33,7 @@ def test_the_newest_wrong_answer_is_shown_while_the_mean_is_low():
     assert "was wrong:\nb\nFind its mistake" in shown.text and shown.tags == {"hint": "wrong"}
     assert shown.uid == "p0" and sampler.metrics() == {"reflection/prompts": 1.0}
     # The newest four are 0.4, 1, 1, 1: a mean of 0.85.
-    assert sampler.sampling_weights() == {"p0": {"mean": 0.85}}
+    assert sampler.known["p0"].mean == 0.85
     assert answered(sampler, ("f", 1.0)).text == "say 1" and sampler.metrics() == {"reflection/prompts": 0.0}
 
 

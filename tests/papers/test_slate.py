@@ -10,12 +10,12 @@ import torch
 from mmrl.advantages.normalize import group_normalize
 from mmrl.advantages.shape import total
 from mmrl.config.binding import Pieces
-from mmrl.config.reward_adapters import log_metric, per_outcome
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.objectives.aggregations import sequence_mean
 from mmrl.papers.slate import WithStepCandidates, continuation, early_answer
+from mmrl.rewards.adapters import log_metric, per_outcome
 from mmrl.runtime.reward_calls import RewardFault
 from mmrl.training.score import score
 from mmrl.vision.engines.generate import Generate

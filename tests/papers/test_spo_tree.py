@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mmrl.advantages.shape import total
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import spread
 from mmrl.papers.spo_tree import WithBranches, tree_values
+from mmrl.rewards.adapters import per_outcome
 from mmrl.vision.engines.generate import Generate
 from tests.support.tables import assert_rows, reward_table, step_table
 from tests.vision.test_contrastive_decoding import pictures, plainly, said

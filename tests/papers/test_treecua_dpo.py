@@ -10,13 +10,13 @@ import torch
 
 from mmrl.advantages.shape import total
 from mmrl.config.binding import Pieces
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import spread
 from mmrl.objectives.compare import sigmoid
 from mmrl.papers.spo_tree import tree_values
 from mmrl.papers.treecua_dpo import WithTurnBranches, branch_pairs
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.score import score
 from mmrl.vision.decoding.turns import TurnReader
 from mmrl.vision.engines.generate import Generate

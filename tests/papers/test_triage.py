@@ -62,7 +62,7 @@ def test_draws_follow_the_weights_whatever_the_sizes():
         drawn.update("severe" if uid in ("p20", "p21", "p22") else uid for uid in uids(sampler.draw(1, 1)))
     assert drawn["severe"] / 400 == pytest.approx(0.75, abs=0.06) and drawn["p23"] == 0
     assert len(set(uids(sampler.draw(30, 1)))) == 23, "the good one has no weight"
-    assert sampler.sampling_weights()["p20"] == {"score": 18.0, "weight": 0.75}
+    assert sampler.scores[20] == 18.0 and float(sampler.weights[sampler.among.source[20]]) == 0.75
     assert sampler.metrics()["sampler/share/good"] == 0.0
 
 

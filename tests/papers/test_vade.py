@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.core.protocols import HasMetrics, Observer, ReportsSamplingWeights
+from mmrl.core.protocols import HasMetrics, Observer
 from mmrl.papers.vade import Vade
 from tests.support.observing import made, next_step, observe, uids
 from tests.support.tables import reward_table
@@ -116,18 +116,13 @@ def test_an_assumed_pass_rate_is_a_belief_at_first():
 
 def test_a_vade_tells_and_believes():
     sampler = made(Vade)
-    assert (
-        isinstance(sampler, Observer)
-        and isinstance(sampler, HasMetrics)
-        and isinstance(sampler, ReportsSamplingWeights)
-    )
+    assert isinstance(sampler, Observer) and isinstance(sampler, HasMetrics)
     observe(sampler, {"p0": [1.0, 1.0], "p1": [0.0, 1.0]})
     told = sampler.metrics()
     assert told["sampler/seen"] == 0.5 and 0 < told["sampler/entropy"] < 1
     assert told["sampler/pass_rate"] == pytest.approx((3 / 4 + 1 / 2 * 3) / 4)
-    assert sampler.sampling_weights()["p0"] == pytest.approx(
-        {"pass_rate": 0.75, "weight": 0.75 / 16, "rollouts": 2.0}
-    )
+    assert float(sampler.pass_rate[0]) == 0.75 and float((sampler.passed + sampler.failed)[0]) == 2.0
+    assert float(sampler.information(sampler.pass_rate)[0]) == pytest.approx(0.75 / 16)
 
 
 def test_a_memory_about_other_data_is_refused():

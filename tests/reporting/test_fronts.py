@@ -10,11 +10,9 @@ import torch
 
 from mmrl.reporting.fronts import (
     crowding_distance,
-    expected_utility,
     front_of,
     hypervolume,
     loneliest,
-    sparsity,
     threshold,
 )
 
@@ -23,11 +21,8 @@ FRONT = [(1.0, 4.0), (2.0, 3.0), (4.0, 1.0)]
 
 def test_worked_numbers_of_a_front():
     assert hypervolume(FRONT, (0.0, 0.0)) == 9
-    assert expected_utility(FRONT, 0.5) == 3.5
-    assert sparsity(FRONT) == 5
     more = [*FRONT, (3.0, 2.5)]
     assert hypervolume(more, (0.0, 0.0)) == 10.5
-    assert sparsity(more) == pytest.approx(2.166667, abs=1e-6)
 
 
 def test_crowding_is_the_distance_of_neighbours():
@@ -54,12 +49,6 @@ def test_the_volume_is_that_of_the_cubes_that_are_beaten():
     )
     assert hypervolume([tuple(map(float, p)) for p in points], (0.0, 0.0, 0.0)) == cubes > 20
     assert hypervolume(FRONT, (4.0, 0.0)) == 0
-
-
-def test_weights_of_three_objectives_cover_the_simplex():
-    # (1, 0, 0), ... alone and (.5, .5, 0), ...: three times 1 and three times 1/2
-    assert expected_utility([(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)], 0.5) == 0.75
-    assert sparsity([(3.0, 1.0)]) == 0
 
 
 def test_a_threshold_lies_below_its_start_whatever_the_sign():

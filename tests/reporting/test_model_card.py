@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mmrl.config.schema import Config, Piece, parse
-from mmrl.reporting.model_card import render_card, write_card
+from mmrl.reporting.methods import all_methods
+from mmrl.reporting.model_card import describe_method, render_card, write_card
 from tests.support.toys import plan
 
 CUT = {"name": "compression.yopo25", "causal": False}
@@ -46,3 +47,13 @@ def test_a_model_of_a_program_has_its_own_name(card, tmp_path):
     render_card(tmp_path, "mine", Piece("vision.tokens", {"model": "python:Qwen/Qwen2-VL-2B"}), [])
     assert 'base_model: "Qwen/Qwen2-VL-2B"' in card() and "| base model | Qwen/Qwen2-VL-2B |" in card()
     assert "python:" not in card()
+
+
+def test_a_card_says_nothing_of_the_rewards_of_a_method_that_the_run_replaced(tmp_path):
+    (method,) = (method for method in all_methods() if method.name == "time_r1")
+    raw = {**plan(tmp_path), **{key: method.raw[key] for key in ("rewards", "advantage", "objective")}}
+    text = describe_method(parse(raw, Config))
+    assert text.startswith("time_r1 ([arXiv 2503.13377](https://arxiv.org/abs/2503.13377)): Time-R1")
+    assert "Differs from GRPO: rewards: IoU times nearness" in text
+    text = describe_method(parse({**raw, "rewards": ["exact_match"]}, Config))
+    assert "Differs from GRPO: surrogate: no clip; " in text and "rewards:" not in text

@@ -147,7 +147,7 @@ def test_a_column_of_another_type_is_named(tmp_path, column, value):
 
     columns = {"uid": ["p"], "prompt": ["why"], "reward/right": [1.0], column: [value]}
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=rf"a.parquet\[0\]: '{column}' is not what an evaluation writes"):
+    with pytest.raises(ConfigError, match=rf"a.parquet\[0\]: '{column}' must be a "):
         read_predictions(tmp_path / "a.parquet")
 
 

@@ -122,7 +122,7 @@ def test_an_answer_without_words_earns_nothing(text):
 
 @pytest.mark.parametrize("target", [None, "", " ", [], float("nan"), "<answer></answer>", {"a": 1}])
 def test_no_target_pays_nothing_and_is_named(target, caplog, monkeypatch):
-    monkeypatch.setattr("mmrl.rewards.answers._said", set())
+    monkeypatch.setattr("mmrl.rewards.answers._warned", set())
     for text in ("None", "0", "zero", "nan", ""):
         assert given(target, text) is given(target, text, exact_match) is None
     assert given(target, "<answer>None</answer>", answer_f1) is None

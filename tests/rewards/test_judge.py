@@ -9,13 +9,13 @@ import torch
 
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import ConfigError
-from mmrl.config.reward_adapters import SCORING, Scoring
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, Trajectory
 from mmrl.engines.chat_completions import ChatCompletions
 from mmrl.rewards.judge import Judge
 from mmrl.rewards.pairwise_judge import PairwiseJudge
+from mmrl.runtime.scoring import SCORING, Scoring
 from mmrl.training.score import RewardFault, score
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mmrl.advantages.normalize import group_normalize
-from mmrl.config.reward_adapters import SCORING, Scoring
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.votes import elect, majority
+from mmrl.runtime.scoring import SCORING, Scoring
 from tests.support.tables import assert_rows, reward_table
 
 

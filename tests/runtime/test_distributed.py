@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from mmrl.build import build
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, ConfigError, parse
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Batch
 from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
+from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.launcher import check_joined, check_restarts
 from mmrl.runtime.watchdog import ProcessFailed

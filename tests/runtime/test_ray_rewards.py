@@ -15,10 +15,10 @@ import torch
 
 from mmrl.build import check
 from mmrl.config.loading import ConfigError
-from mmrl.config.reward_adapters import log_metric, per_outcome
 from mmrl.config.schema import Config, parse
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
+from mmrl.rewards.adapters import log_metric, per_outcome
 from mmrl.runtime.ray_actors import check_environments, dumps, loads
 from mmrl.runtime.ray_rewards import shared
 from mmrl.training.loop import train

@@ -14,13 +14,13 @@ import torch
 from mmrl.build import build, make_chain
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, ConfigError, as_piece, parse
-from mmrl.config.workers import Workers, object_in
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.engines.ray_workers import divided
 from mmrl.runtime import ray_actors
 from mmrl.runtime.ray_actors import join
+from mmrl.runtime.workers import Workers, object_in
 from mmrl.training.loop import train
 from tests.diffusion.tiny import MAKERS
 from tests.runtime.test_real_processes import SPEAKING, TALKING

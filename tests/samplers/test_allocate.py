@@ -116,7 +116,6 @@ def test_only_own_rollouts_with_a_reward_count():
     sampler = allocating()
     observe(sampler, {"p0": [1.0, 0.0, None], "p1": [3.0]}, on_policy=[True, False, True, True])
     assert sampler.value.sums == {"p0": (1.0, 1.0, 1.0), "p1": (1.0, 1.0, 1.0)}
-    assert sampler.sampling_weights()["p0"]["pass_rate"] == 1.0
 
 
 def test_too_small_a_budget_and_a_missing_prior_are_refused():

@@ -225,10 +225,10 @@ def test_an_answer_without_a_reward_is_no_failure():
     assert rounds_of(later(), [None, None]) == ["", ""]
 
 
-def test_the_next_hints_are_saved_and_believed():
+def test_the_next_hints_are_saved():
     sampler, other = later(), later()
     rounds_of(sampler, [0.0, 0.0])
-    assert sampler.sampling_weights() == {"p0": {"hints": 2.0}}
+    assert sampler.level == {"p0": 2}
     other.load_state_dict(sampler.state_dict())
     assert rounds_of(other, [1.0]) == ["2"]
 

@@ -37,11 +37,11 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 from mmrl.build import build
-from mmrl.config.methods import all_methods
 from mmrl.config.registry import pieces
 from mmrl.config.schema import Config, as_piece, parse
 from mmrl.engines import play
 from mmrl.reporting import html
+from mmrl.reporting.methods import all_methods
 from mmrl.reporting.metrics import Journal
 from mmrl.runtime import checkpoint
 from mmrl.training import evaluate, loop

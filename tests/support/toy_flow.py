@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.loading import merge
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory, Unit
+from mmrl.rewards.adapters import per_outcome
 from tests.support.toys import ToyText
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mmrl.build import build
 from mmrl.config.loading import merge
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, parse
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
@@ -21,6 +20,7 @@ from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory, Unit
 from mmrl.references import Reference
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.trainer import Run
 from mmrl.vision.decoding.branching import Branch, Grown
 from mmrl.vision.decoding.decoding import inverse_cdf

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Outcome, Trajectory
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.collect import collect, in_order, pick
 from mmrl.training.loop import learnable, train
 from tests.support.tables import reward_table

@@ -7,11 +7,11 @@ import torch
 
 from mmrl.build import build, held_out, load_evaluator, make_evaluator
 from mmrl.config.binding import Pieces
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, Piece, as_piece, parse
 from mmrl.core.rng import Stream
 from mmrl.diagnostics.checks.training_metrics import DIFFERENCE, logprob_mismatch
 from mmrl.reporting.metrics import Journal, steps_taken
+from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.distributed import Processes
 from mmrl.training import evaluate
 from mmrl.training.loop import train

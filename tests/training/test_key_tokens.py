@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmrl.config.loading import merge, read
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.collect import collect
 from mmrl.training.loop import learnable
 from tests.support.configs import method_file

@@ -10,8 +10,8 @@ import pytest
 
 from mmrl.build import build
 from mmrl.config.loading import merge, read
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.loop import train
 from tests import test_configs
 from tests.support.configs import method_file

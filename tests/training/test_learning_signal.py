@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.reporting.metrics import Journal
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.learning_signal import FIRST, LASTING, LearningSignal, NoLearning, cause
 from mmrl.training.loop import train
 from tests.support.toys import toy_run

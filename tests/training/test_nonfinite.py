@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from mmrl.cli import main
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.step_table import Batch
 from mmrl.reporting import html
+from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime import checkpoint
 from mmrl.runtime.watchdog import listening
 from mmrl.training.checkpointing import resume

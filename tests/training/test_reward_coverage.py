@@ -7,8 +7,8 @@ import json
 import pytest
 
 from mmrl.cli import main
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training import collect
 from mmrl.training.loop import train
 from mmrl.training.score import RewardFault

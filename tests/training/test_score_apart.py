@@ -13,10 +13,10 @@ import numpy
 import pytest
 import torch
 
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.reward_table import name_id
 from mmrl.core.types import Outcome, Trajectory
 from mmrl.reporting.metrics import describe_rewards
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.score import RewardFault, score
 from tests.support.toys import prompts
 from tests.training.test_score import FOUR, bound, lengths, patient_lengths, raising, rollouts_of, scored

@@ -9,11 +9,11 @@ from mmrl.advantages.normalize import batch_normalize
 from mmrl.advantages.values import gae, lambda_returns, value_baseline
 from mmrl.build import check
 from mmrl.config.binding import Pieces
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, ConfigError, Piece, parse
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import Batch, StepOutput, Totals
 from mmrl.papers.prime import process_returns
+from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.checkpoint import CheckpointError
 from mmrl.training.checkpointing import resume
 from mmrl.training.loop import train

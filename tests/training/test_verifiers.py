@@ -9,13 +9,13 @@ from mmrl.advantages.prefixes import mean_by_end
 from mmrl.advantages.values import value_label, value_targets
 from mmrl.build import check
 from mmrl.config.binding import Pieces
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, ConfigError, Piece, parse
 from mmrl.core.reward_table import ABSENT
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import Batch, StepOutput, Totals
 from mmrl.papers.pav import process_advantage, verifier_values
 from mmrl.papers.v05 import shrunk_mean
+from mmrl.rewards.adapters import per_outcome
 from mmrl.training.collect import collect
 from mmrl.training.loop import learnable, train
 from tests.support.tables import assert_rows, reward_table

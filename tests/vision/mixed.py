@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Trajectory
+from mmrl.rewards.adapters import per_outcome
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.models.processor import EncodedPrompt
 from mmrl.vision.policies.tokens import Tokens

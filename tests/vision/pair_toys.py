@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.rewards.adapters import per_outcome
 
 WORDS = ["a", "red", "green", "blue", "dog", "cat", "box", "ball", "on", "under", "beside", "the", "table"]
 

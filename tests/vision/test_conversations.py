@@ -8,11 +8,11 @@ import pytest
 from datasets import Dataset, DatasetDict
 from PIL import Image
 
-from mmrl.config.reward_adapters import from_trl
 from mmrl.core.types import Outcome
 from mmrl.data.dataset_io import RowError, write_rows
 from mmrl.data.object_rows import put_rows
 from mmrl.data.row_fields import NAMED, NamedColumns
+from mmrl.rewards.adapters import from_trl
 from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.datasets.preference_pairs import preference_pairs
 from mmrl.vision.models.processor import template_message

@@ -7,6 +7,7 @@ import json
 import pytest
 from PIL import Image
 
+from mmrl.cli import main
 from mmrl.data.dataset_io import RowError, valid_rows, write_rows
 from mmrl.vision.benchmarks.conversions import describe_llama_factory, read_row, toolkit_of, write_row
 from mmrl.vision.builders.converted import Converted
@@ -250,3 +251,13 @@ def test_an_unknown_toolkit_is_refused_with_the_names():
         ValueError, match=r"`source_form` is 'trl'; wanted mmrl, verl, ms_swift .*LLaMA-Factory"
     ):
         Converted(source="rows.jsonl", source_form="trl")
+
+
+def test_an_unknown_form_is_an_error_of_the_configuration(tmp_path, capsys):
+    config = tmp_path / "build.yaml"
+    config.write_text(
+        "build: {name: vision.converted, source: rows.jsonl, source_form: trl}\n"
+        f"output: {tmp_path / 'ours'}\n"
+    )
+    assert main(["build", str(config)]) == 2
+    assert "build: `source_form` is 'trl'; wanted mmrl, verl" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call
 from mmrl.vision.decoding import turns
 from mmrl.vision.decoding.decoding import GenerationRequest
-from mmrl.vision.decoding.image_features import distinct_images, find_distinct, split_images
+from mmrl.vision.decoding.image_features import distinct_images, find_distinct
 from mmrl.vision.decoding.prefill import merge_media
 from mmrl.vision.decoding.turns import TurnReader
 from mmrl.vision.engines.generate import Generate
@@ -258,7 +258,8 @@ def test_equal_images_of_rows_go_through_the_tower_once(exact, family):
     first, second = (encode(prompt).media for prompt in mixed.prompts(family)[1:3])
     again = {name: value.clone() for name, value in first.items()}
     media = [first, {}, second, again, first]
-    _, which = find_distinct([image for tensors in media[:1] + media[2:] for image in split_images(tensors)])
+    split = family_of(core.config).split
+    _, which = find_distinct([image for tensors in media[:1] + media[2:] for image in split(tensors)])
     assert which == [0, 1, 2, 0, 0]
     computed = []
     tower = getattr(core, "visual", None) or core.vision_tower

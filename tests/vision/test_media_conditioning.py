@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from mmrl.config.registry import Needs
-from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, parse
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Outcome, Trajectory
 from mmrl.diagnostics.context import Examined
 from mmrl.doctor import examine
+from mmrl.rewards.adapters import per_outcome
 from mmrl.vision.checks.media_conditioning import media_conditioning, negative
 from mmrl.vision.memory_estimates import tokens
 from mmrl.vision.policies.tokens import Tokens

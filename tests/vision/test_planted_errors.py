@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from mmrl.cli import main
-from mmrl.config.reward_adapters import per_outcome
+from mmrl.rewards.adapters import per_outcome
 from mmrl.vision.policies.tokens import Tokens
 
 FAMILY = "qwen2_5_vl"

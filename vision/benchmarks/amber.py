@@ -26,10 +26,10 @@ DIMENSIONS = {
 class Words:
     """AMBER's word lists: associated words, and safe words that never count as hallucinated.
 
-    `nouns` extracts the nouns of a text as lemmas; the script uses nltk. The default takes every word in its
-    singular, since only words of the vocabulary count anyway: our reading. `similar` decides whether a noun
-    and a word mean about the same; the script uses spaCy's vectors (cosine above 0.8). The default skips this
-    step.
+    `nouns` extracts the nouns of a text as lemmas; AMBER's script uses nltk. The default returns all words in
+    the singular, because only words of the vocabulary count anyway: our reading. `similar` decides whether
+    two words have about the same meaning; the script uses spaCy's vectors (cosine above 0.8). The default
+    skips this step.
     """
 
     association: Mapping[str, Sequence[str]]
@@ -39,7 +39,7 @@ class Words:
 
     @cached_property
     def vocabulary(self) -> frozenset[str]:
-        """Collect every word of the associations."""
+        """All words of the associations."""
         return frozenset(self.association).union(*self.association.values())
 
 
@@ -54,9 +54,9 @@ class AmberScene:
     def counts(self, text: str) -> dict[str, float]:
         """Count the nouns of a description, under the names of `chair.COUNTS`.
 
-        A safe noun stays in the denominator. A noun of the image, or associated with an object of it, covers
-        that object. Any other noun may match an absent object by name and by meaning, and is hallucinated
-        unless it means about the same as an object of the image, which it then covers.
+        Safe nouns count as mentions only. A noun that names an object of the image, or is associated with it,
+        covers the object. Any other noun may match an absent object by name or meaning; it is hallucinated
+        unless its meaning is about that of an object of the image, which it then covers.
         """
         similar, covered, matched, hallucinated = self.words.similar, set(), set(), 0
         # Other nouns count nowhere, not even among the mentions.
@@ -76,7 +76,7 @@ class AmberScene:
     def _named(self, objects: Sequence[str], noun: str, same: Callable[[str, str], bool]) -> set[int]:
         """Return the index of the object that a noun names, as a set of at most one.
 
-        The script looks through the associated words of all objects first, then through the objects.
+        As in AMBER's script, the associated words of all objects go before the objects themselves.
         """
         words = [(word, i) for i, name in enumerate(objects) for word in self.words.association.get(name, ())]
         words += [(name, i) for i, name in enumerate(objects)]

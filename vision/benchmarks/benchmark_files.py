@@ -23,7 +23,7 @@ class FileError(RowError):
 
 @dataclass
 class CocoImage:
-    """A COCO image: its file, and the classes that its annotations name."""
+    """A COCO image: its file, and the classes in its annotations."""
 
     file: str = ""
     objects: set[str] = field(default_factory=set)
@@ -43,7 +43,7 @@ def read_json(path: Path, wanted: type[list] | type[dict]) -> Any:
 
 def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontology) -> dict[str, CocoImage]:
     """Collect the classes of every image from instances and reference captions, as CHAIR does."""
-    known: dict[str, CocoImage] = {}
+    images: dict[str, CocoImage] = {}
     for i, source in enumerate((*instances, *captions)):  # instances first: captions only add to their images
         raw, form = read_json(Path(source), dict), "instances" if i < len(instances) else "captions"
         try:
@@ -51,11 +51,11 @@ def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontol
                 names = {row["id"]: ontology.name_of(row["name"]) for row in raw["categories"]}
                 for row in raw["images"]:
                     # Ids are numbers in COCO, and may be texts in files of answers.
-                    known.setdefault(str(row["id"]), CocoImage()).file = row["file_name"]
+                    images.setdefault(str(row["id"]), CocoImage()).file = row["file_name"]
             for row in raw["annotations"]:
-                image = known.get(str(row["image_id"]))  # None: captions of an image without instances
+                image = images.get(str(row["image_id"]))  # None: captions of an image without instances
                 if form == "instances":
-                    image = known.setdefault(str(row["image_id"]), CocoImage())
+                    image = images.setdefault(str(row["image_id"]), CocoImage())
                     image.objects.add(names[row["category_id"]])
                 elif image is not None:
                     image.objects.update(mention.name for mention in ontology.mentions(row["caption"]))
@@ -63,7 +63,7 @@ def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontol
             raise FileError(
                 f"'{source}' is no file of COCO {form}: {type(error).__name__}: {error}"
             ) from error
-    return known
+    return images
 
 
 def read_answers(path: Path) -> dict[str, str]:
@@ -97,7 +97,7 @@ def read_answers(path: Path) -> dict[str, str]:
 def attach_answers(
     prompts: Sequence[Prompt], answers: Mapping[str, str], source: str, limit: int
 ) -> Sequence[Prompt]:
-    """Give prompts the precomputed answers of a file `source`; without a file they stay as they are."""
+    """Attach the precomputed answers of the file `source` to prompts, if there is a file."""
     if not source:
         return prompts
     # With a limit, answers to prompts after it are not an error.

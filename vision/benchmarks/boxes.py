@@ -21,9 +21,9 @@ Reader = Literal["ours", "vlm_r1"]
 # The products of numpy.linspace, not i / 100: 0.7 of recall must lie on the same side as in pycocotools.
 RECALLS = tuple(i * 0.01 for i in range(101))
 MAX_DETECTIONS = 100  # of one class, that COCO's evaluation reads
-NEAR_ONE = 1 - 1e-10  # the highest IoU that a match may be asked for, as in pycocotools
+NEAR_ONE = 1 - 1e-10  # the highest IoU threshold of a match, as in pycocotools
 POSITION, COMPLETENESS = 0.7, 0.3  # weights of `detection_score`; the accuracy of labels weighs 0
-NOWHERE = ((0.0, 0.0, 0.0, 0.0), "")  # a detection that cannot be read: it matches nothing
+NOWHERE = ((0.0, 0.0, 0.0, 0.0), "")  # stands for a detection that cannot be parsed: it matches nothing
 
 _NUMBER = r"\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+))\s*"
 # One bracket, or two corners as Qwen2-VL writes them: (1, 2), (3, 4).
@@ -34,10 +34,10 @@ _POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}[\])]")
 
 @dataclass(frozen=True)
 class Boxes:
-    """The boxes that an answer should give, in pixels of the image, with a label each or none at all.
+    """The target boxes of a prompt in pixels of the image, each with a label, which may be empty.
 
-    `unit` is the (width, height) in pixels of one unit of answered coordinates: (1, 1) where answers are in
-    pixels, (image width / 1000, image height / 1000) where they are in thousandths of the image.
+    `unit` is the (width, height) in pixels of one unit of the coordinates in answers: (1, 1) for pixels,
+    (image width / 1000, image height / 1000) for thousandths of the image.
     """
 
     boxes: tuple[Box, ...]
@@ -45,12 +45,12 @@ class Boxes:
     unit: tuple[float, float] = (1.0, 1.0)
 
     def in_pixels(self, box: Sequence[float]) -> Box:
-        """Convert an answered box to pixels of the image."""
+        """Convert a box of an answer to pixels of the image."""
         (across, down), (left, top, right, bottom) = self.unit, box
         return left * across, top * down, right * across, bottom * down
 
     def in_answers(self, box: Sequence[float]) -> Box:
-        """Convert a box in pixels of the image to coordinates of answers."""
+        """Convert a box in pixels of the image to the coordinates of answers."""
         (across, down), (left, top, right, bottom) = self.unit, box
         return left / across, top / down, right / across, bottom / down
 
@@ -67,12 +67,11 @@ def is_box(box: Sequence[float]) -> bool:
 
 
 def parse_box(text: str, reader: Reader = "ours") -> Box | None:
-    """Parse the box of an answer, in its own coordinates; None if there is no valid one.
+    """Parse the box of an answer, in the coordinates of the answer; None without a valid box.
 
-    It is the first `[left, top, right, bottom]`, or `(left, top), (right, bottom)` as Qwen2-VL writes it, in
-    the last answer block, or in the whole text without such a block (our reading). `vlm_r1` reads as the
-    reward of VLM-R1 (arXiv 2504.07615): the first four whole numbers in brackets in the first answer block
-    only.
+    `ours` takes the first `[left, top, right, bottom]`, or `(left, top), (right, bottom)` as Qwen2-VL writes
+    it, in the last answer block, or else in the whole text (our reading). `vlm_r1` parses as the reward of
+    VLM-R1 (arXiv 2504.07615): the first four whole numbers in brackets in the first answer block.
     """
     if reader == "vlm_r1":
         match = _PUBLISHED.search((tagged(text, "answer") or [""])[0])
@@ -86,7 +85,7 @@ def parse_box(text: str, reader: Reader = "ours") -> Box | None:
 
 
 def parse_point(text: str) -> tuple[float, float] | None:
-    """Parse the point of an answer: the first `[x, y]`, or the middle of the first box; None without one."""
+    """Parse the point of an answer: the first `[x, y]`, or the centre of the first box; None without any."""
     searched = spelled(answer_part(text))
     point, corners = _POINT.search(searched), _BOX.search(searched)
     if point and corners and point.start() == corners.start():
@@ -100,9 +99,9 @@ def parse_point(text: str) -> tuple[float, float] | None:
 def parse_detections(text: str) -> list[tuple[Box, str]] | None:
     """Parse a JSON list of objects with `bbox_2d` and `label` from the last answer block of a text.
 
-    Without such a block the whole text is read; a fence of ```json may stand around the list. `None` and `[]`
-    are an empty list. An item without a valid box is `NOWHERE`, so that it still counts as an answered object
-    (our reading). Returns None where nothing can be read.
+    Without such a block the whole text counts; the list may be fenced by ```json. `None` and `[]` are an
+    empty list. An item without a valid box becomes `NOWHERE`, because it still counts as a detection (our
+    reading). Returns None for a text that cannot be parsed.
     """
     searched = answer_part(text).strip()
     fences = re.findall(r"```(?:json)?(.*?)```", searched, re.DOTALL)
@@ -110,13 +109,10 @@ def parse_detections(text: str) -> list[tuple[Box, str]] | None:
     if searched.lower() == "none":
         return []
     try:
-        found = json.loads(searched)
+        items = json.loads(searched)
     except (ValueError, RecursionError):
         return None
-    match found:
-        case [*items]:
-            return [_detection(item) for item in items]
-    return None
+    return [_detection(item) for item in items] if isinstance(items, list) else None
 
 
 def _detection(item: Any) -> tuple[Box, str]:
@@ -141,10 +137,9 @@ def normal_label(label: str) -> str:
 def box_iou(a: Box, b: Box, *, inclusive: bool = False) -> float:
     """Compute intersection over union of two boxes.
 
-    With `inclusive`, an intersection of at most one pixel in width or height counts as none. That is all that
-    the inclusive pixels of VLM-R1 (arXiv 2504.07615) change: it takes 1 from the right and bottom edges, asks
-    that they still lie beyond the left and top ones, and adds 1 to both extents again. So identical boxes
-    give exactly 1 either way.
+    With `inclusive`, an intersection of at most one pixel in width or height counts as none, as in VLM-R1
+    (arXiv 2504.07615). That is the only effect of the inclusive pixels there: the code subtracts 1 from the
+    right and bottom edges, requires them to exceed the left and top edges, and adds 1 to both extents again.
     """
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     if min(width, height) <= (1 if inclusive else 0):
@@ -165,18 +160,18 @@ def average_precision(targets: Sequence[Box], answered: Sequence[Box], threshold
         near = max(((box_iou(box, targets[i]), i) for i in free), default=(-1.0, -1))
         hits.append(near[0] >= min(threshold, NEAR_ONE))
         free -= {near[1]} if hits[-1] else set()
-    found = list(accumulate(hits))
-    recalls = [count / len(targets) for count in found]
+    counts = list(accumulate(hits))
+    recalls = [count / len(targets) for count in counts]
     # Interpolated precision at a recall: the best from the first rank that reaches it to the last.
-    precisions = [count / rank for rank, count in enumerate(found, 1)]
+    precisions = [count / rank for rank, count in enumerate(counts, 1)]
     best = [*reversed(list(accumulate(reversed(precisions), max))), 0.0]
     return sum(best[bisect_left(recalls, recall)] for recall in RECALLS) / len(RECALLS)
 
 
 def mean_average_precision(target: Boxes, answered: Sequence[tuple[Box, str]]) -> float:
-    """Compute COCO's mAP of one image: the mean over classes of the target, and IoU of 0.5 to 0.95.
+    """Compute COCO's mAP of one image: the mean over the classes of the target and IoU of 0.5 to 0.95.
 
-    Detections of other classes do not count, as in VLM-R1 (arXiv 2504.07615), where COCO does not know them.
+    Detections of other classes do not count, as in VLM-R1 (arXiv 2504.07615).
     """
     precisions = []
     for label in dict.fromkeys(target.labels):

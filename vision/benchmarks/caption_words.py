@@ -1,4 +1,4 @@
-"""Caption words: Penn Treebank tokenisation and singular forms of English nouns."""
+"""Words of captions: Penn Treebank tokenisation, and singular forms of English nouns."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def tokens(text: str) -> list[str]:
 
 
 def singular(word: str) -> str:
-    """Convert an English noun to its singular by rules of this toolkit.
+    """Convert an English noun to its singular by our own rules.
 
-    Other words are unchanged, or lose a final s. CHAIR's script uses the package pattern, which differs for
-    some words of its list: bus becomes bu there and is never matched. Object HalBench uses WordNet.
+    Other words stay, or lose a final s. CHAIR's script uses the package pattern instead, which makes bu of
+    bus, so that it never matches; Object HalBench uses WordNet.
     """
     if word in IRREGULAR:
         return IRREGULAR[word]

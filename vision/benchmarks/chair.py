@@ -1,5 +1,4 @@
-"""Object hallucination counts: CHAIR (arXiv 1809.02156), Object HalBench (RLAIF-V, arXiv 2405.17220), and
-precision and recall over any closed vocabulary."""
+"""Counts of hallucinated objects: CHAIR (arXiv 1809.02156), Object HalBench (RLAIF-V, arXiv 2405.17220)."""
 
 from __future__ import annotations
 
@@ -14,25 +13,22 @@ COUNTS = (
     "truth",  # present classes
     "mentioning",  # 1 if any object is mentioned
     "hallucinating",  # 1 if any absent object is mentioned
-    "clean",  # 1 if none is
+    "clean",  # 1 if no absent object is mentioned
     "matched",  # tempting classes that are mentioned, each once
-    "tempting",  # absent classes that models tend to expect
+    "tempting",  # absent classes that models tend to invent
 )
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Classes of an ontology that an image shows, and absent classes that models tend to expect."""
+    """Classes of an ontology in an image, and absent classes that models tend to invent."""
 
     objects: frozenset[str]
     ontology: Ontology
     absent: frozenset[str] = frozenset()
 
     def counts(self, text: str) -> dict[str, float]:
-        """Count the object mentions of a description, under the names of `COUNTS`.
-
-        Precision counts repeats, recall counts classes, as Object HalBench's script does.
-        """
+        """Count the object mentions of a description, under the names of `COUNTS`."""
         names = [mention.name for mention in self.ontology.mentions(text)]
         hallucinated = sum(name not in self.objects for name in names)
         correct, matched = len(self.objects.intersection(names)), len(self.absent.intersection(names))
@@ -43,7 +39,7 @@ class Scene:
 def named_counts(
     mentions: int, hallucinated: int, correct: int, truth: int, matched: int, tempting: int
 ) -> dict[str, float]:
-    """Map the names of `COUNTS` to counts."""
+    """Return counts by the names of `COUNTS`."""
     flags = mentions > 0, hallucinated > 0, hallucinated == 0
     values = (mentions, hallucinated, correct, truth, *flags, matched, tempting)
     return {name: float(value) for name, value in zip(COUNTS, values, strict=True)}

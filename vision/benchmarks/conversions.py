@@ -1,15 +1,16 @@
 """Conversion of data rows between mmrl, verl, ms-swift and LLaMA-Factory.
 
-A row of mmrl has `question` (or `messages` for several turns), `system`, `answer`, or `chosen` and
-`rejected`, or an answer with a `label` (true or false), and `images` and `videos`. Media without a mark
-<image> or <video> in the text come first. Where a row records an answer besides the `answer` that rules
-compare with, it is the `completion`. Other columns are kept, and what cannot be is a `RowError`.
+A row of mmrl has `question` (or `messages` for several turns), `system`, `images`, `videos`, and `answer`, or
+`chosen` and `rejected`, or an answer with a `label` (true or false). Media without a mark <image> or <video>
+in the text come first. `completion` is a recorded answer beside the `answer` that rules compare with. Other
+columns are kept; rows that would lose content raise `RowError`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any, Literal
 
 from mmrl.data.fields import RowError, listed, mapping, short, text
@@ -25,10 +26,10 @@ ROLES = {"human": "user", "gpt": "assistant"} | {
 }
 SOUND = ("audio", "audios")
 MEDIA = ("images", "videos")
-# Columns of mmrl that other toolkits name or place otherwise.
+# Columns of mmrl that other toolkits rename or move.
 OURS = ("question", "prompt", "messages", "system", "answer", "answers", "completion", "chosen", "rejected")
 OURS = (*OURS, "label", "choices", "images", "image", "videos", "video")
-Slots = list[tuple[str, Any]]  # places of media in a text: the kind, and what the place itself holds
+Slots = list[tuple[str, Any]]  # places of media in a text: the kind, and the file given there, else None
 Row = Mapping[str, Any]
 Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
 SUFFIXES: dict[Toolkit, str] = {
@@ -45,13 +46,13 @@ NAMES: dict[str, Toolkit] = {
     # LLaMA-Factory reads the rows of LLaVA and ShareGPT as they are.
     **dict.fromkeys(("llamafactory", "hiyougallamafactory", "llava", "sharegpt"), "llama_factory"),
 }
-# The columns of a conversation; without one those of a question, which follows `history`, and of its answer.
+# The columns of a conversation; or else of a question (after `history`), and of its answer.
 CONVERSATIONS = {
     "verl": (("prompt",), (), ""),
     "ms_swift": (("messages",), ("query",), "response"),
     "llama_factory": (("conversations", "messages"), ("instruction", "input"), "output"),
 }
-# All columns of a toolkit that mmrl names or splits otherwise; others are kept.
+# All columns of a toolkit that mmrl renames or splits; others are kept.
 CONVERTED = {
     "verl": "prompt reward_model",
     "ms_swift": "messages query response history rejected_response rejected_messages solution",
@@ -60,9 +61,9 @@ CONVERTED = {
 
 
 def toolkit_of(name: str, place: str) -> Toolkit:
-    """Read the name of a toolkit as it is spelled anywhere: `ms-swift`, `LLaMA-Factory`."""
-    if found := NAMES.get(re.sub(r"[\W_]", "", name).lower()):
-        return found
+    """Return a toolkit by its name in any spelling: `ms-swift`, `LLaMA-Factory`."""
+    if toolkit := NAMES.get(re.sub(r"[\W_]", "", name).lower()):
+        return toolkit
     raise ValueError(
         f"`{place}` is '{name}'; wanted mmrl, verl, ms_swift (also ms-swift, swift) or llama_factory (also "
         "LLaMA-Factory, LLaVA, ShareGPT)"
@@ -70,7 +71,7 @@ def toolkit_of(name: str, place: str) -> Toolkit:
 
 
 def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
-    """Convert a row of a toolkit to mmrl; columns that the conversion does not know are kept."""
+    """Convert a row of a toolkit to mmrl; columns without a meaning in the toolkit are kept."""
     _refuse_sound(row)
     if toolkit == "mmrl":
         ours = dict(row) | _media(row)  # `image` and `video` move into the lists
@@ -80,9 +81,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     answer = row.get("answer")
     match toolkit:
         case "verl":
-            rule = (
-                {} if row.get("reward_model") is None else dict(mapping(row["reward_model"], "reward_model"))
-            )
+            rule = dict(mapping(row.get("reward_model") or {}, "reward_model"))
             answer = rule.pop("ground_truth", answer)
             if has_content(rule) and rule != {"style": "rule"}:
                 ours["reward_model"] = rule
@@ -121,20 +120,20 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
 def write_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     """Convert a row of mmrl to a toolkit; for LLaMA-Factory in OpenAI's form (see `describe_llama_factory`).
 
-    The answer becomes the ground truth of a rule-based reward of verl, or the last message. For ms-swift it
-    is the `solution` of its rewards, too. `choices` become lines of the question. Other columns are kept, for
+    The answer becomes the ground truth of verl's rule-based reward, or the last message, and for ms-swift
+    also the `solution` of its rewards. `choices` become lines of the question. Other columns are kept, for
     verl in `extra_info`.
     """
     if toolkit == "mmrl":
         return dict(row)
     _refuse_sound(row)
-    messages, media, said = _messages(row)
+    messages, media, completion = _messages(row)
     if toolkit == "verl":
-        return _for_verl(row, messages, media, said)
+        return _for_verl(row, messages, media, completion)
     given = row.get("answer", row.get("answers"))
     answer = None if given is None else _answer(_first(given), "answer")
     sides = {key: _answer(row[key], key) for key in ("chosen", "rejected") if row.get(key) is not None}
-    last = sides.get("chosen", answer if said is None else said)
+    last = sides.get("chosen", answer if completion is None else completion)
     target: dict[str, Any] = {"answers": given} if type(given) in (list, tuple) and len(given) > 1 else {}
     label = row.get("label")
     if toolkit == "ms_swift":
@@ -160,11 +159,11 @@ def write_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     return {"messages": messages, **media, **target, **others}
 
 
-def _for_verl(row: Row, messages: list[Any], media: Row, said: str | None) -> dict[str, Any]:
+def _for_verl(row: Row, messages: list[Any], media: Row, completion: str | None) -> dict[str, Any]:
     if row.get("answer", _first(row.get("answers"))) is None:
         raise RowError("verl checks answers, but the row has no `answer`")
     others, kept = _others(row), {key: row.get(key) for key in ("chosen", "rejected", "label")}
-    kept["completion"] = said
+    kept["completion"] = completion
     rule, extra = (dict(mapping(others.pop(name, {}), name)) for name in ("reward_model", "extra_info"))
     source, ability = others.pop("data_source", "mmrl"), others.pop("ability", "visual_qa")
     return {
@@ -203,10 +202,7 @@ def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, 
 def _conversation(
     row: Row, names: Sequence[str], question: Sequence[str], answer: str
 ) -> tuple[list[Any], set[str]]:
-    """Return the messages of a row, or make them of `history`, the question and its answer.
-
-    The second value lists the columns that they are made of.
-    """
+    """Return the messages of a row, or build them from `history`, question and answer; and their columns."""
     used = [name for name in names if has_content(row.get(name))][:1]
     conversation = row[used[0]] if used else None
     if conversation is None and question and type(row.get(question[0])) is str:
@@ -216,10 +212,8 @@ def _conversation(
         texts = [text(row[name], name) for name in question if row.get(name) not in (None, "")]
         turns = [turn for pair in pairs for turn in listed(pair, "history", 2)]
         turns += ["\n".join(texts), row.get(answer)]  # None where the answer is still to be given
-        roles = ("user", "assistant")
-        conversation = [
-            {"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns) if turn is not None
-        ]
+        named = zip(cycle(("user", "assistant")), turns)
+        conversation = [{"role": role, "content": turn} for role, turn in named if turn is not None]
     if type(conversation) is not list or not conversation:
         wanted = " or ".join((*names, *question[:1]))
         raise RowError(f"wanted a list of messages, as {wanted}, got {short(conversation)}")
@@ -231,9 +225,9 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     turns: list[dict[str, Any]] = []
     slots: Slots = []
     for message in conversation:
-        role, words, here, extra = _turn(message)
+        role, words, places, extra = _turn(message)
         turns.append({"role": role, "content": words, **extra})
-        slots += here
+        slots += places
     media = _filled(_media(row), slots)
     ours: dict[str, Any] = {}
     system = row.get("system") or ""
@@ -249,7 +243,7 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     match turns:
         case [{"role": "user", "content": asked, **extra}] if not extra:
             leading, marks = LEADING.match(asked), len(MARKS.findall(asked))
-            # Marks that all precede the text carry no information: media without a mark come first anyway.
+            # Drop marks that all precede the text: media without a mark come first anyway.
             if leading and marks == sum(map(len, media.values())) == len(MARKS.findall(leading[0])):
                 asked = asked[leading.end() :]
             ours["question"] = asked
@@ -263,12 +257,11 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
 
 
 def _turn(message: Any) -> tuple[str, str, Slots, dict[str, Any]]:
-    """Read a message: its role, its text with marks, its places of media, and what else templates read."""
+    """Read a message: its role, text with marks, places of media, and other keys for chat templates."""
     message = mapping(message, "message")
     role = message.get("role", message.get("from"))
     if type(role) is not str or role not in ROLES:
-        known = ", ".join(ROLES)
-        raise RowError(f"cannot convert a message of the role {short(role)}; known are {known}")
+        raise RowError(f"cannot convert a message of the role {short(role)}; known are {', '.join(ROLES)}")
     extra = kept_keys(
         {key: value for key, value in message.items() if key not in ("from", "value")}, "message"
     )
@@ -301,7 +294,7 @@ def _text_of(content: Any) -> tuple[str, Slots]:
 
 
 def _filled(media: dict[str, list[Any]], slots: Slots) -> dict[str, list[Any]]:
-    """Bring the media of columns, and those that the places of messages hold, in the order of the places."""
+    """Merge the media of columns and of messages, in the order of their places."""
     merged: dict[str, list[Any]] = {}
     for name in MEDIA:
         own, left = [value for kind, value in slots if f"{kind}s" == name], iter(media.get(name, []))
@@ -314,7 +307,7 @@ def _filled(media: dict[str, list[Any]], slots: Slots) -> dict[str, list[Any]]:
 
 
 def _rejected(conversation: list[Any], rejected: list[Any]) -> str:
-    """Return the rejected answer, which is the last message after the same conversation."""
+    """Return the last of `rejected_messages`; all before it must equal the conversation."""
     if not rejected or rejected[:-1] != conversation[:-1]:
         raise RowError("wanted `rejected_messages` that differ from `messages` in the last one alone")
     return _answer(rejected[-1], "rejected_messages")
@@ -326,14 +319,14 @@ def _messages(row: Row) -> tuple[list[dict[str, Any]], dict[str, list[Any]], str
     messages: list[dict[str, Any]] = []
     slots: Slots = []
     for turn in as_turns("" if turns is None else turns, "prompt"):
-        role, words, here, extra = _turn(turn)
+        role, words, places, extra = _turn(turn)
         messages.append({"role": role, "content": words, **extra})
-        slots += here
-    said = row.get("completion")
+        slots += places
+    completion = row.get("completion")
     if messages and messages[-1]["role"] == "assistant":
-        if said is not None:
+        if completion is not None:
             raise RowError("the row has a `completion` beside the answer of its messages; keep one")
-        said = messages.pop()
+        completion = messages.pop()
     first = next((turn for turn in messages if turn["role"] == "user"), None)
     if first is None or not first["content"].strip():
         raise RowError("the row has no `question` and no message of a user")
@@ -344,7 +337,7 @@ def _messages(row: Row) -> tuple[list[dict[str, Any]], dict[str, list[Any]], str
     if row.get("choices") is not None:
         last = [turn for turn in messages if turn["role"] == "user"][-1]
         last["content"] = "\n".join([last["content"], *lettered(row["choices"])])
-    return messages, media, None if said is None else _answer(said, "completion")
+    return messages, media, None if completion is None else _answer(completion, "completion")
 
 
 def _answer(value: Any, name: str) -> str:

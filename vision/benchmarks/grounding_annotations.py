@@ -25,14 +25,14 @@ from mmrl.vision.benchmarks.time_spans import Span
 from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.video import video_duration
 
-LONGEST = 1e6  # seconds of a video; saliency takes memory for every two of them
+LONGEST = 1e6  # seconds of a video; bounds the memory of saliency scores
 Form = Literal["charades_sta", "activitynet", "qvhighlights", "jsonl"]
 Columns = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Query:
-    """One query about one video, in seconds; `duration` is None where the file does not contain it."""
+    """A query about a video; times are in seconds. `duration` is None where the file has none."""
 
     uid: str
     video: str
@@ -43,9 +43,9 @@ class Query:
     columns: Columns = field(default_factory=dict)
 
     def inside_video(self, media: MediaRoot, trim: bool, unlabelled: bool = False) -> Query:
-        """Check the spans, with `trim` cut to the video, and read an unknown duration from the video.
+        """Check the spans, cut them to the video with `trim`, and read an unknown duration from the video.
 
-        Raises `RowError` for a span outside the video, and for a query without any unless `unlabelled`.
+        Raises `RowError` for a span outside the video, and for a query without spans unless `unlabelled`.
         """
         video = media.locate(self.video)
         duration = video_duration(video) if self.duration is None else self.duration
@@ -74,7 +74,7 @@ class Annotations:
     def __init__(
         self, path: Path, form: Form = "jsonl", durations: str = "", extension: str = ".mp4"
     ) -> None:
-        # Rows of jsonl name files, those of the published forms video ids.
+        # jsonl has file names, the published forms have video ids.
         self.path, self.form, self.extension = path, form, "" if form == "jsonl" else extension
         self.lengths: dict[str, float] = {}
         if not durations:
@@ -94,17 +94,17 @@ class Annotations:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that `parse` reads, and `grounding` with it."""
+        """The columns that `parse` and `vision.grounding` read."""
         return READS[self.form]
 
     def parse(self, row: DataRow) -> Query:
-        """Parse a raw row, or raise a `RowError`."""
+        """Parse a raw row; raises `RowError`."""
         _, columns_of, spans = FORMS[self.form]
         columns = columns_of(row.columns)
         video, query = text(columns.get("video"), "video"), text(columns.get("query"), "query")
         duration = columns.get("duration", self.lengths.get(video))
         return Query(
-            # The line identifies rows without an id.
+            # A row without an id is named by its line.
             uid_of(columns, f"{video}#{row.place.rpartition(':')[2]}"),
             video + self.extension,
             query,
@@ -126,7 +126,7 @@ def spans_of(columns: Columns, names: tuple[str, ...]) -> tuple[Span, ...]:
     return tuple((number(start, f"{name}: start"), number(end, f"{name}: end")) for start, end in pairs)
 
 
-# ---- the published forms; their columns are brought to those of jsonl
+# ---- the published forms; each parser returns columns under the names of jsonl
 
 
 def parse_charades(columns: Columns) -> Columns:
@@ -145,7 +145,7 @@ def parse_charades(columns: Columns) -> Columns:
 def activitynet_rows(path: Path) -> Iterator[DataRow]:
     """Iterate over the sentences of ActivityNet Captions, or of Charades-STA as JSON.
 
-    The file is `{video: {duration, timestamps, sentences}}`; other keys are columns of every sentence.
+    The file is `{video: {duration, timestamps, sentences}}`; other keys become columns of every sentence.
     """
     source = read_text_file(path)
     try:
@@ -159,7 +159,7 @@ def activitynet_rows(path: Path) -> Iterator[DataRow]:
             sentences = listed(columns.get("sentences"), "sentences", len(spans))
             duration = _seconds(columns.get("duration"), "duration")
         except RowError as error:
-            yield DataRow(f"{path}: '{video}'", "", fault=str(error))  # one for all its sentences
+            yield DataRow(f"{path}: '{video}'", "", fault=str(error))  # once for all sentences of the video
             continue
         for i, (span, sentence) in enumerate(zip(spans, sentences, strict=True)):
             row = {key: value for key, value in columns.items() if key != "sentences"}
@@ -169,10 +169,9 @@ def activitynet_rows(path: Path) -> Iterator[DataRow]:
 
 
 def parse_qvhighlights(columns: Columns) -> Columns:
-    """Parse a line of QVHighlights.
+    """Parse a line of QVHighlights: qid, query, vid, duration, relevant_windows.
 
-    It is an object with qid, query, vid, duration, relevant_windows, and optionally saliency_scores of the
-    two-second windows relevant_clip_ids.
+    Optional are saliency_scores, of the two-second windows in relevant_clip_ids.
     """
     duration = _seconds(columns.get("duration"), "duration")
     saliency: tuple[tuple[float, ...], ...] = ()
@@ -196,35 +195,28 @@ def parse_qvhighlights(columns: Columns) -> Columns:
 
 
 def parse_jsonl(columns: Columns) -> Columns:
-    """Parse the toolkit's own form: `video`, `query`, and `start` and `end` or a list `spans`.
+    """Parse our own form: `video`, `query`, and `start` and `end`, or a list `spans`.
 
     `duration`, `id`, `saliency` (three ratings of every two-second window) and other columns are optional. A
-    row without `start`, `end` and `spans` is unlabelled.
+    row without spans is unlabelled.
     """
     saliency = columns.get("saliency")
     return {**columns, "saliency": () if saliency is None else _ratings(saliency, "saliency")}
 
 
-# How the rows of a file are read, how their columns are parsed, and the column of the spans.
+# By form: the reader of rows, the parser of their columns, and the column of the spans.
 FORMS: dict[Form, tuple[Callable[[Path], Iterator[DataRow]], Callable[[Columns], Columns], str]] = {
     "charades_sta": (text_lines, parse_charades, "spans"),
     "activitynet": (activitynet_rows, dict, "timestamps"),
     "qvhighlights": (json_lines, parse_qvhighlights, "relevant_windows"),
     "jsonl": (json_lines, parse_jsonl, "spans"),
 }
-
-
+# By form: the columns that are read.
 READS: dict[Form, tuple[str, ...]] = {
     "charades_sta": ("line",),
     "activitynet": ("video", "query", "timestamps", "duration"),
-    "qvhighlights": (
-        "qid",
-        "query",
-        "vid",
-        "duration",
-        "relevant_windows",
-        "saliency_scores",
-        "relevant_clip_ids",
+    "qvhighlights": tuple(
+        ["qid", "query", "vid", "duration", "relevant_windows", "saliency_scores", "relevant_clip_ids"]
     ),
     "jsonl": ("video", "query", "spans", "start", "end", "duration", "saliency", "reasoning"),
 }
@@ -237,6 +229,6 @@ def _seconds(value: Any, name: str) -> float:
 
 
 def _ratings(value: Any, name: str) -> tuple[tuple[float, ...], ...]:
-    """Validate the ratings of windows, three each."""
+    """Check the ratings of windows: three numbers each."""
     windows = [listed(window, name, 3) for window in listed(value, name)]
     return tuple(tuple(number(rating, name) for rating in window) for window in windows)

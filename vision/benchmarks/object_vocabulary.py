@@ -1,4 +1,4 @@
-"""Closed object vocabularies (ontologies): which words and phrases name which class."""
+"""Closed object vocabularies (ontologies): maps from words and phrases to object classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from mmrl.config.registry import import_name
 from mmrl.vision.benchmarks.caption_words import singular, tokens
 
-# Two words that CHAIR joins to one, whether or not they name a class.
+# Phrases of two words that CHAIR joins to one word, whether or not they name a class.
 CHAIR_PHRASES = (
     "motor bike", "motor cycle", "air plane", "traffic light", "street light", "traffic signal",
     "stop light", "fire hydrant", "stop sign", "parking meter", "suit case", "sports ball",
@@ -39,11 +39,11 @@ class Ontology:
     """Maps words and phrases to object classes.
 
     Args:
-        names: Class of every word.
-        phrases: Replacement of every phrase of several words.
-        unless: Words that do not count in a text that contains any of the listed words.
+        names: Map from words to their classes.
+        phrases: Map from phrases of several words to a replacement.
+        unless: Map from a word to words; the first does not count in a text with any of the others.
         singular: Function that converts a noun to its singular.
-        plurals: Whether classes may be named in the plural, as scissors.
+        plurals: Whether class names may be plurals, as scissors.
     """
 
     names: Mapping[str, str]
@@ -55,8 +55,8 @@ class Ontology:
     def mentions(self, text: str) -> list[Mention]:
         """List the objects that a text mentions, in order and with repeats.
 
-        The text is lower-cased, tokenised, converted to singular forms, and phrases are joined from left to
-        right, the longest first.
+        The text is lower-cased, tokenised and converted to singular forms; then phrases are joined from left
+        to right, the longest first.
         """
         raw = tokens(text.lower())
         words = [self.singular(word) for word in raw]
@@ -93,14 +93,14 @@ def read_ontology(
 ) -> Ontology:
     """Read an ontology: a list of synonyms as CHAIR publishes it (.txt), or JSON.
 
-    In a list of synonyms every line is a class: its name, then its synonyms. JSON is `{"objects": {name:
-    [synonyms]}, "phrases": {phrase: replacement or null}, "unless": {word: [words]}}`; every name or synonym
-    of several words is a phrase.
+    A list of synonyms has one class per line: its name, then its synonyms. JSON is `{"objects": {name:
+    [synonyms]}, "phrases": {phrase: replacement or null}, "unless": {word: [words]}}`; names and synonyms of
+    several words are phrases, too.
 
     Args:
         path: The file.
-        style: Phrases of a list of synonyms: those fixed in CHAIR's script (`chair`), or those of the list
-            as in Object HalBench (`refined`).
+        style: Phrases of a list of synonyms: fixed as in CHAIR's script (`chair`), or taken from the list as
+            in Object HalBench (`refined`).
         singular_by: Another function of singular forms, as `module:function`.
     """
     by = function_of(singular_by) if singular_by else singular
@@ -113,7 +113,7 @@ def read_ontology(
     try:
         raw = json.loads(source)
         objects = {str(name): [str(word) for word in words] for name, words in raw["objects"].items()}
-        # null joins the words of a phrase to one that names no class.
+        # null replaces a phrase by a word of no class.
         phrases = {str(k).lower(): str(v or "").lower() for k, v in raw.get("phrases", {}).items()}
         unless = {str(k).lower(): [w.lower() for w in v] for k, v in raw.get("unless", {}).items()}
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -146,10 +146,10 @@ def _from_synonyms(text: str, style: str, by: Callable[[str], str]) -> Ontology:
     classes = [line.strip().split(", ") for line in text.splitlines() if line.strip()]
     if style == "refined":
         classes = [[word.strip() for word in words] for words in classes]
-    # Where two classes share a word in the published list, the later line wins, as in the scripts. CHAIR's
-    # keeps a space before two words (motor bike and cheesecake), which therefore never match.
+    # Of two classes with the same word in the published list the later line wins, as in the scripts. CHAIR's
+    # list has a space before two words (motor bike and cheesecake), which therefore never match.
     names = {word: words[0] for words in classes for word in words if word}
-    # The refined script looks at two words at a time, so longer phrases of its list never match.
+    # The refined script compares two words at a time, so longer phrases of its list never match.
     pairs = [word for word in names if word.count(" ") == 1]
     joined = (*pairs, *REFINED_PHRASES) if style == "refined" else CHAIR_PHRASES
     phrases = {phrase: phrase for phrase in joined}

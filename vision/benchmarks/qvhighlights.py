@@ -9,8 +9,8 @@ from mmrl.vision.benchmarks.time_spans import Span, overlap_and_union
 
 THRESHOLDS = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))  # 0.5, 0.55, ..., 0.95
 LEVELS = {"Fair": 2, "Good": 3, "VeryGood": 4}  # least rating of a highlight, of 0 to 4
-MAX_WINDOWS = 10  # windows of an answer that the official evaluation reads
-WINDOW_SECONDS = 2  # of the windows that are rated for saliency; the data set calls them clips
+MAX_WINDOWS = 10  # most windows of an answer in the official evaluation
+WINDOW_SECONDS = 2  # length of the windows with saliency ratings; the data set calls them clips
 
 
 def true_iou(a: Sequence[float], b: Sequence[float]) -> float:
@@ -67,7 +67,7 @@ def saliency_ap(truth: Sequence[int], scores: Sequence[float]) -> float:
 
 
 def saliency_of_windows(row: Mapping[str, Any]) -> list[list[float]]:
-    """Spread the saliency of a row over all its two-second windows: three scores each, 0 if unrated."""
+    """List the saliency of every two-second window of a row's video: three scores, 0 if unrated."""
     windows = [[0.0, 0.0, 0.0] for _ in range(int(row["duration"] / WINDOW_SECONDS))]
     for i, (first, second, third) in zip(row["relevant_clip_ids"], row["saliency_scores"], strict=True):
         if not 0 <= i < len(windows):

@@ -1,4 +1,4 @@
-"""Time spans in seconds: parsing them from answers, and their overlap measures."""
+"""Time spans in seconds: parsers of answers, and measures of overlap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Reader = Literal["ours", "time_r1", "videochat_r1", "evaluator"]
 class Moments:
     """Target of a grounding prompt: spans of a video of `duration` seconds.
 
-    `saliency` holds, for QVHighlights, three scores of 0 to 4 for every window of two seconds.
+    `saliency` (of QVHighlights): three scores from 0 to 4 for every window of two seconds.
     """
 
     spans: tuple[Span, ...]
@@ -44,7 +44,7 @@ _BETWEEN = re.compile(
     re.IGNORECASE,
 )
 _JOINED = re.compile(r"\s*(?:,|and)?\s*", re.IGNORECASE)  # 1 minute and 5 seconds
-# `(\d+\.?\d*) (to|and) (\d+\.?\d*)` of the published code, which takes cubic time over many digits.
+# `(\d+\.?\d*) (to|and) (\d+\.?\d*)` of the published code, but without its cubic time over many digits.
 _PUBLISHED = r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)"
 _OBJECT = re.compile(r"\{[^{}]*\}")  # objects that contain no other
 
@@ -55,18 +55,18 @@ def last_answer(text: str) -> str:
 
 
 def parse_span(text: str, reader: Reader = "ours") -> Span | None:
-    """Parse the time span of an answer; None if there is no valid one.
+    """Parse the time span of an answer; None without a valid one.
 
-    It is the last `A to B` (or `and`, `until`, any dash), pair `[A, B]` or JSON object with `start_time` and
-    `end_time` (or `start` and `end`) in the part of the answer that counts, see `answer_part`. Times are
-    seconds with or without `s`, minutes or hours with their unit, or m:ss and h:mm:ss; commas may be decimal.
-    In "1 to 2 min" both are minutes. A span must end after its start. That is our reading.
+    `ours` (our reading) takes the last `A to B` (or `and`, `until`, any dash), pair `[A, B]` or JSON object
+    with `start_time` and `end_time` (or `start` and `end`) of the last answer block, see `answer_part`. Times
+    are seconds with or without `s`, minutes or hours with their unit, or m:ss and h:mm:ss; commas may be
+    decimal. In "1 to 2 min" both are minutes. A span must end after its start.
 
-    The other readers parse as published code does, with one space around `to` or `and`: `time_r1` as the
-    reward of Time-R1 (arXiv 2503.13377), in the last answer block only, in any order; `videochat_r1` as that
-    of VideoChat-R1 (arXiv 2504.06958), which rejects an end before its start; `evaluator` as the evaluators
-    of both, in the whole text, in any order, `to` and `and` in lower case. Numbers too large for a float are
-    rejected.
+    The other readers parse as published code, with one space around `to` or `and`. `time_r1`: the reward of
+    Time-R1 (arXiv 2503.13377), in the last answer block only, start and end in any order. `videochat_r1`: the
+    reward of VideoChat-R1 (arXiv 2504.06958), which rejects an end before its start. `evaluator`: the
+    evaluators of both, in the whole text, in any order, with `to` and `and` in lower case. Numbers too large
+    for a float are rejected.
     """
     if reader == "ours":
         spans = parse_spans(text)
@@ -86,8 +86,9 @@ def parse_spans(text: str) -> list[Span]:
     spans: list[tuple[int, float | None, float | None]] = []
 
     def taken(match: re.Match, start: object, end: object) -> str:
+        """Add a span, and blank it out of the text, so that no other pattern matches it again."""
         spans.append((match.start(), _seconds(start), _seconds(end)))
-        return "|" * len(match[0])  # nothing is read twice, and places stay
+        return "|" * len(match[0])
 
     def read_object(match: re.Match) -> str:
         try:
@@ -102,14 +103,14 @@ def parse_spans(text: str) -> list[Span]:
     searched = _OBJECT.sub(read_object, searched)
     searched = _LISTED.sub(lambda match: taken(match, match[1], match[2]), searched)
     spans += _pairs(searched, _times(searched))
-    # By their place in the text, since several forms may occur in one answer.
-    found = [(start, end) for _, start, end in sorted(spans, key=lambda span: span[0])]
-    return [(a, b) for a, b in found if a is not None and b is not None and 0 <= a < b < math.inf]
+    # In the order of the text, because an answer may contain several forms.
+    ordered = [(start, end) for _, start, end in sorted(spans, key=lambda span: span[0])]
+    return [(a, b) for a, b in ordered if a is not None and b is not None and 0 <= a < b < math.inf]
 
 
 @dataclass(frozen=True)
 class _Time:
-    """A time in a text: where it stands, its seconds, and the seconds of its unit, 0 without one."""
+    """A time in a text: its position, its seconds, and the seconds of its unit (0 without a unit)."""
 
     start: int
     end: int
@@ -118,7 +119,7 @@ class _Time:
 
 
 def _times(text: str) -> list[_Time]:
-    """List the times of a text; parts such as 1 minute and 5 seconds are one."""
+    """List the times of a text; "1 minute and 5 seconds" is one time."""
     times: list[_Time] = []
     for match in _TIME.finditer(text):
         unit = 3600 if match["hours"] else 60 if match["minutes"] else int(match.end() > match.end("number"))
@@ -136,7 +137,7 @@ def _times(text: str) -> list[_Time]:
 
 def _pairs(text: str, times: Sequence[_Time]) -> list[tuple[int, float | None, float | None]]:
     """Pair neighbouring times with a word or a dash between them, or in brackets of their own."""
-    found: list[tuple[int, float | None, float | None]] = []
+    pairs: list[tuple[int, float | None, float | None]] = []
     i = 0
     while i + 1 < len(times):
         a, b = times[i], times[i + 1]
@@ -145,14 +146,14 @@ def _pairs(text: str, times: Sequence[_Time]) -> list[tuple[int, float | None, f
         # A minus right before a number makes it negative.
         if text[max(0, a.start - 1) : a.start] != "-" and (listed or _BETWEEN.fullmatch(between)):
             start = a.seconds * b.unit if a.unit == 0 and b.unit > 1 else a.seconds
-            found.append((a.start, start, b.seconds))
+            pairs.append((a.start, start, b.seconds))
             i += 1
         i += 1
-    return found
+    return pairs
 
 
 def _alone(before: str, after: str) -> bool:
-    """Whether what stands around two times leaves them alone, in the text or in brackets."""
+    """Whether two times are alone in the text or in brackets, given the text before and after them."""
     bracketed = before.rstrip()[-1:] in ("[", "(") and after[:9].lstrip()[:1] in ("]", ")")
     return bracketed or not (before.strip() or after.strip(" .\n"))
 
@@ -179,9 +180,9 @@ def _seconds(value: object) -> float | None:
         case int() | float():
             return float(value) if abs(value) < 1e300 else None
         case str():
-            found = _times(value.strip())
-            whole = len(found) == 1 and found[0].start == 0 and found[0].end == len(value.strip())
-            return found[0].seconds if whole else None
+            times = _times(value.strip())
+            whole = len(times) == 1 and times[0].start == 0 and times[0].end == len(value.strip())
+            return times[0].seconds if whole else None
     return None
 
 
@@ -192,9 +193,9 @@ def overlap_and_union(a: Sequence[float], b: Sequence[float]) -> tuple[float, fl
 
 
 def iou(a: Span, b: Span) -> float:
-    """Compute overlap / hull, in [0, 1]; for ordered spans that meet this is the IoU.
+    """Compute overlap / hull, in [0, 1]: for spans that overlap this is the IoU.
 
-    Two equal points give 1, a span with its end before its start 0.
+    Two equal points give 1, a span that ends before its start 0.
     """
     overlap = min(a[1], b[1]) - max(a[0], b[0])  # negative for spans that do not meet
     hull = max(a[1], b[1]) - min(a[0], b[0])
@@ -215,7 +216,7 @@ def giou(a: Span, b: Span) -> float:
 def timestamp_aware_iou(answered: Span, target: Span, duration: float) -> float:
     """Scale the IoU by the accuracy of start and end relative to the video (Time-R1, arXiv 2503.13377).
 
-    Each factor is clamped to [0, 1], which the source does not do: our reading.
+    Our reading: each factor is clamped to [0, 1].
     """
     near = [max(0.0, 1 - abs(a - t) / duration) for a, t in zip(answered, target, strict=True)]
     return iou(answered, target) * near[0] * near[1]
@@ -243,7 +244,7 @@ def set_iou(a: Sequence[Span], b: Sequence[Span]) -> float:
 def parse_saliency(text: str) -> list[tuple[float, float]]:
     """Parse (second, score) pairs: the last JSON list of pairs of finite numbers; empty without one."""
     searched = answer_part(text)
-    # After the last end, a search from every beginning would run to the end of the text in vain.
+    # Cut the text after the last end: searches from every beginning would run through the rest in vain.
     ends = [match.end() for match in re.finditer(r"\]\s*\]", searched)]
     searched = searched[: ends[-1]] if ends else ""
     for match in reversed(re.findall(r"\[\s*\[.*?\]\s*\]", searched, re.DOTALL)):

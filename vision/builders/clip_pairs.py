@@ -1,4 +1,4 @@
-"""Builder of preference pairs without a judge: two answers per image, ranked by an encoder such as CLIP."""
+"""Builder of preference pairs without a judge: an encoder such as CLIP ranks two answers per image."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from mmrl.vision.preference.select import (
 )
 
 DESCRIBE = ("Describe this image in detail.",)
-# Engines that answer once with and once without contrastive decoding (hallucination ratios 0 and 0.6).
+# Engines that give one answer with and one without contrastive decoding (hallucination ratios 0.6 and 0).
 DIAL = (
     {"name": "vision.generate", "max_completion_length": 256, "batch_size": 32},
     {
@@ -60,36 +60,36 @@ DIAL = (
 class ClipPairs:
     """Build preference pairs: describe images with two hallucination ratios, and rank by score.
 
-    The method of arXiv 2411.17760; ratios and thresholds are our reading. With d the score of the answer of
-    lower ratio minus that of the other, a pair is kept for d >= `tau_keep`, reversed for d <= -`tau_flip`,
-    and dropped otherwise. Also dropped are ties, empty and identical answers, answers without a finite score,
-    and images that came before with the same prompt.
+    The method of arXiv 2411.17760; ratios and thresholds are our reading. Let d be the score of the answer
+    with the lower ratio minus the score of the other. A pair is kept for d >= `tau_keep`, reversed for d <=
+    -`tau_flip`, and dropped otherwise. Ties, empty and identical answers, answers without a finite score, and
+    repeated images with the same prompt are dropped, too.
 
-    A build that was killed resumes from the shards under `.build`, with the same data set; another rule
-    reuses them. The processes of a launch share the shards; a second concurrent build of one output is
-    refused. The data set is parquet for `vision.preference_pairs`, TRL and LLaMA-Factory; the manifest lists
-    dropped pairs, counts, seed, model and encoder with hashes of their weights.
+    A killed build resumes from the shards under `.build` with the same result; a build with other thresholds
+    reuses them. The processes of a launch share the shards; a second concurrent build of one output is an
+    error. The data set is parquet for `vision.preference_pairs`, TRL and LLaMA-Factory; the manifest lists
+    dropped pairs, counts, seed, and model and encoder with hashes of their weights.
 
     Args:
         source: A folder of images, or rows with `image` and optionally `prompt`.
         model: The policy that answers.
         scores: The reward that scores the answers.
         engines: The engines of the answers, innermost first.
-        prompts: One of these is drawn for an image without a prompt of its own.
+        prompts: Prompts for images without one; each gets a random one of these.
         root: Folder of the images; by default that of the rows.
-        decide: `score` ranks by the scores; baselines are `dial`, which keeps every pair, and `random`, which
-            keeps or reverses by a coin.
-        tau_keep: Least d of a pair that is kept; None for the `quantile` of all |d|.
-        tau_flip: Least -d of a pair that is reversed; None for the `quantile` of all |d|.
-        quantile: Share of the pairs below a threshold left at None, in [0, 1).
-        length_ratio: Drops pairs of which one answer has more than this many times the tokens of the other;
-            0 for no limit, else at least 1.
+        decide: `score` ranks by the scores; the baselines are `dial`, which keeps every pair, and `random`,
+            which keeps or reverses a pair at random.
+        tau_keep: Least d of a kept pair; null: the `quantile` of all |d|.
+        tau_flip: Least -d of a reversed pair; null: the `quantile` of all |d|.
+        quantile: Share of the pairs below a threshold that is null, in [0, 1).
+        length_ratio: Largest ratio of the token counts of two answers, at least 1; pairs above it are
+            dropped. 0: no limit.
         shard_size: Images of a shard.
         file_rows: Most rows of a parquet file.
         limit: Most images; 0 for all.
     """
 
-    goes_on = True  # `mmrl build` gives it the output itself, and not a folder that takes its place
+    goes_on = True  # resumes: `mmrl build` passes the output itself, not a temporary folder
 
     stream: Stream
     source: str
@@ -129,7 +129,7 @@ class ClipPairs:
         processes.assert_equal({"images": f"{total}, {content}"})
         with locked(shards.folder, processes):
             if processes.main:
-                # Everything that answers and scores depend on.
+                # All inputs of answers and scores.
                 plan = {
                     "source": Path(self.source).name,
                     "images": total,
@@ -145,7 +145,7 @@ class ClipPairs:
                 }
                 shards.agree("plan", plan)
             numbers = range(math.ceil(total / self.shard_size))
-            # Process 0 checks for all: a process that saw shards later would skip work that others wait for.
+            # Process 0 decides for all: a process that checked later could skip work that others wait for.
             if not processes.all_gather_object(all(map(shards.has, numbers)))[0]:
                 self._generate(images, shards, numbers, total, processes)
             processes.wait()
@@ -180,7 +180,7 @@ class ClipPairs:
             print(f"{done} of {total} images, {rate:.2f} a second, {left} left", file=sys.stderr, flush=True)
 
     def _choose_prompt(self, item: SourceItem) -> str:
-        """Return the prompt of the row, or draw one."""
+        """Return the prompt of the row, or a random one."""
         generator = self.stream.fixed("prompt", item.place)
         return item.prompt or self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
 
@@ -227,7 +227,7 @@ class ClipPairs:
 
 
 def files_hash(piece: Piece) -> str:
-    """Hash the files that a piece's options name, so that a finished build compares without weights."""
+    """Hash the files named in a piece's options, to compare finished builds without loading weights."""
     values = [value for value in piece.options.values() if type(value) is str]
     files = [Path(value) for value in values if Path(value).exists()]
     return content_of(files) if files else ""

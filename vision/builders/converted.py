@@ -33,9 +33,9 @@ class Converted:
 
     Args:
         source: A file or folder of rows.
-        source_form: Toolkit whose rows the source contains: `mmrl`, `verl`, `ms_swift` or `llama_factory`, in
-            any spelling (`ms-swift`, `LLaMA-Factory`). Rows of LLaVA and ShareGPT are of the last form.
-        form: Toolkit to write rows for, by the same names.
+        source_form: Toolkit of the source: `mmrl`, `verl`, `ms_swift` or `llama_factory`, in any spelling
+            (`ms-swift`, `LLaMA-Factory`). Rows of LLaVA and ShareGPT have the form `llama_factory`.
+        form: Toolkit of the output, by the same names.
         root: Folder of the media; by default that of the rows.
         bad_rows: Rows that cannot be converted raise (`error`) or are listed in the manifest (`drop`).
     """

@@ -54,16 +54,16 @@ class Dl3dvPairs:
     """Sample pairs of views of one scene from DL3DV-10K (arXiv 2312.16256) in its layout on disk.
 
     A row contains two `images`, their frame numbers, intrinsics (fx, fy, cx, cy as fractions of the image),
-    the (4, 4) `pose` that transforms points from the first camera to the second (axes of OpenCV), the `turn`
-    between them in degrees, their `distance` and the scene.
+    the (4, 4) `pose` that transforms points from the first camera to the second (axes of OpenCV), the
+    rotation `turn` between the cameras in degrees, their `distance`, and the scene.
 
     Args:
         root: Folder of the scenes; image paths are relative to it.
         pairs_per_scene: Most pairs of one scene.
         nearest: Least difference of the two frame numbers.
         farthest: Largest difference of the two frame numbers.
-        images: Name of the image folder in each scene; by default the smallest one that exists.
-        exclude: File with one scene hash a line, such as the benchmark's; these scenes are skipped.
+        images: Name of the image folder in each scene; by default the folder of the smallest images.
+        exclude: File of scenes to skip, one hash per line, such as the benchmark's.
         test_share: Approximate share of scenes in the test split, the same scenes in every run.
         copy: Whether image files are copied to the output.
         bad_rows: `error` raises for scenes that cannot be read, `drop` lists them in the manifest. Frames
@@ -97,7 +97,7 @@ class Dl3dvPairs:
                 scene = read_scene(folder, self.images)
                 rows = [self._row(scene, *pair, media) for pair in self._pairs(scene)]
                 missing += len(scene.missing)
-                # By name: other scenes in the folder do not move this one to another split.
+                # By name, so that the split of a scene does not depend on other scenes.
                 draw = torch.rand((), generator=self.stream.fixed("split", scene.name))
                 split = "test" if float(draw) < self.test_share else "train"
                 for row in rows:
@@ -152,8 +152,8 @@ def scene_name(folder: Path) -> str:
 def read_scene(folder: Path, images: str = "") -> SceneViews:
     """Read the frames of a scene and their cameras from `transforms.json`.
 
-    Image files are looked up by name alone in the folder `images`, by default the smallest one that exists.
-    Raises `MediaError` where the images do not have the aspect ratio of the camera.
+    Image files are looked up by name in the folder `images`, by default the folder of the smallest images.
+    Raises `MediaError` if the images do not have the aspect ratio of the camera.
     """
     path = folder / "transforms.json"
     try:

@@ -1,4 +1,4 @@
-"""Builder of POPE questions about any images whose objects are known."""
+"""Builder of POPE questions about any images with annotated objects."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class PopeQuestions:
 
     Args:
         source: Rows with `image` and `objects`, as for `vision.closed_vocabulary`.
-        strategies: How absent objects are chosen: at random, the most frequent ones (`popular`), or those
-            that co-occur most often with the object asked for (`adversarial`).
-        num_images: Most images to ask about.
-        num_objects: Present objects asked for in each image; images with fewer are skipped.
+        strategies: Choice of absent objects: `random`, the most frequent ones (`popular`), or the ones that
+            co-occur most often with the present object of the question before (`adversarial`).
+        num_images: Most images with questions.
+        num_objects: Present objects with a question in each image; images with fewer are skipped.
         template: Template of the question, with `{}` for the object.
     """
 
@@ -62,11 +62,10 @@ class PopeQuestions:
         return log.finish(output, {"source": source.name, "seed": self.stream.seed})
 
     def questions(self, images: Mapping[str, Sequence[str]], strategy: Strategy) -> list[dict[str, Any]]:
-        """Generate rows about `images`, which maps an image to the names of the objects in it.
+        """Generate rows about `images`, a map from an image to the names of its objects.
 
-        After each of the first objects of an image one is asked for that is absent, and was not asked for
-        this image before. Where the strategy yields none it is drawn at random. Ties are broken
-        alphabetically.
+        After the question about each of the first objects of an image comes a question about a new absent
+        object, which is random where the strategy yields none. Ties are broken alphabetically.
         """
         objects = {image: list(dict.fromkeys(names)) for image, names in images.items()}
         frequency = Counter(name for names in objects.values() for name in names)
@@ -78,9 +77,9 @@ class PopeQuestions:
         generator, rows = self.stream.fixed("pope", strategy), []
         for i in torch.randperm(len(full), generator=generator)[: self.num_images].tolist():
             image = full[i]
-            taken = set(objects[image])  # there, or asked for before
+            taken = set(objects[image])  # present, or in an earlier question
             for present in objects[image][: self.num_objects]:
-                # Without counts nothing is ranked, and an object is drawn below.
+                # Without counts nothing is ranked, and a random object is taken below.
                 counts = {"random": {}, "popular": frequency, "adversarial": together[present]}[strategy]
                 ranked = sorted(counts, key=lambda name, counts=counts: (-counts[name], name))
                 absent = next((name for name in ranked if name not in taken), None)

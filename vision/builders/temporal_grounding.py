@@ -26,13 +26,13 @@ class TemporalGrounding:
         path: The annotation file.
         root: Folder of the videos; video paths are relative to it, or with `copy` to the output.
         split: Name of the split that is written.
-        durations: CSV with the columns `id` and `length` in seconds. Durations that neither the annotations
-            nor this file contain are read from the videos.
+        durations: CSV with the columns `id` and `length` in seconds. Durations that are missing here and in
+            the annotations are read from the videos.
         extension: Suffix that turns a video id into a file name.
         trim_spans: Whether spans that reach beyond their video are cut to it.
         copy: Whether the videos are copied to the output.
-        bad_rows: Rows without their video, or whose span lies outside it, raise (`error`) or are listed in
-            the manifest (`drop`).
+        bad_rows: Rows without a video file, or with a span outside the video, raise (`error`) or are listed
+            in the manifest (`drop`).
     """
 
     format: Form

@@ -23,7 +23,7 @@ SPECIAL = (
     "<image>",
     "<video>",
 )
-# ChatML, as Qwen has it; PLACEHOLDER becomes the tokens of a medium.
+# ChatML as in Qwen; PLACEHOLDER is replaced by the tokens of an image or video.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for c in m['content'] %}"
     "{% if c['type'] == 'text' %}{{ c['text'] }}{% else %}PLACEHOLDER{% endif %}"
@@ -36,7 +36,7 @@ QWEN_MEDIA = (
 
 
 def tiny_tokenizer(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ()) -> Any:
-    """Train a byte-level BPE tokenizer; digits stay single tokens, as in Qwen's, save in whole `tokens`."""
+    """Train a byte-level BPE tokenizer with single digits, as in Qwen; each of `tokens` is one token."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,12 +58,12 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] 
     )
 
 
-CLIP_INIT = 0.02  # standard deviation that the classes of transformers draw with
+CLIP_INIT = 0.02  # standard deviation of initial weights in transformers
 
 
 @dataclass(kw_only=True)
 class TinyModel:
-    """What the small models have in common: options, the language model, and writing them."""
+    """Base class of the small models: shared options, the language model, and saving."""
 
     stream: Stream
     texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",)
@@ -78,7 +78,7 @@ class TinyModel:
     init: PositiveFloat = 0.02
 
     def text_config(self, tokenizer: Any, **others: Any) -> dict[str, Any]:
-        """List the settings of the language model."""
+        """Return the settings of the language model."""
         return {
             "vocab_size": len(tokenizer),
             "hidden_size": self.width,
@@ -95,13 +95,13 @@ class TinyModel:
         }
 
     def initialized(self, model: Any) -> Any:
-        """Draw weights of a new model again where its class draws them otherwise than an option says."""
+        """Rescale initial weights where the class ignores an option; by default nothing."""
         return model
 
     def write(
         self, name: str, model_class: type, config: Any, processor: Any, output: Path
     ) -> dict[str, Any]:
-        """Write a model with random weights and its processor; return its number of parameters and tokens."""
+        """Save a model with random weights and its processor; return its number of parameters and tokens."""
         with seeded(self.stream.seed_of(name)):
             model = self.initialized(model_class(config))
         model.save_pretrained(output)
@@ -115,13 +115,13 @@ class TinyModel:
 class TinyQwen2_5Vl(TinyModel):
     """Build a small Qwen2.5-VL of the real classes with random weights.
 
-    Images and video frames are cut into patches, four of which make a token, two frames at a time.
+    Four patches of an image, or of two video frames, make a token.
 
     Args:
-        texts: Texts that train the tokenizer.
-        tokens: Texts that are one token each, such as the words in which tools are called.
+        texts: Training texts of the tokenizer.
+        tokens: Texts that become one token each, such as the words of tool calls.
         vocab_size: Tokens of the tokenizer.
-        template: Chat template, with PLACEHOLDER where a medium stands.
+        template: Chat template, with PLACEHOLDER in place of an image or video.
         width: Hidden size of the language model.
         layers: Layers of the language model.
         heads: Attention heads of the language model.
@@ -129,8 +129,8 @@ class TinyQwen2_5Vl(TinyModel):
         vision_layers: Layers of the vision tower.
         max_pixels: Most pixels of an image or a frame; larger ones are shrunk.
         patch: Side of a patch in pixels.
-        rope_theta: Base of the language model's rotary positions. Rows and columns of an image get the slower
-            half of its frequencies, which in a narrow head hardly move over a few tokens at 10000.
+        rope_theta: Base of the language model's rotary positions. Image rows and columns use the slower half
+            of the frequencies, which at 10000 hardly change over a few tokens in a narrow head.
         init: Standard deviation of the weights.
     """
 
@@ -203,10 +203,10 @@ class TinyLlava(TinyModel):
     It has a CLIP vision tower, a projector of two layers and a Llama.
 
     Args:
-        texts: Texts that train the tokenizer.
-        tokens: Texts that are one token each, such as the words in which tools are called.
+        texts: Training texts of the tokenizer.
+        tokens: Texts that become one token each, such as the words of tool calls.
         vocab_size: Tokens of the tokenizer.
-        template: Chat template, with PLACEHOLDER where a medium stands.
+        template: Chat template, with PLACEHOLDER in place of an image.
         width: Hidden size of the language model.
         layers: Layers of the language model.
         heads: Attention heads of the language model.
@@ -214,9 +214,8 @@ class TinyLlava(TinyModel):
         vision_layers: Layers of the vision tower.
         side: Side of an image in pixels.
         patch: Side of a patch in pixels; each patch makes a token.
-        init: Standard deviation of the language model's and the projector's weights; the tower has CLIP's
-            own.
-        position_init: Standard deviation of the tower's position embeddings; by default CLIP's own 0.02.
+        init: Standard deviation of the weights of language model and projector; the tower keeps CLIP's.
+        position_init: Standard deviation of the tower's position embeddings; CLIP's is 0.02.
     """
 
     layers: PositiveInt = 3
@@ -270,7 +269,7 @@ class TinyLlava(TinyModel):
         return self.write("tiny_llava", LlavaForConditionalGeneration, config, processor, output)
 
     def initialized(self, model: Any) -> Any:
-        """Scale position embeddings and projector: among larger patches places are learned late."""
+        """Rescale position embeddings and projector: with large patches, positions are learned late."""
         model.model.vision_tower.embeddings.position_embedding.weight.data *= self.position_init / CLIP_INIT
         for layer in (model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2):
             layer.weight.data *= self.init / CLIP_INIT

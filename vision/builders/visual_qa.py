@@ -32,7 +32,7 @@ class VisualQa:
             hub.
         columns: Maps the target columns (id, question, answer, answers, choices, image, images, video,
             videos) to those of the source; columns of the same name need no entry.
-        keep: Other columns to keep; those with content that are not kept are named once.
+        keep: Other columns to keep; a warning names the dropped columns with content.
         root: Folder of the media; by default that of the rows.
         subset: Configuration name of a data set of the hub.
         form: File format of the output.

@@ -1,4 +1,4 @@
-"""Check at the start: target boxes are in pixels of the image that the model is asked about."""
+"""Check at the start: target boxes are in pixels of their image."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mmrl.vision.benchmarks.boxes import Boxes
 
 @check(on="start")
 def boxes_in_images(examined: Examined, *, slack: NonNegativeFloat = 0.02) -> Iterator[Finding]:
-    """Check that target boxes lie inside of their images, as those in pixels of another size do not.
+    """Check that target boxes lie inside their images; boxes for another image size often do not.
 
     Args:
-        slack: What a box may stand out, as a share of the image's side; annotators round.
+        slack: Allowed overhang, as a share of the image side, because annotators round.
     """
-    asked = [p for p in examined.prompts if isinstance(p.target, Boxes) and len(p.media) == 1]
+    boxed = [p for p in examined.prompts if isinstance(p.target, Boxes) and len(p.media) == 1]
     outside: dict[str, str] = {}
-    for prompt in asked:
+    for prompt in boxed:
         height, width = prompt.media[0].load().pixels.shape[-2:]
         for left, top, right, bottom in prompt.target.boxes:
             low, across, down = 1 + slack * max(width, height), width * (1 + slack), height * (1 + slack)
@@ -30,7 +30,7 @@ def boxes_in_images(examined: Examined, *, slack: NonNegativeFloat = 0.02) -> It
                 )
     if outside:
         yield Finding(
-            f"{next(iter(outside.values()))} ({len(outside)} of {len(asked)} prompts)",
+            f"{next(iter(outside.values()))} ({len(outside)} of {len(boxed)} prompts)",
             "give the boxes in pixels of the image as it is stored, or convert them; see `form` too",
-            grave=2 * len(outside) > len(asked),
+            grave=2 * len(outside) > len(boxed),
         )

@@ -14,9 +14,10 @@ from mmrl.vision.media.prompts import map_frames
 
 @check(on="start")
 def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Finding]:
-    """Check that answers become more or less likely when every pixel is inverted.
+    """Check that log-probabilities of answers change when all pixels are inverted.
 
-    `rows` rollouts with media are compared.
+    Args:
+        rows: Number of rollouts with media to compare.
     """
     shown = [row for row in examined.rollouts if row.prompt.media][:rows]
     if not shown:
@@ -24,7 +25,7 @@ def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator
     encode, logps = examined.policy.encode, examined.log_probabilities
     seen = logps(tuple(encode(row.prompt, row.outcomes[-1]) for row in shown))
     inverted = logps(tuple(encode(negative(row.prompt), row.outcomes[-1]) for row in shown))
-    # Equal to the bit: pixels that are read at all change at least the rounding.
+    # Compare bits: pixels that are read at all change at least the rounding.
     blind = [row for row, a, b in zip(shown, seen, inverted, strict=True) if bool((a == b).all())]
     if blind:
         uids = list(dict.fromkeys(row.prompt.uid for row in blind))

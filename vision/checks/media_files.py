@@ -1,4 +1,4 @@
-"""Checks of data: images, videos, and time spans in videos."""
+"""Checks of data sets: images, videos, and time spans in videos."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mmrl.vision.benchmarks.grounding_annotations import spans_of
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, media_of
 from mmrl.vision.media.video import FrameSampling, video_duration
 
-# Small frames, but up to the end, so that a truncated video is found.
+# Small frames of the whole video, so that a truncated file is found.
 THUMBNAILS = FrameSampling(frames_per_second=1.0, min_frames=4, max_frames=64, max_pixels=4096)
-SLACK = 0.05  # seconds a span may end after its video: annotations are rounded
+SLACK = 0.05  # seconds that a span may end after its video, because annotations are rounded
 T = TypeVar("T")
 
 
 @check(on="data")
 def unreadable_media(rows: Rows) -> Iterator[Finding]:
-    """Find media that are missing, broken or outside their root; each is decoded once."""
+    """Find media that are missing, broken or outside the media root; every file is decoded once."""
     root = MediaRoot(rows.root, cache_bytes=0)
 
     def fault(ref: MediaRef) -> str:
         try:
             root.medium(ref, "the row", THUMBNAILS).load()
-        except (ValueError, OSError) as error:  # names that no file system knows, besides media errors
+        except (ValueError, OSError) as error:  # media errors, and invalid file names
             return str(error)
         return ""
 
@@ -44,7 +44,7 @@ def unreadable_media(rows: Rows) -> Iterator[Finding]:
             yield Finding(str(error), place=row.place)
             continue
         for ref in media:
-            # The cache would keep the bytes of images inside rows.
+            # Images stored inside rows are not cached, which would hold their bytes.
             if what := fault(ref) if ref.data else fault_of_file(ref):
                 yield Finding(what, place=row.place)
 
@@ -60,7 +60,7 @@ def missing_media(rows: Rows) -> Iterator[Finding]:
 
 
 def _media(row: DataRow) -> list[MediaRef] | None:
-    """List the media of a row; None where their form is unknown, which `unreadable_media` reports."""
+    """List the media of a row; None if their format is wrong, which `unreadable_media` reports."""
     try:
         return list(media_of(row.columns))
     except RowError:
@@ -69,9 +69,9 @@ def _media(row: DataRow) -> list[MediaRef] | None:
 
 @check(on="data")
 def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
-    """Find spans that do not end after they start, or lie outside their video.
+    """Find time spans that do not end after they start, or lie outside their video.
 
-    The duration is that of the file, or else the `duration` of the row.
+    The duration is read from the video file, or else from the column `duration`.
     """
     root = MediaRoot(rows.root, cache_bytes=0)
     length = cache(lambda path: _read(root, path, video_duration))
@@ -88,7 +88,7 @@ def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
         videos = [ref.path for ref in _media(row) or () if ref.kind == "video" and ref.path]
         measured = next((seconds for path in videos if (seconds := length(path)) is not None), None)
         duration = claimed if measured is None else measured
-        # The tolerance of `read_video` between a header and its frames.
+        # `read_video` has the same tolerance between a header and its frames.
         if None not in (measured, claimed) and abs(measured - claimed) > max(1.0, 0.05 * claimed):
             yield Finding(f"its video lasts {measured:.2f} s, not {claimed:g} s", place=row.place)
         for start, end in spans:
@@ -102,10 +102,10 @@ def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
 
 @check(on="data")
 def split_leakage(rows: Rows) -> Iterator[Finding]:
-    """Find media with the same content in two splits, which would be trained on and tested on."""
+    """Find media with the same content in two splits, such as training and test."""
     root = MediaRoot(rows.root)
-    digest = cache(lambda path: _read(root, path, of_file))  # many rows may name one file
-    first: dict[str, tuple[str, str]] = {}  # split and place of a content
+    digest = cache(lambda path: _read(root, path, of_file))  # rows may name the same file
+    first: dict[str, tuple[str, str]] = {}  # content to the first split and place that have it
     reported: set[tuple[str, str]] = set()
     for row in rows.valid():
         for ref in _media(row) or ():
@@ -121,7 +121,7 @@ def split_leakage(rows: Rows) -> Iterator[Finding]:
 
 
 def _read(root: MediaRoot, path: str, read: Callable[[Path], T]) -> T | None:
-    """Read a file of the root; None if that fails, which `unreadable_media` reports."""
+    """Read a file of the media root; None if that fails, which `unreadable_media` reports."""
     try:
         return read(root.locate(path))
     except (ValueError, OSError):

@@ -51,7 +51,7 @@ def pope(
 
 
 def _in_order(prompts: Sequence[Prompt], rows: Sequence[DataRow], source: str) -> dict[str, str]:
-    """Match answers with prompts by their order, and check that they repeat the same questions."""
+    """Match answers with prompts by their order, and check that each row repeats its question."""
     if len(rows) != len(prompts):
         raise FileError(f"'{source}' holds {len(rows)} answers to {len(prompts)} questions")
     answers = {}
@@ -83,7 +83,7 @@ def amber(
     similar_by: str = "",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read the queries of AMBER (arXiv 2311.07397): descriptions and yes/no questions.
+    """Read the queries of AMBER (arXiv 2311.07397): requests for descriptions, and yes/no questions.
 
     Args:
         path: One of AMBER's files `query_*.json`.
@@ -94,14 +94,14 @@ def amber(
         answers: File of precomputed answers by id.
         prompt: Template of the prompt, with `{query}` for the query.
         nouns_by: Function (`module:function`) that returns the nouns of a text, instead of the default.
-        similar_by: Function that decides whether two words mean about the same; without it this step of
-            AMBER's matching is skipped.
+        similar_by: Function that decides whether two words have about the same meaning; without it this step
+            of AMBER's matching is skipped.
         limit: Most queries to read; 0 for all.
     """
-    known = read_json(Path(annotations), list)
+    scenes = read_json(Path(annotations), list)
     safe = read_text_file(Path(safe_words)).split("\n") if safe_words else []
-    chosen = {"nouns": nouns_by, "similar": similar_by}
-    functions = {name: function_of(by) for name, by in chosen.items() if by}
+    options = {"nouns": nouns_by, "similar": similar_by}
+    functions = {name: function_of(by) for name, by in options.items() if by}
     # The last line may end in a line break.
     words = Words(read_json(Path(relation), dict), frozenset(safe) - {""}, **functions)
     precomputed = read_answers(Path(answers)) if answers else {}
@@ -109,11 +109,11 @@ def amber(
 
     def make(row: DataRow, number: int) -> Prompt:
         uid, (image, query) = row.columns.get("id"), (text(row.columns.get(n), n) for n in ("image", "query"))
-        if type(uid) is not int or not 0 < uid <= len(known):
-            raise FileError(f"wanted as `id` a number of 1 to {len(known)} annotations, got {short(uid)}")
-        target = _target(mapping(known[uid - 1], f"annotation {uid}"), words)  # ids count from 1
+        if type(uid) is not int or not 0 < uid <= len(scenes):
+            raise FileError(f"wanted as `id` a number of 1 to {len(scenes)} annotations, got {short(uid)}")
+        target = _target(mapping(scenes[uid - 1], f"annotation {uid}"), words)  # ids count from 1
         medium = media.image(image, must_exist=not answers)
-        columns = {**row.all, "type": known[uid - 1]["type"]}
+        columns = {**row.all, "type": scenes[uid - 1]["type"]}
         return ask(str(uid), [medium], prompt.format(query=query), target, columns)
 
     rows = Rows(Path(path), media.root)

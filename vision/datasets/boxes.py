@@ -21,19 +21,12 @@ from mmrl.data.fields import (
     template_fields,
     text,
     uid_of,
-)
+)  # fmt: skip
 from mmrl.data.media import upright_size
 from mmrl.data.messages import interleaved
 from mmrl.data.row_fields import declared
-from mmrl.vision.benchmarks.boxes import (
-    NOWHERE,
-    Box,
-    Boxes,
-    is_box,
-    normal_label,
-    parse_detections,
-)
-from mmrl.vision.media.media_root import MediaRoot, media_refs
+from mmrl.vision.benchmarks.boxes import NOWHERE, Box, Boxes, is_box, normal_label, parse_detections
+from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.video import FrameSampling
 
 ASK = (
@@ -67,12 +60,11 @@ def boxes(
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read images with boxes: expressions that refer to one, elements of a screen, or objects to detect.
+    """Read images with boxes: referring expressions, elements of a screen, or objects to detect.
 
     A row has `image`, a `query`, and `bbox` (four numbers) or `objects`, a list of
     `{"bbox_2d": [...], "label": "dog"}`, which may be empty. A row of VLM-R1 (arXiv 2504.07615) has
-    `conversations` instead: a question, and as the answer four numbers, a JSON list of objects, or None. The
-    target is what `vision.box_iou`, `vision.detection_map` and `vision.click_proximity` read.
+    `conversations` instead: a question, and as the answer four numbers, a JSON list of objects, or None.
 
     Args:
         path: jsonl, JSON, parquet or a folder of `datasets`.
@@ -80,13 +72,12 @@ def boxes(
         columns: Maps these column names to those of the file; an empty name leaves a column out.
         prompt: Template of the prompt, with `{query}`, `{units}` or any other column.
         demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty for none.
-        form: Whether four numbers of a row are left, top, right and bottom (`corners`), or left, top, width
-            and height (`size`), as in COCO.
-        given: What the numbers of rows count: `pixels`, or `thousandths` or `shares` of the image's size.
-        coordinates: What answers are given in: `pixels` of the image; `thousandths` of its size, as by
-            Qwen2-VL and Qwen3-VL; `shares` of its size; or `resized`, pixels of the image as the processor of
-            Qwen2.5-VL resizes it, which VLM-R1 converts back.
-        patch: For `resized`: the sides are multiples of this.
+        form: Numbers of a row: left, top, right, bottom (`corners`), or left, top, width, height (`size`).
+        given: Unit of the numbers in rows: `pixels`, or `thousandths` or `shares` of the image's size.
+        coordinates: Unit of answers: `pixels` of the image; `thousandths` of its size, as Qwen2-VL and
+            Qwen3-VL write them; `shares` of its size; or `resized`, pixels of the image after resizing by the
+            processor of Qwen2.5-VL, which VLM-R1 converts back.
+        patch: For `resized`: divisor of the sides in pixels.
         min_pixels: For `resized`: fewest pixels, as for the policy.
         max_pixels: For `resized`: most pixels, as for the policy.
         bad_rows: Rows that cannot be used raise (`error`) or are skipped and logged (`drop`).
@@ -96,25 +87,16 @@ def boxes(
     media = MediaRoot.of_rows(source, root)
 
     def make(row: DataRow, number: int) -> Prompt:
-        renamed = {ours: row.columns.get(theirs) for ours, theirs in (columns or {}).items()}
-        fields = {**row.columns, **renamed}
-        refs = list(media_refs(fields.get("image"), "image", "image"))
-        if len(refs) != 1:
-            raise RowError(f"wanted one image as `image`, got {short(fields.get('image'))}")
-        shown = media.medium(refs[0], row.place, FrameSampling())
-        query, found = _asked(fields)
-        unit = (1.0, 1.0)
-        if coordinates != "pixels":
-            unit = _unit(_size_of(shown), coordinates, patch, min_pixels, max_pixels)
-        scale = (
-            (1.0, 1.0) if given == "pixels" else _unit(_size_of(shown), given, patch, min_pixels, max_pixels)
-        )
-        pairs = [(_box(box, form, name, scale), label) for box, label, name in found]
-        target = Boxes(tuple(box for box, _ in pairs), tuple(label for _, label in pairs), unit)
+        fields = row.renamed(columns)
+        shown = media.reader(row.place, FrameSampling())("image", fields.get("image"), "image")
+        query, pairs = _question_and_boxes(fields)
+        unit, scale = (_unit(shown, by, patch, min_pixels, max_pixels) for by in (coordinates, given))
+        truths = tuple(_box(box, form, name, scale) for box, _, name in pairs)
+        target = Boxes(truths, tuple(label for _, label, _ in pairs), unit)
         words = {**row.others, **fields, "query": query, "units": UNITS[coordinates]}
         # The question of a conversation is a whole prompt already.
-        asked = query if fields.get("conversations") is not None else fill_template(prompt, words)
-        messages = (Message("user", interleaved(asked, [shown])),)
+        question = query if fields.get("conversations") is not None else fill_template(prompt, words)
+        messages = (Message("user", interleaved(question, [shown])),)
         answers = (Outcome(text=fill_template(demo, {**words, "answer": _answer(target)})),) if demo else ()
         kept = {key: value for key, value in {**row.others, **fields}.items() if key != "image"}
         return Prompt(uid_of(fields, f"{row.split}#{number}"), messages, target, answers, kept)
@@ -123,26 +105,26 @@ def boxes(
     return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
 
 
-def _asked(fields: Mapping[str, Any]) -> tuple[str, list[tuple[Any, str, str]]]:
+def _question_and_boxes(fields: Mapping[str, Any]) -> tuple[str, list[tuple[Any, str, str]]]:
     """Read the question of a row and its boxes, each with its label and its name for errors."""
     if fields.get("conversations") is not None:
         turns = listed(fields["conversations"], "conversations", 2)
-        said = [mapping(turn, f"conversations[{i}]") for i, turn in enumerate(turns)]
-        if any(turn.get("from", who) != who for turn, who in zip(said, ("human", "gpt"), strict=True)):
+        messages = [mapping(turn, f"conversations[{i}]") for i, turn in enumerate(turns)]
+        if any(turn.get("from", who) != who for turn, who in zip(messages, ("human", "gpt"), strict=True)):
             raise RowError(f"wanted `conversations` of human and gpt, got {short(turns)}")
-        if unread := sorted(key for turn in said for key in turn if key not in ("from", "value")):
+        if unread := sorted(key for turn in messages for key in turn if key not in ("from", "value")):
             raise RowError(f"nothing reads the key `{unread[0]}` of `conversations`; leave it out")
-        asked, answered = (turn.get("value") for turn in said)
-        return text(asked, "conversations[0].value"), _published(answered)
+        question, answer = (turn.get("value") for turn in messages)
+        return text(question, "conversations[0].value"), _published(answer)
     query = text(fields.get("query"), "query")
     if fields.get("objects") is None:
         return query, [(fields.get("bbox"), "", "bbox")]
-    found = []
+    objects = []
     for i, item in enumerate(listed(fields["objects"], "objects")):
-        entry = mapping(item, f"objects[{i}]")
-        box = entry.get("bbox_2d", entry.get("bbox"))
-        found.append((box, normal_label(text(entry.get("label"), f"objects[{i}].label")), f"objects[{i}]"))
-    return query, found
+        name, entry = f"objects[{i}]", mapping(item, f"objects[{i}]")
+        label = normal_label(text(entry.get("label"), f"{name}.label"))
+        objects.append((entry.get("bbox_2d", entry.get("bbox")), label, name))
+    return query, objects
 
 
 def _published(answer: Any) -> list[tuple[Any, str, str]]:
@@ -150,9 +132,9 @@ def _published(answer: Any) -> list[tuple[Any, str, str]]:
     name = "conversations[1].value"
     match answer:
         case str(words):
-            found = parse_detections(words)
-            if found is not None and NOWHERE not in found:  # four bare numbers are no objects
-                return [(box, label, name) for box, label in found]
+            objects = parse_detections(words)
+            if objects is not None and NOWHERE not in objects:  # four bare numbers are no objects
+                return [(box, label, name) for box, label in objects]
             try:
                 answer = json.loads(words.replace("<answer>", "").replace("</answer>", ""))
             except (ValueError, RecursionError) as error:
@@ -172,17 +154,14 @@ def _box(value: Any, form: str, name: str, scale: tuple[float, float]) -> Box:
     return Boxes((), unit=scale).in_pixels(box)
 
 
-def _size_of(medium: Media) -> tuple[int, int]:
-    """Read the width and height of an image as the model sees it, without decoding the pixels."""
-    assert medium.source is not None  # of a row's image it is a file or bytes
-    return upright_size(medium.source, medium.name)
-
-
 def _unit(
-    size: tuple[int, int], coordinates: str, patch: int, min_pixels: int, max_pixels: int
+    image: Media, coordinates: str, patch: int, min_pixels: int, max_pixels: int
 ) -> tuple[float, float]:
-    """Compute the pixels per unit of answered coordinates, across and down."""
-    width, height = size
+    """Compute the pixels per unit of coordinates, horizontally and vertically; reads the size alone."""
+    if coordinates == "pixels":
+        return 1.0, 1.0
+    assert image.source is not None  # of a row's image it is a file or bytes
+    width, height = upright_size(image.source, image.name)
     if coordinates == "resized":
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
@@ -193,14 +172,12 @@ def _unit(
 
 
 def _answer(target: Boxes) -> str:
-    """Write the boxes as an answer gives them: one box without a label, or a JSON list of objects."""
-    written = [_rounded(target.in_answers(box)) for box in target.boxes]
+    """Write the boxes as an answer does: one box without a label, or a JSON list of objects."""
+    written = []
+    for box in map(target.in_answers, target.boxes):
+        digits = None if max(box) > 1 else 3  # shares of the image need decimals
+        written.append([round(edge, digits) for edge in box])
     if len(written) == 1 and not target.labels[0]:
         return json.dumps(written[0])
     pairs = zip(written, target.labels, strict=True)
     return json.dumps([{"bbox_2d": box, "label": label} for box, label in pairs])
-
-
-def _rounded(box: Sequence[float]) -> list[float]:
-    """Round to whole numbers where that says enough, to thousandths in shares of the image."""
-    return [round(edge) if max(box) > 1 else round(edge, 3) for edge in box]

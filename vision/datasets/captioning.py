@@ -36,9 +36,9 @@ def chair(
     singular_by: str = "",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Ask for captions of COCO images, scored against annotated classes (CHAIR, arXiv 1809.02156).
+    """Ask for captions of COCO images with annotated classes (CHAIR, arXiv 1809.02156).
 
-    The classes of an image are those of its instances and of its reference captions.
+    The classes of an image come from its instances and from its reference captions.
 
     Args:
         ontology: CHAIR's list of synonyms (.txt), or JSON as `read_ontology` documents.
@@ -52,22 +52,22 @@ def chair(
         limit: Most images to use; 0 for all.
     """
     words = read_ontology(Path(ontology), singular_by=singular_by)
-    known = read_coco(instances, captions, words)
+    coco = read_coco(instances, captions, words)
     precomputed = read_answers(Path(answers)) if answers else {}
-    wanted = [str(row.columns.get("image_id")) for row in valid_rows(Path(images))] if images else [*known]
-    unknown = [uid for uid in [*wanted, *precomputed] if uid not in known]
+    wanted = [str(row.columns.get("image_id")) for row in valid_rows(Path(images))] if images else [*coco]
+    unknown = [uid for uid in [*wanted, *precomputed] if uid not in coco]
     if unknown:
-        raise FileError(f"the instances contain {len(known)} images, but not '{unknown[0]}'")
+        raise FileError(f"the instances contain {len(coco)} images, but not '{unknown[0]}'")
     wanted = [uid for uid in wanted if not precomputed or uid in precomputed][: limit or None]
     media = root_of(root, answers, "chair")
 
     def make(row: DataRow, number: int) -> Prompt:
-        uid, file = row.place, known[row.place].file
+        uid, file = row.place, coco[row.place].file
         medium = media.image(file, must_exist=not answers)
-        target = Scene(frozenset(known[uid].objects), words)
+        target = Scene(frozenset(coco[uid].objects), words)
         return ask(uid, [medium], prompt, target, {"image_id": uid, "image": file})
 
-    # Images are no rows of a file: the id stands in for the place that errors name.
+    # Images are no rows of a file: errors name the id as the place.
     prompts = read_prompts(instances[0], (DataRow(uid, "") for uid in wanted), make)
     return attach_answers(prompts, precomputed, answers, limit)
 
@@ -84,11 +84,11 @@ def object_halbench(
     singular_by: str = "",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read the questions of Object HalBench, to be scored by rules (RLAIF-V, arXiv 2405.17220).
+    """Read the questions of Object HalBench, for scoring by rules (RLAIF-V, arXiv 2405.17220).
 
     Args:
-        path: JSON lines with `image_id`, `question` and `image`: base64 as published, or with `root` a path;
-            without it the file that COCO names.
+        path: JSON lines with `image_id`, `question` and `image`: base64 as published, or a path with `root`;
+            without `image` the file named in COCO.
         ontology: The refined list of synonyms (.txt), or JSON as `read_ontology` documents.
         instances: COCO files of instance annotations.
         captions: COCO files of reference captions.
@@ -98,25 +98,25 @@ def object_halbench(
         limit: Most questions to read; 0 for all.
     """
     words = read_ontology(Path(ontology), "refined", singular_by)
-    known = read_coco(instances, captions, words)
+    coco = read_coco(instances, captions, words)
     precomputed = read_answers(Path(answers)) if answers else {}
     precomputed = {uid: answer.replace("Assistant:", "").strip() for uid, answer in precomputed.items()}
     media = MediaRoot(Path(root))
 
     def make(row: DataRow, number: int) -> Prompt:
         uid, question = uid_of(row.columns, "", "image_id"), text(row.columns.get("question"), "question")
-        if uid not in known:
+        if uid not in coco:
             raise FileError(f"wanted a question and an image_id of the instances, got {short(uid)}")
         image = row.columns.get("image")
         if image is not None and not root:
             encoded = text(image, "image")
-            # The text of the image also identifies it, where runs are compared by hashes of their media.
+            # The encoded text as the source, whose hash identifies the image.
             medium = Media("image", uid, partial(_decode, encoded, row.place), encoded.encode())
         else:
-            file = known[uid].file if image is None else text(image, "image")
+            file = coco[uid].file if image is None else text(image, "image")
             medium = media.image(file, must_exist=not answers)
         columns = {key: value for key, value in row.all.items() if key != "image"}
-        return ask(uid, [medium], question, Scene(frozenset(known[uid].objects), words), columns)
+        return ask(uid, [medium], question, Scene(frozenset(coco[uid].objects), words), columns)
 
     rows, reads = Rows(Path(path), media.root), ("image_id", "question", "image")
     prompts = read_prompts(path, rows, make, reads=reads, limit=limit)
@@ -134,11 +134,11 @@ def closed_vocabulary(
     singular_by: str = "",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Ask for descriptions of images whose contents are known in full, in a closed vocabulary.
+    """Ask for descriptions of images whose objects are annotated in full, in a closed vocabulary.
 
     Args:
-        path: Rows with `image`, `objects`, and optionally `absent` (tempting objects that are not there),
-            reference `captions` whose mentions count as present, an `id` and a `prompt`.
+        path: Rows with `image`, `objects`, and optionally `absent` (objects that models tend to invent),
+            reference `captions` whose objects count as present, an `id` and a `prompt`.
         ontology: JSON as `read_ontology` documents, or a list of synonyms (.txt).
         root: Folder of the images; optional with `answers`.
         answers: File of precomputed answers by id.

@@ -35,13 +35,12 @@ def conversations(
 ) -> Sequence[Prompt]:
     """Read prompts with media in TRL's form from jsonl, JSON, parquet or a folder of `datasets`.
 
-    A row has a `prompt`, a text or messages, or else `messages`, whose last turn of the assistant is a
-    recorded answer, as is `completion`, or else a `question`; `system` comes before them. A row without any
-    that names its `environment` has an empty prompt, to which that appends what it shows first
-    (`vision.with_environments`). Media are in `image`, `images`,
-    `video`, `videos`, or in the messages; they fill the places there, or come first in the user's first
-    message. The target is the first of `solution`, `answer` and `target`, and may be absent. Rewards get all
-    other columns by name; a known one that nothing of the run reads makes a bad row.
+    A row has a `prompt` (a text or messages), a `question`, or `messages`, and perhaps a `system` prompt. A
+    recorded answer is in `completion`, or is the last turn of `messages`. A row that only names its
+    `environment` has an empty prompt, which the environment fills (`vision.with_environments`). Media in
+    `image`, `images`, `video`, `videos` fill the places in the messages, or come first in the user's first
+    message. The target is the first of `solution`, `answer` and `target`, if any. Rewards get all other
+    columns by name; a column with a known meaning that nothing reads makes a bad row.
 
     Args:
         path: The file or folder of rows.
@@ -59,59 +58,52 @@ def conversations(
     sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
 
     def make(row: DataRow, number: int) -> Prompt:
-        fields = {
-            **row.columns,
-            **{ours: row.columns.get(theirs) for ours, theirs in (columns or {}).items()},
-        }
-        asked, answers = _asked({**row.others, **fields})
+        fields = row.renamed(columns)
+        question, answers = _question_and_answer({**row.others, **fields})
         if system_prompt:
-            turns = as_turns(asked, "prompt")
+            turns = as_turns(question, "prompt")
             if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
                 turns = [{"role": "system", "content": system_prompt}, *turns]
-            asked = turns
-
-        shown = [
-            media.medium(ref, row.place, sampling)
-            for name, kind in COLUMNS.items()
-            for ref in media_refs(fields.get(name), kind, name)
-        ]
-        if asked == "" and fields.get("environment"):
+            question = turns
+        refs = (ref for name, kind in COLUMNS.items() for ref in media_refs(fields.get(name), kind, name))
+        shown = [media.medium(ref, row.place, sampling) for ref in refs]
+        if question == "" and fields.get("environment"):
             messages = (Message("user", tuple(Part(media=medium) for medium in shown) or (Part(),)),)
         else:
-            messages = read_messages(asked, shown, media.reader(row.place, sampling))
+            messages = read_messages(question, shown, media.reader(row.place, sampling))
         # Encoded media would be stored twice.
         left_out = (*COLUMNS, "messages", "completion", "system")
         kept = {key: value for key, value in {**row.others, **fields}.items() if key not in left_out}
-        kept["prompt"] = asked if type(asked) is str and asked else _as_rewards_see(messages)
+        kept["prompt"] = question if type(question) is str and question else _as_rewards_see(messages)
         return Prompt(uid_of(fields, f"{row.split}#{number}"), messages, _target(fields), answers, kept)
 
     rows, reads = Rows(source, media.root), declared(READS, columns)
     return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
 
 
-def _asked(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome, ...]]:
-    """Return the prompt of a row, empty where an environment asks alone, and its recorded answer."""
-    asked, answer = asked_of(fields), fields.get("completion")
-    if asked is None and fields.get("environment"):
+def _question_and_answer(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome, ...]]:
+    """Return the prompt of a row, empty where only an environment is named, and its recorded answer."""
+    question, answer = asked_of(fields), fields.get("completion")
+    if question is None and fields.get("environment"):
         return "", ()
-    turns = [] if type(asked) is str else listed(asked, "prompt` or `messages")
+    turns = [] if type(question) is str else listed(question, "prompt` or `messages")
     if turns[1:] and mapping(turns[-1], f"prompt[{len(turns) - 1}]").get("role") == "assistant":
         if answer is not None or not has_content(fields.get("messages")):
             raise RowError(
                 "the prompt ends with words of the assistant, from which no answer here goes on; give them "
                 "as the `completion`, or the conversation as `messages`"
             )
-        asked, answer = turns[:-1], turns[-1:]
+        question, answer = turns[:-1], turns[-1:]
     if answer is None:
-        return asked, ()
+        return question, ()
     words, extra = recorded_turn(answer, "completion")
     label = fields.get("label", fields.get("kto_tag"))
-    worth = {"label": 1.0 if label else -1.0} if label in (True, False) else {}  # of KTO; 1 and 0, too
-    return asked, (Outcome(text=words, recorded=worth, extra=extra),)
+    kto = {"label": 1.0 if label else -1.0} if label in (True, False) else {}  # also for 1 and 0
+    return question, (Outcome(text=words, recorded=kto, extra=extra),)
 
 
 def _target(fields: Mapping[str, Any]) -> Any:
-    """Return the first target that is there; numbers as texts, lists as tuples."""
+    """Return the first target of a row; numbers as texts, lists as tuples."""
     value = next((fields[name] for name in TARGETS if fields.get(name) is not None), None)
     match value:
         case bool():
@@ -126,18 +118,13 @@ def _target(fields: Mapping[str, Any]) -> Any:
 
 
 def _as_rewards_see(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
-    """Write messages as TRL's rewards get them: with media, contents are lists of parts."""
-    parts = any(part.media for message in messages for part in message.parts)
-    return [
-        {
-            **message.keys,
-            "role": message.role,
-            "content": [
-                {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
-                for part in message.parts
-            ]
-            if parts
-            else "".join(part.text for part in message.parts),
-        }
-        for message in messages
-    ]
+    """Write messages in the form of TRL's rewards: with media, contents are lists of parts."""
+    with_media, written = any(part.media for message in messages for part in message.parts), []
+    for message in messages:
+        parts = [
+            {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
+            for part in message.parts
+        ]
+        content = parts if with_media else "".join(part.text for part in message.parts)
+        written.append({**message.keys, "role": message.role, "content": content})
+    return written

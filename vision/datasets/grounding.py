@@ -11,10 +11,10 @@ import torch
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt, Probability
 from mmrl.config.registry import data
 from mmrl.core.rng import Stream
-from mmrl.core.types import Message, Outcome, Part, Prompt
+from mmrl.core.types import Media, Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, read_prompts
 from mmrl.data.fields import text
-from mmrl.vision.benchmarks.grounding_annotations import Annotations, Form
+from mmrl.vision.benchmarks.grounding_annotations import Annotations, Form, Query
 from mmrl.vision.benchmarks.time_spans import Moments
 from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.video import FrameSampling
@@ -56,9 +56,6 @@ def grounding(
 ) -> Sequence[Prompt]:
     """Read queries about videos from an annotation file in its published form.
 
-    A prompt carries its true span as a demonstration. One that asks to think does so only with a thought
-    (`demo_think`): answers alone, in groups asked to think, teach the model not to think.
-
     Args:
         path: The annotation file.
         root: Folder of the videos.
@@ -71,16 +68,14 @@ def grounding(
         max_pixels: Most pixels of a frame; 0 for no limit.
         total_pixels: Most pixels of all frames together; 0 for no limit.
         prompt: Template of the prompt, with `{query}`.
-        reasoning: Share of prompts that ask to think first, the same ones in every run of a seed.
+        reasoning: Share of prompts that ask to think first; the seed and the row's id decide which.
         reasoning_prompt: Template of these prompts.
-        demo_think: Demonstrations of these prompts: none, or with an empty think block, or with the row's
-            column `reasoning` as the thought.
+        demo_think: Their demonstrations: `none`, or with an `empty` or the `provided` thought (`reasoning`).
         decimals: Decimals of the seconds in demonstrations.
         normalize_text: Whether queries are lower-cased and lose a final full stop, as in Time-R1.
         trim_spans: Whether spans that reach beyond their video are cut to it; evaluators do not cut.
         bad_rows: Rows without a span inside their video raise (`error`) or are skipped and logged (`drop`).
-        unlabelled: Whether rows without spans are kept, for rewards that read none; they have no
-            demonstration.
+        unlabelled: Whether to keep rows without spans, for rewards that need none.
         limit: Most rows to read; 0 for all.
     """
     source, media = Annotations(Path(path), format, durations, extension), MediaRoot(Path(root))
@@ -89,21 +84,30 @@ def grounding(
 
     def make(raw: DataRow, number: int) -> Prompt:
         row = source.parse(raw).inside_video(media, trim_spans, unlabelled)
-        # By id, so that neither order nor `limit` matters.
         thinks = float(torch.rand((), generator=stream.fixed("reasoning", row.uid))) < reasoning
         query = row.query.strip().lower().removesuffix(".") if normalize_text else row.query
         words = (reasoning_prompt if thinks else prompt).format(query=query)
-        message = Message("user", (Part(media=media.video(row.video, sampling)), Part(words)))
-        demos = []
-        shown = row.spans[:1] if not thinks or demo_think != "none" else ()
-        for start, end in shown:
-            answer, form = f"<answer> {start:.{decimals}f} to {end:.{decimals}f} </answer>", "answer"
-            if thinks:
-                thought = text(row.columns.get("reasoning"), "reasoning") if demo_think == "provided" else ""
-                answer, form = f"<think>{thought}</think> {answer}", "think,answer"
-            demos.append(Outcome(text=answer, tags={"format": form}))
-        columns = {**row.columns, "query": query, "format": "think,answer" if thinks else "answer"}
-        target = Moments(row.spans, row.duration, row.saliency)
-        return Prompt(row.uid, (message,), target, tuple(demos), columns)
+        return prompt_of(row, media.video(row.video, sampling), query, words, thinks and demo_think, decimals)
 
     return read_prompts(path, source, make, reads=source.reads, bad_rows=bad_rows, limit=limit)
+
+
+def prompt_of(
+    row: Query, video: Media, query: str, words: str, thought: str | Literal[False], decimals: int
+) -> Prompt:
+    """Make the prompt of a row, with its first span as a demonstration.
+
+    `thought` is the option `demo_think` where the words ask to think, else False. Such a prompt has no
+    demonstration without a thought: that would teach the model not to think.
+    """
+    form, demos = "think,answer" if thought else "answer", []
+    for start, end in row.spans[:1] if thought != "none" else ():
+        answer = f"<answer> {start:.{decimals}f} to {end:.{decimals}f} </answer>"
+        if thought:
+            inside = text(row.columns.get("reasoning"), "reasoning") if thought == "provided" else ""
+            answer = f"<think>{inside}</think> {answer}"
+        demos.append(Outcome(text=answer, tags={"format": form}))
+    columns = {**row.columns, "query": query, "format": form}
+    target = Moments(row.spans, row.duration, row.saliency)
+    message = Message("user", (Part(media=video), Part(words)))
+    return Prompt(row.uid, (message,), target, tuple(demos), columns)

@@ -10,10 +10,12 @@ from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import data
 from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
-from mmrl.data.fields import RowError, uid_of
-from mmrl.vision.media.media_root import MediaRoot, media_refs
+from mmrl.data.fields import uid_of
+from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.prompts import ask
 from mmrl.vision.media.video import FrameSampling
+
+SIDES = ("original", "changed")  # columns of the two images
 
 
 @data
@@ -40,14 +42,12 @@ def image_pairs(
     media = MediaRoot.of_rows(source, root)
 
     def make(row: DataRow, number: int) -> Prompt:
-        shown = []
-        for name in ("original", "changed"):
-            refs = list(media_refs(row.columns.get(name), "image", name))
-            if len(refs) != 1:
-                raise RowError(f"wanted one image as `{name}`, got {len(refs)}")
-            shown.append(media.medium(refs[0], f"{row.place} ({name})", FrameSampling(1.0)))
-        kept = {key: value for key, value in row.all.items() if key not in ("original", "changed")}
-        return ask(uid_of(row.columns, f"{row.split}#{number}"), shown, question, None, kept)
+        images = [
+            media.reader(f"{row.place} ({name})", FrameSampling())("image", row.columns.get(name), name)
+            for name in SIDES
+        ]
+        kept = {key: value for key, value in row.all.items() if key not in SIDES}
+        return ask(uid_of(row.columns, f"{row.split}#{number}"), images, question, None, kept)
 
-    rows, reads = Rows(source, media.root), ("original", "changed")
-    return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
+    rows = Rows(source, media.root)
+    return read_prompts(source, rows, make, reads=SIDES, bad_rows=bad_rows, limit=limit)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.config.registry import data
-from mmrl.core.types import Frames, Media, Outcome, Prompt
-from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts
+from mmrl.core.types import Outcome, Prompt
+from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, listed, mapping, number, short, uid_of, unpacked
 from mmrl.data.messages import (
     ASKED,
@@ -26,7 +26,7 @@ from mmrl.data.messages import (
 )
 from mmrl.data.row_fields import has_content
 from mmrl.data.row_files import Found, RowFile
-from mmrl.vision.media.media_root import MediaRoot, decode_image, media_refs
+from mmrl.vision.media.media_root import MediaRoot, media_refs
 from mmrl.vision.media.video import FrameSampling
 
 log = logging.getLogger("mmrl")
@@ -47,13 +47,12 @@ def preference_pairs(
 ) -> Sequence[Prompt]:
     """Read preference pairs in TRL's columns: `prompt`, `chosen`, `rejected`, and `images` or `image`.
 
-    Texts may be messages; `chosen` and `rejected` are one answer each, or conversations that part before
-    their last turn, whose prompt is what both begin with. A list of rejected answers makes a pair of each,
-    the second with the id `id/2`; `score_rejected` may be a list of as many. The prompt may also stand in
-    `question` or `messages`, with a `system` prompt before it, as in converted rows. The chat template writes
-    calls and thoughts beside an answer. Images are paths or encoded; those inside parquet are decoded when
-    they are used. The answers, the chosen one first, differ, and record `preferred`, 1 and 0, and `score`:
-    `score_chosen` and `score_rejected` of the row, or `preferred` without them.
+    The prompt may be a text or messages, also in `question` or `messages`, with a `system` prompt before it.
+    `chosen` and `rejected` are one answer each, or two conversations with a common beginning, the prompt. A
+    list of rejected answers makes a pair of each, the second with the id `id/2`; `score_rejected` may be a
+    list of the same length. Images are paths, or encoded. Of the two answers of a prompt the chosen one comes
+    first; they record `preferred`, 1 and 0, and `score`: `score_chosen` and `score_rejected` of the row, or
+    else `preferred`.
 
     Args:
         path: jsonl, JSON, parquet, or a folder of these.
@@ -70,13 +69,14 @@ def preference_pairs(
         nonlocal close
         columns = row.columns
         kept = {key: value for key, value in row.all.items() if key not in LEFT_OUT}
-        asked, *sides = _shared(columns)
+        question, *sides = _prompt_and_answers(columns)
         answers = tuple(_answer(columns, *both) for both in zip(SIDES, sides, strict=True))
-        said = [((answer.text or "").strip(), answer.extra) for answer in answers]
-        if said[0] == said[1]:
+        contents = [((answer.text or "").strip(), answer.extra) for answer in answers]
+        if contents[0] == contents[1]:
             raise RowError(f"wanted `chosen` and `rejected` that differ, got {short(answers[0].text)} twice")
-        read = media.reader(row.place, FrameSampling())
-        messages = read_messages(asked, list(_images(row, media)), read)
+        refs = (ref for name in ("image", "images") for ref in media_refs(columns.get(name), "image", name))
+        images = [media.medium(ref, row.place, FrameSampling()) for ref in refs]
+        messages = read_messages(question, images, media.reader(row.place, FrameSampling()))
         better, worse = (answer.recorded["score"] for answer in answers)
         if abs(better - worse) < min_gap:
             close += 1
@@ -92,7 +92,7 @@ def preference_pairs(
 
 @dataclass(frozen=True)
 class _RejectedFile:
-    """A file of rows that gives each row with one of its rejected answers."""
+    """A file of rows, each with only one of its rejected answers."""
 
     file: RowFile
     place: int
@@ -102,7 +102,7 @@ class _RejectedFile:
 
 
 def _each_rejected(row: DataRow) -> Iterator[DataRow]:
-    """Make a row of each rejected answer, where a row has several: texts, or lists of messages."""
+    """Split a row with several rejected answers (texts, or lists of messages) into one row for each."""
     several, scores = unpacked(row.columns.get("rejected")), unpacked(row.columns.get("score_rejected"))
     if not (isinstance(several, list) and len(several) > 1 and all(type(s) in (str, list) for s in several)):
         yield row
@@ -124,49 +124,49 @@ def _answer(columns: Mapping[str, Any], side: str, value: Any) -> Outcome:
     return Outcome(text=words, extra=extra, recorded={"preferred": preferred, "score": score})
 
 
-def _shared(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return prompt, chosen and rejected; turns that both conversations begin with belong to the prompt."""
+def _prompt_and_answers(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return prompt, chosen and rejected; the common turns of two conversations belong to the prompt."""
     if has_content(columns.get("conversations")) and not has_content(columns.get("chosen_answer")):
         raise RowError("nothing reads the column `conversations` of a pair; convert it (`vision.converted`)")
-    asked, sides = asked_of(columns), [spoken(columns.get(side)) for side in SIDES]
-    known = as_turns(asked, "prompt") if has_content(asked) else []
-    if known and mapping(known[-1], "prompt").get("role") == "assistant":
+    question, sides = asked_of(columns), [spoken(columns.get(side)) for side in SIDES]
+    prompt = as_turns(question, "prompt") if has_content(question) else []
+    if prompt and mapping(prompt[-1], "prompt").get("role") == "assistant":
         # `messages` may repeat the chosen conversation, as in UltraFeedback.
         last = sides[0][-1] if _is_conversation(sides[0]) else sides[0]
-        if recorded_turn(known[-1], "messages") != recorded_turn(last, "chosen"):
-            raise RowError(f"the prompt ends with an answer, {short(known[-1])}, that is not the chosen one")
-        asked = known = known[:-1]
-    chosen, rejected = (_conversation(known, side, name) for side, name in zip(sides, SIDES, strict=True))
+        if recorded_turn(prompt[-1], "messages") != recorded_turn(last, "chosen"):
+            raise RowError(f"the prompt ends with an answer, {short(prompt[-1])}, that is not the chosen one")
+        question = prompt = prompt[:-1]
+    chosen, rejected = (_conversation(prompt, side, name) for side, name in zip(sides, SIDES, strict=True))
     if chosen is None or rejected is None:
-        after = [None if talk is None else talk[len(known) :] for talk in (chosen, rejected)]
-        asked = next((talk[: len(known)] for talk in (chosen, rejected) if talk and known), asked)
-        return asked, after[0] or sides[0], after[1] or sides[1]
+        after = [None if talk is None else talk[len(prompt) :] for talk in (chosen, rejected)]
+        question = next((talk[: len(prompt)] for talk in (chosen, rejected) if talk and prompt), question)
+        return question, after[0] or sides[0], after[1] or sides[1]
     pairs = zip(chosen, rejected, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if same in (len(chosen), len(rejected)):
         raise RowError("wanted `chosen` and `rejected` that differ in their last turn, got equal ones")
-    if same < len(known):
+    if same < len(prompt):
         raise RowError(
-            f"`chosen` and `rejected` repeat the prompt, {short(known)}, in different ways; keep one"
+            f"`chosen` and `rejected` repeat the prompt, {short(prompt)}, in different ways; keep one"
         )
     return chosen[:same], chosen[same:], rejected[same:]
 
 
-def _conversation(known: list[Any], side: Any, name: str) -> list[Any] | None:
-    """Return messages with the prompt before them, which they may repeat; None for a side of another form."""
+def _conversation(prompt: list[Any], side: Any, name: str) -> list[Any] | None:
+    """Join the prompt and the messages of a side, which may repeat it; None for a side without messages."""
     if not _is_conversation(side):
         return None
     if side[0].get("role") in ("assistant", "tool"):
-        return [*known, *side]
-    # The system prompt of a row may stand in the prompt alone, or in the conversation alone.
-    first, other = (bool(turns) and turns[0].get("role") == "system" for turns in (known, side))
-    begins, talk = known[first and not other :], side[other and not first and bool(known) :]
+        return [*prompt, *side]
+    # Only one of both may have the system prompt.
+    first, other = (bool(turns) and turns[0].get("role") == "system" for turns in (prompt, side))
+    begins, talk = prompt[first and not other :], side[other and not first and bool(prompt) :]
     if not same_words(begins, talk[: len(begins)]):
-        raise RowError(f"the prompt, {short(known)}, is not the one that `{name}` begins with; keep one")
+        raise RowError(f"the prompt, {short(prompt)}, is not the one that `{name}` begins with; keep one")
     before = side[: len(side) - len(talk)]
-    # The images of a prompt may stand in the conversations alone.
-    asked = talk[: len(begins)] if holds_media(talk[: len(begins)]) else begins
-    return [*before, *known[: len(known) - len(begins)], *asked, *talk[len(begins) :]]
+    # Only the conversations may have the images of the prompt.
+    repeated = talk[: len(begins)] if holds_media(talk[: len(begins)]) else begins
+    return [*before, *prompt[: len(prompt) - len(begins)], *repeated, *talk[len(begins) :]]
 
 
 def _is_conversation(value: Any) -> bool:
@@ -174,37 +174,3 @@ def _is_conversation(value: Any) -> bool:
         case [{"role": _}, *_]:
             return True
     return False
-
-
-# ---- images; those inside parquet are read again when they are used, and do not stay in memory
-
-
-def _images(row: DataRow, root: MediaRoot) -> Iterator[Media]:
-    for name in ("image", "images"):
-        for i, ref in enumerate(media_refs(row.columns.get(name), "image", name)):
-            if ref.data and row.source.endswith(".parquet"):
-                what, path = f"{name} {i} of {row.place}", Path(row.source)
-                position = int(row.place.removeprefix(row.source).strip("[]"))  # a place is `file[row]`
-                yield Media("image", what, _ImageOfGroup(path, position, name, i, what), path)
-            else:
-                yield root.medium(ref, row.place, FrameSampling())
-
-
-@dataclass(frozen=True)  # equal for the same image, as `Media.load` has to be
-class _ImageOfGroup:
-    """Reads and decodes one of the images of a row of a parquet file."""
-
-    path: Path
-    position: int
-    column: str
-    index: int
-    what: str
-
-    def __call__(self) -> Frames:
-        with parquet_of(self.path) as file:
-            position, group = self.position, 0
-            while position >= (size := file.metadata.row_group(group).num_rows):
-                position, group = position - size, group + 1
-            table = file.read_row_group(group, [self.column])  # one column of one group
-        value = table[self.column][position].as_py()
-        return decode_image(list(media_refs(value, "image", self.column))[self.index].data, self.what)

@@ -39,9 +39,9 @@ def visual_qa(
 ) -> Sequence[Prompt]:
     """Read questions, media and answers from jsonl, JSON, parquet or a folder of `datasets`.
 
-    A row has `question`, `answer` (or a list `answers`, each of which is right), perhaps `choices` and
-    `system`, and `image`, `images`, `video` or `videos`: paths, or encoded images. Marks <image> and <video>
-    in the question place the media; without marks they come first.
+    A row has `question`, `answer` (or `answers`, a list of right ones), perhaps `choices` and `system`, and
+    media in `image`, `images`, `video` or `videos`: paths, or encoded images. The media stand at the marks
+    <image> and <video> of the question, or before it.
 
     Args:
         path: The file or folder of rows.
@@ -55,37 +55,32 @@ def visual_qa(
         bad_rows: Rows that cannot be used raise (`error`) or are skipped and logged (`drop`).
         limit: Most rows to read; 0 for all.
     """
-    source = Path(path)
-    media = MediaRoot.of_rows(source, root)
+    source, media = Path(path), MediaRoot.of_rows(Path(path), root)
     sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
-    unseen = set[str]()
+    hidden = set[str]()  # rows whose choices the prompt does not show
 
     def make(row: DataRow, number: int) -> Prompt:
-        renamed = {ours: row.columns.get(theirs) for ours, theirs in (columns or {}).items()}
-        fields = {**row.columns, **renamed}
+        fields = row.renamed(columns)
         words = {**fields, "question": text(fields.get("question"), "question")}
         if fields.get("choices") is not None:
             lines = lettered(fields["choices"])
             words["choices"] = "\n".join(lines)
             shown = all(line.partition(" ")[2] in words["question"] for line in lines)
             if "choices" not in template_fields(prompt) and not shown:
-                unseen.add(row.place)
-        target = answers_of(fields)
-        question = fill_template(prompt, words)
+                hidden.add(row.place)
+        target, question = answers_of(fields), fill_template(prompt, words)
         shown = [media.medium(ref, row.place, sampling) for ref in media_of(fields)]
-        uid = uid_of(fields, f"{row.split}#{number}")
-        first = target if type(target) is str else target[0]
+        uid, first = uid_of(fields, f"{row.split}#{number}"), target if type(target) is str else target[0]
         answers = (Outcome(text=fill_template(demo, {**words, "answer": first})),) if demo else ()
         # Encoded media would be stored twice.
         kept = {key: v for key, v in {**row.others, **fields}.items() if key not in COLUMNS}
         system = fields.get("system")
         head = (Message("system", (Part(text(system, "system")),)),) if has_content(system) else ()
-        asked = Message("user", interleaved(question, shown))
-        return Prompt(uid, (*head, asked), target, answers, kept)
+        return Prompt(uid, (*head, Message("user", interleaved(question, shown))), target, answers, kept)
 
     rows, reads = Rows(source, media.root), declared((*READS, *template_fields(prompt, demo)), columns)
     prompts = read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
-    if unseen:
+    if hidden:
         wanted = "the prompt does not show the `choices` of %d rows of '%s'; write {choices} into `prompt`"
-        log.warning(wanted, len(unseen), source)
+        log.warning(wanted, len(hidden), source)
     return prompts

@@ -1,4 +1,4 @@
-"""Decoding of answers that part from each other: what they share is computed once."""
+"""Decoding of branching answers: common prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A row that has the first `start` tokens of an earlier branch, reads `forced` tokens, and samples.
+    """An answer that continues an earlier branch, first with forced and then with sampled tokens.
 
-    `forced` is (F,). `uniform` (L,) has a number in [0, 1) for every token that may be sampled. Without a
-    `parent`, the number of that earlier branch, it starts from its prompt.
+    Args:
+        encoded: The prompt.
+        uniform: (L,) random numbers in [0, 1), one for every token to sample; L is the limit.
+        forced: (F,) tokens that are not sampled.
+        parent: Number of the earlier branch; None: it begins after the prompt.
+        start: Number of tokens taken from the parent.
     """
 
     encoded: EncodedPrompt
@@ -34,27 +38,27 @@ class Branch:
 
     @property
     def given(self) -> int:
-        """Tokens before the first one that is sampled."""
+        """Number of tokens before the first sampled one."""
         return self.start + len(self.forced)
 
     @property
     def limit(self) -> int:
-        """The most tokens that it can have."""
+        """Maximum number of tokens."""
         return self.given + len(self.uniform)
 
 
 @dataclass(frozen=True, eq=False)
 class Grown:
-    """The tokens (T,) of a branch from the prompt on, their log-probabilities and entropies."""
+    """The tokens (T,) of a branch after the prompt, with their log-probabilities and entropies."""
 
     ids: Tensor
     logp: Tensor
     entropy: Tensor
-    stopped: bool  # by an end token, or a stop string
+    stopped: bool  # by an end token or a stop string
 
 
 def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
-    """Split branches into batches of at most `size` (0: all), with all that part from each other together."""
+    """Split branch numbers into batches of at most `size` (0: all); descendants of a root stay together."""
     root: list[int] = []
     for i, branch in enumerate(branches):
         root.append(i if branch.parent is None else root[branch.parent])
@@ -72,7 +76,7 @@ def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
 
 
 def renumbered(branches: Sequence[Branch], batch: Sequence[int]) -> list[Branch]:
-    """Take a batch of branches, whose parents are numbered in it."""
+    """Select a batch of branches and renumber their parents within the batch."""
     place = {number: i for i, number in enumerate(batch)}
     chosen = [branches[i] for i in batch]
     return [b if b.parent is None else replace(b, parent=place[b.parent]) for b in chosen]
@@ -87,11 +91,18 @@ def grow(
     temperature: float,
     **options: Any,
 ) -> list[Grown | None]:
-    """Grow branches, a token of all of them at a time; a branch joins the batch where it parts.
+    """Generate branches in one batch, where every branch joins at the step at which it leaves its parent.
 
-    So a prefix is computed once for all that share it, with any cache. `reader` has one row for every branch
-    without a parent, in order, `ends` (E,) are the tokens that end an answer, as `stops` do; `options` are
-    those of `draw_tokens`. Returns None for a branch whose parent ended before it parts.
+    So a common prefix is computed once, with any cache. Returns None for a branch whose parent ended before
+    the branch begins.
+
+    Args:
+        reader: Has one row for every branch without a parent, in order.
+        branches: The branches; a parent comes before its children.
+        ends: (E,) tokens that end an answer.
+        stops: Strings that end an answer.
+        temperature: Sampling temperature; 0: greedy.
+        **options: Other options of `draw_tokens`.
     """
     forest, token = Forest(reader, branches, ends, stops), None
     longest = max(branch.limit for branch in branches)
@@ -100,19 +111,19 @@ def grow(
         logits = forest.part(t, reader.read(token))
         if not len(logits):
             break
-        numbers, wanted = forest.uniform[forest.batch, t], forest.forced[forest.batch, t]
+        numbers, forced = forest.uniform[forest.batch, t], forest.forced[forest.batch, t]
         token, logp, entropy = draw_tokens(logits, numbers, temperature=temperature, **options)
-        given = wanted >= 0
+        given = forced >= 0
         if given.any():
             whole = (logits[given] / (temperature or 1.0)).log_softmax(-1)
-            token, logp = token.masked_scatter(given, wanted[given]), logp.clone()
-            logp[given] = whole.gather(1, wanted[given][:, None])[:, 0]
+            token, logp = token.masked_scatter(given, forced[given]), logp.clone()
+            logp[given] = whole.gather(1, forced[given][:, None])[:, 0]
         forest.append(t, token, logp, entropy, given)
     return forest.grown()
 
 
 class Forest:
-    """Branches while they grow: `batch` lists those that the reader has as rows."""
+    """State of growing branches; `batch` has the branch number of every row of the reader."""
 
     def __init__(
         self, reader: LogitsReader, branches: Sequence[Branch], ends: Tensor, stops: StopStrings
@@ -124,7 +135,7 @@ class Forest:
             torch.full(shape, fill, dtype=torch.int64, device=device) for fill in (0, -1)
         )
         self.uniform, self.logp, self.entropy = (torch.zeros(shape, device=device) for _ in range(3))
-        self.joining: dict[int, list[int]] = defaultdict(list)  # by the step at which they part
+        self.joining: dict[int, list[int]] = defaultdict(list)  # branches by the step at which they begin
         for i, branch in enumerate(branches):
             self.forced[i, branch.start : branch.given] = branch.forced.to(device)
             self.uniform[i, branch.given : branch.limit] = branch.uniform.to(device)
@@ -139,13 +150,14 @@ class Forest:
 
     @property
     def alive(self) -> Tensor:
-        """Rows of the batch that have another token: (b,) bool."""
+        """Mask of the rows of the batch that are not finished: (b,) bool."""
         return ~self.ended[self.batch] & (self.limit[self.batch] > self.length[self.batch])
 
     def part(self, t: int, logits: Tensor) -> Tensor:
-        """Let branches join after `t` tokens; return the logits (b, V) of the batch, without rows at the end.
+        """Add the branches that begin after `t` tokens; return the logits (b, V) of the new batch.
 
-        Rows that ended stay until leaving pays off, because it copies the cache, as joining does.
+        Finished rows stay until they are 1 / COMPACT of the batch, because removing them copies the cache.
+        Returns no row when all branches are finished.
         """
         stay = self.alive.nonzero()[:, 0]
         place = {row: i for i, row in enumerate(self.batch.tolist())} if self.joining[t] else {}
@@ -167,7 +179,7 @@ class Forest:
         return logits
 
     def append(self, t: int, token: Tensor, logp: Tensor, entropy: Tensor, given: Tensor) -> None:
-        """Append the tokens (b,) of step `t`; one that was `given` ends no answer."""
+        """Append the tokens (b,) of step `t`; forced tokens, marked by `given`, do not end an answer."""
         alive = self.alive
         rows = self.batch[alive]
         for column, values in ((self.ids, token), (self.logp, logp), (self.entropy, entropy)):
@@ -177,7 +189,7 @@ class Forest:
         self.ended[rows[ends & ~given[alive]]] = True
 
     def grown(self) -> list[Grown | None]:
-        """Return what has grown, on the CPU."""
+        """Return the results on the CPU."""
         columns = [column.cpu() for column in (self.ids, self.logp, self.entropy)]
         states = zip(self.length.tolist(), self.ended.tolist(), self.begun.tolist(), strict=True)
         return [

@@ -1,4 +1,4 @@
-"""Images that several rows of a batch show go through the vision tower once."""
+"""Compute the vision features of images that several rows of a batch share only once."""
 
 from __future__ import annotations
 
@@ -10,62 +10,57 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.vision.decoding.prefill import merge_media
+from mmrl.vision.models.model_families import family_of
 
 Media = Mapping[str, Tensor]
 PIXELS, GRID = "pixel_values", "image_grid_thw"
-OF_VIDEOS = {"pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
+SUPPORTED = {PIXELS, GRID, "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
 
 
 @contextmanager
 def distinct_images(
     core: nn.Module, media: Sequence[Media], device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
-    """Merge the media tensors of rows; inside the block, `core` computes equal images once.
+    """Merge the media tensors of rows; inside the context, `core` computes images with equal pixels once.
 
-    Images are equal if their pixels are. All are computed where they come neither as patches with a grid
-    (Qwen) nor as one tensor for each (LLaVA, InternVL).
+    Supported where images are patches with a grid (Qwen) or one tensor each (LLaVA, InternVL); with other
+    models all images are computed.
     """
-    split = [split_images(tensors) for tensors in media if PIXELS in tensors]
-    distinct, which = find_distinct([image for images in split for image in images])
-    if not all(split) or len(distinct) == len(which) or not hasattr(core, "get_image_features"):
+    split = family_of(core.config).split if all(tensors.keys() <= SUPPORTED for tensors in media) else None
+    images = [
+        image
+        for tensors in media
+        if split and PIXELS in tensors
+        for image in split({name: tensors[name] for name in (PIXELS, GRID) if name in tensors})
+    ]
+    distinct, which = find_distinct(images)
+    if len(distinct) == len(which) or not hasattr(core, "get_image_features"):
         yield merge_media(media, device)
         return
     rest = [{name: value for name, value in tensors.items() if name != PIXELS} for tensors in media]
     merged, once, compute = merge_media(rest, device), merge_media(distinct, device), core.get_image_features
 
     def features(*args: Any, **options: Any) -> Any:
-        """Compute the distinct images, and repeat their features as rows show them."""
-        # The model gives the grid of all images, by place or by name.
+        """Compute the features of distinct images, and repeat them for all images."""
+        # The model passes the grid of all images, by position or by name.
         args = tuple(once[GRID] if x is not None and x is merged.get(GRID) else x for x in args)
         options |= {GRID: once[GRID]} if GRID in options else {}
-        found = compute(*args, **options)
-        sizes = [len(x) for x in found.pooler_output]
-        for name in ("pooler_output", "deepstack_features"):  # of each image; of each layer and image
-            if (value := getattr(found, name, None)) is not None:
-                setattr(found, name, repeat(value, which, sizes))
-        return found
+        output = compute(*args, **options)
+        sizes = [len(x) for x in output.pooler_output]
+        for name in ("pooler_output", "deepstack_features"):  # by image; by layer and image
+            if (value := getattr(output, name, None)) is not None:
+                setattr(output, name, repeat(value, which, sizes))
+        return output
 
-    core.get_image_features = features  # an attribute of this object, over the method of its class
+    core.get_image_features = features  # an instance attribute that hides the method of the class
     try:
         yield {**merged, PIXELS: once[PIXELS]}
     finally:
         del core.get_image_features
 
 
-def split_images(tensors: Media) -> list[Media]:
-    """Split the image tensors of a row into those of single images; none where their form is not known."""
-    images = {name: value for name, value in tensors.items() if name not in OF_VIDEOS}
-    match images:
-        case {"pixel_values": pixels, "image_grid_thw": grid, **others} if not others:
-            patches = pixels.split(grid.prod(-1).tolist())
-            return [{PIXELS: x, GRID: size[None]} for x, size in zip(patches, grid, strict=True)]
-        case {"pixel_values": pixels, **others} if not others and pixels.dim() == 4:
-            return [{PIXELS: x} for x in pixels.split(1)]
-    return []
-
-
 def find_distinct(images: Sequence[Media]) -> tuple[list[Media], list[int]]:
-    """Find the distinct ones of images by content, and the number of every image among them."""
+    """Deduplicate images by content: the distinct images, and the index of every image in them."""
     distinct: list[Media] = []
     which = []
     for image in images:
@@ -79,9 +74,10 @@ def find_distinct(images: Sequence[Media]) -> tuple[list[Media], list[int]]:
 
 
 def repeat(features: Any, which: Sequence[int], sizes: Sequence[int]) -> Any:
-    """Repeat features by the number `which` of their image, of which `sizes` are the tokens.
+    """Index features by image, where `sizes` are the numbers of tokens of all images.
 
-    They are one entry for each image, tokens of all images in one tensor, or a list of either by layer.
+    Features are a list or a tensor with one entry per image, one tensor of the tokens of all images, or a
+    list of these by layer.
     """
     match features:
         case Tensor() if len(features) == len(sizes) and features.dim() > 2:

@@ -1,4 +1,4 @@
-"""What a language model tells of every token besides its log-probability: see `inner_outputs`."""
+"""Outputs of a language model per token: log-probability, entropy, KL, hidden states and others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_STATES = frozenset({"hidden", "hidden_sq_norm", "effective_rank"})
 
 @dataclass(frozen=True)
 class InnerOptions:
-    """The numbers that further outputs depend on; `vision.tokens` has the same options."""
+    """Options of the outputs, documented by the policy `vision.tokens`."""
 
     hot_temperature: float = 1.2
     cold_temperature: float = 0.8
@@ -31,7 +31,7 @@ USUAL = InnerOptions()
 
 @dataclass(frozen=True, eq=False)
 class TeacherStates:
-    """A teacher's last hidden states (N, T, W) of a batch, and the head that makes logits of them."""
+    """The last hidden states (N, T, W) of a teacher for a batch, and its output head."""
 
     head: OutputHead
     hidden: Tensor
@@ -44,13 +44,14 @@ def of_logits(
     options: InnerOptions = USUAL,
     teacher: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Compute "logp" (M,) of tokens (M,) from logits (M, V), and those of `OF_LOGITS` that are in `extra`.
+    """Compute "logp" (M,) of tokens (M,) from logits (M, V), and the outputs of `OF_LOGITS` in `extra`.
 
-    The logits are already divided by the sampling temperature. Gradients go through "logp", "entropy" and
-    "reverse_kl"; the others are constants. `teacher` has the logits (M, V') of the teacher.
+    The logits are already divided by the sampling temperature. "logp", "entropy" and "reverse_kl" have
+    gradients, the others are constants. `teacher` has the logits (M, V') of the teacher.
 
-    - entropy: -sum p log p of the whole vocabulary, in nats;
-    - logp_hot, logp_cold: log-probability at that many times the sampling temperature;
+    - entropy: -sum p log p over the whole vocabulary, in nats;
+    - logp_hot, logp_cold: log-probability at `hot_temperature` or `cold_temperature` times the sampling
+      temperature;
     - sum_p2, sum_p3: sums of p^2 and of p^3 over the vocabulary;
     - top_k_ids, top_k_logp: (M, k), the most likely tokens and their log-probabilities, best first;
     - reverse_kl: KL(p || teacher) over the whole vocabulary, in nats.
@@ -65,7 +66,7 @@ def of_logits(
 
 
 def _reverse_kl(logits: Tensor, teacher: Tensor) -> Tensor:
-    # Heads of one family are padded to different sizes with rows that mean no token.
+    # Models of one family pad their heads to different sizes with unused rows.
     size = min(logits.shape[-1], teacher.shape[-1])
     log_p = logits[:, :size].log_softmax(-1)
     log_q = teacher[:, :size].to(log_p.dtype).log_softmax(-1)
@@ -94,11 +95,11 @@ def _constants(
 def of_states(
     hidden: Tensor, length: Tensor, extra: Set[str], options: InnerOptions = USUAL
 ) -> dict[str, Tensor]:
-    """Compute those of `OF_STATES` that are in `extra` from hidden states (N, T, W) of rows of a length (N,).
+    """Compute the outputs of `OF_STATES` in `extra` from hidden states (N, T, W) of rows of lengths (N,).
 
-    - hidden: (N, T, W), the last hidden states, which predict each token; gradients go through them;
+    - hidden: (N, T, W), the hidden states that predict each token, with gradients;
     - hidden_sq_norm: (N, T), their squared norms, constant;
-    - effective_rank: (N, T), that of all states up to this step, constant: `effective_ranks`.
+    - effective_rank: (N, T), the effective rank of all states up to a step, constant: `effective_ranks`.
     """
     values: dict[str, Tensor] = {"hidden": hidden} if "hidden" in extra else {}
     exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -114,11 +115,11 @@ def of_states(
 
 
 def effective_ranks(states: Tensor, stride: int) -> Tensor:
-    """Measure the effective rank of growing prefixes of states (T, W): (T,) float64 (arXiv 2509.23808).
+    """Effective rank of the first t states, for growing t: (T, W) to (T,) float64 (arXiv 2509.23808).
 
-    exp(-sum p log p), where p are the singular values of the centred states over their sum. It is measured
-    at every `stride`-th step, and at the last one unless the step before it was; NaN elsewhere. A prefix of
-    one state has rank 0. It costs an eigendecomposition of the prefix's Gram matrix for each.
+    exp(-sum p log p), where p are the singular values of the centred states divided by their sum. Measured at
+    every `stride`-th step, and at the last step unless the step before it was measured; NaN elsewhere. The
+    rank of one state is 0. Every measurement costs an eigendecomposition of a Gram matrix.
     """
     ranks = torch.full((len(states),), torch.nan, dtype=torch.float64, device=states.device)
     ends = list(range(stride, len(states) + 1, stride))
@@ -132,7 +133,7 @@ def effective_ranks(states: Tensor, stride: int) -> Tensor:
         # (x_i - m)(x_j - m) = x_i x_j - x_i m - m x_j + m m
         squared = torch.linalg.eigvalsh(part - mean - mean[:, None] + mean.mean())
         squared = squared * (squared > end * torch.finfo(squared.dtype).eps * part.diagonal().amax())
-        values = squared.sqrt()  # what rounding left of zeros is 0
+        values = squared.sqrt()  # rounding errors of zeros are cleared
         share = values / (values.sum() + 1e-8)
         entropy = -(share * (share + 1e-8).log()).sum()
         ranks[end - 1] = entropy.exp() if end > 1 else 0.0
@@ -140,9 +141,9 @@ def effective_ranks(states: Tensor, stride: int) -> Tensor:
 
 
 def teacher_of(others: Mapping[str, Tensor], head: OutputHead | None) -> TeacherStates:
-    """Find the teacher that `reverse_kl` compares with: `others` has hidden states by the reference's name.
+    """Return the teacher of `reverse_kl` from the hidden states of references by name, and its head.
 
-    Raises `ValueError` where there is none with a head of its own, or several.
+    Raises ValueError unless exactly one reference has a model of its own.
     """
     if head is None or len(others) != 1:
         raise ValueError(

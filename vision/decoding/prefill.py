@@ -1,4 +1,4 @@
-"""Prefill: the keys and values of every distinct prompt, computed once for all rows that answer it."""
+"""Prefill: compute the keys and values of every distinct prompt once for all rows that answer it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmrl.vision.decoding.single_step import AHEAD, Angles, SingleStep, step_of
 from mmrl.vision.models.model_families import type_arguments
 from mmrl.vision.models.processor import EncodedPrompt
 
-MakeCache = Callable[[Any, Tensor, Tensor], Any]  # (config, visual, mask), both (P, S) bool, to a cache
+MakeCache = Callable[[Any, Tensor, Tensor], Any]  # (config, visual mask, attention mask) to a cache
 VIDEOS = "pixel_values_videos"
 
 
@@ -28,28 +28,28 @@ VIDEOS = "pixel_values_videos"
 class Prefix:
     """A KV cache of `P` prompts without their last token, left-padded to `S`, or of `n` rows of them.
 
-    The last token is not in the cache, because it is the first input of every answer: it predicts the first
-    token.
+    The last token of a prompt is not in the cache: it is the first input of every answer and predicts its
+    first token.
     """
 
     core: nn.Module
     cache: Any
     mask: Tensor  # (P, S) int64
     last: Tensor  # (P,) id of the last token
-    last_position: Tensor  # (A, P) of the last token
-    next_position: Tensor  # (A, P) of the first token of an answer
-    reading: Callable[[Any], AbstractContextManager]  # entered, with the config, for a forward
-    length: int = 0  # tokens that were read after the cached ones
+    last_position: Tensor  # (A, P) position of the last token
+    next_position: Tensor  # (A, P) position of the first token of an answer
+    reading: Callable[[Any], AbstractContextManager]  # context of a forward pass, called with the config
+    length: int = 0  # tokens read since the prefill
     _angles: list[Angles] = field(default_factory=list, init=False)  # of tokens from `_since` on
     _since: int = field(default=0, init=False)
 
     @property
     def shared(self) -> bool:
-        """Whether rows share the keys and values of their prompt, in full precision."""
+        """Whether rows share the exact keys and values of their prompt."""
         return self.reading is read_shared_prefix
 
     def select(self, which: Tensor) -> Prefix:
-        """Index prompts or rows by (n,) numbers. Gradients of several rows of a prompt add up in it."""
+        """Index prompts or rows by numbers (n,); a prompt selected several times sums up its gradients."""
         self.cache.batch_select_indices(which)
         return replace(
             self,
@@ -62,10 +62,9 @@ class Prefix:
     def read(
         self, ids: Tensor, positions: Tensor | None = None, media: Mapping[str, Tensor] = MappingProxyType({})
     ) -> Tensor:
-        """Run the next tokens (n, t), the last of the prompt first: states (n, t, width).
+        """Run the next tokens (n, t), beginning with the last of the prompt: hidden states (n, t, width).
 
-        Tokens among which images or videos stand need `media` and the positions (A, n, t) of those after the
-        prompt's last.
+        Tokens with images or videos need their `media` tensors, and `positions` (A, n, t).
         """
         single = ids.shape[1] == 1 and positions is None and not media and self.shared
         if single and (step := step_of(self.core)):
@@ -73,7 +72,7 @@ class Prefix:
         # Token i of an answer stands at next_position + i; the prompt's last token comes one before (i = -1).
         steps = torch.arange(self.length - 1, self.length - 1 + ids.shape[1], device=ids.device)
         positions = self.next_position[..., None] + steps if positions is None else positions
-        if not self.length:  # after a video, the largest position need not be that of the last token
+        if not self.length:  # after a video, the last token need not have the largest position
             positions[..., 0] = self.last_position
         self.length += ids.shape[1]
         self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], 1)
@@ -88,7 +87,7 @@ class Prefix:
             ).last_hidden_state
 
     def _read_one(self, step: SingleStep, ids: Tensor) -> Tensor:
-        """Run one token of every row (n, 1)."""
+        """Run one token per row (n, 1) with a `SingleStep`."""
         if self.length - self._since >= len(self._angles):
             place, ahead = self.last_position, torch.zeros(1, dtype=torch.int64, device=ids.device)
             if self.length:
@@ -109,14 +108,14 @@ def prefill(
     *,
     share_prefix: bool = True,
 ) -> Prefix:
-    """Run prompts through a model, once each.
+    """Compute the keys and values of distinct prompts in one forward pass.
 
     Args:
         core: A model without its head.
         prompts: Distinct prompts.
-        make_cache: Makes the KV cache; None: an exact one.
-        share_prefix: Rows share the keys and values of their prompt, instead of a copy for every row, which
-            models get whose attention does not go through transformers' interface.
+        make_cache: Makes a quantised KV cache; None: an exact one.
+        share_prefix: Store the exact keys and values of a prompt once for all its rows, where the attention
+            of the model goes through the interface of transformers; otherwise rows get copies.
     """
     device = core.get_input_embeddings().weight.device
     cut = [replace(prompt, ids=prompt.ids[:-1], positions=prompt.positions[:, :-1]) for prompt in prompts]
@@ -149,24 +148,29 @@ def prefill(
 
 
 def pad_left(prompts: Sequence[EncodedPrompt], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad prompts on the left: ids and mask (P, S), positions (A, P, S)."""
+    """Pad prompts on the left: token ids (P, S), attention mask (P, S) and positions (A, P, S)."""
+    ids = pad_rows([prompt.ids for prompt in prompts], device)
+    mask = pad_rows([torch.ones_like(prompt.ids) for prompt in prompts], device)
+    return ids, mask, pad_positions([prompt.positions for prompt in prompts], device)
 
-    def padded(sequences: list[Tensor]) -> Tensor:
-        return pad_sequence(sequences, batch_first=True, padding_side="left").to(device)
 
-    ids = padded([prompt.ids for prompt in prompts])
-    mask = padded([torch.ones_like(prompt.ids) for prompt in prompts])
-    positions = padded([prompt.positions.T for prompt in prompts])  # (P, S, A): the first axis is padded
-    return ids, mask, positions.permute(2, 0, 1).contiguous()
+def pad_rows(rows: list[Tensor], device: torch.device, side: str = "left") -> Tensor:
+    """Pad tensors (L, ...) on a side with 0 and stack them on a device: (n, longest, ...)."""
+    return pad_sequence(rows, batch_first=True, padding_side=side).to(device)
+
+
+def pad_positions(rows: list[Tensor], device: torch.device, side: str = "left") -> Tensor:
+    """Pad positions (A, L) on a side with 0 and stack them on a device: (A, n, longest)."""
+    return pad_rows([row.T for row in rows], device, side).permute(2, 0, 1).contiguous()
 
 
 def squeeze_axes(positions: Tensor) -> Tensor:
-    """Convert (A, N, S) positions to the (N, S) that models with a single axis expect."""
+    """Convert positions (A, N, S) to (N, S) for models with one axis of positions."""
     return positions[0] if positions.shape[0] == 1 else positions
 
 
 def merge_media(media: Sequence[Mapping[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    """Concatenate the media tensors of several prompts, padding tiles and frames to the largest."""
+    """Concatenate the media tensors of several prompts by name, padded to the most tiles and frames."""
     names = dict.fromkeys(name for tensors in media for name in tensors)
     columns = {name: [tensors[name] for tensors in media if name in tensors] for name in names}
     # (videos, F, 3, height, width); models that pack patches, as Qwen, have two dimensions and take any F.

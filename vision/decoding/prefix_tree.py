@@ -1,7 +1,7 @@
-"""Common beginnings of rows, found by content: a tree whose nodes are computed once for all rows below.
+"""Prefix tree of the rows of a batch: a node is a run of tokens, computed once for all rows below.
 
-Rows share tokens beyond their prompt where an engine lets answers part from each other, and where a
-conversation is written as a row per turn: the prompt of a turn holds the turns before it.
+Rows share tokens beyond their prompt where an engine branches answers, and where every turn of a conversation
+is a row of its own, whose prompt contains the earlier turns.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.model_families import family_of
 
-# A beginning is shared where that saves as many tokens, and such a share of all tokens below it. It costs a
-# pass over all layers for its tokens alone, which takes about as long as this many tokens in a longer pass.
+# A prefix gets its own node if that saves at least SAVED tokens and the share GAIN of all tokens below it. A
+# node costs a forward pass of its own, which takes about as long as SAVED tokens in a longer pass.
 SAVED, GAIN = 64, 0.05
-ROOT = -1  # the parent of a node that begins rows
+ROOT = -1  # the parent of a root node
 
 
 @dataclass(frozen=True, eq=False)
 class Medium:
-    """The tensors of an image or a video, and the range of tokens from its first to its last."""
+    """The tensors of an image or a video, and the range of its tokens."""
 
     tensors: Mapping[str, Tensor]
     first: int
@@ -33,7 +33,7 @@ class Medium:
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """What a model reads of a row: `ids` (L,), `positions` (A, L) and media in the order of their tokens."""
+    """The model inputs of a row: `ids` (L,), `positions` (A, L), and media in the order of their tokens."""
 
     ids: Tensor
     positions: Tensor
@@ -43,7 +43,7 @@ class Line:
         return len(self.ids)
 
     def outside_media(self, at: int) -> int:
-        """Find the last place up to `at` that cuts no medium in two."""
+        """Return the last index up to `at` that is not inside an image or video."""
         for medium in reversed(self.media):
             if medium.first < at < medium.end:
                 at = medium.first
@@ -52,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Node:
-    """Tokens `begin` to `end` of `row`, and of all rows below; they follow those of the node `parent`."""
+    """Tokens `begin` to `end` of `row` and of all rows below, after the tokens of the node `parent`."""
 
     begin: int
     end: int
@@ -65,9 +65,9 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """Rows, and the nodes that they consist of; a node comes after its parent.
+    """A batch of rows, and the nodes that they share; a node comes after its parent.
 
-    `paths` (N) are the nodes of every row; the last of them may go on after the row's end.
+    `paths[i]` lists the nodes of row i from the root; the last node may be longer than the row.
     """
 
     lines: tuple[Line, ...]
@@ -76,16 +76,16 @@ class PrefixTree:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all nodes."""
+        """Number of tokens of all nodes."""
         return sum(map(len, self.nodes))
 
     def pays(self, tokens: int) -> bool:
-        """Return whether it is worth its passes, against so many tokens without it."""
+        """Whether the tree saves enough, compared with `tokens` without it."""
         return self.tokens <= (1 - GAIN) * tokens
 
     def cost(self, rows: Sequence[int]) -> int:
-        """Count the tokens of the nodes of rows, each once, with the padding of nodes of one depth."""
-        sizes: list[dict[int, int]] = []  # of nodes, by depth
+        """Number of tokens to compute for some rows: every node once, padded to the longest of its depth."""
+        sizes: list[dict[int, int]] = []  # by depth, node to its length
         for row in rows:
             for depth, number in enumerate(self.paths[row]):
                 if depth == len(sizes):
@@ -96,8 +96,8 @@ class PrefixTree:
         return sum(len(level) * max(level.values()) for level in sizes)
 
     def select(self, rows: Sequence[int]) -> PrefixTree:
-        """Keep rows, in this order, with the nodes that they need."""
-        below: dict[int, list[int]] = {}  # rows in their new order, by node
+        """Index rows, with the nodes that they need."""
+        below: dict[int, list[int]] = {}  # node to new row numbers
         for place, row in enumerate(rows):
             for number in self.paths[row]:
                 below.setdefault(number, []).append(place)
@@ -112,7 +112,7 @@ class PrefixTree:
         return shorten(lines, nodes, ends)
 
     def levels(self) -> list[list[int]]:
-        """List the nodes by depth, those of one parent together."""
+        """List the nodes by depth, with siblings side by side."""
         levels = [[number for number, node in enumerate(self.nodes) if node.parent == ROOT]]
         while levels[-1]:
             children: dict[int, list[int]] = {number: [] for number in levels[-1]}
@@ -123,7 +123,7 @@ class PrefixTree:
         return levels[:-1]
 
     def before(self) -> Tensor:
-        """Tell which nodes a node reads, itself among them: (n, n) bool."""
+        """Mask of the nodes that every node attends to, itself included: (n, n) bool."""
         seen = torch.eye(len(self.nodes), dtype=torch.bool)
         for number, node in enumerate(self.nodes):
             if node.parent != ROOT:
@@ -131,31 +131,31 @@ class PrefixTree:
         return seen
 
     def ids(self, number: int) -> Tensor:
-        """Get the tokens of a node: (L,)."""
+        """Token ids of a node (L,)."""
         node = self.nodes[number]
         return self.lines[node.row].ids[node.begin : node.end]
 
     def positions(self, number: int) -> Tensor:
-        """Get the positions of a node: (A, L)."""
+        """Positions of a node (A, L)."""
         node = self.nodes[number]
         return self.lines[node.row].positions[:, node.begin : node.end]
 
     def media(self, number: int) -> list[Mapping[str, Tensor]]:
-        """List the tensors of the media that begin in a node, in the order of their tokens."""
+        """Tensors of the media that begin in a node, in the order of their tokens."""
         node = self.nodes[number]
         media = self.lines[node.row].media
         return [medium.tensors for medium in media if node.begin <= medium.first < node.end]
 
     def places(self, row: int, starts: Sequence[int]) -> Tensor:
-        """Find the tokens of a row (L,) among those of nodes, of which each begins at one of `starts`."""
+        """Indices of the tokens of a row (L,) in concatenated nodes, where node i begins at `starts[i]`."""
         parts = [torch.arange(len(self.nodes[number])) + starts[number] for number in self.paths[row]]
         return torch.cat(parts)[: len(self.lines[row])]
 
 
 def find_tree(lines: Sequence[Line]) -> PrefixTree:
-    """Make the tree of all common beginnings that are worth a node of their own: see `SAVED`."""
+    """Find all common prefixes of rows that are long enough for a node of their own, see `SAVED`."""
     keys, nodes, ends = keys_of(lines), [], [ROOT] * len(lines)
-    waiting = [(list(range(len(lines))), 0, ROOT)]  # rows that agree up to a token, and the node before it
+    waiting = [(list(range(len(lines))), 0, ROOT)]  # rows, the length of their common prefix, its last node
     while waiting:
         members, begin, parent = waiting.pop()
         for same in _equal_at(keys, members, begin):
@@ -163,7 +163,7 @@ def find_tree(lines: Sequence[Line]) -> PrefixTree:
             parting = [_common(keys[longest], keys[row], begin) for row in same]
             parting = [end for end, row in zip(parting, same, strict=True) if end < len(keys[row])]
             end = lines[longest].outside_media(min(parting, default=len(keys[longest])))
-            # Nothing but a part of an image is common: every row has one of its own.
+            # If only a part of an image is common, every row gets its own node.
             for group in [same] if end > begin else [[row] for row in same]:
                 first = longest if end > begin else group[0]
                 nodes.append(Node(begin, end if end > begin else len(keys[first]), first, parent))
@@ -175,11 +175,11 @@ def find_tree(lines: Sequence[Line]) -> PrefixTree:
 
 
 def shorten(lines: tuple[Line, ...], nodes: Sequence[Node], ends: Sequence[int]) -> PrefixTree:
-    """Leave short beginnings to what follows them, where sharing saves little: see `SAVED`.
+    """Merge nodes into their children where sharing saves too little, see `SAVED`.
 
-    Nodes come after their parents, and `ends` are the last nodes of rows.
+    Nodes come after their parents; `ends` are the last nodes of rows.
     """
-    kept, size = list(nodes), [len(node) for node in nodes]  # size: of a node with all below it
+    changed, size = list(nodes), [len(node) for node in nodes]  # size: tokens of a node and all below it
     children: dict[int, list[int]] = {number: [] for number in range(ROOT, len(nodes))}
     for number in reversed(range(len(nodes))):
         parent = nodes[number].parent
@@ -188,16 +188,16 @@ def shorten(lines: tuple[Line, ...], nodes: Sequence[Node], ends: Sequence[int])
             size[parent] += size[number]
     moved: dict[int, int] = {}
     for number in range(len(nodes)):
-        node, after = kept[number], children[number]
+        node, after = changed[number], children[number]
         saved = (len(after) - 1) * len(node)
         if not after or (len(after) > 1 and saved >= max(SAVED, GAIN * size[number])):
             continue
         for child in after:
-            kept[child] = replace(kept[child], begin=node.begin, parent=node.parent)
+            changed[child] = replace(changed[child], begin=node.begin, parent=node.parent)
             size[child] += len(node)
         children[node.parent].remove(number)
         children[node.parent] += after
-        moved[number] = after[0]  # rows that end inside go with any of those that follow
+        moved[number] = after[0]  # rows that end inside go to any child
     order = [number for number in range(len(nodes)) if number not in moved]
     new = {ROOT: ROOT} | {number: i for i, number in enumerate(order)}
     paths = []
@@ -205,54 +205,54 @@ def shorten(lines: tuple[Line, ...], nodes: Sequence[Node], ends: Sequence[int])
         while end in moved:
             end = moved[end]
         path = [end]
-        while (parent := kept[path[-1]].parent) != ROOT:
+        while (parent := changed[path[-1]].parent) != ROOT:
             path.append(parent)
         paths.append(tuple(new[number] for number in reversed(path)))
-    found = tuple(replace(kept[number], parent=new[kept[number].parent]) for number in order)
-    return PrefixTree(lines, found, tuple(paths))
+    remaining = (changed[number] for number in order)
+    merged = tuple(replace(node, parent=new[node.parent]) for node in remaining)
+    return PrefixTree(lines, merged, tuple(paths))
 
 
 def media_of(core: nn.Module, ids: Tensor, media: Mapping[str, Tensor], before: int = 0) -> list[Medium]:
-    """Find the images and videos among tokens (L,), which follow `before` others."""
+    """Locate the images and videos of tokens (L,) that follow `before` other tokens of their row."""
     if not media:
         return []
-    family, found, taken = family_of(core.config), [], Counter()
+    family, located, used = family_of(core.config), [], Counter()
     parts = family.split(media) if family.split else []
-    if media.keys() != {name for part in parts for name in part}:  # they stay together
+    if media.keys() != {name for part in parts for name in part}:  # they cannot be split
         places = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config))).nonzero()[:, 0].tolist()
         first, last = (places[0], places[-1]) if places else (0, len(ids) - 1)
         return [Medium(media, before + first, before + last + 1)]
     for tensors in parts:
         ((token, number),) = family.features(core, tensors).items()
-        places = (ids == token).nonzero()[taken[token] : taken[token] + number, 0] + before
-        found.append(Medium(tensors, int(places[0]), int(places[-1]) + 1))
-        taken[token] += number
-    return sorted(found, key=lambda medium: medium.first)
+        places = (ids == token).nonzero()[used[token] : used[token] + number, 0] + before
+        located.append(Medium(tensors, int(places[0]), int(places[-1]) + 1))
+        used[token] += number
+    return sorted(located, key=lambda medium: medium.first)
 
 
 def keys_of(lines: Sequence[Line]) -> list[Tensor]:
-    """Make keys (L, 1 + A) that are equal where tokens are: ids, or what media show, and positions."""
-    keys, known = [], _Known()
+    """Content keys (L, 1 + A): token id or media content, then position. Equal keys, equal model input."""
+    keys, contents = [], _MediaContents()
     for line in lines:
         ids = line.ids.clone()
         for medium in line.media:
-            # All tokens from the first to the last, so that nothing inside is taken for another medium.
-            ids[medium.first : medium.end] -= (known.number(medium.tensors) + 1) << 32
+            # All tokens of the range, so that two media never differ only outside their placeholders.
+            ids[medium.first : medium.end] -= (contents.number(medium.tensors) + 1) << 32
         keys.append(torch.cat([ids[None], line.positions]).T.contiguous())
     return keys
 
 
 def common_length(one: Line, other: Line) -> int:
-    """Count the first tokens of two rows that are equal, with what they show and their positions."""
-    first, second = keys_of([one, other])
-    return _common(first, second, 0)
+    """Length of the common prefix of two rows, compared by tokens, media and positions."""
+    return _common(*keys_of([one, other]), 0)
 
 
-class _Known:
-    """Numbers media by what their tensors hold; one that was numbered before is found by identity."""
+class _MediaContents:
+    """Numbers media by content; equal tensors get equal numbers."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, int] = {}
+        self.seen: dict[int, int] = {}  # by identity
         self.alike: dict[tuple, list[tuple[int, Mapping[str, Tensor]]]] = {}
         self.count = 0
 
@@ -262,7 +262,7 @@ class _Known:
         return self.seen[id(tensors)]
 
     def _compare(self, tensors: Mapping[str, Tensor]) -> int:
-        # A few numbers tell most media apart; all of them are compared where these are equal.
+        # A sample of the numbers tells most media apart; tensors with equal samples are compared.
         sample = tuple(
             (name, tuple(x.shape), tuple(x.flatten()[:: max(1, x.numel() // 64)].tolist()))
             for name, x in sorted(tensors.items())
@@ -277,7 +277,7 @@ class _Known:
 
 
 def _equal_at(keys: Sequence[Tensor], members: Sequence[int], at: int) -> list[list[int]]:
-    """Group rows by their token at a place."""
+    """Group rows by their key at an index."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in members:
         groups.setdefault(tuple(keys[row][at].tolist()), []).append(row)
@@ -285,7 +285,7 @@ def _equal_at(keys: Sequence[Tensor], members: Sequence[int], at: int) -> list[l
 
 
 def _common(one: Tensor, other: Tensor, begin: int) -> int:
-    """Find the first token from `begin` on at which keys differ, or the length of the shorter."""
+    """First index from `begin` on at which two keys differ, or the length of the shorter."""
     size = min(len(one), len(other))
     differ = (one[begin:size] != other[begin:size]).any(1)
     return begin + int(differ.int().argmax()) if differ.any() else size

@@ -1,10 +1,10 @@
 """A decode step of one token per row with few operators, for text models built like Llama.
 
-Where rows are few, a step takes its time from calls of operators and modules, and hardly from their
-arithmetic. This runs the layers' weights without the modules: one product for queries, keys and values, and
-one for gate and up; residual sums inside the products; rotary angles once for many steps. The arithmetic is
-that of the model, rounded differently. Under autocast, products have its precision and all else that of the
-weights, as in the modules.
+With few rows, a step spends its time on calls of operators and modules rather than on arithmetic.
+`SingleStep` uses the weights of the layers without their modules: one product for queries, keys and values,
+one for gate and up, residual sums inside the products, and rotary angles computed for many steps at once.
+Results equal the results of the modules up to rounding. Under autocast, products have its precision and all
+else has the precision of the weights, as in the modules.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from mmrl.core.onednn import MANY, PLAIN, Packed, is_plain, is_replaced, side_by_side
 
-# Layers x + attention(norm(x)), then x + down(act(gate) * up) of norm(x), whose rotary embedding turns the
-# two halves of a head.
+# Families with layers x + attention(norm(x)), then x + down(act(gate(y)) * up(y)) for y = norm(x), and rotary
+# embeddings that rotate the two halves of a head.
 FAMILIES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -35,8 +35,8 @@ FAMILIES = {
 LAYERS = {
     f"transformers.models.{family}.modeling_{family}.{name}DecoderLayer" for family, name in FAMILIES.items()
 }
-WITHIN = ("language_model", "text_model")  # names of the text model of a vision-language model
-LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary frequencies that change with the longest position
+WITHIN = ("language_model", "text_model")  # attributes with the text model of a vision-language model
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # types of rotary embeddings that depend on the longest position
 AHEAD = 32  # steps whose angles are computed at once
 Angles = tuple[Tensor, Tensor]  # cosines and signed sines (N, 1, 1, D)
 _STEP: ContextVar[SingleStep | None] = ContextVar("single_step", default=None)
@@ -44,9 +44,9 @@ _STEP: ContextVar[SingleStep | None] = ContextVar("single_step", default=None)
 
 @contextmanager
 def single_steps(core: nn.Module, packed: Mapping[int, Packed]) -> Iterator[None]:
-    """Let `Prefix.read` run single tokens through a `SingleStep` inside this context, where one fits.
+    """Let `Prefix.read` run single tokens with a `SingleStep` inside this context, if supported.
 
-    `packed` has packed weights by the id of their layer (see `onednn`); weights must not change meanwhile.
+    `packed` has the weights packed by `onednn`, by the id of their layer. Weights must not change meanwhile.
     """
     text = find_decoder(core)
     token = _STEP.set(None if text is None else SingleStep(core, text, packed))
@@ -57,22 +57,22 @@ def single_steps(core: nn.Module, packed: Mapping[int, Packed]) -> Iterator[None
 
 
 def step_of(core: nn.Module) -> SingleStep | None:
-    """Return the step of this model, None outside of its context, with gradients, and in another autocast."""
+    """Return the `SingleStep` of a model; None outside its context or its autocast, or with gradients."""
     step = _STEP.get()
     if step is None or step.core is not core or torch.is_grad_enabled():
         return None
-    return step if step.compute == _autocast(step.embed.weight.device) else None
+    return step if step.compute == autocast_dtype(step.embed.weight.device) else None
 
 
-def _autocast(device: torch.device) -> torch.dtype | None:
-    """Return the precision of products under autocast, None without it."""
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the precision of products under autocast, None without autocast."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def find_decoder(core: nn.Module) -> nn.Module | None:
-    """Find the text model of a model without its head; None where its layers are not like Llama's.
+    """Find the text model of a model without its head; None where `SingleStep` does not support it.
 
-    Layers with hooks, changed classes or changed forwards count as others: they need their modules.
+    Models with hooks, derived classes or replaced `forward` methods are not supported.
     """
     text = next((x for name in WITHIN if (x := getattr(core, name, None)) is not None), core)
     layers = getattr(text, "layers", None)
@@ -84,16 +84,16 @@ def find_decoder(core: nn.Module) -> nn.Module | None:
     if any(map(_is_changed, (core, *text.modules()))) or type(text.embed_tokens) is not nn.Embedding:
         return None
     if not _path(core).startswith("transformers."):
-        return None  # a derived class may read tokens in a way of its own
+        return None  # a derived class may have another forward pass
     plain = all(
         type(layer.self_attn).__name__ == f"{name}Attention"
         and {type(layer.input_layernorm).__name__, type(layer.post_attention_layernorm).__name__}
         == {f"{name}RMSNorm"}
         for layer in layers
     )
-    known = torch.float32, _autocast(text.embed_tokens.weight.device)
-    single = all(p.dtype in known for p in text.parameters())
-    return text if plain and single and text.rotary_emb.rope_type not in LENGTH_DEPENDENT else None
+    dtypes = torch.float32, autocast_dtype(text.embed_tokens.weight.device)
+    supported = plain and all(p.dtype in dtypes for p in text.parameters())
+    return text if supported and text.rotary_emb.rope_type not in LENGTH_DEPENDENT else None
 
 
 def _path(module: nn.Module) -> str:
@@ -106,22 +106,28 @@ def _is_changed(module: nn.Module) -> bool:
 
 
 class SingleStep:
-    """Runs one token per row through the weights of a text model."""
+    """Runs one token per row through the weights of a text model, without its modules.
+
+    Args:
+        core: The model without its head.
+        text: Its text model, see `find_decoder`.
+        packed: Weights packed by `onednn`, by the id of their layer.
+    """
 
     def __init__(self, core: nn.Module, text: Any, packed: Mapping[int, Packed]) -> None:
         self.core, self.embed, self.rotary = core, text.embed_tokens, text.rotary_emb
-        self.compute, self._text, self._packed = _autocast(self.embed.weight.device), text, packed
+        self.compute, self._text, self._packed = autocast_dtype(self.embed.weight.device), text, packed
         self.norm = _Norm([text.norm.weight], text.norm.variance_epsilon)
 
     @cached_property
     def layers(self) -> list[_Layer]:
-        """The weights of the layers, copied at the first step where products have another precision."""
-        torch.clear_autocast_cache()  # which has these weights as well, since it read the prompts
+        """The weights of the layers, converted to the precision of autocast in the first step."""
+        torch.clear_autocast_cache()  # it holds copies of the same weights since the prefill
         layers = self._text.layers[: self._text.config.num_hidden_layers]
         return [_Layer(layer, self._packed, self.compute) for layer in layers]
 
     def __call__(self, ids: Tensor, angles: Angles, layers: Sequence[Any]) -> Tensor:
-        """Run tokens (N,) that follow what the layers of a cache hold: the last states (N, width)."""
+        """Run tokens (N,) with the layers of a KV cache: the last hidden states (N, width)."""
         states = self.embed(ids)
         for layer, cache in zip(self.layers, layers, strict=True):
             states = layer(states, angles, cache)
@@ -131,13 +137,13 @@ class SingleStep:
         """Compute the rotary angles of `t` steps from positions (N, t) or (A, N, t)."""
         cos, sin = self.rotary(self.embed.weight, positions)  # (N, t, D) each
         half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # of rolled channels, not of negated ones
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # signed, so that channels are only rolled
         cos, sin = (x.transpose(0, 1)[:, :, None, None].contiguous().unbind() for x in (cos, sin))
         return list(zip(cos, sin, strict=True))
 
 
 class _Layer:
-    """The weights of one layer."""
+    """One decoder layer: attention and MLP with their norms and residual sums."""
 
     def __init__(self, layer: Any, packed: Mapping[int, Packed], compute: torch.dtype | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -161,7 +167,7 @@ class _Layer:
         rows, heads = len(states), self.inputs(self.before(states))
         turned, values = heads.view(rows, -1, 1, self.size).split([self.queries + self.keys, self.keys], 1)
         turned = turned if self.of_heads is None else self.of_heads(turned)
-        # Channel i of a half is turned with channel i of the other: rolling swaps the halves.
+        # Rotary embedding pairs channel i of both halves of a head; rolling swaps the halves.
         turned = torch.addcmul(turned * angles[0], turned.roll(self.size // 2, -1), angles[1])
         queries, keys = turned.to(values.dtype).split([self.queries, self.keys], 1)
         cache.update(keys, values)
@@ -172,10 +178,7 @@ class _Layer:
 
 
 class _Norm:
-    """RMSNorm of (N, w) with a weight (w,), or of heads (N, H, 1, w) with one each.
-
-    x / sqrt(mean(x^2) + eps) * weight.
-    """
+    """RMSNorm, x / sqrt(mean(x^2) + eps) * weight, of (N, w), or of heads (N, H, 1, w) with a weight each."""
 
     def __init__(self, weights: Sequence[Tensor], eps: float) -> None:
         weight = torch.stack([weight.detach() for weight in weights])
@@ -186,7 +189,7 @@ class _Norm:
         self.least = weight.new_tensor(math.sqrt(width * eps))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.is_cuda or x.dtype != torch.float32:  # one kernel on a GPU, and in float32 inside
+        if x.is_cuda or x.dtype != torch.float32:  # one kernel on a GPU; it computes in float32
             if x.dtype == self.whole.dtype and self.whole.dim() == 1:
                 return nn.functional.rms_norm(x, x.shape[-1:], self.whole, self.eps)
             return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps) * self.whole
@@ -195,10 +198,10 @@ class _Norm:
 
 
 class _Product:
-    """Linear layers that read the same input, whose outputs stand side by side.
+    """Linear layers of the same input, computed as one product with concatenated outputs.
 
-    Those that are not packed because they are small are copied side by side, and so are float32 weights under
-    autocast, which would make copies as well.
+    Small weights, which `onednn` does not pack, are copied into one tensor, and so are float32 weights under
+    autocast, which would copy them as well.
     """
 
     def __init__(
@@ -207,8 +210,8 @@ class _Product:
         self.layers, self.compute = layers, compute
         self.weight: Tensor | None = None  # (n, m)
         self.bias: Tensor | None = None
-        found = packed.get(id(layers[0]))
-        self.packed = found if found is not None and [*found.layers] == [*layers] else None
+        first = packed.get(id(layers[0]))
+        self.packed = first if first is not None and [*first.layers] == [*layers] else None
         if compute is not None:
             copied = all(_is_float32(layer) for layer in layers)
         else:
@@ -219,7 +222,7 @@ class _Product:
             self.weight = weight.t()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute all outputs (N, m) of (N, n)."""
+        """Map inputs (N, n) to all outputs (N, m)."""
         if self.weight is not None:
             x = x if self.compute is None else x.to(self.compute)
             return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
@@ -229,7 +232,7 @@ class _Product:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Compute the outputs and add (N, m)."""
+        """Map inputs (N, n) to all outputs and add `other` (N, m)."""
         if self.weight is not None and self.bias is None and self.compute is None:
             return torch.addmm(other, x, self.weight)
         if self.packed is not None and self.packed.suits(x):

@@ -1,4 +1,4 @@
-"""The trainable module of a token policy: log-probabilities and other outputs of the steps of a batch."""
+"""The trainable module of a token policy, which computes log-probabilities and other outputs of steps."""
 
 from __future__ import annotations
 
@@ -32,13 +32,21 @@ from mmrl.vision.decoding.token_steps import (
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.models.steering import reversed_steering
 
-LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
+LOGIT_BYTES = 256 << 20  # memory of the float32 logits that may exist at once
 
 
 class StepModel(nn.Module):
-    """The trainable module: maps batches of answers to log-probabilities and entropies of their tokens.
+    """Computes log-probabilities and other outputs for the tokens of a batch of answers.
 
-    `blank` has the inputs of a blank image, which batches without media run through a tower that learns.
+    Args:
+        model: The language or vision-language model.
+        forbidden: Token ids with probability 0, such as placeholders of images.
+        compute: Precision of autocast.
+        checkpointed: The layers use gradient checkpointing.
+        share: Compute shared prompts once.
+        blank: Inputs of a blank image for a vision tower that learns, used in batches without media.
+        inner: Options of further outputs.
+        roles: LoRA adapters by role.
     """
 
     def __init__(
@@ -61,11 +69,11 @@ class StepModel(nn.Module):
     def forward(
         self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
     ) -> dict[str, Tensor]:
-        """Compute "logp", and what is in `extra`: (N, longest) each, or (N, longest, ...).
+        """Compute "logp" and the outputs named in `extra`: (N, longest) or (N, longest, ...) each.
 
-        `inner_outputs` lists what there is. "reverse_kl" needs a `teacher`. "reversed_logp" is the
-        log-probability with the steering vector subtracted. Heads are called in here and nowhere else,
-        because data parallelism wraps this module.
+        The names are `OF_LOGITS` and `OF_STATES` of `inner_outputs`; "reverse_kl" needs a `teacher`.
+        "reversed_logp" is the log-probability with the steering vector subtracted. Output heads are only
+        called inside this module, because data parallelism wraps it.
         """
         if self.roles is not None:
             return self.roles.read(self.values, steps, extra)
@@ -78,19 +86,19 @@ class StepModel(nn.Module):
     def values(
         self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
     ) -> dict[str, Tensor]:
-        """Compute the outputs of rows with the weights that are active."""
+        """Compute the outputs of all rows with the active adapter."""
         head = OutputHead(self.model)
         device = head.weight.device
         with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
             hidden = self.states(steps)
-            # Padding is skipped: the head is the largest product of the model.
+            # Skip padding, because the head is the largest product of the model.
             inside = torch.arange(steps.longest)[None] < steps.length[:, None]
             where = tuple(index.to(device) for index in inside.nonzero(as_tuple=True))
             ids = steps.ids[:, : steps.longest].to(device)[where]
             temperature = steps.temperature.to(device)[where[0]]
             taught = teacher and TeacherStates(teacher.head, teacher.hidden[where])
             columns = hidden[where], head, ids, temperature
-            if steps.tree and teacher is None:  # a teacher may read something else in every row
+            if steps.tree and teacher is None:  # a teacher may have other inputs in every row
                 first, each = (index.to(device) for index in steps.distinct_steps(inside))
                 columns = hidden[where][first], head, ids[first], temperature[first]
             values = chunked_logp(*columns, self.forbidden, extra, self.inner, taught)
@@ -106,11 +114,11 @@ class StepModel(nn.Module):
 
     @property
     def reads_trees(self) -> bool:
-        """Whether it computes what rows share beyond their prompt once."""
+        """Whether prefixes that rows share beyond their prompt are computed once."""
         return self.share and reads_trees(self.model, packed=self.checkpointed)
 
     def states(self, steps: TokenSteps) -> Tensor:
-        """Compute the last hidden states (N, longest, width), each of which predicts a token."""
+        """Compute the last hidden states (N, longest, width) that predict the tokens."""
         core = self.model.base_model
         if steps.tree and not self.reads_trees:
             steps = replace(steps, tree=None)
@@ -119,15 +127,15 @@ class StepModel(nn.Module):
         elif self.checkpointed:
             hidden = read_packed(core, steps)
         else:
-            with onednn(core):  # not with checkpointing: the recomputation would run without it
+            with onednn(core):  # not with checkpointing, whose recomputation is outside this context
                 hidden = read_cached(core, steps, share_prefix=self.share)
         if self.blank and not any(steps.media):
-            # Every process must have a gradient for every parameter, those of the tower too.
+            # Every process needs a gradient for every parameter, also in the vision tower.
             inputs = {name: value.to(hidden.device) for name, value in self.blank.items()}
             features = core.get_image_features(**inputs, return_dict=True)
-            # Qwen3-VL also adds features of earlier tower layers to the language model.
+            # Qwen3-VL also passes features of earlier tower layers to the language model.
             layers = (features.pooler_output, *features.get("deepstack_features", ()))
-            # Times 0, so that the loss stays as it is and every gradient exists.
+            # Times 0: the loss stays the same, and all gradients exist.
             hidden = hidden + 0.0 * sum(part.sum() for layer in layers for part in layer)
         return hidden
 
@@ -142,13 +150,13 @@ def chunked_logp(
     options: InnerOptions = USUAL,
     teacher: TeacherStates | None = None,
 ) -> dict[str, Tensor]:
-    """Compute `of_logits` of M tokens from (M, width) states, in float32 or better.
+    """Compute `of_logits` for M tokens from hidden states (M, width), in chunks, in float32 or better.
 
-    At most `LOGIT_BYTES` of logits exist at once, those of the teacher (M, its width) included: with more
-    tokens, chunks are recomputed in the backward pass.
+    At most `LOGIT_BYTES` of logits, of model and teacher, exist at once; with more tokens, chunks are
+    recomputed in the backward pass. `teacher` has hidden states (M, width of the teacher).
     """
     heads = [head, *([teacher.head] if teacher else [])]
-    size = max(1, LOGIT_BYTES // (4 * sum(h.weight.shape[0] for h in heads)))  # rows of V logits of 4 bytes
+    size = max(1, LOGIT_BYTES // (4 * sum(h.weight.shape[0] for h in heads)))  # tokens of a chunk
 
     def logits_of(head: OutputHead, states: Tensor, temperature: Tensor) -> Tensor:
         logits = head(states)

@@ -1,4 +1,4 @@
-"""Strings that end an answer, found by its latest tokens."""
+"""Stop strings: end an answer as soon as its text contains one of them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from mmrl.config.loading import ConfigError
 from mmrl.vision.models.processor import PromptEncoder
 
-MARGIN = 4  # tokens more than needed: decoders strip spaces, and cut characters, at the beginning of a text
+MARGIN = 4  # extra tokens, because decoders strip spaces and cut characters at the beginning of a text
 UNREADABLE = "\ufffd"
 
 
 class StopStrings:
-    """Finds the answers whose text contains one of some strings (transformers' `stop_strings`).
+    """Detects answers whose text contains a stop string, like `stop_strings` of transformers.
 
-    Only the latest tokens are decoded: one token at least gives a byte of the text, if it is not special, so
-    an occurrence that a token completes has no more tokens than the string has bytes. Raises ConfigError for
-    strings that no answer can contain.
+    Only the latest tokens are decoded: a token that is not special has at least one byte, so a string that
+    the newest token completes spans at most as many tokens as it has bytes. Raises ConfigError for strings
+    that no answer can contain.
     """
 
     def __init__(self, strings: Sequence[str], encoder: PromptEncoder) -> None:
@@ -36,12 +36,12 @@ class StopStrings:
                 )
 
     def rows(self, num: int) -> StopRows:
-        """Begin with `num` empty answers."""
+        """Make the state of `num` empty answers."""
         return StopRows(self, num)
 
     def within(self, ids: Sequence[int]) -> bool:
-        """Return whether the text of tokens contains one of the strings."""
-        # Where the first character is cut, a decoder of bytes may give up on all that follow it.
+        """Whether the text of tokens contains a stop string."""
+        # If the first character is cut, a byte decoder may fail on the characters after it as well.
         for start in range(MARGIN):
             text = self.encoder.text(torch.tensor(ids[start:], dtype=torch.int64))
             if any(string in text for string in self.strings):
@@ -59,19 +59,19 @@ class StopRows:
         self.latest: list[deque[int]] = [deque(maxlen=stops.size) for _ in range(num if stops.strings else 0)]
 
     def append(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Append a token to some rows (k,); return which of them contain a string now, (k,) bool."""
-        found = torch.zeros_like(rows, dtype=torch.bool)
+        """Append tokens (k,) to some rows (k,); return which of them now contain a stop string, (k,) bool."""
+        stopped = torch.zeros_like(rows, dtype=torch.bool)
         if not self.latest:
-            return found
+            return stopped
         for i, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
             if token not in self.stops.silent:
                 self.latest[row].append(token)
-                found[i] = self.stops.within(list(self.latest[row]))
-                if found[i]:
-                    self.latest[row].clear()  # where an answer goes on, its next token finds it no more
-        return found
+                stopped[i] = self.stops.within(list(self.latest[row]))
+                if stopped[i]:
+                    self.latest[row].clear()  # if the answer continues, do not detect the string again
+        return stopped
 
     def copy(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """Let new rows begin with what old ones have."""
+        """Copy the state of old rows to new ones."""
         for before, after in zip(old, new, strict=True) if self.latest else ():
             self.latest[after] = self.latest[before].copy()

@@ -1,4 +1,4 @@
-"""Batches of answers to shared prompts, and the ways of running them through a model."""
+"""Batches of answers with shared prompts, and their forward passes."""
 
 from __future__ import annotations
 
@@ -8,41 +8,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.core.types import Unit
 from mmrl.kv_cache.attention_interface import BASES, attention_of
 from mmrl.kv_cache.hf_cache import attention_types, only_attends
-from mmrl.vision.decoding.prefill import merge_media, prefill, squeeze_axes
-from mmrl.vision.decoding.prefix_tree import (
-    ROOT,
-    Line,
-    Medium,
-    Node,
-    PrefixTree,
-    find_tree,
-    media_of,
-)
-from mmrl.vision.decoding.tree_reading import pad_nodes, read_tree
+from mmrl.vision.decoding.prefill import merge_media, pad_positions, pad_rows, prefill, squeeze_axes
+from mmrl.vision.decoding.prefix_tree import ROOT, Line, Medium, Node, PrefixTree, find_tree, media_of
+from mmrl.vision.decoding.tree_reading import read_tree
 from mmrl.vision.models.model_families import family_of, type_arguments
 from mmrl.vision.models.processor import EncodedPrompt
 
-# A logit of probability 0; unlike minus infinity, its product with that probability is finite.
+# Logit of a token with probability 0; its product with 0 is finite, unlike that of minus infinity.
 FORBIDDEN = -1e30
 
 
 @dataclass(frozen=True, eq=False)
 class Suffix:
-    """The tokens after the prompt of a conversation: those that the policy chose, and replies between them.
+    """The tokens of a conversation after its prompt: the policy's own, and the replies between them."""
 
-    `ids` (L,) end with a chosen token, rotary `positions` are (A, L), `chosen` (T,) are the indices of the
-    policy's tokens, `media` are the tensors of the replies' images and videos.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    chosen: Tensor
-    media: Mapping[str, Tensor] = field(default_factory=dict)
+    ids: Tensor  # (L,); the last token is one of the policy
+    positions: Tensor  # (A, L) rotary positions
+    chosen: Tensor  # (T,) indices of the policy's tokens
+    media: Mapping[str, Tensor] = field(default_factory=dict)  # of the images and videos in replies
 
     @staticmethod
     def answer(prompt: EncodedPrompt, ids: Tensor) -> Suffix:
@@ -53,11 +40,16 @@ class Suffix:
 
 @dataclass(frozen=True, eq=False)
 class TokenRow:
-    """The steps of one rollout: its encoded prompt, its tokens (T,), and the sampling temperature.
+    """The steps of one rollout.
 
-    `chosen` (T,) is False for tokens that an engine wrote into the answer, which are not learned; None: all
-    are the policy's. In a conversation, `suffix` has the replies that stand between the tokens; they are no
-    steps.
+    Args:
+        prompt: The encoded prompt.
+        ids: The tokens of the policy (T,), one per step.
+        temperature: The sampling temperature.
+        chosen: (T,) bool, False for tokens that an engine inserted into the answer and that are not learned;
+            None: the policy sampled all of them.
+        suffix: The tokens of a conversation with the replies between them, which are no steps; None: there
+            are no replies.
     """
 
     prompt: EncodedPrompt
@@ -68,9 +60,10 @@ class TokenRow:
 
     @staticmethod
     def of_turns(turns: Sequence[tuple[EncodedPrompt, Tensor]], temperature: float = 1.0) -> TokenRow:
-        """Make the row of a conversation from its turns: what the policy read, and the tokens it then chose.
+        """Make the row of a conversation from the input and the answer (T,) of every turn.
 
-        What is read in a turn starts with all of the turn before it, as `PromptEncoder.extend` makes it.
+        The input of a turn begins with the input and the answer of the turn before, as in
+        `PromptEncoder.extend`.
         """
         (prompt, _), (read, last) = turns[0], turns[-1]
         ids, before = torch.cat([ids for _, ids in turns]), len(prompt.ids)
@@ -91,8 +84,8 @@ class TokenRow:
 class TokenSteps:
     """The steps of a batch: the answers of `N` rows, padded to `T` tokens, and their distinct prompts.
 
-    `suffixes` (N) are those of the rows' conversations; it is empty where no row has one. `tree` has the
-    beginnings that rows share beyond their prompts, None where there are few: see `with_tree`.
+    `suffixes` has the suffix of every row with replies, and is empty where no row has any. `tree` has the
+    prefixes that rows share beyond their prompts, None where sharing saves little, see `with_tree`.
     """
 
     prompts: tuple[EncodedPrompt, ...]
@@ -105,12 +98,12 @@ class TokenSteps:
     unit: Unit = Unit.ROW
 
     def cost(self, rows: Tensor) -> int:
-        """Count tokens with padding: what rows share once, every answer with the replies inside it."""
+        """Number of tokens to compute for some rows, with padding; shared prefixes count once."""
         apart = self._cost_apart(rows)
         return min(apart, self.tree.cost(rows.tolist())) if self.tree else apart
 
     def _cost_apart(self, rows: Tensor) -> int:
-        """Count tokens without a tree: every distinct prompt once, and answers."""
+        """Number of tokens without a tree: every distinct prompt once, and all answers."""
         distinct = set(self.which[rows].tolist())
         longest = max(len(self.prompts[i].ids) for i in distinct)
         length = self.length[rows]
@@ -122,21 +115,21 @@ class TokenSteps:
         rows, columns = cut
         distinct, which = torch.unique(self.which[rows], return_inverse=True)
         prompts = tuple(self.prompts[i] for i in distinct.tolist())
-        kept = tuple(self.suffixes[row] for row in rows.tolist()) if self.suffixes else ()
+        suffixes = tuple(self.suffixes[row] for row in rows.tolist()) if self.suffixes else ()
         return TokenSteps(
             prompts,
             which,
             self.ids[rows][:, columns],
             self.length[rows],
             self.temperature[rows],
-            kept if any(kept) else (),
+            suffixes if any(suffixes) else (),
             self.tree and self.tree.select(rows.tolist()),
         )
 
     def with_tree(self, core: nn.Module) -> TokenSteps:
-        """Find the beginnings that rows share beyond their prompts, for a model without its head.
+        """Add the tree of prefixes that rows share beyond their prompts, where it saves enough tokens.
 
-        They are kept where they save a good part of the tokens that are computed.
+        `core` is the model without its head.
         """
         media = [media_of(core, prompt.ids, prompt.media) for prompt in self.prompts]
         lines = []
@@ -151,14 +144,15 @@ class TokenSteps:
 
     @property
     def cheaper_tree(self) -> PrefixTree | None:
-        """The tree, where its nodes have fewer tokens than prompts and answers, with the padding of both."""
+        """The tree if it costs fewer tokens than prompts and answers, padding included; otherwise None."""
         rows = torch.arange(len(self.ids))
         return self.tree if self.tree and self.cost(rows) < self._cost_apart(rows) else None
 
     def distinct_steps(self, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the steps that rows of a tree share: the first of each (D,), and which each step is (M,).
+        """Deduplicate the steps that rows of a tree share, so that logits are computed once.
 
-        `inside` (N, longest) marks the M steps.
+        `inside` (N, longest) marks the M steps. Returns the first occurrence of each distinct step (D,), and
+        the index of every step in the distinct ones (M,).
         """
         assert self.tree is not None
         sizes = torch.tensor([0, *map(len, self.tree.nodes)])
@@ -172,14 +166,14 @@ class TokenSteps:
 
     @property
     def longest(self) -> int:
-        """Length of the longest answer; later columns are padding."""
+        """Length of the longest answer, at least 1; later columns are padding."""
         return max(1, int(self.length.max()))
 
     def suffix(self, row: int) -> Suffix:
-        """Get what follows the prompt in a row."""
+        """Return the tokens after the prompt of a row."""
         ids = self.ids[row, : int(self.length[row])]
-        known = self.suffixes[row] if self.suffixes else None
-        return known or Suffix.answer(self.prompts[int(self.which[row])], ids)
+        suffix = self.suffixes[row] if self.suffixes else None
+        return suffix or Suffix.answer(self.prompts[int(self.which[row])], ids)
 
     @property
     def media(self) -> list[Mapping[str, Tensor]]:
@@ -189,32 +183,28 @@ class TokenSteps:
 
 
 def distinct_prompts(prompts: Sequence[EncodedPrompt]) -> tuple[tuple[EncodedPrompt, ...], Tensor]:
-    """Deduplicate prompts by identity: the distinct ones, and (N,) the index of every entry among them."""
+    """Deduplicate prompts by identity: the distinct prompts, and the index (N,) of every entry in them."""
     distinct = {id(prompt): prompt for prompt in prompts}
     place = {key: i for i, key in enumerate(distinct)}
     return tuple(distinct.values()), torch.tensor([place[id(prompt)] for prompt in prompts])
 
 
 def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True) -> Tensor:
-    """Prefill the prompts, then run all answers: (N, longest, width) states, each predicting a token.
+    """Prefill prompts and run all answers: hidden states (N, longest, width) that predict the tokens.
 
-    Where the steps have a tree that is cheaper, its nodes are run instead.
+    If the steps have a cheaper tree, it is run instead.
     """
     device = core.get_input_embeddings().weight.device
-    if (tree := steps.cheaper_tree) and (found := read_tree(core, tree)):
-        states, starts = found
+    if (tree := steps.cheaper_tree) and (result := read_tree(core, tree)):
+        states, starts = result
         return states[_where(steps, tree, starts).to(device)]
     prefix = prefill(core, steps.prompts, share_prefix=share_prefix).select(steps.which.to(device))
-    # The inputs are shifted by one: the last token of the prompt predicts the first of the answer.
+    # Inputs are shifted by one: the last token of the prompt predicts the first token of the answer.
     if not steps.suffixes:
         return prefix.read(torch.cat([prefix.last[:, None], steps.ids[:, : steps.longest - 1].to(device)], 1))
     rows = [steps.suffix(row) for row in range(len(steps.ids))]
-
-    def padded(sequences: list[Tensor]) -> Tensor:
-        return pad_sequence(sequences, batch_first=True).to(device)
-
-    ids, chosen = padded([row.ids for row in rows]), padded([row.chosen for row in rows])
-    positions = padded([row.positions.T for row in rows]).permute(2, 0, 1)  # (A, N, L)
+    ids, chosen = (pad_rows(x, device, "right") for x in ([r.ids for r in rows], [r.chosen for r in rows]))
+    positions = pad_positions([row.positions for row in rows], device, "right")  # (A, N, L)
     hidden = prefix.read(
         torch.cat([prefix.last[:, None], ids[:, :-1]], 1),
         torch.cat([prefix.last_position[..., None], positions[..., :-1]], 2),
@@ -224,15 +214,14 @@ def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True
 
 
 def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
-    """Run every prompt packed with all its answers in one sequence, without a cache.
+    """Run every prompt packed with all its answers into one sequence, without a cache, like `read_cached`.
 
-    Gradient checkpointing needs it: a layer that is computed anew must not write to a cache again. The mask
-    lets a token attend to those before it in its own row, so the result is that of `read_cached`; states
-    after the end of a row are arbitrary.
+    Needed for gradient checkpointing, because a recomputed layer must not write to a cache again. The mask
+    lets a token attend to earlier tokens of its own row only. States after the end of a row are arbitrary.
     """
     device = core.get_input_embeddings().weight.device
     tree = steps.tree or _prompts_and_answers(steps)
-    roots = list(range(len(tree.nodes)))  # of every node
+    roots = list(range(len(tree.nodes)))  # the root above every node
     for number, node in enumerate(tree.nodes):
         roots[number] = number if node.parent == ROOT else roots[node.parent]
     packs: dict[int, list[int]] = {}
@@ -246,17 +235,19 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
             starts[number], at = at, at + len(tree.nodes[number])
 
     def packed(part: Callable[[int], Tensor]) -> Tensor:
-        return pad_nodes([torch.cat([part(number) for number in pack]) for pack in packs.values()], device)
+        return pad_rows([torch.cat([part(number) for number in pack]) for pack in packs.values()], device)
 
     ids, positions = packed(tree.ids), packed(lambda number: tree.positions(number).T).permute(2, 0, 1)
     owner = packed(lambda number: torch.full((len(tree.nodes[number]),), number))
     index = packed(lambda number: torch.arange(tree.nodes[number].begin, tree.nodes[number].end))
     mask = packed(lambda number: torch.ones(len(tree.nodes[number]), dtype=torch.bool))
     media = [tensors for pack in packs.values() for number in pack for tensors in tree.media(number)]
+    # Eager attention adds its mask to the scores.
+    dtype = core.dtype if attention_of(core.config) == "eager" else None
     hidden = core(
         input_ids=ids,
         attention_mask=_masks(
-            layer_windows(core.config), tree.before().to(device), owner, index, mask, _added_to(core)
+            layer_windows(core.config), tree.before().to(device), owner, index, mask, dtype
         ),
         use_cache=False,
         position_ids=squeeze_axes(positions.contiguous()),
@@ -266,7 +257,7 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
 
 
 def read_whole(core: nn.Module, steps: TokenSteps) -> Tensor:
-    """Run every row with a copy of its prompt, without a cache: for any model, at the cost of all tokens."""
+    """Run every row with its own copy of the prompt, without a cache; supports every model."""
     device = core.get_input_embeddings().weight.device
     lines, where, media = [], [], []
     for row, number in enumerate(steps.which.tolist()):
@@ -274,13 +265,13 @@ def read_whole(core: nn.Module, steps: TokenSteps) -> Tensor:
         lines.append(_line(prompt, suffix, ()))
         where.append(len(prompt.ids) - 1 + suffix.chosen)
         media += [prompt.media, suffix.media]
-    ids, places = (pad_nodes(parts, device, "right") for parts in ([x.ids for x in lines], where))
-    positions = pad_nodes([line.positions.T for line in lines], device, "right").permute(2, 0, 1)
+    ids, places = (pad_rows(parts, device, "right") for parts in ([x.ids for x in lines], where))
+    positions = pad_positions([line.positions for line in lines], device, "right")
     hidden = core(
         input_ids=ids,
-        attention_mask=pad_nodes([torch.ones_like(line.ids) for line in lines], device, "right"),
+        attention_mask=pad_rows([torch.ones_like(line.ids) for line in lines], device, "right"),
         use_cache=False,
-        position_ids=squeeze_axes(positions.contiguous()),
+        position_ids=squeeze_axes(positions),
         **type_arguments(core.config, ids),
         **merge_media(media, device),
     ).last_hidden_state
@@ -288,10 +279,10 @@ def read_whole(core: nn.Module, steps: TokenSteps) -> Tensor:
 
 
 def shares_prompts(core: nn.Module, steps: TokenSteps, *, packed: bool) -> bool:
-    """Whether a model reads the rows of a prompt after one copy of it, `packed` with them or with a cache.
+    """Whether a model can read all rows of a prompt after one copy of it, `packed` or with a cache.
 
-    Only layers that attend by a mask of any form can be packed, which those with a recurrent state and
-    FlashAttention do not; and images after the prompt need the types of tokens.
+    Packing needs attention with arbitrary masks, which excludes recurrent layers and FlashAttention. Models
+    that attend by token type read no images after the prompt.
     """
     if family_of(core.config).types and (packed or any(suffix.media for suffix in steps.suffixes if suffix)):
         return False
@@ -303,20 +294,20 @@ def shares_prompts(core: nn.Module, steps: TokenSteps, *, packed: bool) -> bool:
 
 
 def _line(prompt: EncodedPrompt, suffix: Suffix, media: tuple[Medium, ...]) -> Line:
-    """Join a prompt and what follows it; its last token is predicted, but never an input."""
+    """Concatenate a prompt and its suffix without the last token, which is never an input."""
     length = len(prompt.ids) + max(1, len(suffix.ids)) - 1
     ids, positions = torch.cat([prompt.ids, suffix.ids]), torch.cat([prompt.positions, suffix.positions], 1)
     return Line(ids[:length], positions[:, :length], media)
 
 
 def _prompts_and_answers(steps: TokenSteps) -> PrefixTree:
-    """Make a tree of prompts, and of answers that each start with the prompt's last token."""
+    """Make a tree of prompts without their last token, and of answers that begin with that token."""
     lines, nodes, paths = [], [], []
     roots: dict[int, int] = {}
     for row, number in enumerate(steps.which.tolist()):
         prompt, suffix = steps.prompts[number], steps.suffix(row)
         before = len(prompt.ids) - 1
-        # All media of a prompt are in its own node, wherever.
+        # All media of a prompt belong to its own node, wherever they are.
         media = (
             Medium(prompt.media, 0, before),
             Medium(suffix.media, before + 1, before + 1 + len(suffix.ids)),
@@ -331,7 +322,7 @@ def _prompts_and_answers(steps: TokenSteps) -> PrefixTree:
 
 
 def _where(steps: TokenSteps, tree: PrefixTree, starts: Sequence[int]) -> Tensor:
-    """Find the states that predict the tokens of rows: (N, longest), 0 after the end of a row."""
+    """Indices of the states that predict the tokens of rows: (N, longest), 0 after the end of a row."""
     where = torch.zeros(len(steps.ids), steps.longest, dtype=torch.int64)
     for row, number in enumerate(steps.which.tolist()):
         chosen = steps.suffix(row).chosen
@@ -348,23 +339,28 @@ def _masks(
     mask: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor | dict[str, Tensor]:
-    """Make the attention mask (P, 1, S, S), by type of layer where there are several.
+    """Make the attention mask of packed nodes (P, 1, S, S), or one per layer type if there are several.
 
-    Owners (nodes), indices and padding are (P, S); `before` (n, n) says which nodes a node reads. A token
-    attends to earlier tokens of those, within the window of the layer.
+    Args:
+        windows: The window of every layer type, see `layer_windows`.
+        before: (n, n) bool, the nodes that each node attends to.
+        owner: (P, S) node of every token.
+        index: (P, S) index of every token in its row.
+        mask: (P, S) bool, False for padding.
+        dtype: Type of an additive mask; None: bool.
     """
     size = owner.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=owner.device).tril()
     seen = before[owner[:, :, None], owner[:, None, :]]  # (P, S, S): query, key
-    # A padded token attends to itself: the softmax of a row without any key would be NaN.
+    # Padding attends to itself, because the softmax over no key is NaN.
     alone = torch.eye(size, dtype=torch.bool, device=owner.device) & ~mask[:, :, None]
     allowed = (earlier & seen & mask[:, None, :]) | alone
-    distance = index[:, :, None] - index[:, None, :]  # (P, S, S), as if each row stood alone
+    distance = index[:, :, None] - index[:, None, :]  # (P, S, S) within a row
     masks = {
         name: (allowed if window is None else allowed & (distance < window))[:, None]
         for name, window in windows.items()
     }
-    if dtype is not None:  # eager attention adds the mask
+    if dtype is not None:
         lowest = torch.finfo(dtype).min
         masks = {
             name: torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, lowest)
@@ -373,13 +369,8 @@ def _masks(
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 
-def _added_to(core: nn.Module) -> torch.dtype | None:
-    """The type of attention scores that a mask is added to; None: a mask says what is attended to."""
-    return core.dtype if attention_of(core.config) == "eager" else None
-
-
 def layer_windows(config: Any) -> dict[str, int | None]:
-    """Map the types of layers, full and sliding attention, to their windows in tokens; None: unlimited."""
+    """Map the layer types of a model, full and sliding attention, to windows in tokens; None: unlimited."""
     text = config.get_text_config(decoder=True)
     types = attention_types(text)
     window = text.sliding_window if "sliding_attention" in types else None

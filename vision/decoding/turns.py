@@ -1,4 +1,4 @@
-"""Decoding of conversations: in every turn, rows go on from the keys and values of everything before."""
+"""Decoding of conversations: every turn reuses the keys and values of the earlier turns."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
+from mmrl.kv_cache.tails import pad_tokens
 from mmrl.vision.decoding.decoding import CachedReader, GenerationRequest, LogitsReader
 from mmrl.vision.decoding.image_features import distinct_images
-from mmrl.vision.decoding.prefill import MakeCache
+from mmrl.vision.decoding.prefill import MakeCache, pad_positions, pad_rows
 from mmrl.vision.decoding.prefix_tree import Line, common_length, media_of
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.model_families import family_of
@@ -27,13 +26,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class KeptRow:
-    """The keys and values of a conversation after a turn.
+    """The stored keys and values of a conversation after a turn.
 
     Args:
-        read: What the model read in that turn, from the beginning.
-        shared: How many tokens of it are those of a prompt that rows share; `prompt` is its number.
-        ids: Tokens (L,) whose keys and values are kept: those read, and those that came after.
-        own: Keys and values (h, n, D) by layer of the tokens that are not shared, at least L - `shared`.
+        read: The input of that turn, from the beginning of the conversation.
+        shared: Number of its first tokens that belong to a prompt shared by rows.
+        prompt: The number of that prompt in the cache.
+        ids: Tokens (L,) with stored keys and values: the input, and the tokens generated after it.
+        own: By layer, keys and values (h, n, D) of the tokens after the shared ones, n >= L - `shared`.
     """
 
     read: EncodedPrompt
@@ -42,60 +42,58 @@ class KeptRow:
     ids: Tensor
     own: list[tuple[Tensor, Tensor]]
 
-    def count(self, core: nn.Module, asked: EncodedPrompt) -> int:
-        """Count the first tokens of `asked` that are kept, with all that they show; none inside an image."""
-        size = min(len(self.ids), len(asked.ids) - 1)  # the last token has to give its logits
-        same = self.ids[:size] == asked.ids[:size]
+    def count(self, core: nn.Module, new: EncodedPrompt) -> int:
+        """Number of first tokens of a new input whose keys and values are stored; never ends in an image."""
+        size = min(len(self.ids), len(new.ids) - 1)  # the last token must be read to get logits
+        same = self.ids[:size] == new.ids[:size]
         count = size if same.all() else int(same.long().argmin())
-        if count >= len(self.read.ids) and self._begins(asked):
-            return count  # the usual case, found without comparing media one by one
-        after = self.read.next_position + torch.arange(len(self.ids) - len(self.read.ids))
-        positions = torch.cat([self.read.positions, after.expand(len(self.read.positions), -1)], 1)
-        kept = Line(self.ids, positions, tuple(media_of(core, self.read.ids, self.read.media)))
-        new = Line(asked.ids, asked.positions, tuple(media_of(core, asked.ids, asked.media)))
-        return new.outside_media(min(size, common_length(kept, new)))
-
-    def unread(self, core: nn.Module, asked: EncodedPrompt, count: int) -> list[Mapping[str, Tensor]]:
-        """List the media of `asked` after its first `count` tokens."""
-        if count >= len(self.read.ids):
-            media = {name: value[len(self.read.media.get(name, ())) :] for name, value in asked.media.items()}
-            return [{name: value for name, value in media.items() if len(value)}]
-        found = media_of(core, asked.ids, asked.media)
-        return [medium.tensors for medium in found if medium.first >= count]
-
-    def _begins(self, asked: EncodedPrompt) -> bool:
-        """Return whether `asked` shows first what was shown."""
-        return all(
-            name in asked.media and begins_with(asked.media[name], value)
+        begins = all(
+            name in new.media and begins_with(new.media[name], value)
             for name, value in self.read.media.items()
         )
+        if count >= len(self.read.ids) and begins:
+            return count  # the usual case, decided without comparing images one by one
+        after = self.read.next_position + torch.arange(len(self.ids) - len(self.read.ids))
+        positions = torch.cat([self.read.positions, after.expand(len(self.read.positions), -1)], 1)
+        stored = Line(self.ids, positions, tuple(media_of(core, self.read.ids, self.read.media)))
+        line = Line(new.ids, new.positions, tuple(media_of(core, new.ids, new.media)))
+        return line.outside_media(min(size, common_length(stored, line)))
+
+    def unread(self, core: nn.Module, new: EncodedPrompt, count: int) -> list[Mapping[str, Tensor]]:
+        """List the media tensors of a new input after its first `count` tokens."""
+        if count >= len(self.read.ids):
+            media = {name: value[len(self.read.media.get(name, ())) :] for name, value in new.media.items()}
+            return [{name: value for name, value in media.items() if len(value)}]
+        media = media_of(core, new.ids, new.media)
+        return [medium.tensors for medium in media if medium.first >= count]
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """What rows read at once: `ids` (n, t) padded after `length` (n,), `positions` (A, n, t), and media.
+    """The new tokens of a turn, which are read in one forward pass."""
 
-    Media are in the order of rows, and of their tokens.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    length: Tensor
-    media: Sequence[Mapping[str, Tensor]]
+    ids: Tensor  # (n, t), padded on the right
+    positions: Tensor  # (A, n, t)
+    length: Tensor  # (n,) without padding
+    media: Sequence[Mapping[str, Tensor]]  # by row, in the order of tokens
 
 
 class Turns:
-    """Readers for the turns of a batch of conversations, which share their prompts in all turns.
+    """Makes the readers of a batch of conversations, turn by turn, with prompts shared in all turns.
 
-    What a conversation reads anew, replies and their images, is read in bulk after the keys and values of
-    what came before; rows that share no prompts (`share_prefix: false`, other attention than sdpa and eager)
-    have copies of their own. Where a turn does not begin with all of the turn before, because older images
-    left it, the row goes on from the longest beginning that both have. Where keys and values cannot go on,
-    everything is read anew, with the same answers up to rounding, which the log says once: with a `cache` of
-    lower precision, which codes the visual tokens of replies where it reads them with the prompt; with pruned
-    models, which choose among the visual tokens of a prompt as a whole; with other layers than those of
-    attention; and where a turn does not begin with the prompt that rows share, which is not known of models
-    whose images cannot be told apart (SmolVLM, LLaVA-OneVision) once one of them left.
+    The new tokens of a turn, replies and their images, are read in one pass after the stored keys and values.
+    If a turn does not begin with the whole turn before, because older images were removed, the longest common
+    prefix is reused. Rows without shared prompts (`share_prefix: false`, attention other than sdpa and eager)
+    have copies.
+
+    Where keys and values cannot be reused, a turn is read from its beginning, with the same answers up to
+    rounding and one warning in the log. This happens with
+
+    - a `cache` of lower precision, which quantises the images of replies only as part of a prompt;
+    - pruned models, which select visual tokens of whole prompts;
+    - layers other than full or sliding-window attention;
+    - a turn that does not begin with the shared prompt. Models whose images are one tensor (SmolVLM,
+      LLaVA-OneVision) cannot tell whether it does after an image was removed.
     """
 
     def __init__(self, policy: TokenPolicy, make_cache: MakeCache | None = None) -> None:
@@ -103,20 +101,22 @@ class Turns:
         self.reader: TurnReader | None = None
 
     def begin(self, requests: Sequence[GenerationRequest]) -> LogitsReader:
-        """Make the reader of the next turn of conversations; those that are not asked for have ended.
+        """Make the reader of the next turn; conversations without a request have ended.
 
-        A conversation is known by the uid of its prompt and its number; see `part`.
+        A conversation is identified by the uid of its prompt and its number; see `part`.
         """
-        kept = self.reader.kept_rows() if self.reader else {}
-        rows = [row for request in requests if (row := kept.get(key_of(request)))]
+        stored = self.reader.kept_rows() if self.reader else {}
+        rows = [row for request in requests if (row := stored.get(key_of(request)))]
         if self.reader and len(rows) == len(requests):
-            core, asked = self.policy.core, [request.encoded for request in requests]
-            counts = [row.count(core, encoded) for row, encoded in zip(rows, asked, strict=True)]
+            counts = [
+                row.count(self.policy.core, request.encoded)
+                for row, request in zip(rows, requests, strict=True)
+            ]
             if all(count >= row.shared for count, row in zip(counts, rows, strict=True)):
                 self.reader.go_on(requests, rows, counts)
                 return self.reader
             _tell("a turn does not begin with the prompt of the turn before it, or its images are one tensor")
-        self.reader = None  # its keys and values go before others are made
+        self.reader = None  # free its keys and values first
         reader = CachedReader(self.policy, [request.encoded for request in requests], self.make_cache)
         if why := self._why_anew(reader):
             _tell(why)
@@ -126,13 +126,13 @@ class Turns:
         return self.reader or reader
 
     def part(self, parents: Mapping[Key, Key]) -> None:
-        """Let conversations go on from what others have read so far: keys of the new ones to those."""
+        """Branch conversations: `parents` maps the keys of new ones to the keys that they continue."""
         if self.reader:
-            kept = self.reader.kept_rows()
-            kept |= {new: kept[old] for new, old in parents.items() if old in kept}
+            stored = self.reader.kept_rows()
+            stored |= {new: stored[old] for new, old in parents.items() if old in stored}
 
     def _why_anew(self, reader: CachedReader) -> str:
-        """Say why the copies of keys and values that rows have cannot go on; empty where they can."""
+        """Reason why keys and values cannot be reused in the next turn; empty if they can."""
         from transformers.cache_utils import DynamicLayer
 
         core = reader.prefix.core
@@ -153,14 +153,16 @@ class Turns:
 
 @cache
 def _tell(why: str) -> None:
-    """Log once a process that turns are read anew."""
+    """Log a reason for reading turns from the beginning, once per process."""
     log.warning("every turn of a conversation is read anew, from its beginning: %s", why)
 
 
 class TurnReader:
-    """Reads turns of conversations, and keeps the keys and values of rows that leave until the next turn.
+    """Reads turns of conversations, and stores the keys and values of finished rows until the next turn.
 
-    It takes over a reader that is about to read the first turn.
+    Args:
+        reader: The reader of the first turn, before its first token.
+        requests: The requests of the first turn.
     """
 
     def __init__(self, reader: CachedReader, requests: Sequence[GenerationRequest]) -> None:
@@ -170,14 +172,14 @@ class TurnReader:
     def _take_over(self, requests: Sequence[GenerationRequest]) -> None:
         """Begin the first turn."""
         cache = self.reader.prefix.cache
-        self.prompts = cache.prompts()  # of which later turns make a cache
+        self.prompts = cache.prompts()  # the shared prompts, for the caches of later turns
         shared = [len(request.encoded.ids) - 1 for request in requests]
         self._begin(requests, cache.owners, shared)
 
     def _begin(
         self, requests: Sequence[GenerationRequest], prompts: Sequence[int], shared: Sequence[int]
     ) -> None:
-        """Begin a turn of rows that share the first tokens of the prompts of these numbers."""
+        """Begin a turn of rows whose first `shared` tokens are those of these prompts."""
         self.rows = [
             KeptRow(request.encoded, size, prompt, request.encoded.ids, [])
             for request, prompt, size in zip(requests, prompts, shared, strict=True)
@@ -185,10 +187,10 @@ class TurnReader:
         self.keys, self.kept = list(map(key_of, requests)), {}
         self.chunk: Chunk | None = None
         self.begun, self.tokens = False, torch.zeros(len(requests), 0, dtype=torch.int64)
-        self.latest: list[Tensor] = []  # tokens (n,) that came after those of `tokens` (n, t)
+        self.latest: list[Tensor] = []  # later tokens (n,), not yet added to `tokens` (n, t)
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Run one token per row; the first time what the turn reads anew, or the last token of the prompt."""
+        """Run one token per row; at first, without one, the new tokens of the turn or the prompt's last."""
         self.begun = True
         if token is not None:
             self.latest.append(token)
@@ -197,21 +199,21 @@ class TurnReader:
         return self.reader.read(token)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with some rows; the others wait for their next turn."""
-        staying = rows.tolist()
-        self._leave(sorted({*range(len(self.rows))} - {*staying}), copy=True)
+        """Remove all other rows from the batch, and store their keys and values for the next turn."""
+        remaining = rows.tolist()
+        self._leave(sorted({*range(len(self.rows))} - {*remaining}), copy=True)
         self.tokens = self.tokens[rows.cpu()]
-        self.rows, self.keys = [self.rows[i] for i in staying], [self.keys[i] for i in staying]
+        self.rows, self.keys = [self.rows[i] for i in remaining], [self.keys[i] for i in remaining]
         self.reader.keep(rows)
 
     def kept_rows(self) -> dict[Key, KeptRow]:
-        """End the turn, and get its rows."""
+        """End the turn and return its rows."""
         if self.begun:
             self._leave(range(len(self.rows)))
         return self.kept
 
     def _leave(self, leaving: Iterable[int], *, copy: bool = False) -> None:
-        """Keep rows; without a `copy` they are views of the cache."""
+        """Store the keys and values of rows, as copies or as views of the cache."""
         if self.latest:
             self.tokens = torch.cat([self.tokens, torch.stack(self.latest, 1).cpu()], 1)
             self.latest = []
@@ -225,7 +227,7 @@ class TurnReader:
     def go_on(
         self, requests: Sequence[GenerationRequest], rows: Sequence[KeptRow], counts: Sequence[int]
     ) -> None:
-        """Begin the next turn: every row has the keys and values of its first `counts` tokens."""
+        """Begin the next turn, which reuses the keys and values of the first `counts` tokens of rows."""
         device = self.reader.prefix.last.device
         sizes = [count - row.shared for row, count in zip(rows, counts, strict=True)]
         self._restore(
@@ -235,15 +237,11 @@ class TurnReader:
                 for layer in zip(*(row.own for row in rows), strict=True)
             ],
         )
-        asked = [request.encoded for request in requests]
-
-        def padded(new: list[Tensor]) -> Tensor:
-            return pad_sequence(new, batch_first=True).to(device)
-
-        pairs = list(zip(asked, counts, strict=True))
-        ids = padded([encoded.ids[count:] for encoded, count in pairs])
-        positions = padded([encoded.positions[:, count:].T for encoded, count in pairs]).permute(2, 0, 1)
-        after = torch.tensor([encoded.next_position for encoded in asked], device=device)
+        pairs = [(request.encoded, count) for request, count in zip(requests, counts, strict=True)]
+        ids = pad_rows([encoded.ids[count:] for encoded, count in pairs], device, "right")
+        unread = [encoded.positions[:, count:] for encoded, count in pairs]
+        positions = pad_positions(unread, device, "right")
+        after = torch.tensor([encoded.next_position for encoded, _ in pairs], device=device)
         self.reader.prefix = replace(
             self.reader.prefix,
             last=ids[:, 0],
@@ -258,41 +256,41 @@ class TurnReader:
         self.chunk = Chunk(ids, positions, length, media)
 
     def _read_chunk(self, chunk: Chunk) -> Tensor:
-        """Read what the turn has of replies, with padding after it: logits (n, V) of the last tokens."""
+        """Read the new tokens of a turn: logits (n, V) after the last token of every row."""
         prefix, core = self.reader.prefix, self.reader.prefix.core
         with distinct_images(core, chunk.media, chunk.ids.device) as media:
             hidden = prefix.read(chunk.ids, chunk.positions, media)
-        self._fill(self._own_tokens([len(row.ids) - row.shared for row in self.rows]))  # without padding
+        self._fill(self._own_tokens([len(row.ids) - row.shared for row in self.rows]))  # drops the padding
         prefix.length = 1
         return self.reader.logits(hidden[torch.arange(len(hidden)), chunk.length - 1])
 
-    # ---- how keys and values are stored
+    # ---- storage of keys and values, overridden by `CopiesReader`
 
     def _owners(self) -> Sequence[int]:
-        """Number the prompts of the rows."""
+        """The prompt number of every row."""
         return self.reader.prefix.cache.owners
 
     def _own_tokens(self, counts: Sequence[int]) -> Layers:
-        """View the keys and values (h, n, D) of the first `counts` tokens that rows do not share."""
+        """View the keys and values (h, n, D) of the first `counts` tokens after the shared ones."""
         return self.reader.prefix.cache.own_tokens(counts)
 
     def _restore(self, rows: Sequence[KeptRow], own: Layers) -> None:
-        """Store what rows kept, after the prompts that they share."""
+        """Make a cache of the shared prompts of rows, and of their own keys and values."""
         cache, device = self.prompts.prompts(), self.reader.prefix.last.device
         cache.batch_select_indices(torch.tensor([row.prompt for row in rows], device=device))
-        self.prompts = cache.prompts()  # without those of which every conversation has ended
+        self.prompts = cache.prompts()  # without prompts whose conversations have all ended
         self.reader.prefix.cache = cache
         self._fill(own)
 
     def _fill(self, own: Layers) -> None:
-        """Store keys and values (h, n, D) as all that rows have of their own."""
+        """Replace the own keys and values of rows by these, (h, n, D)."""
         prefix = self.reader.prefix
         prefix.cache.fill(own)
         prefix.mask = prefix.mask.new_ones(len(own[0]), prefix.cache.get_seq_length())
 
 
 class CopiesReader(TurnReader):
-    """The same where every row has a copy of its prompt, in a DynamicCache with padding on the left."""
+    """A `TurnReader` for rows with copies of their prompts, in a left-padded DynamicCache."""
 
     def _take_over(self, requests: Sequence[GenerationRequest]) -> None:
         self._begin(requests, self._owners(), [0] * len(requests))
@@ -317,26 +315,20 @@ class CopiesReader(TurnReader):
     def _fill(self, own: Layers) -> None:
         from transformers import DynamicCache
 
-        prefix = self.reader.prefix
-
-        def padded(tokens: Sequence[Tensor]) -> Tensor:
-            longest = max(x.shape[1] for x in tokens)
-            return torch.stack([pad(x, (0, 0, longest - x.shape[1], 0)) for x in tokens])
-
-        made = DynamicCache(config=prefix.core.config)
+        prefix, filled = self.reader.prefix, DynamicCache(config=self.reader.prefix.core.config)
         for number, layer in enumerate(own):
-            made.update(*(padded(side) for side in zip(*layer, strict=True)), number)
+            filled.update(*(pad_tokens(side) for side in zip(*layer, strict=True)), number)
         lengths = torch.tensor([keys.shape[1] for keys, _ in own[0]], device=prefix.mask.device)
         places = torch.arange(int(lengths.max()), device=prefix.mask.device)
-        prefix.cache = made
+        prefix.cache = filled
         prefix.mask = (places >= lengths.max() - lengths[:, None]).to(prefix.mask.dtype)
 
 
 def begins_with(whole: Tensor, first: Tensor) -> bool:
-    """Return whether a tensor begins with another one, padded on other axes than the first or not."""
+    """Whether a tensor begins with another one, ignoring padding at the end of any axis."""
     return torch.equal(whole[tuple(map(slice, first.shape))], first)
 
 
 def key_of(request: GenerationRequest) -> Key:
-    """Name the conversation of a request."""
+    """The key of the conversation of a request."""
     return request.prompt.uid, request.index

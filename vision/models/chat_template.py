@@ -1,4 +1,4 @@
-"""The chat template of a model: in which form it reads contents and calls, and what ends an answer."""
+"""Chat template of a model: render conversations in a supported format, and find the end tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from os.path import commonprefix
 from typing import Any
 
@@ -16,45 +17,36 @@ from mmrl.core.plain_text import block_after
 
 Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 Content = str | list[dict[str, Any]]
-# How the content of a message is given: a block for each part, one block for texts side by side, or a text.
+# Formats of message contents: a block per part, adjacent texts merged to one block, or one text.
 BLOCKS, MERGED, TEXT = "blocks", "merged", "text"
-# What a template raises for a message that it does not take.
+# Errors of a template for a message that it does not support.
 REFUSED = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-FIRST, SECOND = "qzfirstzq", "qzsecondzq"  # parts of a content, to see whether a template writes both
+FIRST, SECOND = "qzfirstzq", "qzsecondzq"  # probe texts, to test whether a template writes both
 
 
 @dataclass(frozen=True)
 class Read:
-    """In which forms a template reads the messages of a role, best first, or `why` it reads none.
+    """What a template supports in messages of a role."""
 
-    `media` are the kinds, "image" and "video", that it has words for.
-    """
-
-    forms: tuple[str, ...] = ()
-    media: frozenset[str] = frozenset()
-    why: str = ""
+    forms: tuple[str, ...] = ()  # supported content formats, best first
+    media: frozenset[str] = frozenset()  # supported kinds of media, "image" and "video"
+    why: str = ""  # the reason if no format is supported
 
 
 @dataclass(frozen=True)
 class Ends:
-    """What a template writes after a turn of the assistant.
+    """The tokens that end an answer."""
 
-    `tokens` end an answer: first the template's own, last the tokenizer's. `before` are those that stand
-    between an answer and the turn after it, up to its end token. It `closes` turns where it ends the last
-    turn of a conversation too; otherwise the token is the beginning of the next turn, as in GLM.
-    """
-
-    tokens: list[int]
-    before: list[int] = field(default_factory=list)
-    closes: bool = False
+    tokens: list[int]  # end tokens, first the template's own, last the EOS token
+    before: list[int] = field(default_factory=list)  # after an answer with a next turn, up to the end
+    closes: bool = False  # whether the last turn ends too; in GLM only the next turn ends an answer
 
 
 class ChatTemplate:
-    """Writes conversations in the words of a model's template, each content in a form that it reads.
+    """Renders conversations with the chat template of a model, in a content format that it supports.
 
-    Templates differ in what they take: blocks of texts and media, texts alone, the first block alone, some of
-    it by role. The form of a role is found by rendering a few words. Messages are dictionaries whose content
-    is a list of blocks.
+    Templates expect blocks of texts and media, texts only, or one block, and may differ by role. The format
+    is found by rendering probe texts. Messages are dictionaries whose content is a list of blocks.
 
     Args:
         processor: A processor of transformers, or a `TextProcessor`.
@@ -67,15 +59,15 @@ class ChatTemplate:
 
     @property
     def _texts(self) -> list[Any]:
-        """The template itself, which a program may replace."""
+        """The current templates; a program may replace them."""
         return [getattr(part, "chat_template", None) for part in (self.processor, self.tokenizer)]
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, answers: bool = True
     ) -> str:
-        """Write messages, and what begins an answer if one `answers`.
+        """Render messages, with the beginning of an answer if `answers`.
 
-        Raises ValueError, by name, for a conversation that the template does not take.
+        Raises ValueError for a conversation that the template does not support.
         """
         try:
             return self._apply(self.formed(messages, tools), tools, answers)
@@ -90,33 +82,33 @@ class ChatTemplate:
             ) from error
 
     def formed(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> list[dict[str, Any]]:
-        """Give contents and calls the form that the template reads; calls without an id get one."""
-        written, asked = [], list[str]()
+        """Convert contents and tool calls to the supported format; calls without an id get one."""
+        formed, open_calls = [], list[str]()  # ids of calls without a reply
         for message in messages:
             content = self._content(message["role"], message.get("content") or [], tools)
-            written.append(one := {**message, "content": content})
+            formed.append(one := {**message, "content": content})
             if calls := message.get("tool_calls"):
                 one["tool_calls"] = [self._call(call, n, tools) for n, call in enumerate(calls, 1)]
-                asked = [call["id"] for call in one["tool_calls"]]
+                open_calls = [call["id"] for call in one["tool_calls"]]
             elif message["role"] == "tool":
-                one.setdefault("tool_call_id", asked.pop(0) if asked else call_id(1))
-        return written
+                one.setdefault("tool_call_id", open_calls.pop(0) if open_calls else call_id(1))
+        return formed
 
     def reads(self, role: str, tools: Tools = ()) -> Read:
-        """Find the forms in which the template reads the messages of a role."""
+        """Find what the template supports in messages of a role."""
         key = json.dumps([role, tools, self._texts])
         if key not in self._read:
-            self._read[key] = self._tried(role, tools)
+            self._read[key] = self._probe(role, tools)
         return self._read[key]
 
     def after_answer(self, replies: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
-        """Write what stands between an answer and the next one: its end, replies, and what begins the next.
+        """Render the text between two answers: the end of the first, replies, and the beginning of the next.
 
-        Raises ValueError where the template leaves the turn of the assistant out.
+        Raises ValueError if the template omits assistant turns.
         """
         marker = self._unused(replies, tools)
-        _, found, after = self.render([*_turn(marker), *replies], tools).rpartition(marker)
-        if not found:
+        _, answer, after = self.render([*_turn(marker), *replies], tools).rpartition(marker)
+        if not answer:
             raise Unreadable(
                 "the chat template of the model leaves out the words of an assistant before "
                 f"{', '.join(reply['role'] for reply in replies)}, so that what follows them is not known; "
@@ -125,24 +117,26 @@ class ChatTemplate:
         return after
 
     def after_calls(self, tools: Tools) -> tuple[str, str]:
-        """Write what stands after the argument of a call, and after an answer, where a tool replies.
+        """Render the text after the argument of a tool call, and after an answer, up to the next answer.
 
-        Raises ValueError where the reply is left out after an answer.
+        In both cases a reply of the tool follows. Raises ValueError if the template omits the reply after an
+        answer without a call.
         """
         marker, name = self._unused([], tools), _name(tools)
         call = {"type": "function", "function": {"name": name, "arguments": {FIRST: marker}}}
         reply = {"role": "tool", "content": _texts(SECOND), "name": name}
-        asked, turn = _turn("")
-        called = self.render([asked, {**turn, "tool_calls": [call]}, reply], tools).rpartition(marker)[2]
-        said = self.after_answer([reply], tools)
-        if SECOND not in said:
+        question, turn = _turn("")
+        called = [question, {**turn, "tool_calls": [call]}, reply]
+        after_call = self.render(called, tools).rpartition(marker)[2]
+        after_answer = self.after_answer([reply], tools)
+        if SECOND not in after_answer:
             raise Unreadable("the chat template of the model leaves out replies of tools after an answer")
-        return called, said
+        return after_call, after_answer
 
     def ends(self) -> Ends:
-        """Find the tokens that end an answer: what the template writes after one, and the tokenizer's own.
+        """Find the tokens that end an answer, from the template and the EOS token of the tokenizer.
 
-        The checkpoint's generation_config is not read. Raises ValueError where there is none.
+        The checkpoint's generation_config is not read. Raises ValueError if there are none.
         """
         marker, user = self._unused([]), {"role": "user", "content": _texts(SECOND)}
         last = self.render(_turn(marker), answers=False).rpartition(marker)[2]
@@ -161,34 +155,34 @@ class ChatTemplate:
 
     @cached_property
     def reply_block(self) -> str:
-        """The block in which the template writes the reply of a tool; empty where it has none."""
+        """Tag of the block around replies of tools, such as `tool_response`; empty if there is none."""
         reply = {"role": "tool", "content": _texts(SECOND)}
         call = {"type": "function", "function": {"name": "look", "arguments": {}}}
-        asked, turn = _turn("y")
-        for before in ({**turn, "tool_calls": [call]}, turn):
+        question, turn = _turn("y")
+        for answer in ({**turn, "tool_calls": [call]}, turn):
             try:
-                found, _, after = self.render([asked, before, reply], answers=False).rpartition(SECOND)
+                before, _, after = self.render([question, answer, reply], answers=False).rpartition(SECOND)
             except Unreadable:
                 continue
-            if found:
+            if before:
                 return block_after(after)
         return ""
 
     @cached_property
     def schema_block(self) -> str:
-        """The block in which the template lists tools; empty where it has none."""
+        """Tag of the block around tool schemas; empty if there is none."""
         function = {"name": "look", "description": SECOND, "parameters": {"type": "object", "properties": {}}}
         tools = ({"type": "function", "function": function},)
         return block_after(self.render(_turn("y")[:1], tools, answers=False).partition(SECOND)[2])
 
     def _leading(self, text: str) -> list[int]:
-        """List the control tokens that a text begins with, after white space."""
+        """Control tokens at the beginning of a text, ignoring white space before them."""
         ids = self.tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"]
         control = self.tokenizer.added_tokens_decoder
         return next((ids[:n] for n, token in enumerate(ids) if token not in control), ids)
 
     def _content(self, role: str, blocks: Sequence[Mapping[str, Any]], tools: Tools) -> Content:
-        """Give the content of a message the first form that the template reads."""
+        """Convert the content of a message to the best supported format."""
         read, kinds = self.reads(role, tools), {block["type"] for block in blocks} - {"text"}
         forms = [form for form in read.forms if form != TEXT or not kinds]
         if read.forms and self.processor.image_processor is None:
@@ -203,32 +197,32 @@ class ChatTemplate:
             )
         return _in_form(blocks, forms[0])
 
-    def _tried(self, role: str, tools: Tools) -> Read:
-        """Render two texts in every form, after and before other turns that are read."""
-        # Models with media are trained on blocks, and language models on texts.
+    def _probe(self, role: str, tools: Tools) -> Read:
+        """Render two probe texts in every format, before and after turns of other roles."""
+        # Models with media are trained on blocks, language models on texts.
         order = (TEXT, BLOCKS, MERGED) if self.processor.image_processor is None else (BLOCKS, MERGED, TEXT)
-        tried = [
+        probes = [
             self._around({"role": role, "content": _in_form(_texts(FIRST, SECOND), form)}, tools)
             for form in order
         ]
         whys = list[str]()
-        for conversations in zip(*tried, strict=True):  # each in every form
-            lacks = [self._lacks(messages, tools) for messages in conversations]
-            if found := tuple(form for form, lack in zip(order, lacks, strict=True) if not lack):
-                return Read(found, media=self._shown(conversations[0], role, tools))
-            whys += lacks
+        for conversations in zip(*probes, strict=True):  # one conversation in every format
+            faults = [self._fault(messages, tools) for messages in conversations]
+            if forms := tuple(form for form, fault in zip(order, faults, strict=True) if not fault):
+                return Read(forms, media=self._shown(conversations[0], role, tools))
+            whys += faults
         return Read(why=whys[0])
 
     def _shown(self, messages: list[dict[str, Any]], role: str, tools: Tools) -> frozenset[str]:
-        """Find the kinds of media that the template has words for in the last message of a role."""
+        """Find the kinds of media that the template writes in the last message of a role."""
         place = max(n for n, message in enumerate(messages) if message["role"] == role)
         shown = set[str]()
         for kind in ("image", "video"):
             texts = list[str]()
             for blocks in (_texts(FIRST + SECOND), [{"type": kind}, *_texts(FIRST + SECOND)]):
-                tried = [*messages[:place], {**messages[place], "content": blocks}, *messages[place + 1 :]]
+                probe = [*messages[:place], {**messages[place], "content": blocks}, *messages[place + 1 :]]
                 try:
-                    texts.append(self._apply(tried, tools, answers=False))
+                    texts.append(self._apply(probe, tools, answers=False))
                 except REFUSED:
                     break
             else:
@@ -237,8 +231,8 @@ class ChatTemplate:
                     shown.add(kind)
         return frozenset(shown)
 
-    def _lacks(self, messages: list[dict[str, Any]], tools: Tools) -> str:
-        """Say why the template does not write both texts of a message that is tried; empty where it does."""
+    def _fault(self, messages: list[dict[str, Any]], tools: Tools) -> str:
+        """Reason why the template does not write both probe texts; empty if it does."""
         try:
             text = self._apply(messages, tools, answers=False)
         except REFUSED as error:
@@ -247,7 +241,7 @@ class ChatTemplate:
         return "" if whole else "it leaves out what they say"
 
     def _around(self, probe: dict[str, Any], tools: Tools) -> Iterator[list[dict[str, Any]]]:
-        """Make the conversations in which a message of a role is tried."""
+        """Yield conversations with a probe message, ordered as templates usually expect."""
         if probe["role"] == "user":
             yield [probe]
             return
@@ -260,23 +254,23 @@ class ChatTemplate:
                 reply = {**probe, "tool_call_id": call_id(1), "name": _name(tools)}
                 try:
                     yield [turn[0], {**turn[1], "tool_calls": [self._call(call, 1, tools)]}, reply]
-                except Unreadable:  # some write replies though they leave out calls
+                except Unreadable:  # some templates write replies but omit calls
                     yield [*turn, reply]
             case _:
                 yield from ([probe, *turn], [*turn, probe])
 
     def _call(self, call: Mapping[str, Any], number: int, tools: Tools) -> dict[str, Any]:
-        """Give the arguments of a call the form that the template reads: a mapping, or JSON in a text."""
+        """Convert the arguments of a call to the format of the template: a mapping, or JSON text."""
         function = dict(call.get("function", call))
-        given = function.setdefault("arguments", {})
-        if self._reads_calls(tools) == TEXT and not isinstance(given, str):
-            function["arguments"] = json.dumps(given, ensure_ascii=False)
-        elif self._reads_calls(tools) != TEXT and isinstance(given, str):
-            function["arguments"] = json.loads(given)
+        arguments = function.setdefault("arguments", {})
+        if self._reads_calls(tools) == TEXT and not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        elif self._reads_calls(tools) != TEXT and isinstance(arguments, str):
+            function["arguments"] = json.loads(arguments)
         return {"id": call_id(number), **call, "type": "function", "function": function}
 
     def _reads_calls(self, tools: Tools) -> str:
-        """Find the form in which the template reads the arguments of calls; raises ValueError for none."""
+        """Find the supported format of the arguments of calls; raises ValueError if there is none."""
         key = json.dumps([tools, self._texts])
         if key not in self._calls:
             self._calls[key] = next(self._forms_of_calls(tools), "")
@@ -289,14 +283,14 @@ class ChatTemplate:
 
     def _forms_of_calls(self, tools: Tools) -> Iterator[str]:
         for form, arguments in (("mapping", {FIRST: SECOND}), (TEXT, json.dumps({FIRST: SECOND}))):
-            asked, turn = self.formed(_turn(""), tools)
+            question, turn = self.formed(_turn(""), tools)
             function = {"name": _name(tools), "arguments": arguments}
             turn["tool_calls"] = [{"id": call_id(1), "type": "function", "function": function}]
             try:
-                text = self._apply([asked, turn], tools, answers=False)
+                text = self._apply([question, turn], tools, answers=False)
             except REFUSED:
                 continue
-            # Neither the words of Python, nor JSON inside a text of JSON.
+            # Neither a printed Python dictionary, nor JSON inside a JSON text.
             if FIRST in text and SECOND in text and not re.search(rf"'{FIRST}'|\\\"{FIRST}", text):
                 yield form
 
@@ -307,24 +301,22 @@ class ChatTemplate:
         )
 
     def _unused(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
-        """Draw a word that occurs in no message, tool or template."""
-        said, number = json.dumps([*messages, *tools, *self._texts], default=str), 0
-        while (word := f"qz{number}zq") in said:
-            number += 1
-        return word
+        """Make a word that occurs in no message, tool or template."""
+        used = json.dumps([*messages, *tools, *self._texts], default=str)
+        return next(word for number in count() if (word := f"qz{number}zq") not in used)
 
 
 def call_id(number: int) -> str:
-    """Name a call of a turn in nine letters and figures, which Mistral's templates ask for."""
+    """Id of a tool call in nine letters and digits, as the templates of Mistral require."""
     return f"call{number:05}"
 
 
 class Unreadable(ValueError):
-    """A conversation that the chat template of a model does not take; the message says what it lacks."""
+    """A conversation that the chat template of a model does not support."""
 
 
 def _turn(words: str) -> list[dict[str, Any]]:
-    """A question and its answer."""
+    """A question and an answer."""
     return [{"role": role, "content": _texts(text)} for role, text in (("user", "x"), ("assistant", words))]
 
 
@@ -351,5 +343,5 @@ def _in_form(blocks: Sequence[Mapping[str, Any]], form: str) -> Content:
 
 
 def _printed(text: str) -> bool:
-    """Whether a text shows a block in the words of Python or JSON."""
+    """Whether a text contains a block printed as Python or JSON."""
     return bool(re.search(rf"""['"]text\\?['"]\s*:\s*\\?['"]{FIRST}""", text))

@@ -38,7 +38,7 @@ ADAPTER = "adapter_model.safetensors"
 
 @contextmanager
 def _source(what: str, name: str) -> Iterator[str]:
-    """Resolve the name of a model folder; errors inside the block name what could not be loaded."""
+    """Resolve a hub id or folder; errors inside the context become ConfigErrors that name it."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -51,7 +51,7 @@ def _source(what: str, name: str) -> Iterator[str]:
 
 
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
-    """Load a model that writes text, by hub id or folder, from safetensors only; or take an object."""
+    """Load a language or vision-language model by hub id or folder (safetensors), or take an object."""
     if objects.is_object(name):
         model = objects.get(name).eval()
         if getattr(model, "peft_config", None):
@@ -59,16 +59,12 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
                 f"the model is a {type(model).__name__} with adapters; give the model without them, and name "
                 "the folder of a saved adapter as `policy.adapter`, or call `merge_and_unload()` first"
             )
-        _check_known(model.config)
+        check_class(model.config)
         check_head(model)
         return model
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
     device = placement().device
     with _source("model", name) as source:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _check_known(config)
-        maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
+        config, maker = read_config(source)
         options: dict[str, Any] = {"dtype": DTYPES[dtype], "attn_implementation": attn_implementation}
         if placement().empty and quantized_by(config) in ("", "bitsandbytes"):
             model = _empty_model(maker, config, options)
@@ -76,37 +72,33 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
             options |= {"device_map": device and {"": device}, "trust_remote_code": False}
             model = load_whole(maker, source, **options)
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers of bitsandbytes in the checkpoint
-            module.support_avx512bf16_for_cpu = False  # weights repacked for this have no gradient
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers of bitsandbytes
+            module.support_avx512bf16_for_cpu = False  # it repacks weights, which then have no gradient
     if not placement().empty:
         check_head(model)
-    return model.eval()  # without dropout, in training too
+    return model.eval()  # no dropout, in training either
 
 
 def check_folders(model: str, adapter: str = "") -> nn.Module | None:
-    """Raise `ValueError` where the folder of a model lacks weights, or an adapter fits another model.
+    """Raise ValueError if a local model folder lacks weights, or if an adapter does not fit the model.
 
-    Only headers of the model's files are read, and only what is on this machine. Returns the model without
-    numbers, where its folder is here.
+    Only the headers of weight files are read, and nothing is downloaded. Returns the model with weights on
+    the meta device; None if it is not a local folder, or quantised.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
     if objects.is_object(model) or not Path(model).expanduser().is_dir():
-        return None  # the files of a model of the hub may not be here yet
+        return None  # a hub id may not be downloaded yet
     with _source("model", model) as source:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _check_known(config)
+        config, maker = read_config(source)
         if quantized_by(config):
             return None  # quantisers need a device
-        maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
         whole = load_whole(maker, source, device_map={"": "meta"}, trust_remote_code=False)
     if not adapter:
         return whole
     with _source("adapter", adapter) as source:
-        local = Path(source).is_dir()  # of the hub: its files may not be here yet
+        local = Path(source).is_dir()  # a hub id may not be downloaded yet
     if local:
-        roles = sorted(file.parent for file in Path(source).glob(f"*/{ADAPTER}"))  # each has one
-        with warnings.catch_warnings():  # weights with shapes alone take no numbers
+        roles = sorted(file.parent for file in Path(source).glob(f"*/{ADAPTER}"))  # one adapter per role
+        with warnings.catch_warnings():  # weights on the meta device cannot be copied into
             warnings.simplefilter("ignore")
             for folder in [source] if (Path(source) / ADAPTER).is_file() else roles or [source]:
                 load_adapter(copy.deepcopy(whole), str(folder))
@@ -114,20 +106,29 @@ def check_folders(model: str, adapter: str = "") -> nn.Module | None:
 
 
 def check_same_shapes(model: str, start: str) -> None:
-    """Raise `ValueError` where the model in a folder, of first weights, is another one than `model`."""
+    """Raise ValueError if the folder `start` (initial weights) differs from `model` in names or shapes."""
     own, first = check_folders(model), check_folders(start)
     if own is None or first is None:
         return
-    held = [{(name, *value.shape) for name, value in one.state_dict().items()} for one in (own, first)]
-    if odd := sorted(held[0] ^ held[1]):
+    shapes = [{(name, *value.shape) for name, value in one.state_dict().items()} for one in (own, first)]
+    if odd := sorted(shapes[0] ^ shapes[1]):
         raise ValueError(
             f"the weights in '{start}' are of another model than '{model}': {len(odd)} are in one of them "
             f"only or differ in shape, the first is {odd[0]}"
         )
 
 
-def _check_known(config: Any) -> None:
-    """Raise ConfigError for a model that would be read otherwise than it was trained, by its class alone."""
+def read_config(source: str) -> tuple[Any, Any]:
+    """Read and check the config of a model; also return the transformers class that loads it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    check_class(config)
+    return config, AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
+
+
+def check_class(config: Any) -> None:
+    """Raise ConfigError for a model class that is not supported, see `check_family`."""
     from transformers import MODEL_MAPPING
 
     if type(config) in MODEL_MAPPING:
@@ -135,25 +136,25 @@ def _check_known(config: Any) -> None:
 
 
 def _empty_model(maker: Any, config: Any, options: dict[str, Any]) -> nn.Module:
-    """Make a model whose weights have shapes alone, in few bits where those of its checkpoint are."""
+    """Make a model on the meta device, with quantised layers if its checkpoint is quantised."""
     from transformers.initialization import no_init_weights
 
-    with making_weights(), no_init_weights():  # some draws of transformers need numbers that are not there
+    with making_weights(), no_init_weights():  # some initialisations fail on the meta device
         model = maker.from_config(config, trust_remote_code=False, **options)
-        model.tie_weights()  # without draws, transformers leave it out
+        model.tie_weights()  # transformers skips it without initialisation
     if quantized_by(config):
         quantize_as_checkpoint(model, config.quantization_config)
     return model
 
 
 def quantized_by(config: Any) -> str:
-    """Name the library whose few bits a checkpoint has, as its configuration does; none: empty."""
+    """Name of the library that quantised a checkpoint, from its config; empty if it is not quantised."""
     settings = getattr(config, "quantization_config", None) or {}
     return settings["quant_method"] if settings else ""
 
 
 def reads_text_only(config: Any) -> bool:
-    """Whether a model of transformers is a language model; raises ValueError where it writes no text."""
+    """Whether a model is a language model without vision; raises ValueError if it generates no text."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -167,7 +168,7 @@ def reads_text_only(config: Any) -> bool:
 
 
 def load_processor(name: str) -> Any:
-    """Load the processor of a model: tokenizer, chat template, and what reads images and videos."""
+    """Load the processor of a model: tokenizer, chat template, image and video processors."""
     if objects.is_object(name):
         return objects.get(f"{name}/processor")
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
@@ -189,14 +190,11 @@ def load_processor(name: str) -> Any:
 
 
 def load_encoder(name: str, pixels: dict[str, int]) -> PromptEncoder:
-    """Load what encodes prompts for a model, without its weights."""
+    """Load the prompt encoder of a model, without the weights of the model."""
     if objects.is_object(name):
         return PromptEncoder(load_processor(name), objects.get(name).base_model, pixels=pixels)
-    from transformers import AutoConfig
-
     with _source("model", name) as source:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _check_known(config)
+        config, _ = read_config(source)
 
     def make() -> nn.Module:
         with loading_onto(None, empty=True):
@@ -215,38 +213,38 @@ def add_adapter(
     layers: Sequence[str] = (),
     names: Sequence[str] = ("default",),
 ) -> nn.Module:
-    """Add LoRA to the linear layers of the language model, and of the vision tower, but not to the head.
+    """Add LoRA adapters to the linear layers of a model, except its output head.
 
     Args:
         model: The model.
-        rank: Of the adapters.
-        alpha: Their scale, times 1 / rank.
-        tower: Whether the vision tower gets them too.
-        layers: The ends of the names of the layers; empty: all of them.
-        names: Each is an adapter of its own.
+        rank: LoRA rank.
+        alpha: LoRA alpha; updates are scaled by alpha / rank.
+        tower: Also adapt the vision tower.
+        layers: Suffixes of the names of layers to adapt; empty: all linear layers.
+        names: Names of the adapters; one adapter is added for each.
     """
     from peft import LoraConfig, get_peft_model
 
-    known = {id(module): name for name, module in model.named_modules()}
-    decoder, head = known[id(model.get_decoder())], known[id(model.get_output_embeddings())]
+    name_of = {id(module): name for name, module in model.named_modules()}
+    decoder, head = name_of[id(model.get_decoder())], name_of[id(model.get_output_embeddings())]
     linear = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name != head and (tower or name.startswith(decoder + "."))
     ]
     if missing := [end for end in layers if not any(f".{name}".endswith(f".{end}") for name in linear)]:
-        known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+        available = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
         raise ConfigError(
             f"'policy.lora_target_modules' names '{missing[0]}', but no linear layer that learns ends so; "
-            f"there are {known}"
+            f"there are {available}"
         )
     chosen = [name for name in linear if not layers or f".{name}".endswith(tuple(f".{x}" for x in layers))]
-    # One pattern with the numbers of blocks left open keeps the config of a saved adapter readable. A number
-    # at the end of a name stays: other entries of the same list need not be linear layers.
+    # One pattern for all block numbers keeps the config of a saved adapter short. A number at the end of a
+    # name stays, because other entries of the same list may not be linear layers.
     pattern = "|".join(
         dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen)
     )
-    # Dropout would make the log-probabilities of training differ from those of the rollout.
+    # No dropout: log-probabilities in training must equal those of the rollout.
     configs = [LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=pattern) for _ in names]
     base = base_hash(model.parameters())
     adapted = get_peft_model(model, configs[0], names[0])
@@ -257,10 +255,10 @@ def add_adapter(
 
 
 def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | None = None) -> nn.Module:
-    """Load a saved LoRA adapter (hub id or folder, safetensors only) onto a model, as trainable.
+    """Load a saved LoRA adapter (hub id or folder, safetensors) into a model, with trainable weights.
 
-    Raises `ValueError` for an adapter of another model or base, with weights missing or not finite, and for
-    another `rank` or `alpha` than asked for (0 and None: any).
+    Raises ValueError if the adapter belongs to another model, if weights are missing or not finite, or if
+    `rank` (0: any) or `alpha` (None: any) differ from the saved ones.
     """
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
     from transformers.utils import cached_file
@@ -275,8 +273,8 @@ def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | N
                 f"it is an adapter of the kind {config.peft_type}, and only LoRA is trained here"
             )
         check_trainable(config, name)
-        asked = {"lora_rank": (rank or config.r, config.r), "lora_alpha": (alpha, config.lora_alpha)}
-        for option, (wanted, saved) in asked.items():
+        options = {"lora_rank": (rank or config.r, config.r), "lora_alpha": (alpha, config.lora_alpha)}
+        for option, (wanted, saved) in options.items():
             if wanted not in (None, saved):
                 raise ValueError(f"it has {option} {saved}, not {wanted}; set `{option}: {saved}`")
         weights, header = read_adapter(Path(file))
@@ -288,7 +286,7 @@ def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | N
             warnings.warn(f"the adapter '{name}' names the base model '{named}', not '{given}'", stacklevel=2)
         try:
             adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
-        except RuntimeError as error:  # of other shapes
+        except RuntimeError as error:  # shapes differ
             raise ValueError(f"it does not fit the model: {error}") from error
         vars(adapted)[BASE] = own or base_hash(model.parameters())
         check_adapter(weights, get_peft_model_state_dict(adapted), name)
@@ -296,10 +294,9 @@ def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | N
 
 
 def load_adapter_weights(adapter: nn.Module, folder: Path, name: str = "default") -> None:
-    """Load the weights of a saved adapter into one that is there, bit for bit.
+    """Load the weights of a saved adapter into an adapter of a model, bit for bit.
 
-    Raises `ValueError` where the folder lacks weights of the adapter, has others, scales them otherwise, or
-    was trained over another base.
+    Raises ValueError if weights are missing or unknown, or if the adapters differ in scale or base model.
     """
     from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -311,7 +308,7 @@ def load_adapter_weights(adapter: nn.Module, folder: Path, name: str = "default"
 
 
 def save_adapter(adapter: nn.Module, folder: Path) -> None:
-    """Write an adapter as peft does, with a hash of the weights below it in the header of its file."""
+    """Save an adapter with peft, and add a hash of the base weights to the header of its file."""
     from safetensors.torch import load_file, save_file
 
     adapter.save_pretrained(str(folder))
@@ -321,10 +318,10 @@ def save_adapter(adapter: nn.Module, folder: Path) -> None:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Switch on gradient checkpointing. Only the layers are in training mode, so dropout stays off."""
+    """Enable gradient checkpointing; only its layers enter training mode, so that dropout stays off."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    # transformers 5.23 renamed the method. Reentrant checkpointing would cut the graph at frozen embeddings.
+    # transformers 5.23 renamed the method. Reentrant checkpointing has no gradient after frozen embeddings.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     for module in model.modules():
@@ -333,32 +330,32 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 class WithoutWeights:
-    """Stands where a model without its head does: it has the configuration, and the rest once that is asked.
+    """Lazy model without its head, made when another attribute than `config` is read.
 
     Args:
         config: The configuration of the model.
-        make: Makes the model, with weights that have shapes alone.
+        make: Makes the model with weights on the meta device.
     """
 
     def __init__(self, config: Any, make: Callable[[], nn.Module]) -> None:
-        self.config, self.made = config, cache(lambda: make().base_model)
+        self.config, self.core = config, cache(lambda: make().base_model)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.made(), name)
+        return getattr(self.core(), name)
 
 
 class TokenPolicy(Protocol):
-    """What an engine needs of a token policy."""
+    """The interface of token policies for engines."""
 
     prompt_encoder: PromptEncoder
     model: nn.Module
     core: nn.Module  # the model without its head
-    compute: torch.dtype  # of autocast
+    compute: torch.dtype  # precision of autocast
     share_prefix: bool  # whether rows with the same prompt share its keys and values
 
 
 class EngineModel:
-    """A token policy whose model went through transforms (pruning, quantisation), on the policy's weights."""
+    """A token policy with a transformed (pruned, quantised) model that follows the policy's weights."""
 
     def __init__(self, policy: TokenPolicy, transforms: Sequence[Callable]) -> None:
         self.prompt_encoder, self.compute = policy.prompt_encoder, policy.compute
@@ -366,7 +363,7 @@ class EngineModel:
 
     @property
     def model(self) -> nn.Module:
-        """The transformed model; it follows the policy's weights."""
+        """The transformed model, with the current weights of the policy."""
         return self._derived()
 
     @property
@@ -376,7 +373,7 @@ class EngineModel:
 
 
 def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
-    """Raise `ValueError` unless a model reads the tokens and the encoded images of a policy."""
+    """Raise ValueError unless a model can read the tokens and the encoded images of a policy."""
     own = policy.processor.tokenizer
     name = model.config.name_or_path
     if tokenizer.get_vocab() != own.get_vocab():
@@ -390,6 +387,6 @@ def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
             f"the model '{name}' is of type '{kinds[0]}' and the policy of type '{kinds[1]}', whose encoded "
             "images it reads; name a model of the same type"
         )
-    # A prompt that is too long for this model is unreadable before an answer is made to it.
+    # Prompts that are too long for this model are rejected before answers are generated.
     limits = {num_positions(model.config), policy.prompt_encoder.limit} - {0}
     policy.prompt_encoder.limit = min(limits, default=0)

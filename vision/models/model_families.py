@@ -1,8 +1,7 @@
-"""Rotary positions and numbers of visual features, by family of vision-language models.
+"""Families of vision-language models: rotary positions and numbers of visual features.
 
-Families are looked up by `model_type`. A family that is not listed gets one-dimensional positions, and the
-number of its features is checked by its own forward pass only; `check_family` refuses models that are known
-to read more than that.
+Families are looked up by `model_type`. A family that is not listed gets one-dimensional positions, and only
+its own forward pass checks the number of features; `check_family` refuses models that need more.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class VLMFamily:
-    """Rules of a model family, for the processor outputs of one prompt.
+    """Rules of a model family, for a model without its head (core) and processor outputs (inputs).
 
     Args:
-        positions: Maps (core, inputs) to rotary positions (A, S) on A axes.
+        positions: Maps (core, inputs) to rotary positions (A, S) with A axes.
         features: Maps (core, inputs) to the number of visual features by placeholder token id.
-        split: Maps media tensors to those of every image, then of every video; None: of both together.
-        types: The argument of a forward pass with the types of tokens, where those of an image attend to each
-            other in both directions.
+        split: Splits media tensors by image, then by video; None: they cannot be split.
+        types: Name of the model argument with token types, if the tokens of an image attend to each other in
+            both directions; empty otherwise.
     """
 
     positions: Callable[[nn.Module, Inputs], Tensor]
@@ -53,9 +52,9 @@ def _mrope(core: nn.Module, inputs: Inputs, rate: float | None = None) -> Tensor
     any axis. Qwen2.5-VL spaces the frames of a video by seconds, with a `rate` of tokens per second:
     floor(frame * seconds per frame * rate).
 
-    The weights were trained with this rule. `get_rope_index` of transformers 5.3 to 5.23 continues after the
-    height or width of a video, inside its time axis, and that of 4.50 to 5.21 floors the seconds before they
-    are multiplied, so neither is used.
+    The models were trained with this rule. `get_rope_index` of transformers is not used: versions 5.3 to 5.23
+    continue after the height or width of a video, inside its time axis, and versions 4.50 to 5.21 floor the
+    seconds before multiplying them.
     """
     vision = core.config.vision_config
     grids = {1: iter(inputs.get("image_grid_thw", ())), 2: iter(inputs.get("video_grid_thw", ()))}
@@ -83,7 +82,7 @@ def _timed_mrope(core: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def _get_rope_index(core: nn.Module, inputs: Inputs) -> Tensor:
-    """Compute the M-RoPE positions of Qwen3-VL, Qwen3.5 and GLM-V by the model's own rule: (3, S)."""
+    """Compute the M-RoPE positions of Qwen3-VL, Qwen3.5 and GLM-V with the model's own method: (3, S)."""
     if not inputs["mm_token_type_ids"].any():
         return _linear(core, inputs).expand(3, -1)
     wanted = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
@@ -92,7 +91,7 @@ def _get_rope_index(core: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def _count_grids(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """Qwen: T x H x W patches of every image or video, merged in squares."""
+    """Count the features of Qwen: T x H x W patches of every image or video, merged in squares."""
     config, merged = core.config, core.config.vision_config.spatial_merge_size**2
     grids = {config.image_token_id: "image_grid_thw", config.video_token_id: "video_grid_thw"}
     return {
@@ -101,7 +100,7 @@ def _count_grids(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 
 def _count_images(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """GLM-V: as Qwen, for images only; the frames of its videos have the placeholder of images."""
+    """Count the features of GLM-V, without videos, whose frames have the placeholder of images."""
     if "video_grid_thw" in inputs:
         raise ValueError(
             f"videos cannot be read with models of type '{core.config.model_type}'; "
@@ -111,31 +110,31 @@ def _count_images(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 
 def _split_grids(media: Inputs) -> list[Inputs]:
-    """Qwen: patches of all images stand in one tensor, those of all videos in another."""
-    found: list[Inputs] = []
+    """Split the tensors of Qwen, one with the patches of all images and one with those of all videos."""
+    split: list[Inputs] = []
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if name in media:
             grids = media[f"{kind}_grid_thw"]
             parts = {name: media[name].split(grids.prod(-1).tolist()), f"{kind}_grid_thw": grids.split(1)}
             if kind == "video" and "second_per_grid_ts" in media:
                 parts["second_per_grid_ts"] = media["second_per_grid_ts"].split(1)
-            found += [dict(zip(parts, one, strict=True)) for one in zip(*parts.values(), strict=True)]
-    return found
+            split += [dict(zip(parts, one, strict=True)) for one in zip(*parts.values(), strict=True)]
+    return split
 
 
 def _split_images(media: Inputs) -> list[Inputs]:
-    """Split tensors whose first axis counts images, or tiles."""
+    """Split tensors whose first axis counts images or tiles."""
     number = len(media["pixel_values"])
     return [{name: value[i : i + 1] for name, value in media.items()} for i in range(number)]
 
 
 def _per_image(each: Callable[[Any], int], axis: int = 0) -> Callable[[nn.Module, Inputs], dict[int, int]]:
-    """Count the same number of features, from the config, for every image or tile along an axis."""
+    """Count features where every image or tile along an axis has the same number, from the config."""
 
     def features(core: nn.Module, inputs: Inputs) -> dict[int, int]:
         if "pixel_values" not in inputs:
             return {}
-        if "image_sizes" in inputs:  # a tower (Pixtral) that takes images in their own size
+        if "image_sizes" in inputs:  # a tower (Pixtral) that keeps the size of images
             patches = (inputs["image_sizes"] // core.config.vision_config.patch_size).prod(-1)
             return {core.config.image_token_id: int(patches.sum())}  # sizes are those before padding
         return {core.config.image_token_id: inputs["pixel_values"].shape[axis] * each(core.config)}
@@ -144,15 +143,15 @@ def _per_image(each: Callable[[Any], int], axis: int = 0) -> Callable[[nn.Module
 
 
 def _patches(config: Any) -> int:
-    """Count the patches of an image in the size of the vision tower."""
+    """Number of patches of an image at the input size of the vision tower."""
     return (config.vision_config.image_size // config.vision_config.patch_size) ** 2
 
 
 def _count_packed(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """LLaVA-OneVision: features are unpadded and packed, counted by running the model's packing on zeros."""
+    """Count the packed features of LLaVA-OneVision by running the model's packing on zeros."""
     config, counts = core.config, {}
     if "pixel_values" in inputs:
-        # A width of 1 is enough: only the lengths are read.
+        # A feature width of 1 is enough, because only lengths are used.
         tiles = [torch.zeros(tiles.shape[0], _patches(config), 1) for tiles in inputs["pixel_values"]]
         _, lengths = core.pack_image_features(
             tiles,
@@ -179,7 +178,7 @@ FAMILIES: dict[str, VLMFamily] = {
     **dict.fromkeys(
         ("glm4v", "glm4v_moe", "glm46v"), VLMFamily(_get_rope_index, _count_images, _split_grids)
     ),
-    # The patches of the tower, and its class token where it is kept.
+    # The patches of the tower, and its class token if it is used.
     "llava": VLMFamily(
         _linear,
         _per_image(lambda c: _patches(c) + (c.vision_feature_select_strategy == "full")),
@@ -195,18 +194,23 @@ FAMILIES: dict[str, VLMFamily] = {
 }
 
 
-CONTINUED = ("qwen3_5", "qwen3_next")  # beginnings of the types of models
-TYPES_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # arguments of a forward pass
+CONTINUED = ("qwen3_5", "qwen3_next")  # prefixes of model types whose recurrent state can be continued
+TYPES_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # arguments of forward passes
 
 
 def check_family(config: Any, core: type[nn.Module], *, text_only: bool = False) -> None:
-    """Raise ConfigError for a model, without its head, that would be read otherwise than it was trained.
+    """Raise ConfigError for a model class whose inputs this library would compute wrongly.
 
-    That is one which is not listed and numbers positions itself, as those with M-RoPE, or attends by the
-    types of tokens, as Gemma does in both directions among those of an image; one that does not read images
-    in the place of tokens, as Florence-2 (an encoder), Llama 3.2 Vision (cross-attention) and GIT; and one
-    whose layers keep a state, as Mamba, unless they go on from a state with several tokens, as Qwen3.5 and
-    Qwen3-Next.
+    These are
+
+    - models with recurrent layers, such as Mamba, except Qwen3.5 and Qwen3-Next, whose layers continue from a
+      state with several tokens;
+    - models that read images by an encoder or cross-attention, such as Florence-2 and Llama 3.2 Vision;
+    - families that are not listed in `FAMILIES` but have positions of their own (M-RoPE) or attend by token
+      type, like Gemma 3 among the tokens of an image;
+    - models without a placeholder token for images.
+
+    `core` is the class of the model without its head; `text_only` models are checked for the first.
     """
     if getattr(core, "_is_stateful", False) and not config.model_type.startswith(CONTINUED):
         raise ConfigError(
@@ -245,7 +249,7 @@ def family_of(config: Any) -> VLMFamily:
 
 
 def num_positions(config: Any) -> int:
-    """Count the positions that a model was made for, with its rotary scaling; 0: it names none."""
+    """Number of positions that a model supports, with rotary scaling; 0: its config names none."""
     config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or 0
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -256,7 +260,7 @@ def num_positions(config: Any) -> int:
 
 
 def check_length(length: int, limit: int) -> None:
-    """Raise ValueError for a prompt that leaves none of the positions of a model (0: any) for an answer."""
+    """Raise ValueError for a prompt that leaves no positions for an answer; `limit` 0: unlimited."""
     if limit and length >= limit:
         raise ValueError(
             f"it takes {length} positions, and the model has {limit}, answers included; shorten it"
@@ -264,7 +268,7 @@ def check_length(length: int, limit: int) -> None:
 
 
 def token_types(config: Any, ids: Tensor) -> Tensor:
-    """Mark the placeholders of images by 1 and of videos by 2, as processors do, of any shape."""
+    """Map token ids to types of the same shape: 1 for placeholders of images, 2 for videos, 0 otherwise."""
     known, types = placeholders(config), torch.zeros_like(ids)
     for number, kind in enumerate(("image", "video"), 1):
         types[ids == known.get(kind, -1)] = number
@@ -272,6 +276,6 @@ def token_types(config: Any, ids: Tensor) -> Tensor:
 
 
 def type_arguments(config: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Make the argument of a forward pass with the types of tokens (N, S), for families that attend by it."""
+    """Make the token type argument (N, S) of a forward pass, for families that attend by token type."""
     name = family_of(config).types
     return {name: token_types(config, ids)} if name else {}

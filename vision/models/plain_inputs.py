@@ -1,4 +1,4 @@
-"""What transformers makes of a conversation by itself, and whether a prompt is that."""
+"""Compare the tokens of a prompt with `processor.apply_chat_template` of transformers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ def plain_inputs(
     tools: Sequence[Mapping[str, Any]],
     media: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Ask `processor.apply_chat_template` of transformers for the inputs of a conversation.
+    """Return the model inputs of a conversation from `processor.apply_chat_template`.
 
-    `messages` have contents as texts or blocks; `media` are the images and videos of their blocks, in order,
-    as arguments of the processor.
+    Args:
+        processor: A processor of transformers.
+        messages: Messages whose contents are texts or lists of blocks.
+        tools: JSON schemas of functions.
+        media: The images and videos of the blocks, in order, as arguments of the processor.
     """
     given = {"image": [*media.get("images", [[]])[0]], "video": [*media.get("videos", ())]}
     filled = []
@@ -37,7 +40,7 @@ def plain_inputs(
         filled.append({**message, "content": content})
     options: dict[str, Any] = {"tools": list(tools)} if tools else {}
     if media:
-        # Those of videos stand beside the others, because SmolVLM's processor adds some there.
+        # Video options are passed at the top level, where the processor of SmolVLM adds its own.
         videos = dict(media.get("videos_kwargs", {}))
         size = {"videos_kwargs": {"size": videos.pop("size")}} if "size" in videos else {}
         options["processor_kwargs"] = {"images_kwargs": media.get("images_kwargs", {}), **videos, **size}
@@ -46,13 +49,13 @@ def plain_inputs(
 
 
 class OtherTokens(ConfigError):
-    """A prompt has other tokens than transformers gives it: the model would be read otherwise."""
+    """The tokens of a prompt differ from those of transformers."""
 
-    ends_run = True  # it is no fault of the row, which `bad_rows` could drop
+    ends_run = True  # a fault of the model, not of a row that `bad_rows` could drop
 
 
 def check_ids(prompt: Prompt, ids: Tensor, plain: Mapping[str, Any], tokenizer: Any) -> None:
-    """Raise `OtherTokens`, with the first token that differs, unless ids (1, S) are those of transformers."""
+    """Raise `OtherTokens`, naming the first difference, unless ids (1, S) equal those of transformers."""
     if difference := first_difference(ids[0], torch.as_tensor(plain["input_ids"])[0], tokenizer):
         raise OtherTokens(
             f"prompt '{prompt.uid}' is not what `processor.apply_chat_template` of transformers makes of it: "
@@ -62,7 +65,7 @@ def check_ids(prompt: Prompt, ids: Tensor, plain: Mapping[str, Any], tokenizer: 
 
 
 def first_difference(ids: Tensor, plain: Tensor, tokenizer: Any) -> str:
-    """Describe the first token in which two sequences (S,) differ; empty where they are equal."""
+    """Describe the first token in which two sequences (S,) differ; empty if they are equal."""
     if torch.equal(ids, plain):
         return ""
     at = next(

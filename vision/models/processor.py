@@ -1,4 +1,4 @@
-"""Encoding prompts for a model: token ids, positions and media tensors; end and placeholder tokens."""
+"""Prompt encoder of a model: token ids, positions and media tensors, chat template, end tokens."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from mmrl.vision.models.recorded_keys import check_keys
 
 CACHE_BYTES = 2 << 30
 REPLY_BYTES = 1 << 28
-FORMS = 32  # of prompts, each of which is compared with transformers once
+FORMS = 32  # patterns of prompts that are compared with transformers, once each
 OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-UNUSED = ("video_metadata", "timestamps")  # outputs of processors that models do not take
+UNUSED = ("video_metadata", "timestamps")  # outputs of processors that are no model inputs
 WITHOUT_BOS = {"text_kwargs": {"add_special_tokens": False}}
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """A prompt as model inputs: `ids` (S,), rotary `positions` (A, S) on A axes, and `media` tensors."""
+    """A prompt as model inputs: `ids` (S,), rotary `positions` (A, S) with A axes, and `media` tensors."""
 
     uid: str
     ids: Tensor
@@ -44,7 +44,7 @@ class EncodedPrompt:
 
     @property
     def next_position(self) -> int:
-        """Position of the first token of an answer: one more than the largest of all axes."""
+        """Position of the first token of an answer: the largest position of all axes plus one."""
         return int(self.positions.max()) + 1
 
     @property
@@ -54,12 +54,12 @@ class EncodedPrompt:
 
 
 class PromptEncoder:
-    """Encodes prompts with the processor of a model, and keeps the latest in a cache of `CACHE_BYTES`.
+    """Encodes prompts with the processor of a model, with a cache of `CACHE_BYTES`.
 
     Args:
         processor: A processor of transformers.
         core: The model without its head.
-        pixels: Limits of the image processor, as `shortest_edge` and `longest_edge` in pixels.
+        pixels: Size limits of the image processor, `shortest_edge` and `longest_edge` in pixels.
     """
 
     def __init__(self, processor: Any, core: nn.Module, *, pixels: dict[str, int] | None = None) -> None:
@@ -81,19 +81,19 @@ class PromptEncoder:
         self.template = ChatTemplate(processor)
         self.ends = self.template.ends()
         self.end = self.ends.tokens
-        self._keys: dict[str, bool] = {}  # whether a template reads a key of recorded turns
-        self._known: dict[str, bool] = {}  # whether a template tells about tools, by both
-        self._compared = set[Any]()  # forms of prompts
+        self._keys: dict[str, bool] = {}  # whether the template reads a key of recorded turns
+        self._known: dict[str, bool] = {}  # whether a template lists tools, by template and tools
+        self._compared = set[Any]()  # patterns of prompts
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
-        # Answers of a group often call a tool alike, and are shown the same.
+        # Answers of a group often make the same tool call and get the same reply.
         self._replies: ByteLRU[dict[str, Tensor]] = ByteLRU(
             REPLY_BYTES, lambda inputs: sum(value.nbytes for value in inputs.values())
         )
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> EncodedPrompt:
-        """Encode a prompt. Raises `PromptError` for one that the model cannot read.
+        """Encode a prompt; raises `PromptError` if the model cannot read it.
 
-        `tools` are JSON schemas of functions, which the chat template tells the model about.
+        `tools` are JSON schemas of functions, which the chat template lists in the prompt.
         """
         key = (prompt.uid, prompt.messages, json.dumps(tools))
         with reading(prompt):
@@ -102,9 +102,9 @@ class PromptEncoder:
     def extend(
         self, encoded: EncodedPrompt, ids: Tensor, *replies: Message, tools: Tools = ()
     ) -> EncodedPrompt:
-        """Append an answer (T,) and replies to it, and begin the next answer in the template's own words.
+        """Append an answer (T,) and replies to it, and begin the next answer, in the format of the template.
 
-        Raises ValueError where media do not fit their tokens.
+        Raises ValueError if media do not match their tokens.
         """
         prompt = Prompt(encoded.uid, replies)
         messages = self.plain.marked(list(map(template_message, replies)))
@@ -123,7 +123,7 @@ class PromptEncoder:
         return EncodedPrompt(encoded.uid, whole, positions, media)
 
     def _ended(self, ids: Tensor, new: Tensor) -> int:
-        """Count the tokens of the template after an answer (T,) that the answer has written itself."""
+        """Number of template tokens after an answer that the answer (T,) already ends with."""
         if not len(ids) or not len(new) or ids[-1] not in self.end:
             return 0
         before = self.ends.before
@@ -132,18 +132,18 @@ class PromptEncoder:
         return len(before) if new[: len(before)].tolist() == before else int(new[0] in self.end)
 
     def replies(self, messages: Sequence[Message], tools: Tools = ()) -> list[Message]:
-        """Write replies of tools, messages of the role `tool`, so that the chat template has words for them.
+        """Convert messages of the role `tool` to a format that the chat template supports.
 
-        Those that follow each other become one message of the user, in Qwen's words, where the template knows
-        no tools; other messages stay.
+        If the template does not support tools, adjacent replies become one user message in the format of
+        Qwen. Other messages stay.
         """
-        known = self.knows_tools(tools) if tools else bool(self.template.reads("tool").forms)
+        supported = self.knows_tools(tools) if tools else bool(self.template.reads("tool").forms)
         written = list[Message]()
         for role, group in groupby(messages, lambda message: message.role):
             if role != "tool":
                 written += group
                 continue
-            if known:
+            if supported:
                 written += (
                     replace(reply, parts=within(self.template.reply_block, reply.parts)) for reply in group
                 )
@@ -156,7 +156,7 @@ class PromptEncoder:
         return written
 
     def check_answer(self, text: str) -> None:
-        """Raise ValueError for a recorded answer with a placeholder of media."""
+        """Raise ValueError for a recorded answer that contains a placeholder of media."""
         for word in self._answer_words:
             if word in text:
                 raise ValueError(
@@ -165,15 +165,15 @@ class PromptEncoder:
                 )
 
     def answer(self, text: str) -> Tensor:
-        """Tokenize an answer, with its end token once, whether the text brings it or not: (T,)."""
+        """Tokenize an answer with exactly one end token, whether the text has it or not: (T,)."""
         self.check_answer(text)
         return torch.tensor([*self.plain.ids(self.without_end(text)), self.end[0]])
 
     def recorded(self, prompt: Prompt, outcome: Outcome) -> tuple[str, Tensor]:
-        """Return the text and the tokens (T,) of a recorded answer, its end token included.
+        """Return the text and the tokens (T,) of a recorded answer, including the end token.
 
-        Calls and thoughts beside its text are written by the chat template. Raises ValueError where that
-        leaves them out, or begins an answer otherwise than the prompt does.
+        The chat template renders its tool calls and thoughts. Raises ValueError if the template omits them,
+        or if the rendered answer does not continue the rendered prompt.
         """
         text = self.without_end(outcome.text or "")
         if not outcome.extra:
@@ -195,7 +195,7 @@ class PromptEncoder:
         return self.text(tokens), tokens
 
     def without_end(self, text: str) -> str:
-        """Drop the end token, and white space after it, that a recorded answer brings along."""
+        """Remove the end token, and white space after it, from a recorded answer."""
         words = tuple(word for end in self.ends.tokens if (word := self.tokenizer.decode(end)).strip())
         bare = text.rstrip()
         return bare.removesuffix(next(w for w in words if bare.endswith(w))) if bare.endswith(words) else text
@@ -205,7 +205,7 @@ class PromptEncoder:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def knows_tools(self, tools: Tools) -> bool:
-        """Return whether the chat template tells the model about tools."""
+        """Whether the chat template lists tools in the prompt."""
         templates = [getattr(part, "chat_template", None) for part in (self.processor, self.tokenizer)]
         key = json.dumps([tools, templates])
         if key not in self._known:
@@ -214,21 +214,21 @@ class PromptEncoder:
         return self._known[key]
 
     def written_call(self, name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
-        """Write a call of a tool in the words of the chat template, as the text of an answer has it."""
-        asked = {"role": "user", "content": [{"type": "text", "text": "x"}]}
-        made = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-        turn = {"role": "assistant", "content": [], "tool_calls": [made]}
-        # Without what begins an answer, such as the name of its role, which no answer has.
-        before, whole = self._render([asked], tools), self._render([asked, turn], tools, answers=False)
+        """Render a tool call with the chat template, as in the text of an answer."""
+        question = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+        call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+        turn = {"role": "assistant", "content": [], "tool_calls": [call]}
+        # Remove the beginning of an answer, such as the name of its role.
+        before, whole = self._render([question], tools), self._render([question, turn], tools, answers=False)
         after = whole[len(commonprefix([before, whole])) :]
         return self.text(torch.tensor(self.plain.tokenizer(after, add_special_tokens=False)["input_ids"]))
 
     def render(self, prompt: Prompt) -> str:
-        """Decode a prompt as the model reads it; placeholders of media become `<image: 64 tokens>`."""
+        """Decode the tokens of a prompt; placeholders of media become `<image: 64 tokens>`."""
         return self.transcript(self.encode(prompt).ids)
 
     def transcript(self, ids: Tensor) -> str:
-        """Decode tokens (S,) with the marks of the template; media become `<image: 64 tokens>`."""
+        """Decode tokens (S,) with special tokens; placeholders of media become `<image: 64 tokens>`."""
         config = self.core.config
         kinds = {token: kind for kind in ("image", "video") for token in placeholder_ids(config, (kind,))}
         parts = []
@@ -238,20 +238,20 @@ class PromptEncoder:
         return "".join(parts)
 
     def processor_inputs(self, prompt: Prompt, tools: Tools = ()) -> dict[str, Tensor]:
-        """Give the outputs of the processor for a prompt: what the forward pass of transformers takes."""
+        """Run the processor on a prompt; returns the inputs of a forward pass of transformers."""
         messages = list(map(template_message, self.replies(prompt.messages, tools)))
         text = self.written(prompt, tools)
-        # As in transformers: a template that begins a sequence itself needs no tokenizer for it.
+        # As in transformers: the tokenizer adds no BOS token if the template does.
         begun = text.startswith(self.tokenizer.bos_token or "\0")
         media = media_arguments(self.processor, prompt, self.pixels)
         inputs = self._inputs(prompt, text, WITHOUT_BOS if begun else {}, media)
         form = (tools, *((m["role"], *m, *(block["type"] for block in m["content"])) for m in messages))
         form = json.dumps(form)
-        # Words of data that look like control tokens are words here, and tokens there.
+        # Texts that look like control tokens are no control tokens here, but in transformers.
         alike = self.plain.mark not in text and self._marked(tools) == tuple(tools)
         if alike and form not in self._compared and len(self._compared) < FORMS:
             formed = self.template.formed(messages, tools)
-            # Of an empty text transformers makes an empty list, which some templates print: [].
+            # transformers converts an empty text to an empty list, which some templates print: [].
             if all(message["content"] or "tool_calls" in message for message in formed):
                 plain = plain_inputs(self.processor, formed, tools, media)
                 check_ids(prompt, inputs["input_ids"], plain, self.tokenizer)
@@ -259,22 +259,22 @@ class PromptEncoder:
         return inputs
 
     def check_text(self, prompt: Prompt) -> None:
-        """Raise ValueError for a prompt whose text holds a placeholder of media."""
-        asked = "\n".join(part.text for turn in prompt.messages for part in turn.parts if not part.said)
+        """Raise ValueError for a prompt whose text contains a placeholder of media."""
+        text = "\n".join(part.text for turn in prompt.messages for part in turn.parts if not part.said)
         for word in self._words:
-            if word in asked:
+            if word in text:
                 raise ValueError(
                     f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
                     "add the image or video as a part of the message instead"
                 )
 
     def written(self, prompt: Prompt, tools: Tools = ()) -> str:
-        """Write a prompt in the words of the chat template; raises ValueError where that refuses it."""
+        """Render a prompt with the chat template; raises ValueError if that does not support it."""
         try:
             check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
             text = self._render(list(map(template_message, self.replies(prompt.messages, tools))), tools)
             names = [tool.get("function", tool)["name"] for tool in tools] if self.knows_tools(tools) else []
-            plain = filter(re.compile(r"[\w.-]+", re.ASCII).fullmatch, names)  # others are escaped or marked
+            plain = filter(re.compile(r"[\w.-]+", re.ASCII).fullmatch, names)  # others may be escaped
             if lost := [name for name in plain if name not in text]:
                 roles = ", ".join(message.role for message in prompt.messages)
                 raise ValueError(
@@ -295,20 +295,20 @@ class PromptEncoder:
         return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
 
     def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = True) -> str:
-        """Write messages in the words of the chat template, and what begins an answer if one `answers`.
+        """Render messages with the chat template, and the beginning of an answer if `answers`.
 
-        The texts are marked where they hold a control word, for `self.plain`.
+        Control tokens in texts are marked for `self.plain`.
         """
         marked = self.plain.marked(messages)
         return self.plain.settled(self.template.render(marked, self._marked(tools), answers=answers))
 
     def _marked(self, tools: Tools) -> Tools:
-        """Mark control words in schemas, and the end of the block in which the template lists them."""
+        """Mark control tokens in schemas, and the end tag of the block in which the template lists them."""
         block = self.template.schema_block if tools else ""
         return tuple(self.plain.marked(each_text(tools, lambda text: inside(block, [text])[0])))
 
     def _reply(self, prompt: Prompt, text: str) -> dict[str, Tensor]:
-        """Run the processor on what follows an answer; the tokenizer must not begin a sequence."""
+        """Run the processor on the text after an answer, without a BOS token."""
         return self._inputs(prompt, text, WITHOUT_BOS, media_arguments(self.processor, prompt, self.pixels))
 
     def _inputs(
@@ -332,24 +332,24 @@ class PromptEncoder:
         return inputs
 
     def special_tokens(self) -> set[int]:
-        """List the special tokens; `all_special_ids` has only those that the tokenizer names."""
+        """All special tokens, also those that `all_special_ids` of the tokenizer lacks."""
         added = self.tokenizer.added_tokens_decoder
         return {*self.tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
 
     @cached_property
     def _reads_marks(self) -> Any:
-        """The processor of marked texts."""
+        """The processor for texts with marked control tokens."""
         return self.plain.processor(self.processor)
 
     def _media_words(self) -> list[str]:
-        """List the words that stand for media, of the model and, where these differ, of the processor."""
+        """Texts of the placeholders of media, of the model and of the processor."""
         words = [self.tokenizer.decode(token) for token in self.placeholders]
         words += [getattr(self.processor, f"{kind}_token", None) or "" for kind in ("image", "video")]
         return [word for word in dict.fromkeys(words) if word]
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """Convert a message to the form that chat templates read."""
+    """Convert a message to the dictionary that chat templates read."""
     content = [
         {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
         for part in message.parts
@@ -358,7 +358,7 @@ def template_message(message: Message) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Make one text of texts side by side: some templates strip each of them."""
+    """Merge adjacent texts to one, because some templates strip every text."""
     joined: list[Part] = []
     for part in parts:
         if joined and joined[-1].media is None and part.media is None:
@@ -368,7 +368,7 @@ def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def within(block: str, parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Part the marks of a block in the texts of a message that stand inside of it; media stay."""
+    """Break up the tags of a block in the texts of a message inside the block; media stay."""
     return tuple(
         part if part.media else Part(text)
         for part, text in zip(parts, inside(block, [part.text for part in parts]), strict=True)
@@ -376,6 +376,6 @@ def within(block: str, parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def pixel_limits(options: Mapping[str, Any]) -> dict[str, int]:
-    """Name the options `min_pixels` and `max_pixels` of a policy as image processors do."""
+    """Convert the options `min_pixels` and `max_pixels` to the names of image processors."""
     named = {"shortest_edge": options.get("min_pixels"), "longest_edge": options.get("max_pixels")}
     return {name: value for name, value in named.items() if value is not None}

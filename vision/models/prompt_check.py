@@ -1,4 +1,4 @@
-"""Finds prompts that a model cannot read, from its processor and its configuration, without weights."""
+"""Find prompts that a model cannot read, with its processor and config but without its weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mmrl.vision.models.media_arguments import video_size_options
 from mmrl.vision.models.model_families import check_length
 from mmrl.vision.models.processor import PromptEncoder
 
-SIZES = 1 << 16  # of images that stay known
-STAMP = 16  # tokens around a frame of a video, at most, such as `<12.5 seconds>`
+SIZES = 1 << 16  # cached image sizes
+STAMP = 16  # most tokens around a frame of a video, such as `<12.5 seconds>`
 
 
 class PromptCheck:
     """Raises `PromptError` for a prompt, or a recorded answer, that a model cannot read.
 
-    It encodes only where that is needed: one prompt of every form of conversation is written in the words of
-    the chat template; images are judged by their size, which the head of a file tells; and a prompt that
-    could be too long, by its bytes and the features of its media, is encoded. Of videos the header and the
-    processor tell how many those are at most, where the processor has `get_num_of_video_patches`; the length
-    of others, and what only decoding shows, such as a file that is cut short, is not seen.
+    It avoids encoding and decoding. One prompt per pattern of roles and media is rendered with the chat
+    template. The features of images are counted from the size in the file header, and those of videos are
+    bounded from their header, if the processor has `get_num_of_video_patches`. Only a prompt that could be
+    too long by these numbers and its bytes is encoded. Not found are too long videos of other processors, and
+    faults that only decoding shows, such as truncated files.
     """
 
     def __init__(self, encoder: PromptEncoder) -> None:
@@ -52,31 +52,32 @@ class PromptCheck:
                 self.encoder.written(prompt)
                 self._forms.add(form)
             features = sum(map(self._media_features, prompt.media))
-            said = max((len(text.encode()) for text in answers), default=0)
+            longest_answer = max((len(text.encode()) for text in answers), default=0)
             texts = len(prompt.text.encode()) + sum(len(m.extra) for m in prompt.messages)
-            # A token is a byte or more, and a template writes as much around every message as around one.
-            if self.limit and features + texts + said + self._around * len(prompt.messages) >= self.limit:
+            around = self._around * len(prompt.messages)
+            # A token has at least one byte.
+            if self.limit and features + texts + longest_answer + around >= self.limit:
                 encoded = self.encoder.encode(prompt)
                 longest = max((len(self.encoder.answer(text)) for text in answers), default=1)
                 check_length(encoded.next_position + longest - 1, self.limit)
 
     @cached_property
     def _around(self) -> int:
-        """The bytes that the template writes around one message of the user."""
+        """Number of bytes that the template adds around a message of the user."""
         message = {"role": "user", "content": [{"type": "text", "text": "x"}]}
         return len(self.encoder._render([message]).encode())
 
     def _media_features(self, medium: Media) -> int:
-        """Count the features of an image, or raise ValueError where the processor takes none of its size."""
+        """Count the features of an image or bound those of a video; ValueError if it is not supported."""
         processor = self.encoder.processor
         if medium.kind == "video":
             if getattr(processor, "video_processor", None) is None:
                 raise ValueError("it shows a video, but this model takes images only")
             return self._video_features(medium)
         if getattr(processor, "image_processor", None) is None:
-            return 0  # the template says that the model reads text only
+            return 0  # rendering the prompt raises an error: the model reads text only
         if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
-            return 0  # a table that holds images of many rows: its heads cannot be read one by one
+            return 0  # a table with the images of many rows, whose headers cannot be read one by one
         if medium.source is None:
             height, width = medium.load().pixels.shape[-2:]
         else:
@@ -84,14 +85,14 @@ class PromptCheck:
         return self._features(height, width)
 
     def _video_features(self, medium: Media) -> int:
-        """Bound the features, positions and time stamps of a video; 0 where they are not known undecoded."""
+        """Bound the features, positions and time stamps of a video; 0 if that needs decoding."""
         processor = self.encoder.processor.video_processor
         count = getattr(processor, "get_num_of_video_patches", None)
         if not self.limit or count is None or not isinstance(medium.load, MediaFile):
             return 0
         frames, height, width, seconds = medium.load.video_size()
         vision = getattr(self.encoder.core.config, "vision_config", None)
-        ticks = getattr(vision, "tokens_per_second", None) or 0  # positions count time where it is given
+        ticks = getattr(vision, "tokens_per_second", None) or 0  # positions per second, if any
         patches = count(frames, height, width, video_size_options(processor))
         return patches // processor.merge_size**2 + int(seconds * ticks) + frames * STAMP
 
@@ -101,8 +102,8 @@ class PromptCheck:
         if merge and hasattr(processor, "get_number_of_image_patches"):
             pixels = self.encoder.pixels
             limits = {"min_pixels": pixels.get("shortest_edge"), "max_pixels": pixels.get("longest_edge")}
-            asked = {name: value for name, value in limits.items() if value}
-            return int(processor.get_number_of_image_patches(height, width, asked)) // merge**2
+            options = {name: value for name, value in limits.items() if value}
+            return int(processor.get_number_of_image_patches(height, width, options)) // merge**2
         count = getattr(self.encoder.processor, "_get_num_multimodal_tokens", None)
         if count is None:
             return self.limit  # so the prompt is encoded

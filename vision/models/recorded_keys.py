@@ -1,4 +1,4 @@
-"""Whether a chat template reads what recorded turns hold beside their contents: calls, thoughts, names."""
+"""Check that a chat template reads the extra keys of recorded turns: tool calls, thoughts, names."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from jinja2 import TemplateError
 from mmrl.core.types import Message
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-OF_REPLIES = ("name", "tool_call_id")  # they say which call a reply answers, as its place does
+OF_REPLIES = ("name", "tool_call_id")  # redundant: the order of replies tells which call they answer
 Render = Callable[[list[dict[str, Any]]], str]
 
 
-def check_keys(messages: Sequence[Message], render: Render, known: dict[str, bool]) -> None:
-    """Raise ValueError for a key of a recorded turn that the chat template does not read in any place.
+def check_keys(messages: Sequence[Message], render: Render, read: dict[str, bool]) -> None:
+    """Raise ValueError for a key of a recorded turn that the chat template never reads.
 
-    `render` writes a conversation in the words of the template, and `known` keeps what was found. A template
-    that reads a key may still leave it out by its own rule, as Qwen3's does with thoughts before the last
-    question.
+    A template that reads a key may still omit it by its own rule, as the template of Qwen3 omits thoughts
+    before the last question.
+
+    Args:
+        messages: The recorded turns.
+        render: Renders a conversation with the template.
+        read: Cache of results by role and key.
     """
     for message in messages:
         for name, value in message.keys.items():
-            if (
-                message.role == "tool"
-                and name in OF_REPLIES
-                or _reads(message.role, name, value, render, known)
-            ):
+            redundant = message.role == "tool" and name in OF_REPLIES
+            if redundant or _reads(message.role, name, value, render, read):
                 continue
-            others = [key for key in THOUGHTS if _reads(message.role, key, value, render, known)]
+            others = [key for key in THOUGHTS if _reads(message.role, key, value, render, read)]
             advice = (
                 f"rename it to `{others[0]}`, which it reads"
                 if name in THOUGHTS and others
@@ -42,15 +43,15 @@ def check_keys(messages: Sequence[Message], render: Render, known: dict[str, boo
             )
 
 
-def _reads(role: str, name: str, value: Any, render: Render, known: dict[str, bool]) -> bool:
+def _reads(role: str, name: str, value: Any, render: Render, read: dict[str, bool]) -> bool:
     place = json.dumps([role, name])
-    if place not in known:
+    if place not in read:
         turn = {"role": role, "content": [{"type": "text", "text": "x"}]}
         before = [] if role in ("system", "user") else [{**turn, "role": "user"}]
         after = [{**turn, "role": "user"}] if role == "system" else []
         try:
             plain, whole = (render([*before, one, *after]) for one in (turn, {**turn, name: value}))
-            known[place] = plain != whole
+            read[place] = plain != whole
         except (TemplateError, TypeError, ValueError):
-            return True  # the conversation itself is written next, and says what is wrong with it
-    return known[place]
+            return True  # rendering the conversation itself raises a better error
+    return read[place]

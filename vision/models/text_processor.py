@@ -1,4 +1,4 @@
-"""What a tokenizer lacks to stand where the processor of a vision-language model does."""
+"""Processor interface for language models, which have a tokenizer only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class TextProcessor:
-    """The processor of a model that reads text only: a tokenizer.
+    """Wraps a tokenizer as the processor of a model that reads text only.
 
     Args:
         tokenizer: A tokenizer of transformers with a chat template.
@@ -19,7 +19,7 @@ class TextProcessor:
         self.tokenizer = tokenizer
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        """Render messages, or tokenize them as well; raises ValueError where one of the parts is not text."""
+        """Render or tokenize messages; raises ValueError if a part is not text."""
         blocks = [block for m in messages if not isinstance(m["content"], str) for block in m["content"]]
         seen = next((block["type"] for block in blocks if block["type"] != "text"), "")
         if seen:
@@ -32,7 +32,7 @@ class TextProcessor:
     def __call__(
         self, *, text: list[str], return_tensors: str, text_kwargs: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        # The template has written the special tokens.
+        # The chat template has already added the special tokens.
         options = {"add_special_tokens": False, **(text_kwargs or {})}
         inputs = self.tokenizer(text, return_tensors=return_tensors, **options)
         return {"input_ids": inputs["input_ids"]}

@@ -24,9 +24,9 @@ ROWS_AT_ONCE = 64  # of a parquet file, with their images
 
 
 class PairShards:
-    """Finished shards of scored pairs, written atomically, under `.build` in the output of a build.
+    """Finished shards of scored pairs in the folder `.build` of an output; interrupted builds resume from it.
 
-    `folder` is what an interrupted build resumes from; `media` has the images that were stored inside rows.
+    `media` is a subfolder for images that were stored inside rows.
     """
 
     def __init__(self, output: Path) -> None:
@@ -37,7 +37,7 @@ class PairShards:
         return self.folder / f"shard-{number:06d}.jsonl"
 
     def has(self, number: int) -> bool:
-        """Return whether a shard is finished."""
+        """Whether a shard is finished."""
         return self.path(number).is_file()
 
     def write(self, number: int, pairs: Iterable[ScoredPair]) -> None:
@@ -53,27 +53,27 @@ class PairShards:
         return [ScoredPair(**row | {name: tuple(row[name]) for name in lists}) for row in rows]
 
     def agree(self, name: str, plan: Mapping[str, Any]) -> None:
-        """Record the inputs of a build; raise where the folder was built from others."""
+        """Record the inputs of a build; raises `RowError` if the folder was built from other inputs."""
         text = json.dumps(plan, indent=1, ensure_ascii=False) + "\n"
         if not (self.folder / f"{name}.json").is_file():
             write_whole(self.folder / f"{name}.json", text)
-        known, plan = self.recorded(name), json.loads(text)  # as JSON gives them back: tuples become lists
-        other = [key for key in {**plan, **known} if plan.get(key) != known.get(key)]
+        recorded, plan = self.recorded(name), json.loads(text)  # after JSON, which makes lists of tuples
+        other = [key for key in {**plan, **recorded} if plan.get(key) != recorded.get(key)]
         if other:
             raise RowError(
-                f"'{self.folder}' holds a build with another {', '.join(other)}: {known.get(other[0])!r}, "
+                f"'{self.folder}' holds a build with another {', '.join(other)}: {recorded.get(other[0])!r}, "
                 f"not {plan.get(other[0])!r}; choose another output, or remove the folder"
             )
 
     def recorded(self, name: str) -> dict[str, Any]:
-        """Read what `agree` wrote."""
+        """Read the inputs recorded by `agree`."""
         return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def as_row(pair: ScoredPair, verdict: str, data: bytes) -> dict[str, Any]:
     """Convert a selected pair to a row of the data set; `data` is the image file.
 
-    `h_pos` and `h_neg` are the hallucination ratios of the answers that were expected to be better and worse,
+    `h_pos` and `h_neg` are the hallucination ratios of the better and the worse answer by expectation,
     whatever the verdict; None where the engine did not set them.
     """
     better, worse = (1, 0) if verdict == FLIPPED else (0, 1)
@@ -98,7 +98,7 @@ def as_row(pair: ScoredPair, verdict: str, data: bytes) -> dict[str, Any]:
 def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, file_rows: int) -> None:
     """Write parquet files of at most `file_rows` rows, replacing an earlier data set.
 
-    `count` is the expected number of rows; a few may be missing. The last file takes all that are left.
+    `count` is the expected number of rows; a few may be missing. The last file takes all remaining rows.
     """
     import pyarrow
     from datasets import Features, Image, List, Value
@@ -115,7 +115,7 @@ def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, fil
         "chosen_answer": message,
         "rejected_answer": message,
     }
-    partial, schema = output / BUILD / "data", Features(features).arrow_schema  # where a rename can move it
+    partial, schema = output / BUILD / "data", Features(features).arrow_schema  # on the same file system
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     files = max(1, -(-count // file_rows))  # rounded up
@@ -125,7 +125,7 @@ def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, fil
         with parquet.ParquetWriter(partial / name, schema) as writer:
             while batch := list(islice(chunk, ROWS_AT_ONCE)):
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema=schema))
-    shutil.rmtree(output / "data", ignore_errors=True)  # a folder is only renamed to an empty or missing one
+    shutil.rmtree(output / "data", ignore_errors=True)  # a rename needs an empty or missing target
     partial.replace(output / "data")
     columns = {"messages": "conversations", "chosen": "chosen_answer", "rejected": "rejected_answer"}
     info = describe_llama_factory(("conversations", "images"), "data")

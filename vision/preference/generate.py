@@ -1,4 +1,4 @@
-"""Unlabelled images of a folder or of rows, and the generation of scored answer pairs about them."""
+"""Generation of scored answer pairs about unlabelled images, from a folder or from rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmrl.vision.preference.select import ScoredPair
 
 @dataclass(frozen=True)
 class SourceItem:
-    """One image of a source with its prompt if the row has one, or a row that cannot be used."""
+    """One image of a source, with the prompt of its row, if any; or the fault of a row."""
 
     place: str
     ref: MediaRef | None = None
@@ -51,7 +51,7 @@ class ImageSource:
     def content(self) -> str:
         """Hash the files of rows, or the file names of a folder of images.
 
-        The images themselves are compared with their hashes when their pairs are written.
+        The content of images is checked later, when their pairs are written.
         """
         if self.files:
             return content_of(self.files)
@@ -67,7 +67,7 @@ class ImageSource:
 
     def _of_folder(self) -> Iterator[SourceItem]:
         for folder, subfolders, names in os.walk(self.source):
-            # In place: `os.walk` goes on with what is left in this list, in its order.
+            # In place: `os.walk` visits the entries of this list, in its order.
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             for path in (Path(folder, name) for name in sorted(names)):
                 if is_image_file(path):
@@ -90,7 +90,7 @@ class ImageSource:
 
 
 def content_of(paths: Iterable[Path]) -> str:
-    """Hash files by names and content (SHA-256), and folders by the files in them."""
+    """Hash files by name and content (SHA-256), and folders by the files in them."""
     content = hashlib.sha256()
     for path in paths:
         for inner in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -130,17 +130,17 @@ def generate_pairs(
         pairs.append(pair)
     if not prompts:
         return pairs
-    asked = [prompt for prompt in prompts.values() for _ in range(2)]  # in the order of the answers below
+    twice = [prompt for prompt in prompts.values() for _ in range(2)]  # in the order of the answers below
     rows: dict[str, list[Trajectory]] = {uid: [] for uid in prompts}
-    for row in engine.rollout(asked):
+    for row in engine.rollout(twice):
         rows[row.prompt.uid].append(row)
     for uid, both in rows.items():
         if len(both) != 2:
             raise ValueError(f"the engine gave {len(both)} answers about '{uid}', not two")
-        # The lower ratio first: that answer is expected to be better.
+        # The lower ratio first: that answer should be better.
         both.sort(key=lambda row: row.outcomes[-1].recorded.get("contrast_alpha", 0.0))
-    scores = iter(reward(asked, [row.outcomes[-1] for both in rows.values() for row in both]))
-    # An encoder has a limit of length; other rewards have none.
+    scores = iter(reward(twice, [row.outcomes[-1] for both in rows.values() for row in both]))
+    # Encoders have a limited context; other rewards do not.
     reads_whole = getattr(reward.function, "reads_whole", lambda text: True)
     answers = {}
     for uid, both in rows.items():
@@ -158,14 +158,14 @@ def generate_pairs(
 
 
 def _decoded(item: SourceItem, images: ImageSource, folder: Path) -> tuple[ScoredPair, Media | None]:
-    """Decode the image of an item; without one the pair has a fault."""
+    """Decode the image of an item; on failure the pair has a fault, and the image is None."""
     name, fault = "", "bad_row"
     try:
         if item.ref is None:
             raise MediaError(item.fault)
         name, fault = item.ref.path or item.place, "missing"
         data = images.bytes_of(item.ref)
-        fault = "unreadable"  # of the errors from here on
+        fault = "unreadable"  # for errors from here on
         frames = decode_image(data, name)
     except MediaError as error:
         return ScoredPair(item.place, name, fault=fault, what=str(error)), None

@@ -1,4 +1,4 @@
-"""Selection of preference pairs: which of two answers is better, which pairs are dropped, and why."""
+"""Selection of preference pairs: keep, reverse or drop a pair by the scores of its answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Decide = Literal["score", "dial", "random"]
 
 @dataclass(frozen=True)
 class ScoredPair:
-    """Two scored answers to an image, the one expected to be better first; or the fault of the image."""
+    """Two scored answers about an image, the better one by expectation first; or the fault of the image."""
 
     place: str  # of the row or the image, relative to the source
     image: str = ""  # its file, relative to the source
@@ -33,20 +33,20 @@ class ScoredPair:
     lengths: tuple[int, ...] = ()  # tokens
     scores: tuple[float | None, ...] = ()
     h: tuple[float | None, ...] = ()  # hallucination ratios
-    split: tuple[bool, ...] = ()  # answers longer than the encoder reads at once
+    split: tuple[bool, ...] = ()  # of each answer: whether it exceeds the encoder's context
     digest: str = ""  # of the image file
     fault: str = ""  # one of FAULTS, or of DROPS for pairs that cannot be decided
     what: str = ""  # description of the fault
 
     @property
     def gap(self) -> float:
-        """Subtract the score of the second answer from that of the first."""
+        """Score of the first answer minus score of the second."""
         return self.scores[0] - self.scores[1]
 
 
 @dataclass(frozen=True)
 class SelectionRule:
-    """Rule that keeps, reverses or drops pairs by their score gap; `vision.clip_pairs` has its options."""
+    """Rule that keeps, reverses or drops pairs by their score gap; see `vision.clip_pairs` for options."""
 
     decide: Decide = "score"
     tau_keep: float | None = None
@@ -62,7 +62,7 @@ class SelectionRule:
         """Return the reason why a pair cannot be decided; empty if it can."""
         if pair.fault:
             return pair.fault
-        first, second = (" ".join(text.split()) for text in pair.texts)  # white space makes no difference
+        first, second = (" ".join(text.split()) for text in pair.texts)  # ignore white space
         if not first or not second:
             return "empty"
         if first == second:
@@ -74,7 +74,7 @@ class SelectionRule:
         return ""
 
     def thresholds(self, gaps: Sequence[float]) -> tuple[float, float]:
-        """Return the least absolute gaps at which a pair is kept and reversed."""
+        """Return the least absolute gaps at which a pair is kept, and reversed."""
         sizes = sorted(map(abs, gaps)) or [0.0]
         # The quantile by linear interpolation between its two neighbours.
         rank = self.quantile * (len(sizes) - 1)
@@ -96,10 +96,7 @@ class SelectionRule:
 
 
 def with_faults(rule: SelectionRule, pairs: Iterable[ScoredPair]) -> Iterator[ScoredPair]:
-    """Set the fault of every pair that cannot be decided.
-
-    An image that came before with the same prompt is a duplicate.
-    """
+    """Set the fault of every pair that cannot be decided; a repeated image with its prompt is a duplicate."""
     seen: set[bytes] = set()
     for pair in pairs:
         fault = rule.fault(pair)
@@ -113,7 +110,7 @@ def with_faults(rule: SelectionRule, pairs: Iterable[ScoredPair]) -> Iterator[Sc
 
 @dataclass
 class PairSelector:
-    """Decides pairs one by one, and counts the verdicts."""
+    """Decides pairs one by one and counts the verdicts."""
 
     rule: SelectionRule
     thresholds: tuple[float, float]
@@ -127,7 +124,7 @@ class PairSelector:
     def select(
         self, pairs: Iterable[ScoredPair], image_of: Callable[[ScoredPair], bytes]
     ) -> Iterator[tuple[ScoredPair, str, bytes]]:
-        """Decide pair after pair; yields the selected ones with their verdicts and images."""
+        """Decide pairs one by one; yield the selected ones with their verdicts and images."""
         for pair in pairs:
             coin = torch.rand((), generator=self.stream.fixed("coin", pair.place))
             verdict = pair.fault or self.rule.judge(pair.gap, self.thresholds, float(coin))
@@ -148,13 +145,13 @@ class PairSelector:
                 self.dropped.append(f"{pair.place}: {pair.what or verdict}")
 
     def summary(self) -> dict[str, int]:
-        """Return the number of rows, of these kept and reversed, and of dropped pairs by reason."""
+        """Count all rows, kept and reversed ones, and dropped pairs by reason."""
         dropped = {name: self.counts[name] for name in (*FAULTS, *DROPS) if self.counts[name]}
         kept, flipped = self.counts[KEPT], self.counts[FLIPPED]
         return {"train": kept + flipped, KEPT: kept, FLIPPED: flipped, **dropped}
 
     def means(self) -> dict[str, float]:
-        """Return the mean gap of the pairs that could be decided, and of the selected ones."""
+        """Return the mean gap of decidable pairs, and of selected ones."""
         rows = self.counts[KEPT] + self.counts[FLIPPED]
         decided = rows + self.counts["tie"] + self.counts["small_gap"]
         return {

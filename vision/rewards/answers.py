@@ -6,10 +6,10 @@ from typing import Literal
 
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer, per_outcome
 from mmrl.core.answer_text import answer_part
 from mmrl.core.answers import targets_of, words_of
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer, per_outcome
 from mmrl.rewards.answers import MATH, AnswerForm, graded, own_text
 from mmrl.vision.benchmarks.amber import DIMENSIONS
 from mmrl.vision.benchmarks.chair import ratio
@@ -45,9 +45,9 @@ def object_mentions(
 def object_f1(
     prompt: Prompt, outcome: Outcome, *, form: Literal["f1", "precision", "recall"] = "f1"
 ) -> float | None:
-    """Measure the objects that a description names: precision of its mentions, recall of classes, or F1.
+    """Measure the objects in a description: precision of mentions, recall of classes, or F1.
 
-    A description without mentions earns 0; None where the prompt asks for no description.
+    A description without mentions gets 0; None where the prompt asks for no description.
     """
     counts = _counts(prompt, outcome)
     if counts is None:
@@ -59,12 +59,9 @@ def object_f1(
 
 
 def _counts(prompt: Prompt, outcome: Outcome) -> dict[str, float] | None:
-    """Count the objects that a description names; None where the prompt asks for no description."""
-    match prompt.target:
-        case None | str():
-            return None
-        case scene:
-            return scene.counts(outcome.text or "")
+    """Count the objects in a description; None where the prompt asks for no description."""
+    scene = prompt.target
+    return None if scene is None or isinstance(scene, str) else scene.counts(outcome.text or "")
 
 
 def _truth(prompt: Prompt) -> float | None:
@@ -93,14 +90,12 @@ def binary_vqa(
     Args:
         of: `correct`, or as labels for the metric `binary_classification` the `answer` and the `truth`: 1
             for yes, 0 for no, -1 for neither.
-        form: How answers are parsed: `pope` and `exact` as the scripts of POPE and AMBER do, `first_word` by
-            the first yes or no.
+        form: Parser of answers: `pope` and `exact` as in the scripts of POPE and AMBER, `first_word` for the
+            first yes or no.
         dimension: Keep only the questions of this dimension of AMBER.
     """
     truth = _truth(prompt)
-    if truth is None:
-        return None
-    if dimension and prompt.columns.get("type") not in DIMENSIONS[dimension]:
+    if truth is None or dimension and prompt.columns.get("type") not in DIMENSIONS[dimension]:
         return None
     answer = parse_yes_no(outcome.text or "", form)
     return {"truth": truth, "answer": answer, "correct": float(answer == truth)}[of]
@@ -121,8 +116,8 @@ def short_answer(
 ) -> float | None:
     """Reward with 1 if the last answer block (or boxed answer, or the whole text) is right, else 0.
 
-    Answers and targets are read by one parser, so a target given as the answer earns 1. Of several targets
-    each is right; None where the prompt has none.
+    Answers and targets have the same parser, so that the target itself earns 1. Each of several targets is
+    right; None where the prompt has none.
 
     Args:
         form: `text` compares words, ignoring case, punctuation and articles, with numbers up to ten in

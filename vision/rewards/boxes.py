@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer, per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer, per_outcome
 from mmrl.vision.benchmarks import boxes
 from mmrl.vision.benchmarks.boxes import (
     Box,
@@ -23,7 +23,7 @@ from mmrl.vision.benchmarks.boxes import (
 
 
 def _own_box(prompt: Prompt, *, inclusive: bool, reader: Reader) -> OwnAnswer | None:
-    """Write each target box as an answer; for the reader of VLM-R1 in whole numbers, which cost a little."""
+    """Write each target box as an answer; for the reader `vlm_r1` rounded, which lowers the full marks."""
     target = _target(prompt)
     if target is None or not target.boxes:
         return None
@@ -43,15 +43,15 @@ def _own_box(prompt: Prompt, *, inclusive: bool, reader: Reader) -> OwnAnswer | 
 def box_iou(
     prompt: Prompt, outcome: Outcome, *, inclusive: bool = False, reader: Reader = "ours"
 ) -> float | None:
-    """Measure the IoU of the answered box with the best of the target boxes; None without target boxes.
+    """Measure the IoU of the answered box with the best target box; None without target boxes.
 
-    An answer without a readable box earns 0. Read the rows with `vision.boxes`.
+    An answer without a valid box gets 0. Use the data set `vision.boxes`.
 
     Args:
-        inclusive: Whether an overlap of at most one pixel in width or height counts as none, which is all
-            that the inclusive pixels of VLM-R1 (arXiv 2504.07615) come to. Our default is the plain IoU:
-            it does not depend on the size of the image.
-        reader: How answers are parsed: `ours`, or as the code of VLM-R1 does, `vlm_r1` (see `parse_box`).
+        inclusive: Whether an overlap of at most one pixel in width or height counts as none, the effect of
+            the inclusive pixels of VLM-R1 (arXiv 2504.07615). Our default is the plain IoU, which does not
+            depend on the size of the image.
+        reader: Parser of answers: `ours`, or `vlm_r1` as in the code of VLM-R1 (see `parse_box`).
     """
     target = _target(prompt)
     if target is None:
@@ -72,25 +72,20 @@ def _own_detections(prompt: Prompt, *, form: Form) -> OwnAnswer | None:
         return None
     pairs = list(zip(target.boxes, target.labels, strict=True))
     items = [{"bbox_2d": list(target.in_answers(box)), "label": label} for box, label in pairs]
-    # Less than 1 where there are more objects than COCO's evaluation reads.
+    # Less than 1 for more objects than COCO's evaluation counts.
     return OwnAnswer((json.dumps(items),), _score(target, pairs, form) or 1.0)
 
 
 @reward(own_answer=_own_detections)
 @per_outcome
-def detection_map(
-    prompt: Prompt,
-    outcome: Outcome,
-    *,
-    form: Form = "map",
-) -> float | None:
+def detection_map(prompt: Prompt, outcome: Outcome, *, form: Form = "map") -> float | None:
     """Measure detected objects against all objects of an image (VLM-R1, arXiv 2504.07615).
 
-    The answer is a JSON list of `{"bbox_2d": [left, top, right, bottom], "label": "dog"}`, or None where
-    there is no object. `map` is COCO's mAP of the image with all scores equal, `length_penalty` that times
-    min(1, targets / detections), and `weighted_sum` 0.7 mean IoU + 0.3 completeness (see `detection_score`).
-    An answer that cannot be read earns 0; so does any detection where there is no target, and no detection
-    where there is one; if both are empty, 1. Labels are compared without case. None without target boxes.
+    The answer is a JSON list of `{"bbox_2d": [left, top, right, bottom], "label": "dog"}`, or None for no
+    object. `map` is COCO's mAP of the image with equal scores; `length_penalty` is `map` times min(1, targets
+    / detections); `weighted_sum` is 0.7 mean IoU + 0.3 completeness (see `detection_score`). An answer that
+    cannot be parsed gets 0. Without target boxes an empty list gets 1 and any detection 0; with targets an
+    empty list gets 0. Labels are compared without case. None for other targets than boxes.
     """
     target = _target(prompt)
     if target is None:
@@ -112,7 +107,4 @@ def _score(target: Boxes, answered: Sequence[tuple[Box, str]], form: Form) -> fl
 
 
 def _target(prompt: Prompt) -> Boxes | None:
-    match prompt.target:
-        case Boxes() as target:
-            return target
-    return None
+    return prompt.target if isinstance(prompt.target, Boxes) else None

@@ -1,4 +1,4 @@
-"""Rewards of temporal grounding and highlight detection; an answer without a readable span earns 0."""
+"""Rewards of temporal grounding and highlight detection; an answer without a valid span gets 0."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 
 from mmrl.config.ranges import NonNegativeFloat, Probability
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer, per_outcome
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.adapters import OwnAnswer, per_outcome
 from mmrl.vision.benchmarks.boxes import decimal
 from mmrl.vision.benchmarks.qvhighlights import (
     LEVELS,
@@ -42,7 +42,7 @@ def _written(span: Span) -> str:
 
 
 def _own_span(prompt: Prompt, *, form: Overlap, relax: float) -> OwnAnswer:
-    """Write each target span as an answer; it has less than 1 where the target is widened."""
+    """Write each target span as an answer; with a widened target its full marks are below 1."""
     spans = prompt.target.spans
     full = min(_overlap(span, prompt.target, form, relax) for span in spans)
     return OwnAnswer(tuple(f"<answer>{_written(span)}</answer>" for span in spans), full or 1.0)
@@ -58,21 +58,21 @@ def temporal_iou(
     relax: NonNegativeFloat = 0.0,
     reader: Reader = "ours",
 ) -> float:
-    """Measure the overlap of the answered span with the best of the target spans, in [0, 1].
+    """Measure the overlap of the answered span with the best target span, in [0, 1].
 
     Args:
         form: `iou`; `giou`, which also ranks disjoint spans, mapped to [0, 1] by (x + 1) / 2: our reading; or
             `timestamp_aware`, scaled by the accuracy of start and end (Time-R1, arXiv 2503.13377).
         relax: Widens the target by this share of its length on both sides (URPA, arXiv 2508.06317).
-        reader: How answers are parsed: `ours`, or as the published code does, `time_r1`, `videochat_r1` or
-            `evaluator` (see `parse_span`).
+        reader: Parser of answers: `ours`, or `time_r1`, `videochat_r1` or `evaluator` as in published code
+            (see `parse_span`).
     """
     span = parse_span(outcome.text or "", reader)
     return 0.0 if span is None else _overlap(span, prompt.target, form, relax)
 
 
 def _overlap(span: Span, target: Moments, form: Overlap, relax: float) -> float:
-    """Measure the overlap of a span with the best of the target spans."""
+    """Measure the overlap of a span with the best target span."""
     wide = [(start - relax * (end - start), end + relax * (end - start)) for start, end in target.spans]
     if form == "iou":
         return max(iou(span, t) for t in wide)
@@ -96,7 +96,7 @@ def span_set_iou(prompt: Prompt, outcome: Outcome) -> float:
 def _group_spans(
     prompts: Sequence[Prompt], outcomes: Sequence[Outcome]
 ) -> Iterator[tuple[dict[int, Span | None], list[Span]]]:
-    """Yield, for every prompt with two or more valid spans, the span of each outcome by index, and those."""
+    """Yield, for every prompt with two or more valid spans, the span of each outcome, and the valid spans."""
     groups: dict[str, dict[int, Span | None]] = {}
     for i, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
         groups.setdefault(prompt.uid, {})[i] = parse_span(outcome.text or "")
@@ -110,7 +110,7 @@ def _group_spans(
 def consensus_span(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
     """Measure the IoU with the mean span of the group, a pseudo-label (URPA, arXiv 2508.06317).
 
-    Answers without a span are left out of the mean and earn 0. A group with fewer than two spans has no
+    Answers without a span do not count in the mean and get 0. A group with fewer than two spans has no
     pseudo-label: None.
     """
     rewards: list[float | None] = [None] * len(outcomes)
@@ -131,13 +131,13 @@ def span_confidence(
 ) -> list[float | None]:
     """Compute a group's confidence exp(-gamma u) from the spread u of its spans (URPA, arXiv 2508.06317).
 
-    u is the standard deviation of the starts plus that of the ends. A label for `scale_by`; give it weight 0.
-    `gamma` and the unit of u are not published: use 5 for u as a fraction of the video (`normalise_by:
-    duration`), 0.1 for seconds.
+    u is the standard deviation of the starts plus the standard deviation of the ends. Use it as a label for
+    `scale_by`, with weight 0. The paper does not give `gamma` and the unit of u: use 5 for fractions of the
+    video (`normalise_by: duration`), 0.1 for seconds.
     """
     labels: list[float | None] = [None] * len(outcomes)
     for members, spans in _group_spans(prompts, outcomes):
-        # Divided by the count: our reading; URPA does not say.
+        # Our reading: the variance is divided by the count.
         spread = 0.0
         for times in zip(*spans, strict=True):
             mean = sum(times) / len(times)
@@ -153,7 +153,7 @@ def span_confidence(
 
 
 def _own_windows(prompt: Prompt, *, threshold: float | None) -> OwnAnswer:
-    """Write the target spans as an answer; it has less than 1 where there are more than are read."""
+    """Write the target spans as an answer; with more spans than count its full marks are below 1."""
     spans = prompt.target.spans
     return OwnAnswer(_own_spans(prompt).texts, _window_ap(spans, spans, threshold) or 1.0)
 
@@ -163,20 +163,21 @@ def _own_windows(prompt: Prompt, *, threshold: float | None) -> OwnAnswer:
 def window_ap(prompt: Prompt, outcome: Outcome, *, threshold: Probability | None = None) -> float:
     """Compute the average precision of the answered spans, ranked in the order of the answer.
 
-    `threshold` is the IoU of a match; by default the mean over 0.5 to 0.95 is taken.
+    Args:
+        threshold: IoU of a match; null: the mean over 0.5 to 0.95.
     """
     return _window_ap(parse_spans(outcome.text or ""), prompt.target.spans, threshold)
 
 
 def _window_ap(spans: Sequence[Span], targets: Sequence[Span], threshold: float | None) -> float:
-    # The first span counts most.
+    # The first span has the highest score.
     windows = [(start, end, -float(rank)) for rank, (start, end) in enumerate(spans[:MAX_WINDOWS])]
     thresholds = THRESHOLDS if threshold is None else (threshold,)
     return sum(detection_ap(targets, windows, t) for t in thresholds) / len(thresholds)
 
 
 def _rated_windows(outcome: Outcome) -> dict[int, float]:
-    """Map windows of two seconds to their answered scores."""
+    """Map windows of two seconds to the scores in the answer."""
     return {int(second // WINDOW_SECONDS): rating for second, rating in parse_saliency(outcome.text or "")}
 
 
@@ -186,7 +187,7 @@ def _own_saliency(prompt: Prompt) -> OwnAnswer | None:
 
 
 def _own_highlights(prompt: Prompt, *, level: Level, of: int) -> OwnAnswer | None:
-    """Write the mean saliency as an answer; annotators differ, so that it may have less than 1."""
+    """Write the mean saliency as an answer; where annotators differ its full marks may be below 1."""
     own = _own_saliency(prompt)
     full = _highlights(prompt, _rated(prompt.target), level)[of]
     return OwnAnswer(own.texts, full) if own and full else None
@@ -225,7 +226,7 @@ def _rated(target: Moments) -> dict[int, float]:
 def _highlights(
     prompt: Prompt, rated: Mapping[int, float], level: Level
 ) -> tuple[float | None, float | None]:
-    """Compute (AP, hit at 1) of answered scores by window, in which windows without a rating score 0."""
+    """Compute (AP, hit at 1) of scores by window; windows without a score count 0."""
     truth = prompt.target.saliency
     if not truth:
         return None, None
@@ -239,9 +240,9 @@ def _highlights(
 def saliency(prompt: Prompt, outcome: Outcome) -> float | None:
     """Reward highlight answers with 0.6 F2 + 0.4 / (1 + WMSE) (TempSamp-R1, arXiv 2509.18056).
 
-    F2 weighs the recall of annotated windows over precision; times match on the grid of two seconds, and WMSE
-    is the squared error of the scores of matched windows, weighted by the squared annotated score and divided
-    by the sum of the weights: our reading. An answer without a match earns 0.
+    F2 weighs recall of annotated windows over precision; times match on the grid of two seconds. WMSE is the
+    mean squared error of the scores of matched windows, weighted by the squared annotated score: our reading.
+    An answer without a match gets 0.
     """
     if not prompt.target.saliency:
         return None

@@ -1,4 +1,4 @@
-"""Rewards of actions on screens: their type, where they click, and what they type."""
+"""Rewards of actions on screens: the type of an action, and the place of a click."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from mmrl.config.ranges import PositiveFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import OwnAnswer, per_outcome, tagged
+from mmrl.core.answer_text import tagged
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import is_number
+from mmrl.rewards.adapters import OwnAnswer, per_outcome
 from mmrl.vision.benchmarks.boxes import Box, Boxes, decimal, is_box, parse_point
 
 Point = tuple[float, ...]
@@ -22,7 +23,7 @@ ROUNDING = 1e-9
 
 
 def own_action(prompt: Prompt, *, tag: str, of: Literal["sum", "type", "value"] = "type") -> OwnAnswer | None:
-    """Write the target action as an answer; `of` a click the sum is 2, and another action has no value."""
+    """Write the target action as an answer; a click earns 2 as `sum`, and only clicks have a `value`."""
     target = action_of(prompt)
     click = type_of(target) == "click"
     full = {"sum": 1.0 + click, "type": 1.0, "value": float(click)}[of]
@@ -30,7 +31,7 @@ def own_action(prompt: Prompt, *, tag: str, of: Literal["sum", "type", "value"] 
 
 
 def _own_click(prompt: Prompt) -> OwnAnswer | None:
-    """Write the middle of each target box as an answer."""
+    """Write the centre of each target box as an answer."""
     match prompt.target:
         case Boxes(boxes=boxes) as target if boxes:
             middles = [target.in_answers(((a + c) / 2, (b + d) / 2) * 2) for a, b, c, d in boxes]
@@ -50,11 +51,11 @@ def click_reward(
 ) -> float:
     """Reward a screen action with 1 for its type and 1 for its place (TON, arXiv 2505.16854).
 
-    Answer and target are dictionaries, in JSON or as Python writes them, with `action`, and `position` [x, y]
-    in shares of the screen; the answer's stands in its last `tag` block. The type is right if both actions
-    are called the same, whatever their case. The place is right if both are clicks at most `threshold` apart;
-    other actions earn nothing for it, as in the source. An answer that cannot be read earns 0. Nothing is
-    evaluated: our reading of a source that does.
+    Answer and target are dictionaries in JSON or Python syntax, with `action`, and `position` [x, y] in
+    shares of the screen; the answer's is in its last `tag` block. The type is right if the names of both
+    actions are equal without regard to case. The place is right if both are clicks at most `threshold` apart;
+    other actions get 0 for it, as in the paper's code. An answer that cannot be parsed gets 0. Our reading:
+    Python syntax is parsed as a literal, where the paper's code evaluates it.
 
     Args:
         of: `sum` of both, or only the `type` or the `value`.
@@ -74,9 +75,9 @@ def click_reward(
 @reward(own_answer=_own_click)
 @per_outcome
 def click_inside(prompt: Prompt, outcome: Outcome) -> float | None:
-    """Reward a click inside of a target box with 1, else 0, as ScreenSpot counts.
+    """Reward a click inside of a target box with 1, else 0, as in ScreenSpot.
 
-    The click is the first point of the answer, or the middle of its first box. Read the rows with
+    The click is the first point of the answer, or the centre of its first box. Use the data set
     `vision.boxes`; None without target boxes.
     """
     click, boxes = _click(prompt, outcome)
@@ -86,11 +87,11 @@ def click_inside(prompt: Prompt, outcome: Outcome) -> float | None:
 @reward(own_answer=_own_click)
 @per_outcome
 def click_proximity(prompt: Prompt, outcome: Outcome, *, sigma: PositiveFloat = 1.0) -> float | None:
-    """Measure how near a click is to the middle of its target box, in [0, 1] (SSL, arXiv 2601.22491).
+    """Measure the proximity of a click to the centre of its target box, in [0, 1] (SSL, arXiv 2601.22491).
 
     It is exp(-(dx / sx)^2 / 2 - (dy / sy)^2 / 2), where sx and sy are `sigma` times half the width and height
-    of the box: our reading. The click is read as by `click_inside`; an answer without one earns 0. A label
-    for `tiers`. Of several target boxes the nearest counts. None without target boxes.
+    of the box: our reading. The click is parsed as in `click_inside`; an answer without a click gets 0. Use
+    it as a label for `tiers`. Of several target boxes the nearest counts. None without target boxes.
     """
     click, boxes = _click(prompt, outcome)
     if click is None or not boxes:
@@ -104,7 +105,7 @@ def click_proximity(prompt: Prompt, outcome: Outcome, *, sigma: PositiveFloat = 
 
 
 def _click(prompt: Prompt, outcome: Outcome) -> tuple[tuple[float, float] | None, tuple[Box, ...] | None]:
-    """Read the click of an answer in pixels of the image, and the target boxes, None where there are none."""
+    """Return the click of an answer in pixels of the image, and the target boxes; None where missing."""
     match prompt.target:
         case Boxes(boxes=boxes, unit=(across, down)):
             point = parse_point(outcome.text or "")
@@ -116,9 +117,9 @@ def _click(prompt: Prompt, outcome: Outcome) -> tuple[tuple[float, float] | None
 
 
 def parse_action(text: str, tag: str = "action") -> Mapping[str, Any] | None:
-    """Parse the action in the last block of a tag: a dictionary in JSON or Python; None without a valid one.
+    """Parse the action in the last block of a tag: a dictionary in JSON or as a Python literal.
 
-    A valid action has a text as `action`. Python's form is parsed as a literal, so nothing is evaluated.
+    None without a valid action, which has a text under `action`.
     """
     blocks = tagged(text, tag)
     return _parsed(blocks[-1]) if blocks else None
@@ -140,7 +141,7 @@ def _parsed(text: str) -> Mapping[str, Any] | None:
 
 
 def action_of(prompt: Prompt) -> Mapping[str, Any]:
-    """Read the target action of a row: a dictionary, or a text that is one, with or without tags."""
+    """Read the target action of a row: a dictionary, or its text, with or without tags."""
     match prompt.target:
         case {"action": str()} as action:
             return action
@@ -160,13 +161,12 @@ def type_of(action: Mapping[str, Any]) -> str:
 
 
 def _numbers(value: Any, count: int) -> Point | None:
-    """Read a list of finite numbers, or a text that is one in JSON."""
-    match value:
-        case str(words):
-            try:
-                value = json.loads(words)
-            except (ValueError, RecursionError):
-                return None
+    """Read a list of finite numbers, or its JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
     match value:
         case [*numbers] if len(numbers) == count and all(map(is_number, numbers)):
             return tuple(map(float, numbers))
@@ -185,7 +185,7 @@ def box_of(action: Mapping[str, Any]) -> Any:
 
 
 def is_near(point: Point | None, other: Point | None, threshold: float) -> bool:
-    """Whether two points are there and at most `threshold` apart."""
+    """Whether two points exist and are at most `threshold` apart."""
     return point is not None and other is not None and math.dist(point, other) <= threshold + ROUNDING
 
 

@@ -1,4 +1,4 @@
-"""Visualizations of answers: spans of videos, preference pairs with scores, and hallucinated objects."""
+"""Visualizations of answers: spans in videos, preference pairs with scores, and hallucinated objects."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ GOOD, BAD = "#2b8a3e", "#b3261e"
 
 @visualization
 def film_strip(measured: Mapping[str, Measured], *, num: PositiveInt = 6, frames: PositiveInt = 16) -> str:
-    """Show videos as strips of `frames` frames, with the true and the answered spans as bars below.
+    """Show videos as film strips, with the true and the answered spans as bars below.
 
-    `measured` maps model names to evaluations; the first answer to each prompt is shown, for `num` prompts at
-    equal distances in the order of the evaluation.
+    Args:
+        measured: Evaluations by the names of their models; the first answer to each prompt is shown.
+        num: Number of prompts, at equal distances in the order of the evaluation.
+        frames: Number of frames in a strip.
     """
     answers = {name: _answers(evaluation) for name, evaluation in measured.items()}
     prompts = {uid: prompt for rows in answers.values() for uid, (prompt, _) in rows.items()}
@@ -54,7 +56,7 @@ def film_strip(measured: Mapping[str, Measured], *, num: PositiveInt = 6, frames
 
 
 def _bar(name: str, spans: Sequence[Span], duration: float, colour: str, note: str) -> str:
-    """Draw spans on a bar whose width is the duration of the video; `note` stands where there are none."""
+    """Draw spans on a bar as long as the video; without spans the caption is `note`."""
     blocks = "".join(
         f"<span style='position:absolute;top:2px;bottom:2px;border-radius:3px;background:{colour};"
         f"left:{100 * start / duration:.2f}%;width:{100 * (end - start) / duration:.2f}%'></span>"
@@ -72,8 +74,8 @@ def _bar(name: str, spans: Sequence[Span], duration: float, colour: str, note: s
 def pairs(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
     """Show images with the chosen and the rejected answer of a preference pair and their scores.
 
-    A pair is two answers to one prompt that record `preferred` and `score`, as `vision.preference_pairs`
-    reads them; other rows are skipped. `num` pairs of every evaluation are shown, at equal distances.
+    A pair is two answers to one prompt that record `preferred` and `score`, as from
+    `vision.preference_pairs`; other rows are skipped. `num` pairs of every evaluation are shown.
     """
     parts = []
     for name, evaluation in measured.items():
@@ -103,8 +105,8 @@ def pairs(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
 def captions(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
     """Show images with their objects and every model's first caption; hallucinated objects are struck out.
 
-    Images are those with known objects, as from `vision.closed_vocabulary`; others are skipped. `num` images
-    are shown, at equal distances.
+    Only images with annotated objects count, as from `vision.closed_vocabulary`. `num` images are shown, at
+    equal distances.
     """
     answers = {name: _answers(evaluation) for name, evaluation in measured.items()}
     scenes: dict[str, tuple[Prompt, Scene]] = {}
@@ -126,7 +128,7 @@ def captions(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
 
 
 def marked(scene: Scene, text: str) -> str:
-    """Convert a caption to HTML in which words for absent objects are struck out."""
+    """Convert a caption to HTML, with the words for absent objects struck out."""
     wrong = {m.word for m in scene.ontology.mentions(text) if m.name not in scene.objects}
     if not wrong:
         return html.escape(text)
@@ -150,7 +152,7 @@ def _answers(evaluation: Measured) -> dict[str, tuple[Prompt, list[Outcome]]]:
 
 def _evenly_spaced(items: Sequence[Any], num: int) -> Sequence[Any]:
     """Choose `num` items at equal distances, or all if there are fewer."""
-    # In whole numbers, so that no item comes twice.
+    # In integers, so that no item is repeated.
     return [items[i * len(items) // num] for i in range(num)] if len(items) > num else items
 
 

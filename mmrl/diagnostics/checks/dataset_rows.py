@@ -1,4 +1,4 @@
-"""Checks of data: faults in the text of rows."""
+"""Checks of data sets: faults in the text of rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unreadable_rows(rows: Rows) -> Iterator[Finding]:
 
 @check(on="data")
 def duplicate_ids(rows: Rows) -> Iterator[Finding]:
-    """Find rows of a split with the same `id`, whose answers would be compared as one group."""
+    """Find rows of one split with the same `id`: their answers would form one group."""
     ids = UniqueIds()
     for row in rows.valid():
         if row.columns.get("id") is not None:
@@ -65,18 +65,18 @@ def _answers(row: DataRow) -> list[str]:
 
 @check(on="data")
 def special_tokens(rows: Rows) -> Iterator[Finding]:
-    """Find texts with special tokens of a model, such as <|im_end|>, which it reads as words."""
+    """Find texts with special tokens of a model, such as <|im_end|>."""
     own = "|".join(map(re.escape, sorted(rows.special, key=len, reverse=True)))
     pattern = re.compile(own) if own else COMMON
     for row in rows.valid():
         for name, value in row.columns.items():
-            found = {word: None for text in texts_in(value) for word in pattern.findall(text)}
-            if found:
-                yield Finding(f"`{name}` holds {', '.join(map(repr, found))}", place=row.place)
+            tokens = dict.fromkeys(word for text in texts_in(value) for word in pattern.findall(text))
+            if tokens:
+                yield Finding(f"`{name}` holds {', '.join(map(repr, tokens))}", place=row.place)
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """List the texts of a value of a row, at any depth."""
+    """All texts in a value of a row, at any depth."""
     match value:
         case str():
             yield value
@@ -89,7 +89,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def text_of(value: Any) -> str:
-    """Read the text of an answer: a text, a number, a message, messages (the last counts) or parts."""
+    """Text of an answer: a text, a number, a message, the last of several messages, or content parts."""
     match value:
         case str():
             return value

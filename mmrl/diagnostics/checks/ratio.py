@@ -1,4 +1,4 @@
-"""Checks at the start: policy and engine agree about the log-probabilities of the first rollouts."""
+"""Checks at the start: policy and engine agree on the log-probabilities of the first rollouts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mmrl.diagnostics.context import Examined, Finding, lossy_pieces, spelled
 from mmrl.runtime.modules import evaluating
 
 ALIGN = (
-    "compare labels (shifted by one?), temperature, guidance and schedule of engine and policy; until then "
-    "nothing that is learned means anything"
+    "compare labels (shifted by one?), temperature, guidance and schedule of engine and policy; training is "
+    "meaningless until then"
 )
 
 
@@ -24,9 +24,9 @@ def initial_ratio(
 ) -> Iterator[Finding]:
     """Check that the ratio of policy to engine is 1 before the first update.
 
-    Where it is not, the policy is computed again: twice, in evaluation mode, row by row, in float32, shifted
-    by a step; the first that gives a ratio of 1 names the cause. Where the engine is less exact on purpose
-    (caches, transforms), the difference is reported, and is grave only above a KL of `max_kl`.
+    If it is not, the policy is evaluated again: in evaluation mode, row by row, in float32, and shifted by a
+    step; the first variant with a ratio of 1 names the cause. If the engine is less exact on purpose (caches,
+    transforms), the difference is reported, and is grave only above a KL of `max_kl`.
 
     Args:
         tolerance: Largest mean absolute difference of log-probabilities, in nats.
@@ -39,7 +39,7 @@ def initial_ratio(
     if not known.any():
         return
     logp = examined.replay()
-    # The same pass twice: where results differ, something in the policy draws numbers (dropout).
+    # Two passes with different results: something in the policy is random (dropout).
     difference, unsteady = _difference(logp, noted, known), _difference(logp, examined.replay(), known)
     lossy = lossy_pieces(examined.config)
     if lossy and unsteady <= tolerance:
@@ -71,7 +71,7 @@ def initial_ratio(
 
 @check(on="start")
 def importance_correction(examined: Examined) -> Iterator[Finding]:
-    """Check that the objective corrects for rollouts of an engine that is less exact than the policy."""
+    """Check that the objective corrects for the rollouts of a less exact engine."""
     lossy, objective = lossy_pieces(examined.config), examined.config.objective
     weighs = "step_weight" in find("objective", objective.name).options
     if lossy and weighs and "engine" not in examined.needs.others:
@@ -85,9 +85,9 @@ def importance_correction(examined: Examined) -> Iterator[Finding]:
 def _cause(
     examined: Examined, noted: Tensor, known: Tensor, unsteady: bool, tolerance: float
 ) -> tuple[str, str]:
-    """Compute log-probabilities in other ways until one agrees; returns the end of a sentence and advice."""
+    """Find the variant of the policy that agrees with the engine; returns a clause and advice."""
     policy = examined.policy
-    # From cheap to dear: a pass, a pass for every row, another collection by a model in float32.
+    # From cheap to expensive: one pass, one pass per row, a new collection in float32.
     with evaluating(policy.module):
         calm = examined.replay()
     if unsteady or _difference(calm, noted, known) <= tolerance:
@@ -113,19 +113,19 @@ def _cause(
                 "set policy.dtype=float32, or accept it with objective.step_weight=[truncated_importance] "
                 "and a clip range well above it",
             )
-    # Labels shifted by a step: column t of the policy is compared with column t - shift of the engine.
+    # Shifted labels: compare column t of the policy with column t - shift of the engine.
     steps = known.shape[1]
     for shift, side in ((1, "earlier"), (-1, "later")):
         low, high = max(0, shift), min(steps, steps + shift)
         both = known[:, low:high] & known[:, low - shift : high - shift]
         shifted = noted[:, low - shift : high - shift]
         if both.any() and _difference(calm[:, low:high], shifted, both) <= tolerance:
-            return f": the policy says of a step what belongs one step {side}", ALIGN
+            return f": the log-probabilities of the policy belong one step {side}", ALIGN
     tried = "in evaluation mode, row by row" + (" and in float32" if exact is not None else "")
-    return f", also {tried}: the two do not speak of the same steps", ALIGN
+    return f", also {tried}: policy and engine do not score the same steps", ALIGN
 
 
 def _difference(first: Tensor, second: Tensor, known: Tensor) -> float:
-    """Mean absolute difference of two (N, T) tables over the known steps."""
+    """Mean absolute difference of two tensors (N, T) over the steps `known` (N, T)."""
     known = known.cpu()
     return float((first.cpu().double() - second.cpu().double())[known].abs().mean())

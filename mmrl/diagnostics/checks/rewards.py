@@ -1,4 +1,4 @@
-"""Checks at the start: rewards apply, differ inside groups, and prefer known-good answers."""
+"""Checks at the start: rewards apply, vary inside groups, and prefer known-good answers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 from mmrl.config.binding import Bound
 from mmrl.config.registry import check
-from mmrl.config.reward_adapters import handed
 from mmrl.core.episodes import join_episodes
 from mmrl.core.reward_table import EQUAL
 from mmrl.core.tensor import group_index, group_range
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diagnostics.context import Examined, Finding, spelled
+from mmrl.runtime.scoring import handed
 
 
 @check(on="start")
 def rewards_apply(examined: Examined) -> Iterator[Finding]:
-    """Check that every reward and label applies to an answer: None for all of them teaches nothing."""
+    """Check that every reward and label applies to at least one answer."""
     for what in examined.table.absent.values():
         yield Finding(
             what,
@@ -34,7 +34,7 @@ def rewards_apply(examined: Examined) -> Iterator[Finding]:
 
 @check(on="start")
 def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
-    """Check that rewards differ between the answers to a prompt: equal ones teach nothing."""
+    """Check that rewards differ between the answers to a prompt; equal rewards give no gradient."""
     table = join_episodes(examined.table)
     if not len(table) or examined.config.rollout.num_generations < 2:
         return
@@ -66,16 +66,16 @@ def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
 
 @check(on="start")
 def reward_sanity(examined: Examined) -> Iterator[Finding]:
-    """Check that known-good answers earn more than empty ones and than answers to another prompt.
+    """Check that known-good answers earn more than empty answers and answers to other prompts.
 
-    A known-good answer is the first recorded one, or the target where that is a text. The weighted sum is
-    compared: a single reward may prefer a short answer, or not depend on the prompt.
+    A known-good answer is the first recorded one, or a target that is a text. The check compares weighted
+    sums: a single reward may prefer short answers, or not depend on the prompt.
     """
     prompts = [prompt for prompt in examined.prompts if prompt.answers or type(prompt.target) is str]
     if not prompts:
         return
     answers = [prompt.answers[0] if prompt.answers else Outcome(text=prompt.target) for prompt in prompts]
-    # Empty: no text, and images and videos that are black, where an answer has them.
+    # Empty answers: no text, black images and videos.
     empty = [
         replace(
             good,
@@ -87,7 +87,10 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
     ]
     spoilt = {"an empty one": empty}
     if len(prompts) > 1:
-        spoilt["one to another prompt"] = [*answers[1:], answers[0]]  # each gets the next one's
+        spoilt["one to another prompt"] = [
+            *answers[1:],
+            answers[0],
+        ]  # each prompt gets the answer of the next one
     bounds = [bound for bound in examined.rewards if bound.weight]
     good = {bound.name: _measured(bound, prompts, answers) for bound in bounds}
     equal = []
@@ -105,7 +108,7 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
 
 
 def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Find a mean margin below 0, and below 0 for most prompts."""
+    """Finding where the margin is below 0 on average and for most prompts."""
     known = ~torch.stack(list(margins.values())).isnan().all(0)
     total = torch.stack([margin.nan_to_num() for margin in margins.values()]).sum(0)
     wrong = (total < -EQUAL) & known
@@ -121,7 +124,7 @@ def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Pro
 
 
 def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome]) -> torch.Tensor:
-    """Compute the rewards of answers; NaN where a reward does not apply or raises."""
+    """Rewards of answers; NaN where a reward does not apply or raises."""
 
     async def awaited(values: Awaitable[Any]) -> Any:
         return await values
@@ -132,5 +135,5 @@ def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome
             values = asyncio.run(awaited(values))
         numbers = [math.nan if value is None else float(value) for value in values]
         return torch.tensor(numbers, dtype=torch.float64)
-    except Exception:  # in training a fault is reported; these answers are not the policy's
+    except Exception:  # training reports faults; these answers are not from the policy
         return torch.full((len(prompts),), math.nan, dtype=torch.float64)

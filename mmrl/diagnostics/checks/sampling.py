@@ -1,4 +1,4 @@
-"""Check at the start: rollouts are sampled with the parameters of the configuration."""
+"""Checks at the start: the engine samples with the configured parameters, and repeatably."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mmrl.config.registry import check
 from mmrl.core.types import Outcome
 from mmrl.diagnostics.context import Examined, Finding
 
-ASKED = 2  # prompts, twice each
-MEASURABLE = 30  # steps below which chance explains anything
+REPEATED = 2  # prompts that are answered twice
+MEASURABLE = 30  # fewest steps for a test
 STRANGE = 6.0  # standard errors
-# Options that make samples likelier than chance, with the values that do not.
+# Options that truncate the distribution, with the values that do not.
 OFF = {"top_p": 1, "top_k": 0, "min_p": 0}
 GREEDY = ("temperature", 0)
 
@@ -24,8 +24,8 @@ GREEDY = ("temperature", 0)
 def sampling_params(examined: Examined) -> Iterator[Finding]:
     """Check that the engine samples with its configured parameters, not with those of a checkpoint.
 
-    The mean surprise of sampled steps, -log p, equals the entropy. A much lower one means greedy sampling, a
-    lower temperature or a truncated distribution. What the configuration asks for is taken into account.
+    The expected -log p of sampled steps is the entropy. A much lower mean indicates greedy sampling, a
+    lower temperature or a truncated distribution that the configuration does not ask for.
     """
     yield from _overwritten(examined)
     rows = [row for row in examined.rollouts if row.on_policy]
@@ -37,14 +37,14 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
     entropies = [row.notes["entropy"].double() for row in rows if "entropy" in row.notes]
     surprises, entropies = ([note[~note.isnan()] for note in listed] for listed in (surprises, entropies))
     options = [item for piece in examined.config.rollout.engine for item in piece.options.items()]
-    # A temperature above 0 makes samples likelier too, but it is part of what is recorded.
-    asked = {
+    # A temperature above 0 does not matter: recorded log-probabilities include it.
+    truncating = {
         name: value for name, value in options if (name, value) == GREEDY or value != OFF.get(name, value)
     }
-    if surprises and not asked:
+    if surprises and not truncating:
         difference, entropy = torch.cat(surprises), float(torch.cat(entropies).mean())
         mean, count = float(difference.mean()), len(difference)
-        # E[-log p] is the entropy, so the mean difference is 0 but for chance; `error` is its standard error.
+        # The expected difference is 0; `error` is the standard error of its mean.
         error = float(difference.std()) / math.sqrt(count) if count > 1 else math.inf
         if count >= MEASURABLE and mean < -STRANGE * error and mean < -0.1 * entropy and entropy > 0.01:
             yield Finding(
@@ -54,7 +54,7 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
                 "that come with the checkpoint (generation_config: do_sample, temperature, top_p, top_k)",
             )
     if _all_alike(examined) and len(rows) > 1:
-        how = f" ({', '.join(f'{k}={v}' for k, v in asked.items())})" if asked else ""
+        how = f" ({', '.join(f'{k}={v}' for k, v in truncating.items())})" if truncating else ""
         yield Finding(
             f"all answers of every prompt are the same{how}",
             "sample: a group of equal answers has no advantage; set the temperature above 0, and see that "
@@ -66,30 +66,30 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
 def repeatable_rollouts(examined: Examined) -> Iterator[Finding]:
     """Check that the engine gives the same answers to the same prompts and seed, bit for bit.
 
-    A run that does not repeat itself cannot be resumed exactly. Two more collections of `ASKED` prompts are
-    drawn for it, so it belongs to `mmrl doctor`.
+    A run that is not repeatable cannot be resumed exactly. The check samples two more collections, so it is
+    part of `mmrl doctor` only.
     """
-    prompts = [prompt for prompt in examined.prompts[:ASKED] for _ in range(2)]
+    prompts = [prompt for prompt in examined.prompts[:REPEATED] for _ in range(2)]
     first, second = ([outcome for row in examined.ask(prompts) for outcome in row.outcomes] for _ in range(2))
     apart = sum(not _alike(*pair) for pair in zip(first, second, strict=False))
     if apart or len(first) != len(second):
         yield Finding(
-            f"of {len(first)} answers {apart + abs(len(first) - len(second))} are others when the same "
-            "prompts are asked again with the same seed",
+            f"{apart + abs(len(first) - len(second))} of {len(first)} answers differ when the same prompts "
+            "are answered again with the same seed",
             "draw from `stream.generator(...)`, never from torch's own generator or the time; give servers "
             "and environments a seed",
         )
 
 
 def _overwritten(examined: Examined) -> Iterator[Finding]:
-    """Compare numeric options of engines with their attributes; those that follow a schedule are skipped."""
+    """Compare numeric options of engines with their attributes; skips options that follow a schedule."""
     pieces = examined.config.rollout.engine
     engines: list[Any] = [examined.engine]
-    while hasattr(engines[-1], "engine"):  # wrappers keep what they wrap under this name
+    while hasattr(engines[-1], "engine"):  # the engine that a wrapper wraps
         engines.append(engines[-1].engine)
-    for piece, made in zip(reversed(pieces), engines, strict=False):
+    for piece, engine in zip(reversed(pieces), engines, strict=False):
         for name, value in piece.options.items():
-            actual = getattr(made, name, value)
+            actual = getattr(engine, name, value)
             if type(value) in (int, float) and type(actual) in (int, float) and actual != value:
                 yield Finding(
                     f"the engine '{piece.name}' was given {name}={value:g} and works with {actual:g}",
@@ -98,7 +98,7 @@ def _overwritten(examined: Examined) -> Iterator[Finding]:
 
 
 def _all_alike(examined: Examined) -> bool:
-    """Return whether there are groups of several sampled answers, and all answers of each are the same."""
+    """Whether the sampled answers of every group with several answers are equal."""
     groups: dict[str, list[Outcome]] = {}
     for row in examined.rollouts:
         if row.on_policy:
@@ -108,7 +108,7 @@ def _all_alike(examined: Examined) -> bool:
 
 
 def _alike(first: Outcome, other: Outcome) -> bool:
-    """Return whether two answers are the same: their text, and their image or video bit for bit."""
+    """Whether two answers are equal: text, and image or video bit for bit."""
     return first.text == other.text and all(
         a is b or (a is not None and b is not None and torch.equal(a, b))
         for a, b in ((first.image, other.image), (first.video, other.video))

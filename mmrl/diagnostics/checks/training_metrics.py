@@ -1,8 +1,8 @@
-"""Checks while training: signs in the metrics of a run that it does not learn what it should.
+"""Checks while training: metrics that indicate a faulty run.
 
-A record is the metrics of a step by name; those of an evaluation are `eval_x`, with the ends of the interval
-as `eval_x/low` and `eval_x/high`. A check reports the first step that gives cause, so that its text stays the
-same while the run goes on.
+A record has the metrics of a step by name; metrics of evaluations are `eval_x`, with the bounds of their
+intervals as `eval_x/low` and `eval_x/high`. A check reports the first step with a fault, so its text does
+not change while the run continues.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mmrl.diagnostics.memory_estimates import peak, room
 from mmrl.reporting.metrics import of_training
 
 Records = Sequence[Mapping[str, Any]]
-DIFFERENCE = "sampling/sampling_logp_difference/mean"  # between engine and policy
-ADAPTER = ("lora_", "adapter")  # in the names of the parameters of adapters
+DIFFERENCE = "sampling/sampling_logp_difference/mean"  # of engine and policy
+ADAPTER = ("lora_", "adapter")  # substrings of parameter names of adapters
 Pairs = list[tuple[int, float]]  # step and value
 
 
 def _series(records: Records, name: str) -> Generator[Finding, None, Pairs]:
-    """Return the finite values of a metric with their steps; yield a finding where no record has it."""
-    # Evaluations are rare: before the first one their metrics are not missing, only not measured yet.
+    """Return the finite values of a metric with their steps; yields a finding where no record has it."""
+    # Before the first evaluation its metrics are not missing.
     evaluated = [r for r in records if any(key.startswith("eval_") for key in r)]
-    known = evaluated if name.startswith("eval_") else records
-    if known and not any(name in record for record in known):
-        hint = nearest(name, known[0])
+    candidates = evaluated if name.startswith("eval_") else records
+    if candidates and not any(name in record for record in candidates):
+        hint = nearest(name, candidates[0])
         yield Finding(f"a check reads '{name}', which the metrics of the run do not have", hint)
         return []
     pairs = [(record["step"], record.get(name, math.nan)) for record in records]
@@ -42,7 +42,7 @@ def _mean(pairs: Pairs) -> float:
 
 
 def _averages(pairs: Pairs, window: int) -> Pairs:
-    """Averages over `window` records, with the step of the last of them."""
+    """Means over `window` records, with the step of the last one."""
     ends = range(window, len(pairs) + 1)
     return [(pairs[end - 1][0], _mean(pairs[end - window : end])) for end in ends]
 
@@ -53,7 +53,7 @@ def reward_hacking(
 ) -> Iterator[Finding]:
     """Warn if the trained reward rose while a held-out metric fell below its first interval.
 
-    Higher is taken to be better. The rule is our reading of reward hacking.
+    Assumes that higher values are better. The rule is our reading of reward hacking.
 
     Args:
         rising: Metric of the trained reward.
@@ -67,10 +67,10 @@ def reward_hacking(
     for name in names:
         values = yield from _series(records, name)
         low = next((record[f"{name}/low"] for record in records if f"{name}/low" in record), math.nan)
-        for step, value in values[1:]:  # the first is that of the interval
-            seen = [pair for pair in trained if pair[0] <= step]
-            size = min(window, len(seen) // 2)  # start and end share no record
-            if size and value < low and (end := _mean(seen[-size:])) > (start := _mean(seen[:size])):
+        for step, value in values[1:]:  # the first value belongs to the interval
+            before = [pair for pair in trained if pair[0] <= step]
+            size = min(window, len(before) // 2)  # start and end share no record
+            if size and value < low and (end := _mean(before[-size:])) > (start := _mean(before[:size])):
                 yield Finding(
                     f"{name} fell to {value:.4g} at step {step + 1}, below the interval it began in "
                     f"({values[0][1]:.4g}, from {low:.4g}), while {rising} rose from {start:.4g} to "
@@ -91,7 +91,7 @@ def metric_drop(
         window: Records per average.
     """
     averages = _averages((yield from _series(records, of)), window)
-    for step, average in averages[window:]:  # from the first window that shares no record with the start
+    for step, average in averages[window:]:  # windows that share no record with the first one
         start = averages[0][1]
         if average < share * start:
             yield Finding(
@@ -103,11 +103,11 @@ def metric_drop(
 
 @check(on="training")
 def metric_spike(records: Records, *, of: str, above: float, window: PositiveInt = 1) -> Iterator[Finding]:
-    """Warn if the average of a metric rose above a bar.
+    """Warn if the average of a metric rose above a threshold.
 
     Args:
         of: The metric.
-        above: The bar.
+        above: The threshold.
         window: Records per average.
     """
     for step, average in _averages((yield from _series(records, of)), window):
@@ -120,13 +120,12 @@ def metric_spike(records: Records, *, of: str, above: float, window: PositiveInt
 def effective_samples(
     records: Records, *, least: PositiveShare = 0.5, window: PositiveInt = 5
 ) -> Iterator[Finding]:
-    """Warn if rollouts are worth few of the policy's own, because the engine samples from other weights.
+    """Warn if the effective sample size of rollouts is small, because engine and policy differ.
 
-    Importance weights of policy over engine say how many answers they are worth (`sampling/ess/rows`); runs
-    that record none are left alone.
+    It reads `sampling/ess/rows`, computed from importance weights; runs without this metric pass.
 
     Args:
-        least: The least share of answers.
+        least: Smallest effective share of answers.
         window: Records per average.
     """
     shares = [(r["step"], r["sampling/ess/rows"]) for r in records if "sampling/ess/rows" in r]
@@ -144,13 +143,12 @@ def effective_samples(
 def logprob_mismatch(
     records: Records, *, of: str = DIFFERENCE, tolerance: NonNegativeFloat = 1e-3
 ) -> Iterator[Finding]:
-    """Warn if engine and policy disagree about log-probabilities at the first reported step.
+    """Warn if engine and policy disagree on log-probabilities at the first reported step.
 
-    Before the first update the ratio of policy to engine is 1, whatever the method: a difference is a defect
-    of precision, guidance, batch or bookkeeping, and the first thing to look at when no reward rises.
-    Half-precision engines of tokens differ by about a hundredth; methods that clip at 1e-4 need a tolerance
-    below that. An engine that records no log-probabilities gives nothing to compare, and one that is `cheap`
-    on purpose (its record says by what) is expected to differ.
+    Before the first update the ratio of policy to engine is 1 for every method. A difference is a defect of
+    precision, guidance, batching or bookkeeping, and the first thing to check when no reward rises.
+    Half-precision engines of tokens differ by about 0.01; methods that clip at 1e-4 need a tolerance below
+    that. Engines that record no log-probabilities, or are less exact on purpose (`cheap`), pass.
     """
     first = of_training(records)[:1]
     if any(record.get("cheap") or (of == DIFFERENCE and of not in record) for record in first):
@@ -168,7 +166,7 @@ def logprob_mismatch(
 
 @check(on="start")
 def gradient_flow(examined: Examined) -> Iterator[Finding]:
-    """Check that a gradient reaches every trained parameter, and that no adapter is frozen."""
+    """Check that every trained parameter gets a gradient, and that no adapter is frozen."""
     if examined.untouched:
         yield Finding(
             f"no gradient reaches {spelled(examined.untouched)}, though they are to be trained",
@@ -186,7 +184,7 @@ def gradient_flow(examined: Examined) -> Iterator[Finding]:
 
 @check(on="start")
 def fits_memory(examined: Examined, *, share: PositiveFloat = 0.9) -> Iterator[Finding]:
-    """Check that the estimated memory of a run is at most a share of the memory of the machine."""
+    """Check that the estimated memory of a run is at most `share` of the memory of the device."""
     needed, size = peak(examined.memory), room()[0]
     if size and needed > share * size:
         largest = sorted(examined.memory.items(), key=lambda item: -item[1])[:3]

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, drawn with matplotlib: lines, stacked areas, and one metric against another."""
+"""Charts as inline SVG, drawn with matplotlib: lines and stacked areas."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0f6fbf", "#d9622b", "#2b8a3e", "#8447b8", "#b8860b", "#0b8a8f", "#c2255c", "#5b6b7b")
-BELOW, ZERO, ABOVE = (217, 98, 43), (207, 214, 221), (15, 111, 191)  # of `diverging`
-DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # of every next eight lines
-# In points, near the pixels that a chart takes on a phone, so that its letters stay legible.
+BELOW, ZERO, ABOVE = (217, 98, 43), (207, 214, 221), (15, 111, 191)  # RGB colours that `diverging` mixes
+DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # for lines 1 to 8, 9 to 16, 17 to 24
+# Size in points, close to the pixels of a phone screen, so that text stays legible.
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 60, 22, 16, 38  # fixed margins, so that the script knows where the axes are
 AXES = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT)
-POINTS = {"line": 240, "path": 240, "area": 40}  # longer lines are averaged in bins
-BANDS = 3  # with more lines than this, the intervals would cover each other
-SMOOTHED = 40  # lines of this many points or more get a running mean drawn over them
+POINTS = {"line": 240, "area": 40}  # longer lines are averaged in bins
+BANDS = 3  # largest number of lines whose intervals are shaded
+SMOOTHED = 40  # lines with at least this many points get a running mean
 STYLE = Path(__file__).with_name("chart.mplstyle")
 
 
@@ -38,36 +38,28 @@ class Line:
     """A named series of points."""
 
     label: str  # in the legend
-    x: Sequence[float]  # step or other abscissa of every point
+    x: Sequence[float]  # step of every point
     y: Sequence[float]  # NaN leaves a gap
-    place: int = 0  # index of colour and dashes, so that a run keeps them over several charts
-    band: Sequence[tuple[float, float]] = ()  # ends (low, high) of an interval for every point, or nothing
+    place: int = 0  # index of colour and dashes; a run keeps it in all charts
+    band: Sequence[tuple[float, float]] = ()  # interval (low, high) of every point; empty: none
 
 
 @contextmanager
 def chart_style(salt: str = "mmrl") -> Iterator[None]:
-    """Draw charts in the style of pages; ids inside an SVG are hashes of its content and of `salt`."""
+    """Apply the chart style; the ids inside an SVG are hashes of its content and `salt`."""
     from matplotlib import style
 
     with style.context([STYLE, {"svg.hashsalt": salt}]):
         yield
 
 
-def chart(
-    lines: Sequence[Line],
-    kind: Literal["line", "area", "path"] = "line",
-    *,
-    unit: str = "",
-    x_label: str = "step",
-) -> Markup:
-    """Draw a chart with its unit above and its legend below.
+def chart(lines: Sequence[Line], kind: Literal["line", "area"] = "line", *, unit: str = "") -> Markup:
+    """Draw values over steps, with the unit above the chart and the legend below it.
 
     Args:
-        lines: What is drawn; those of an area chart have the same `x`.
-        kind: `line`: values over steps. `area`: stacked, the first at the bottom. `path`: two numbers against
-            each other, from a ring at the start to a full dot at the end.
+        lines: The lines; in an area chart they all have the same `x`.
+        kind: `line`, or `area`: stacked, the first line at the bottom.
         unit: Unit of the values.
-        x_label: Title of the x axis; steps are whole numbers.
     """
     from matplotlib.figure import Figure
 
@@ -75,27 +67,25 @@ def chart(
     with chart_style(salt=repr((unit, lines))):  # no id of another chart of the page
         figure = Figure((WIDTH / 72, HEIGHT / 72), dpi=72)
         axes = figure.add_axes(AXES)
-        axes.set_xlabel(x_label)
-        axes.locator_params(nbins=5, steps=[1, 2, 5, 10])  # a quarter would need a digit more
-        axes.locator_params(axis="x", integer=x_label == "step")
-        {"line": draw_lines, "area": draw_areas, "path": draw_paths}[kind](axes, lines)
-        over_steps = kind != "path"
-        if over_steps and len(steps := {x for line in lines for x in line.x}) == 1:
-            axes.set_xticks([*steps])  # instead of fractions around it
+        axes.set_xlabel("step")
+        axes.locator_params(nbins=5, steps=[1, 2, 5, 10])  # ticks at 2.5 would need one more digit
+        axes.locator_params(axis="x", integer=True)
+        axes.margins(x=0, y=0.04)
+        (draw_lines if kind == "line" else draw_areas)(axes, lines)
+        if len(steps := {x for line in lines for x in line.x}) == 1:
+            axes.set_xticks([*steps])  # not fractions around a single step
         svg = svg_of(figure)
 
-    # The page's script reads the values at a step off these points.
+    # The page's script reads the values at the cursor from these points.
     points = [[[rounded(x) for x in line.x], [rounded(y) for y in line.y]] for line in lines]
-    data = {"box": [LEFT, WIDTH - RIGHT, *map(float, axes.get_xlim())], "lines": points} if over_steps else {}
-    ends = [finite(line.y)[-1] if over_steps else None for line in lines]
-    legend = [(style_of(line.place)[0], line.label, end) for line, end in zip(lines, ends, strict=True)]
+    data = {"box": [LEFT, WIDTH - RIGHT, *map(float, axes.get_xlim())], "lines": points}
+    legend = [(style_of(line.place)[0], line.label, finite(line.y)[-1]) for line in lines]
     size = {"width": WIDTH, "height": HEIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
     return macros().chart(Markup(svg.partition(">")[2].removesuffix("</svg>\n")), size, data, unit, legend)
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
-    """Draw lines over steps: of few lines the intervals, of many points a running mean over faint points."""
-    axes.margins(x=0, y=0.04)
+    """Draw lines; shade the intervals of few lines, and draw a running mean over lines of many points."""
     for line in lines:
         colour, dash = style_of(line.place)
         if line.band and len(lines) <= BANDS:
@@ -103,45 +93,24 @@ def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
             axes.fill_between(line.x, low, high, color=colour, alpha=0.13, linewidth=0)
         if len(line.x) >= SMOOTHED:
             axes.plot(line.x, line.y, color=colour, linewidth=1, alpha=0.28)
-        # Not clipped, since the first and the last dot lie on the edges of the axes.
+        # Unclipped: the first and the last dot lie on the edges of the axes.
         dots = {"marker": "o", "markersize": 4.5, "clip_on": False, "markevery": dotted(line.y)}
         axes.plot(line.x, smooth(line.y), color=colour, linestyle=dash, linewidth=1.8, **dots)
     low, high = axes.dataLim.intervaly
-    if high - low <= 1e-12 * max(abs(low), abs(high)):  # constant but for rounding: in the middle
+    if high - low <= 1e-12 * max(abs(low), abs(high)):  # constant up to rounding: draw it in the middle
         half = abs(low) / 2 or 0.5
         axes.set_ylim(low - half, high + half)
     elif low == 0:
-        axes.set_ylim(bottom=0)  # numbers that begin at 0 start on the axis
+        axes.set_ylim(bottom=0)
 
 
 def draw_areas(axes: Axes, lines: Sequence[Line]) -> None:
     """Stack lines over the same steps."""
-    axes.margins(x=0, y=0.04)
     colours = [style_of(line.place)[0] for line in lines]
     x, heights = lines[0].x, [line.y for line in lines]
-    if len(x) == 1:  # as wide as a step, since an area between a point and itself is empty
+    if len(x) == 1:  # one step wide: the area over a single point is empty
         x, heights = [x[0] - 0.5, x[0] + 0.5], [[*y, *y] for y in heights]
     axes.stackplot(x, heights, colors=colours, alpha=0.78, linewidth=0)
-
-
-def draw_paths(axes: Axes, lines: Sequence[Line]) -> None:
-    """Draw smoothed paths through two numbers, and the single points among them."""
-    axes.margins(0.15)
-    for line in lines:
-        colour, dash = style_of(line.place)
-        x, y = smooth(line.x), smooth(line.y)
-        axes.plot(x, y, color=colour, linestyle=dash, linewidth=1.6)
-        ring = {"markerfacecolor": "#ffffff", "markeredgewidth": 2}
-        axes.plot(x[:1], y[:1], "o", color=colour, markersize=8, **ring)
-        axes.plot(x[-1:], y[-1:], "o", color=colour, markersize=8)
-    # Single steps may lie far out, so the smoothed paths set the limits and points beyond them are left out.
-    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    for line in lines:
-        points = zip(line.x, line.y, strict=True)
-        inside = [(x, y) for x, y in points if left <= x <= right and bottom <= y <= top]
-        faint = {"alpha": 0.35, "zorder": 1, "markeredgewidth": 0, "color": style_of(line.place)[0]}
-        axes.plot([x for x, _ in inside], [y for _, y in inside], ".", **faint)
-    axes.set(xlim=(left, right), ylim=(bottom, top))
 
 
 def style_of(place: int) -> tuple[str, Any]:
@@ -156,7 +125,7 @@ def svg_of(figure: Figure) -> str:
     figure.savefig(buffer, format="svg", transparent=True, metadata=none)
     svg = buffer.getvalue()
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Group ids would occur again in the next chart of the page; a turn by 0 degrees says nothing.
+    # Group ids are not unique on a page of several charts; rotations by 0 degrees do nothing.
     svg = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", svg)
     svg = re.sub(r"<g id=\"[^\"]*\"", "<g", svg)
     svg = re.sub(r' (?:d|x|y)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), svg)
@@ -164,18 +133,16 @@ def svg_of(figure: Figure) -> str:
 
 
 def binned(line: Line, kind: str) -> Line:
-    """Average a long line in bins; a bin over steps lies at its last step, one of a path at its mean."""
+    """Average a long line in bins; each bin stands at its last step."""
     most, size = POINTS[kind], len(line.x)
     if size <= most:
         return line
     bins = list(pairwise(round(i * size / most) for i in range(most + 1)))
-    y = [mean(line.y[a:b]) for a, b in bins]
-    x = [mean(line.x[a:b]) if kind == "path" else line.x[b - 1] for a, b in bins]
-    return replace(line, x=x, y=y, band=())
+    return replace(line, x=[line.x[b - 1] for _, b in bins], y=[mean(line.y[a:b]) for a, b in bins], band=())
 
 
 def smooth(values: Sequence[float]) -> Sequence[float]:
-    """Average many values over a window of an eighth of them, shorter at the ends; keep few as they are."""
+    """Running mean over a window of one eighth of the values, shorter at the ends; few values stay as is."""
     if len(values) < SMOOTHED:
         return values
     reach = len(values) // 16
@@ -191,28 +158,28 @@ def finite(values: Sequence[float]) -> list[float]:
 
 def mean(values: Sequence[float]) -> float:
     """Average the finite values; NaN if there are none."""
-    known = finite(values)
-    return sum(known) / len(known) if known else math.nan
+    numbers = finite(values)
+    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 def dotted(values: Sequence[float]) -> list[int]:
-    """List the points that get a dot: all of a short line, else those alone between two gaps."""
+    """Indices of points that get a dot: all of a short line, otherwise points between two gaps."""
     padded = [math.nan, *values, math.nan]
     alone = (not math.isfinite(padded[i]) and not math.isfinite(padded[i + 2]) for i in range(len(values)))
     return [i for i, lonely in enumerate(alone) if lonely or len(values) < 12]
 
 
 def rounded(value: float) -> float | None:
-    """Round a number for JSON to four significant digits; one that is not finite becomes null."""
+    """Round a number for JSON to four significant digits; None if it is not finite."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) else float(f"{value:.4g}")
 
 
 def diverging(value: float, most: float) -> str:
-    """Choose a colour from orange (-`most`) over grey (0, or not a number) to blue (`most`).
+    """Mix a colour from orange (-`most`) through grey (0 or NaN) to blue (`most`).
 
-    Orange and blue differ for every kind of colour blindness, as green and red do not.
+    Unlike red and green, orange and blue are distinct for every kind of colour blindness.
     """
     share = max(-1.0, min(1.0, value / most)) if most and math.isfinite(value) else 0.0
     end = BELOW if share < 0 else ABOVE

@@ -21,15 +21,15 @@ Runs = Mapping[str, Records]
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart of the metrics whose names match one of `patterns` and none of `but` (shell wildcards)."""
+    """A chart of all metrics that match one of `patterns` and none of `but` (shell wildcards)."""
 
     title: str
     unit: str
     patterns: str
-    but: str = "*/low */high"  # ends of intervals
+    but: str = "*/low */high"  # bounds of intervals
 
     def label(self, name: str) -> str:
-        """Name a line by the part of its metric's name that a single pattern leaves open."""
+        """Legend of a metric: the part of its name that the `*` of a single pattern matches."""
         before, star, after = self.patterns.partition("*")
         return name.removeprefix(before).removesuffix(after) if star and " " not in self.patterns else name
 
@@ -78,14 +78,14 @@ PANELS = (
     Panel("throughput", "rollouts a second", "time/rollouts_per_second"),
     Panel("throughput in steps", "steps of rollouts a second", "time/steps_per_second"),
 )
-# What no panel above has. Completions, rewards and evaluations are drawn only where a panel asks for them.
+# `OTHERS` shows every metric that no panel matches, except these.
 LEFT_OUT = "*/low */high step step_time time/* *_std */std completions/* rewards/* eval_*"
 OTHERS = Panel("others", "value", "*", but=LEFT_OUT)
-SAME = 1e-6  # numbers that differ by less than this share of their size are equal
+SAME = 1e-6  # relative difference below which numbers count as equal
 
 
 def curves(runs: Runs) -> list[Markup]:
-    """Draw metrics: of one run a chart per panel, of several a chart per metric with a line per run."""
+    """Draw one run as a chart per panel, several runs as a chart per metric with a line per run."""
     figures = []
     panels = metrics_by_panel(runs)
     flat = constants(runs, [name for names in panels.values() for name in names])
@@ -107,7 +107,7 @@ def curves(runs: Runs) -> list[Markup]:
 
 
 def metrics_by_panel(runs: Runs) -> dict[Panel, list[str]]:
-    """Assign metrics that have a finite value to panels; `OTHERS` has those that no other panel matches."""
+    """Assign every metric with a finite value to its panel; `OTHERS` gets those that no panel matches."""
     records = [record for records in runs.values() for record in records]
     names = {name for record in records for name in record if is_finite(record, name)}
 
@@ -115,17 +115,17 @@ def metrics_by_panel(runs: Runs) -> dict[Panel, list[str]]:
         return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split())}
 
     inside = {panel: matching(panel.patterns) - matching(panel.but) for panel in (*PANELS, OTHERS)}
-    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))  # those that `but` excludes, too
+    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))  # even if `but` excludes them
     return {panel: sorted(members) for panel, members in inside.items()}
 
 
 def is_finite(record: Mapping[str, Any], *names: str) -> bool:
-    """Return whether a record has finite values of all these metrics."""
+    """Whether a record has a finite value of every named metric."""
     return all(math.isfinite(record.get(name, math.nan)) for name in names)
 
 
 def constants(runs: Runs, names: Sequence[str]) -> dict[str, float]:
-    """List metrics that have the same value in every record of every run, of two records or more."""
+    """Metrics with one value in all records of all runs, where there are at least two records."""
     flat = {}
     for name in names:
         values = [y for records in runs.values() for y in finite(line_of(name, records, name).y)]
@@ -135,57 +135,36 @@ def constants(runs: Runs, names: Sequence[str]) -> dict[str, float]:
 
 
 def line_of(label: str, records: Records, name: str, place: int = 0) -> Line:
-    """Collect the values of a metric, NaN where one is not finite, with their interval where all have it."""
-    known = [record for record in records if name in record]
+    """Line of a metric over steps, NaN where it is not finite; with intervals if every point has one."""
+    measured = [record for record in records if name in record]
     low, high = f"{name}/low", f"{name}/high"
-    # An interval that some points lack is not drawn at all.
-    complete = all(is_finite(record, low, high) for record in known if is_finite(record, name))
-    band = [(record.get(low, math.nan), record.get(high, math.nan)) for record in known] if complete else ()
-    steps = [steps_taken(record) for record in known]
-    values = [record[name] if is_finite(record, name) else math.nan for record in known]
+    complete = all(is_finite(record, low, high) for record in measured if is_finite(record, name))
+    band = [(r.get(low, math.nan), r.get(high, math.nan)) for r in measured] if complete else ()
+    steps = [steps_taken(record) for record in measured]
+    values = [record[name] if is_finite(record, name) else math.nan for record in measured]
     return Line(label, steps, values, place, band)
 
 
-def frontier(runs: Runs) -> Markup:
-    """Draw the reward against the divergence from the reference, where the latter was measured."""
-    lines = []
-    for i, (run, records) in enumerate(runs.items()):
-        points = [(record["kl"], record["reward"]) for record in records if is_finite(record, "kl", "reward")]
-        if len(points) > 1:
-            lines.append(Line(run, *zip(*points, strict=True), place=i))
-    if not lines:
-        return Markup()
-    labels = {"unit": "reward, one dot a step", "x_label": "kl: nats a step from the reference"}
-    note = "Ring: the start. Full dot: the end. Up: more reward. Right: farther from the reference."
-    return macros().figure("reward against divergence", chart(lines, "path", **labels) + macros().note(note))
-
-
 def seconds_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Split the seconds of a step: rollout, reward, learning, what else was timed, and the rest."""
+    """Seconds of a step by activity; `other` is the time that no activity covers."""
     parts = {
         name.removeprefix("time/"): seconds
         for name, seconds in record.items()
         if name.startswith("time/") and not name.endswith("_per_second")
     }
-    rest = record.get("step_time", 0.0) - sum(parts.values())  # below 0 by the clock's rounding
+    rest = record.get("step_time", 0.0) - sum(parts.values())  # rounding may make it negative
     return {name: max(0.0, value) for name, value in {**parts, "other": rest}.items()}
 
 
-def mean_seconds(records: Records) -> dict[str, float]:
-    """Average the parts of a step's seconds over all steps; a part that took no time is left out."""
-    split = [seconds_of(record) for record in records if "step_time" in record]
-    names = dict.fromkeys(["rollout", "reward", "learn", *(name for parts in split for name in parts)])
-    means = {name: sum(parts.get(name, 0.0) for parts in split) / max(len(split), 1) for name in names}
-    return {name: value for name, value in means.items() if value > 0}
-
-
 def time_split(records: Records) -> Markup:
-    """Draw the seconds of every step as stacked areas, one a part."""
+    """Draw the seconds of every step as stacked areas, one for each activity."""
     steps = {record["step"] + 1: seconds_of(record) for record in records if "step_time" in record}
-    lines = [
-        Line(name, list(steps), [parts.get(name, 0.0) for parts in steps.values()], i)
-        for i, name in enumerate(mean_seconds(records))
-    ]
+    names = dict.fromkeys(
+        ["rollout", "reward", "learn", *(name for parts in steps.values() for name in parts)]
+    )
+    series = {name: [parts.get(name, 0.0) for parts in steps.values()] for name in names}
+    spent = {name: seconds for name, seconds in series.items() if sum(seconds) > 0}
+    lines = [Line(name, list(steps), seconds, i) for i, (name, seconds) in enumerate(spent.items())]
     if not lines:
         return Markup()
     return macros().figure("where the time goes", chart(lines, "area", unit="seconds a step, stacked"))

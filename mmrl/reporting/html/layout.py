@@ -1,4 +1,4 @@
-"""Self-contained HTML documents from jinja2 templates, their tables, and how numbers are written in them."""
+"""HTML documents from jinja2 templates, their tables, and the format of numbers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,16 @@ from mmrl.reporting.html.run_folder import RunFolder
 from mmrl.reporting.thumbnails import data_uri
 
 HERE = Path(__file__).parent
-Section = tuple[str, str, Markup]  # anchor, title, content
+Section = tuple[str, str, Markup]  # anchor, title and content
 
 
 @cache
 def templates() -> Environment:
-    """Load the templates of this folder. Everything is escaped but what is Markup already."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    # Points of charts are written without spaces.
+    """Load the templates of this folder; everything but Markup is escaped."""
+    blocks = {"trim_blocks": True, "lstrip_blocks": True}
+    loader = FileSystemLoader(HERE)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
+    # Write the points of charts without spaces.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {"spelled": spelled, "duration": duration, "data_uri": data_uri}
     environment.filters["breakable"] = breakable
@@ -43,7 +39,7 @@ def templates() -> Environment:
 
 @cache
 def macros() -> Any:
-    """Return the macros of `parts.j2` (tables, tiles, figures, charts); each gives Markup."""
+    """Macros of `parts.j2` (tables, tiles, figures, charts); each returns Markup."""
     return templates().get_template("parts.j2").module
 
 
@@ -56,9 +52,9 @@ def document(
     subtitle: Markup | str = "",
     script: str = "script.js",
 ) -> str:
-    """Build a page that loads nothing from elsewhere: for a run, an evaluation or a comparison.
+    """Render a page that loads nothing from elsewhere.
 
-    Below the heading and the subtitle come `fragments` of HTML, then `sections` with a link to each; those
+    `fragments` of HTML follow the heading and the subtitle, then `sections` with a link to each; sections
     without content are left out. `script` is a file of this folder.
     """
     style, code = (Markup((HERE / name).read_text(encoding="utf-8")) for name in ("style.css", script))
@@ -71,18 +67,18 @@ def document(
         sections=[section for section in sections if section[2]],
         style=style,
         script=code,
-        # Text from files is escaped; a script that gets in by a visualization does not run.
+        # The content security policy runs this script only, not one inside a visualization.
         digest=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
     )
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = "") -> Markup:
-    """Lay out rows whose first cell is their name; `kind` is a CSS class of the other cells."""
+    """Table whose rows begin with their name; `kind` is a CSS class of the other cells."""
     return macros().table(heads, rows, kind) if rows else Markup()
 
 
 def metric_table(columns: Mapping[str, Measured | RunFolder], heads: Sequence[str] = ()) -> Markup:
-    """Show evaluations side by side, one row a metric; `heads` replace the columns' names."""
+    """Table of evaluations side by side, a row per metric; `heads` replace the names of the columns."""
 
     def cell(column: Measured | RunFolder, name: str) -> str:
         if name not in column.metrics:
@@ -98,12 +94,12 @@ def metric_table(columns: Mapping[str, Measured | RunFolder], heads: Sequence[st
 
 
 def breakable(name: str) -> Markup:
-    """Let a name break into lines after its marks, instead of within its words, where it has little room."""
+    """Allow line breaks after the punctuation of a name, not within its words."""
     return Markup(re.sub(r"([/_.:=-])(?=\w)", r"\1<wbr>", str(escape(name))))
 
 
 def amount(value: float, digits: int = 3) -> str:
-    """Write an amount with three significant digits, a large one in thousands (k), millions (M), G or T."""
+    """Format an amount with three significant digits and a suffix: k, M, G or T."""
     if not math.isfinite(value):
         return "–"
     value = float(f"{value:.{digits}g}")
@@ -114,10 +110,10 @@ def amount(value: float, digits: int = 3) -> str:
 
 
 def spelled(value: float) -> str:
-    """Write a number with three significant digits; what is not finite becomes a dash."""
+    """Format a number with three significant digits; a dash if it is not finite."""
     if not math.isfinite(value):
         return "–"
-    if abs(value) < 1e-12:  # what is left of sums that cancel
+    if abs(value) < 1e-12:  # rounding error of a sum that cancels
         return "0"
     if 1e-3 <= abs(value) < 1e5:
         digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -126,7 +122,7 @@ def spelled(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time in seconds, minutes or hours."""
+    """Format a duration in seconds, minutes or hours."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

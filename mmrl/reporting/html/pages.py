@@ -1,4 +1,4 @@
-"""The pages of one run and of several runs side by side, each written from folders alone."""
+"""HTML pages of one run, of several runs side by side, and of the stages of a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.plain_text import whole
 from mmrl.reporting.answers import PREDICTIONS
 from mmrl.reporting.html.charts import style_of
-from mmrl.reporting.html.curves import HEADLINES, curves, frontier, mean_seconds, time_split
+from mmrl.reporting.html.curves import HEADLINES, curves, time_split
 from mmrl.reporting.html.layout import document, macros, metric_table, table
 from mmrl.reporting.html.predictions import write_predictions_page
-from mmrl.reporting.html.prompts import prompts_section
 from mmrl.reporting.html.run_folder import RunFolder, find_run, read_run
 from mmrl.reporting.html.samples import read_samples, samples_section
 from mmrl.reporting.predictions import find_predictions
@@ -26,64 +25,58 @@ from mmrl.reporting.rollout_mismatch import mismatch_rows
 
 log = logging.getLogger("mmrl")
 
-TILES = 4  # held-out metrics among the headline numbers
-# Held-out numbers that are no quality.
+TILES = 4  # largest number of held-out metrics among the headline numbers
+# Prefixes of held-out metrics that measure no quality.
 COSTS = ("completions/", "denoising/", "seconds_per_prompt", "peak_memory_bytes")
 ABSENT = Markup("<small>not set</small>")
-LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # of pieces, each of which has its own line
+LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # lists whose items are compared one by one
 
 
 def write_page(folder: Path, output: Path | None = None) -> Path:
-    """Write the page of a run from its folder alone, by default as `report.html` in it.
+    """Write the page of a run, by default `report.html` in its folder.
 
-    The answers of its last evaluation have a page of their own in the folder, which this one has a link to.
+    It links to a second page with the answers of the last evaluation.
     """
     output = output or folder / "report.html"
     return write(run_page(read_run(folder), last_answers(folder, output.parent)), output)
 
 
 def last_answers(folder: Path, start: Path) -> str:
-    """Write the page of a run's last evaluation, and return its path from `start`; "" without one."""
+    """Write the page of a run's last predictions; returns its link from `start`, "" without predictions."""
     steps = sorted((folder / PREDICTIONS).glob("step-*.parquet"))
     if not steps:
         return ""
     try:
         page = write_predictions_page(find_predictions(steps[-1]), folder / f"{PREDICTIONS}.html")
-    except ConfigError as error:  # a damaged file does not cost the page of the run
+    except ConfigError as error:  # a damaged file must not prevent the page of the run
         log.warning("no page of predictions: %s", error)
         return ""
     return quote(os.path.relpath(page, start))
 
 
-def write_comparison(folders: Sequence[Path], output: Path) -> Path:
-    """Write one page that compares the runs in several folders."""
-    return write(comparison(named([find_run(folder) for folder in folders])), output)
-
-
-def write_stages(folders: Sequence[Path], output: Path) -> Path:
-    """Write one page of the stages of a run side by side, with curves that go on from stage to stage."""
-    return write(stages_page([find_run(folder) for folder in folders]), output)
+def write_comparison(folders: Sequence[Path], output: Path, *, stages: bool = False) -> Path:
+    """Write one page that compares runs, or the stages of one run; see `comparison`."""
+    return write(comparison([find_run(folder) for folder in folders], stages=stages), output)
 
 
 def write(page: str, path: Path) -> Path:
-    """Write a page, and the folder that it lies in."""
+    """Write a page; creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(whole(page), encoding="utf-8")
     return path
 
 
 def run_page(run: RunFolder, answers: str = "") -> str:
-    """Lay out the page of a run; `answers` is the path of the page of its last evaluation's answers."""
+    """Render the page of a run; `answers` links to the page of its last predictions."""
     weights = weights_of(run.config)
     rewards = {name.split("/")[1] for record in run.records for name in record if name.startswith("rewards/")}
     heaviest = sorted(rewards, key=lambda name: (-abs(weights.get(name, 0.0)), name))
     held_out = [name for name in run.metrics if not name.startswith(COSTS)][:TILES]
-    figures = (frontier({run.name: run.records}), time_split(run.records), *curves({run.name: run.records}))
+    figures = (time_split(run.records), *curves({run.name: run.records}))
     sections = [
         ("held-out", "Held out", metric_table({"value": run}) + macros().answers(answers)),
         ("rewards", "Rewards", macros().rewards(run, weights, heaviest)),
         ("curves", "Curves", macros().grid(figures)),
-        ("prompts", "Prompts", prompts_section(run.folder)),
         ("engine", "Engine and policy", table(["", "first", "mean", "last"], mismatch_rows(run.records))),
         ("visualizations", "", Markup(run.visualizations)),
         ("samples", "Samples", samples_section(read_samples(run.folder, weights))),
@@ -104,58 +97,54 @@ def run_page(run: RunFolder, answers: str = "") -> str:
     return document(run.name, top, sections, heading=run.name, subtitle=summary)
 
 
-def comparison(runs: Mapping[str, RunFolder], *, in_sequence: str = "") -> str:
-    """Lay out the page of several runs: last figures and settings side by side, curves in shared charts.
+def comparison(runs: Sequence[RunFolder], *, stages: bool = False) -> str:
+    """Render a page of several runs: metrics and settings in tables, curves in shared charts.
 
     Args:
-        runs: Runs by the names that the page has for them.
-        in_sequence: The name of the run whose stages these are, where each goes on from the one before.
+        runs: The runs; one that is listed twice is shown once.
+        stages: Whether these are the stages of one run, each starting where the one before ended: steps are
+            then counted through, and the page links to the page of every stage.
     """
-    records = one_after_another(runs) if in_sequence else {name: run.records for name, run in runs.items()}
-    chips = [macros().chip(style_of(i)[0], name) for i, name in enumerate(runs)]
+    named_runs = named(runs)
+    records = steps_in_sequence(named_runs) if stages else {name: r.records for name, r in named_runs.items()}
+    chips = [macros().chip(style_of(i)[0], name) for i, name in enumerate(named_runs)]
     heads = ["", *chips]
-    folded = (macros().folded(name, run.config_text) for name, run in runs.items())
+    folded = (macros().folded(name, run.config_text) for name, run in named_runs.items())
     sections = [
-        ("held-out", "Held out", metric_table(runs, heads)),
-        ("training", "Training", macros().training(runs, HEADLINES, heads)),
-        ("differences", "What is set otherwise", differences(runs, heads)),
-        ("time", "Where the time goes", time_bars(runs)),
-        ("curves", "Curves", macros().grid((frontier(records), *curves(records)))),
+        ("held-out", "Held out", metric_table(named_runs, heads)),
+        ("training", "Training", macros().training(named_runs, HEADLINES, heads)),
+        ("differences", "Different settings", differences(named_runs, heads)),
+        ("curves", "Curves", macros().grid(curves(records))),
         ("configurations", "Configurations", Markup().join(folded)),
     ]
-    listed = macros().runs(zip(chips, runs.values(), strict=True), bool(in_sequence))
-    title, heading = " · ".join(runs), f"{len(runs)} runs side by side"
-    if in_sequence:
-        title, heading = in_sequence, f"{in_sequence}: {len(runs)} stage{'s' if len(runs) > 1 else ''}"
+    listed = macros().runs(zip(chips, named_runs.values(), strict=True), stages)
+    title, heading = " · ".join(named_runs), f"{len(named_runs)} runs side by side"
+    if stages:
+        title = runs[0].folder.resolve().parent.name
+        heading = f"{title}: {len(runs)} stage{'s' if len(runs) > 1 else ''}"
     return document(title, (), sections, heading=heading, subtitle=listed)
 
 
-def stages_page(stages: Sequence[RunFolder]) -> str:
-    """Lay out the page of the stages of a run, in their order."""
-    home = stages[0].folder.resolve().parent.name
-    return comparison({stage.name: stage for stage in stages}, in_sequence=home)
-
-
-def one_after_another(runs: Mapping[str, RunFolder]) -> dict[str, list[dict[str, Any]]]:
-    """Count the steps of every run on from those of the runs before it."""
-    counted, taken = {}, 0
+def steps_in_sequence(runs: Mapping[str, RunFolder]) -> dict[str, list[dict[str, Any]]]:
+    """Records of runs, with the steps of each counted on from the run before it."""
+    records, taken = {}, 0
     for name, run in runs.items():
-        counted[name] = [{**record, "step": record["step"] + taken} for record in run.records]
+        records[name] = [{**record, "step": record["step"] + taken} for record in run.records]
         taken += run.done
-    return counted
+    return records
 
 
 def named(runs: Sequence[RunFolder]) -> dict[str, RunFolder]:
-    """Name runs by their folders, with as much of the path as tells them apart; each run comes once."""
+    """Name runs by their folder, with as many parents as it takes to make names unique."""
     paths = {run.folder.resolve(): run for run in runs}
     depth = 1
-    while len({path.parts[-depth:] for path in paths}) < len(paths):  # until the ends of all paths differ
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1
     return {"/".join(path.parts[-depth:]): run for path, run in paths.items()}
 
 
 def name_of(piece: Any) -> str:
-    """Return the name of a piece in a plain configuration."""
+    """Name of a piece in a plain configuration."""
     match piece:
         case {"name": name}:
             return str(name)
@@ -163,7 +152,7 @@ def name_of(piece: Any) -> str:
 
 
 def weights_of(config: Mapping[str, Any]) -> dict[str, float]:
-    """Map the rewards of a plain configuration, by the names that metrics use, to their weights."""
+    """Weights of the rewards in a plain configuration, by their names in metrics."""
     weights = {}
     for piece in config.get("rewards") or ():
         options = flattened(piece, "reward")  # `reward`, `reward.label`, `reward.weight`, ...
@@ -173,20 +162,20 @@ def weights_of(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def differences(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:
-    """List every setting that is not the same in all runs."""
+    """Table of the settings that differ between runs."""
     settings = [flattened(run.config) for run in runs.values()]
     if not any(settings):
         return Markup()
     rows = []
-    for key in sorted({key for flat in settings for key in flat} - {"output_dir"}):  # differs always
+    for key in sorted({key for flat in settings for key in flat} - {"output_dir"}):
         values = [flat.get(key, ABSENT) for flat in settings]
         if any(value != values[0] for value in values):
             rows.append([key, *(value if value is ABSENT else str(value) for value in values)])
-    return table(heads, rows, kind="value") if rows else macros().note("Nothing but their folders.")
+    return table(heads, rows, kind="value") if rows else macros().note("Only their folders.")
 
 
 def flattened(value: Any, place: str = "") -> dict[str, Any]:
-    """Write nested settings as dotted names; a piece without options equals its bare name."""
+    """Flatten nested settings to dotted names; a piece without options becomes its name."""
     match value:
         case {"name": name, **options} if place:
             return {place: name} | (flattened(options, place) if options else {})
@@ -197,14 +186,3 @@ def flattened(value: Any, place: str = "") -> dict[str, Any]:
         case _:
             return {place: value} if place else {}
     return {key: leaf for at, item in inner.items() for key, leaf in flattened(item, at).items()}
-
-
-def time_bars(runs: Mapping[str, RunFolder]) -> Markup:
-    """Draw the mean seconds of a step as one stacked bar a run, all to one scale."""
-    split = {name: parts for name, run in runs.items() if (parts := mean_seconds(run.records))}
-    if not split:
-        return Markup()
-    names = dict.fromkeys(part for parts in split.values() for part in parts)
-    colours = {part: style_of(i)[0] for i, part in enumerate(names)}
-    longest = max(sum(parts.values()) for parts in split.values())
-    return macros().figure("seconds a step, mean over all steps", macros().bars(split, colours, longest))

@@ -16,7 +16,7 @@ from mmrl.reporting.thumbnails import illustrated
 
 
 def write_predictions_page(source: Path, output: Path | None = None) -> Path:
-    """Write the page of a file of predictions, by default beside it under its name."""
+    """Write the page of a file of predictions, by default next to it with the same name."""
     output = output or source.with_suffix(".html")
     output.write_text(predictions_page(read_predictions(source)), encoding="utf-8")
     return output
@@ -25,19 +25,19 @@ def write_predictions_page(source: Path, output: Path | None = None) -> Path:
 def write_compared_page(
     joined: Joined, changes: Sequence[Change], names: Sequence[str], output: Path
 ) -> Path:
-    """Write the page of two evaluations, and the folder that it lies in."""
+    """Write the page of two evaluations; creates its folder."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(compared_page(joined, changes, names), encoding="utf-8")
     return output
 
 
 def predictions_page(predictions: Predictions) -> str:
-    """Lay out the answers of an evaluation, the wrong ones first; a script shows some at a time."""
+    """Render the page of the answers of an evaluation, wrong answers first."""
     rows, judge = predictions.rows, predictions.judge
     note = f"{len(rows):,} answers to {len({row['uid'] for row in rows}):,} prompts"
     if judge:
-        known = [row["correct"] for row in rows if row.get("correct") is not None]
-        note += f" · {sum(known):,} of {len(known):,} are correct: {judge} is 1"
+        judged = [row["correct"] for row in rows if row.get("correct") is not None]
+        note += f" · {sum(judged):,} of {len(judged):,} are correct: {judge} is 1"
     shows = ["wrong", "correct"] if judge else []
     content = rows_section([[[row]] for row in rows], predictions.measures, shows, [])
     title = predictions.path.resolve().parent.name
@@ -51,7 +51,7 @@ def predictions_page(predictions: Predictions) -> str:
 
 
 def compared_page(joined: Joined, changes: Sequence[Change], names: Sequence[str]) -> str:
-    """Lay out the answers of two evaluations to the same prompts side by side; `names` are theirs."""
+    """Render the page that shows the answers of two evaluations, called `names`, side by side."""
     rows = [list(pair) for pair in joined.pairs]
     content = rows_section(rows, joined.measures, ["better", "worse", "unchanged"], names)
     summary = table(*change_rows(changes, names))
@@ -62,7 +62,7 @@ def compared_page(joined: Joined, changes: Sequence[Change], names: Sequence[str
 
 
 def change_rows(changes: Sequence[Change], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Lay out changes as the titles and rows of a table."""
+    """Titles and rows of the table of changes."""
     titles = ["mean over prompts", *names, "better", "worse", "unchanged", "p (sign test)"]
     rows = [
         [
@@ -77,7 +77,7 @@ def change_rows(changes: Sequence[Change], names: Sequence[str]) -> tuple[list[s
 
 
 def notes_on(joined: Joined, names: Sequence[str]) -> list[str]:
-    """Say which prompts two evaluations share, and which they do not."""
+    """Sentences with the number of shared prompts, and of those left out."""
     notes = [f"{len(joined.pairs)} prompts are in both"]
     for name, count in zip(names, (joined.only_first, joined.only_second), strict=True):
         notes += [f"{count} only in {name}"] if count else []
@@ -94,13 +94,13 @@ def rows_section(
     shows: Sequence[str],
     names: Sequence[str],
 ) -> Markup:
-    """Lay out filters and the data of rows, which the script `predictions.js` shows.
+    """Render the filters, and the rows as JSON for the script `predictions.js`.
 
     Args:
-        rows: For every row its sides (one evaluation, or two), each a list of answers to one prompt.
-        measures: The columns that rows may be ordered by.
-        shows: The groups of rows that may be shown alone.
-        names: The names of the two sides; empty for one.
+        rows: For every row of the page one or two sides, each with the answers of one evaluation to a prompt.
+        measures: Columns to order rows by.
+        shows: Groups of rows that can be shown alone.
+        names: Names of the two sides; empty for one.
     """
     images: dict[bytes, int] = {}
 
@@ -111,7 +111,7 @@ def rows_section(
         return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
     def turns(row: Row) -> list[str | int | None]:
-        """Texts, and the numbers of images, of a conversation with tools."""
+        """Texts and image numbers of a conversation with tools."""
         if row.get("conversation") is None:
             return []
         parts = illustrated(str(row["conversation"]), row.get("shown") or ())

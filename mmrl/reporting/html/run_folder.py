@@ -1,4 +1,4 @@
-"""Reading of a run's folder for its pages: journal, last evaluation, warnings, configuration."""
+"""Reads the folder of a run for its pages: journal, last evaluation, warnings and configuration."""
 
 from __future__ import annotations
 
@@ -11,55 +11,49 @@ from typing import Any
 
 from mmrl.config.loading import read
 from mmrl.config.schema import ConfigError
-from mmrl.data.fields import short
+from mmrl.reporting.answers import NUMBER, TEXT, check_type
 from mmrl.reporting.metrics import EVALUATION, VISUALIZATIONS, Journal, of_training
-
-TYPES = {"number": (int, float), "text": str, "JPEG": bytes, "list": list}
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run wrote into its folder.
-
-    `metrics` and `intervals` are those of its last evaluation; warnings are those of the checks of the first
-    step (`startup_warnings`) and all later ones.
-    """
+    """Contents of the folder of a run."""
 
     name: str
     folder: Path
     config: Mapping[str, Any]
-    config_text: str  # config.yaml as it was written
-    records: Sequence[Mapping[str, Any]]  # of metrics.jsonl, one a reported step
-    metrics: Mapping[str, float]
+    config_text: str  # config.yaml, unparsed
+    records: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, one per reported step
+    metrics: Mapping[str, float]  # of the last evaluation
     intervals: Mapping[str, Sequence[float]]
     warnings: Sequence[str]
-    visualizations: str  # HTML that the visualizations of the run wrote, which is not escaped
-    startup_warnings: Sequence[str] = ()
+    visualizations: str  # HTML fragments, inserted without escaping
+    startup_warnings: Sequence[str] = ()  # of the checks of the first step
 
     @property
     def done(self) -> int:
-        """Count the steps that were taken."""
+        """Number of steps taken."""
         trained = of_training(self.records)
         return trained[-1]["step"] + 1 if trained else 0
 
     @property
     def updates(self) -> int | None:
-        """Count the updates that moved weights; None in journals of earlier versions."""
+        """Number of updates that changed weights; None if the journal has no counts."""
         counts = [int(record["updates"]) for record in self.records if "updates" in record]
         return counts[-1] if counts else None
 
     @property
     def reported(self) -> int:
-        """Count the steps that the journal has a line of."""
+        """Number of steps in the journal."""
         return len(of_training(self.records))
 
     @property
     def seconds(self) -> float:
-        """Add up the seconds of all reported steps."""
+        """Total seconds of the reported steps."""
         return sum(record.get("step_time", 0.0) for record in self.records)
 
     def ends(self, name: str) -> tuple[float, float]:
-        """Average a metric over the first and over the last tenth of the records that have it; else NaN."""
+        """Means of a metric over the first and the last tenth of the records that have it; else NaN."""
         values = [value for record in self.records if math.isfinite(value := record.get(name, math.nan))]
         if not values:
             return math.nan, math.nan
@@ -67,25 +61,18 @@ class RunFolder:
         return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
 
 
-def check_type(value: Any, kind: str, place: str, name: str) -> None:
-    """Raise ConfigError unless a value is what a run writes; `place` and `name` are for the error."""
-    if not isinstance(value, TYPES[kind]):
-        raise ConfigError(f"{place}: '{name}' must be a {kind}, not {short(value)}")
-
-
 def read_run(folder: Path) -> RunFolder:
-    """Read what a run wrote so far; any of its files may be missing.
+    """Read the folder of a run, in which any file may be missing.
 
-    Raises:
-        ConfigError: A file has something else where a run writes a number or a text.
+    Raises ConfigError where a value in a file has the wrong type.
     """
     journal, warnings = Journal(folder), Journal(folder, "warnings.jsonl")
     records, raised = journal.read(), warnings.read()
     for number, record in enumerate(records, 1):
         for name, value in record.items():
-            check_type(value, "number", f"{journal.path}:{number}", name)
+            check_type(name, value, f"{journal.path}:{number}", NUMBER)
     for number, warning in enumerate(raised, 1):
-        check_type(warning.get("text"), "text", f"{warnings.path}:{number}", "text")
+        check_type("text", warning.get("text"), f"{warnings.path}:{number}", TEXT)
     metrics, intervals = read_evaluation(folder, records)
     config, visualizations = folder / "config.yaml", folder / VISUALIZATIONS
     return RunFolder(
@@ -103,7 +90,7 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def find_run(folder: Path) -> RunFolder:
-    """Read the run in a folder that a user named; raise ConfigError where there is none."""
+    """Read the folder of a run; raises ConfigError where it has no finished step."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder '{folder}'; name the output_dir of a training run")
     if not (folder / "metrics.jsonl").exists():
@@ -121,21 +108,21 @@ def find_run(folder: Path) -> RunFolder:
 
 
 def read_evaluation(folder: Path, records: Sequence[Mapping[str, Any]]) -> tuple[dict, dict]:
-    """Read metrics and intervals of the last evaluation: from its own file, or else from the journal."""
+    """Metrics and intervals of the last evaluation, from `evaluation.json` or else from the journal."""
     path = folder / EVALUATION
     if path.exists():
         try:
             written = json.loads(path.read_text())
             for name, value in written["metrics"].items():
                 for number in (value, *written["intervals"].get(name, ())):
-                    check_type(number, "number", str(path), name)
+                    check_type(name, number, str(path), NUMBER)
             return written["metrics"], written["intervals"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"cannot read '{path}': {error}") from error
     evaluations = (
         {n[5:]: v for n, v in record.items() if n.startswith("eval_")} for record in reversed(records)
     )
-    last = next(filter(None, evaluations), {})  # few records have an evaluation
+    last = next(filter(None, evaluations), {})
     metrics = {name: value for name, value in last.items() if not name.endswith(("/low", "/high"))}
     intervals = {n: (last[f"{n}/low"], last[f"{n}/high"]) for n in metrics if f"{n}/low" in last}
     return metrics, intervals

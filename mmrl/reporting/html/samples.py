@@ -1,4 +1,4 @@
-"""Samples of a run for its page: which rows are shown, and how prompt, answer and rewards are laid out."""
+"""The section of a run's page with samples: prompts, answers and rewards of some training steps."""
 
 from __future__ import annotations
 
@@ -13,37 +13,35 @@ from markupsafe import Markup
 
 from mmrl.config.schema import ConfigError
 from mmrl.data.media import opened_image
+from mmrl.reporting.answers import check_row
 from mmrl.reporting.html.charts import diverging
 from mmrl.reporting.html.layout import templates
-from mmrl.reporting.html.run_folder import check_type
 from mmrl.reporting.thumbnails import illustrated
 
 log = logging.getLogger("mmrl")
 
-STEPS = 6  # collections of which samples are shown: the first, the last, some between
-ROWS = 24  # samples of each: the best, the worst, some between
-KINDS = {"prompt": "text", "target": "text", "completion": "text", "seen": "JPEG", "made": "JPEG"}
-KINDS["shown"] = "list"
-KINDS |= dict.fromkeys(("advantage", "length", "on_policy", "reward"), "number")
+STEPS = 6  # training steps with samples, evenly spaced from the first to the last
+ROWS = 24  # samples of a step, evenly spaced from the best to the worst
+REQUIRED = ("advantage", "length", "on_policy")  # columns without empty cells
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of a collection; images are JPEG."""
+    """One rollout of a training step; images are JPEG."""
 
     step: int
     prompt: str
     completion: str
     reward: float
     advantage: float
-    length: int  # steps: tokens, or denoising steps
-    rewards: Mapping[str, float]  # as measured, NaN where one does not apply
+    length: int  # tokens, or denoising steps
+    rewards: Mapping[str, float]  # unweighted; NaN where one does not apply
     target: str = ""
     on_policy: bool = True
-    seen: bytes | None = field(default=None, repr=False)  # of the prompt
-    made: bytes | None = field(default=None, repr=False)  # of the answer
-    conversation: str = ""  # with tools
-    shown: Sequence[bytes] = field(default=(), repr=False)  # images that tools showed
+    seen: bytes | None = field(default=None, repr=False)  # thumbnail of the prompt
+    made: bytes | None = field(default=None, repr=False)  # thumbnail of the answer
+    conversation: str = ""  # the turns after the prompt, where there are tools
+    shown: Sequence[bytes] = field(default=(), repr=False)  # images from tools
 
     @property
     def turns(self) -> list[str | bytes]:
@@ -52,14 +50,14 @@ class Sample:
 
     @property
     def rank(self) -> float:
-        """The reward as a key to sort by: one that is not known comes last."""
+        """Sort key: the reward; unknown rewards come last."""
         return self.reward if math.isfinite(self.reward) else -math.inf
 
 
 def read_samples(folder: Path, weights: Mapping[str, float]) -> list[Sample]:
-    """Read samples of some collections of a run, the best first.
+    """Read samples of some training steps, the best first; steps and rows with images are preferred.
 
-    Collections and rows with images are preferred. `weights` add up the rewards of rows without their sum.
+    `weights` are those of the rewards, for rows without the column `reward`.
     """
     from pyarrow import parquet
 
@@ -78,21 +76,21 @@ def read_samples(folder: Path, weights: Mapping[str, float]) -> list[Sample]:
         for path in files[step]:
             table = read_or_skip(path, parquet.read_table)
             columns = table.to_pylist() if table else ()
-            rows += (sample_of(row, step, f"{path}[{i}]", weights) for i, row in enumerate(columns))
+            rows += [sample_of(row, step, f"{path}[{i}]", weights) for i, row in enumerate(columns)]
         rows = [row for row in rows if row.seen is not None or row.made is not None] or rows
         samples += spread_over(sorted(rows, key=lambda row: row.rank, reverse=True), ROWS)
     return sorted(samples, key=lambda sample: sample.rank, reverse=True)
 
 
 def spread_over(items: Sequence[Any], most: int) -> list[Any]:
-    """Choose `most` items at equal distances, the first and the last among them."""
+    """Choose `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def read_or_skip(path: Path, read: Callable[[Path], Any]) -> Any:
-    """Read a file; a damaged one is skipped with a warning that names it."""
+    """Read a file; None with a warning where it is damaged."""
     from pyarrow import ArrowException
 
     try:
@@ -103,31 +101,25 @@ def read_or_skip(path: Path, read: Callable[[Path], Any]) -> Any:
 
 
 def sample_of(row: Mapping[str, Any], step: int, place: str, weights: Mapping[str, float]) -> Sample:
-    """Make a sample of a row; raises ConfigError where a column has another type than a run writes."""
-    needed = ("advantage", "length", "on_policy")
-    for name, value in {**dict.fromkeys(needed), **row}.items():
-        kind = KINDS.get(name, "number" if name.startswith("reward/") else "")
-        if kind and (value is not None or name in (*needed, "reward")):
-            check_type(value, kind, place, name)
-    for image in row.get("shown") or ():
-        check_type(image, "JPEG", place, "shown")
+    """Make a sample of a row; raises ConfigError where a column has another type than written."""
+    check_row(row, place, (*REQUIRED, *({"reward"} & row.keys())))
     rewards = {n[7:]: math.nan if v is None else v for n, v in row.items() if n.startswith("reward/")}
-    known = [weights.get(name, 1.0) * value for name, value in rewards.items() if math.isfinite(value)]
+    weighted = [weights.get(name, 1.0) * value for name, value in rewards.items() if math.isfinite(value)]
     return Sample(
         step=step,
         prompt=row["prompt"] or "",
         completion=row["completion"] or "",
         target=row.get("target") or "",
-        reward=row.get("reward", sum(known) if known else math.nan),
+        reward=row.get("reward", sum(weighted) if weighted else math.nan),
         rewards=rewards,
         conversation=str(row.get("conversation") or ""),
         shown=row.get("shown") or (),
-        **{name: row.get(name) for name in (*needed, "seen", "made")},
+        **{name: row.get(name) for name in (*REQUIRED, "seen", "made")},
     )
 
 
 def samples_section(samples: Sequence[Sample]) -> Markup:
-    """Lay out samples with filters over them: by step, by words, by reward, advantage or length."""
+    """Render samples with filters by step, words, reward, advantage and length."""
     if not samples:
         return Markup()
     most = max((abs(s.advantage) for s in samples if math.isfinite(s.advantage)), default=0.0)
@@ -140,7 +132,7 @@ def samples_section(samples: Sequence[Sample]) -> Markup:
     html = page.render(
         samples=samples,
         names=list(dict.fromkeys(name for sample in samples for name in sample.rewards)),
-        # Many samples share the image of their prompt, so each is written once, as a background.
+        # Samples of one prompt share its image: it is written once, as a background.
         images={
             sample.seen: (f"s{i}", *size(sample.seen)) for i, sample in enumerate(samples) if sample.seen
         },

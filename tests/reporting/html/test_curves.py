@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 import re
 
-import pytest
-
 from mmrl.reporting.html.curves import (
     constants,
     curves,
-    frontier,
     line_of,
-    mean_seconds,
     seconds_of,
     time_split,
 )
@@ -95,13 +91,7 @@ def test_curves_leave_out_what_is_not_finite():
 
 def test_nothing_reported_draws_nothing():
     assert curves({"run": []}) == [] == curves({})
-    assert frontier({"run": []}) == "" == time_split([])
-
-
-def test_the_frontier_needs_both_numbers():
-    assert frontier({"run": journal(reward=[0.0, 1.0, 2.0])}) == ""
-    drawn = frontier({"run": journal(reward=[0.0, 1.0, 2.0], kl=[0.0, 1.0, math.nan])})
-    assert "reward against divergence" in drawn and drawn.count("<use") == 4  # two steps, a ring and a dot
+    assert time_split([]) == ""
 
 
 def test_the_seconds_of_a_step_add_up():
@@ -111,11 +101,7 @@ def test_the_seconds_of_a_step_add_up():
     }  # fmt: skip
     assert seconds_of(record) == {"rollout": 1.0, "reward": 0.5, "learn": 2.0, "other": 0.5}
     assert seconds_of({"time/learn": 2.0, "step_time": 1.9})["other"] == 0.0
-    # Evaluation took four seconds in one of two steps.
     again = {**record, "time/evaluate": 4.0, "step_time": 8.0}
-    assert mean_seconds([record, again]) == pytest.approx(
-        {"rollout": 1.0, "reward": 0.5, "learn": 2.0, "other": 0.5, "evaluate": 2.0}
-    )
     drawn = time_split([{"step": 0, **record}, {"step": 1, **again}])
     assert drawn.count("fill-opacity: 0.78") == 5 and labels(drawn)[:3] == ["rollout", "reward", "learn"]
 

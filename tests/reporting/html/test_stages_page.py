@@ -10,7 +10,7 @@ from mmrl.cli import main
 from mmrl.cli.watch import Page
 from mmrl.config.loading import ConfigError
 from mmrl.inference.sources import resolve
-from mmrl.reporting.html.pages import one_after_another
+from mmrl.reporting.html.pages import steps_in_sequence
 from mmrl.reporting.html.run_folder import find_run
 from mmrl.runtime.stages import read_stages, write_stages
 from tests.support.staging import trained
@@ -37,7 +37,7 @@ def test_the_steps_of_a_stage_are_counted_on():
         def __init__(self, steps):
             self.records, self.done = [{"step": step, "reward": 0.0} for step in range(steps)], steps
 
-    counted = one_after_another({"a": Run(3), "b": Run(2)})
+    counted = steps_in_sequence({"a": Run(3), "b": Run(2)})
     assert [[record["step"] for record in records] for records in counted.values()] == [[0, 1, 2], [3, 4]]
 
 

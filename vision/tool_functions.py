@@ -1,4 +1,4 @@
-"""What a tool has to be: a function whose signature and docstring say what a model needs to call it."""
+"""Checks of tools and environments: a signature and a docstring from which a model can call them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ from mmrl.config.loading import ConfigError
 
 GIVEN = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 SHOWN = "image of the conversation"  # marks the type of an argument as an image, as that of PIL is
-# Settings of what a model calls; one that declares any of these has no other rights.
-RIGHTS = {
-    "reads": tuple[str, ...],  # files and folders
-    "writes": tuple[str, ...],
-    "network": bool,
-    "process": bool,
-}
 
 
 def parameters_of(tool: Callable) -> dict[str, inspect.Parameter]:
-    """List the arguments that a model gives: all but the keyword-only ones, which are options."""
+    """List the arguments that a model fills in: all but keyword-only ones, which are options."""
     parameters = inspect.signature(tool).parameters
     return {name: p for name, p in parameters.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY}
 
@@ -79,7 +72,7 @@ def _described(what: str, name: str, doc: str, parameters: Sequence[inspect.Para
 
 
 def argument_types(tool: Callable, name: str) -> tuple[dict[str, Any], frozenset[str]]:
-    """List the types of what a model gives for each argument, and the arguments that are images.
+    """List the type that a model sends for each argument, and the names of image arguments.
 
     A model gives the number of an image, or None where the argument may be None. Raises ConfigError for types
     that cannot be read, and for an argument that holds images besides other things.

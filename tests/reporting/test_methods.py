@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmrl.config.methods import (
+from mmrl.reporting.methods import (
     ASKED_FOR,
     DIFFERS,
     Method,

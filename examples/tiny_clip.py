@@ -1,4 +1,4 @@
-"""Builder of a small CLIP, trained from scratch on captioned images and stored in open_clip's format."""
+"""Builder of a small CLIP for two demos: trained on captioned images, stored in the format of open_clip."""
 
 from __future__ import annotations
 

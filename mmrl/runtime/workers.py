@@ -1,10 +1,10 @@
-"""Settings of Ray actors, and what a piece has to be so that it can be made again in another process."""
+"""Settings of Ray actors, and checks that a piece can be rebuilt in another process."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,13 @@ from mmrl.config import objects
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 from mmrl.config.registry import Entry
-from mmrl.config.schema import Piece
+from mmrl.config.schema import convert
 from mmrl.core.protocols import Stateful
-from mmrl.core.rng import Stream
-from mmrl.core.types import Clock
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Ray actors that a piece is made in: how many, what each of them has, and where."""
+    """Ray actors that run a piece: their number, resources, environment and cluster."""
 
     num: PositiveInt = 1  # actors, of every process of the run
     num_cpus: NonNegativeFloat = 1.0  # CPU cores of an actor; whole numbers are also its threads
@@ -40,23 +38,12 @@ class Workers:
             )
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """A reward that other processes make: its piece, what they need for that, and the moment of a call."""
+def workers_of(entry: Entry, options: Mapping[str, Any], given: Mapping[str, Any], place: str) -> Workers:
+    """Read the setting `workers` of a reward.
 
-    name: str  # in errors
-    piece: Piece
-    policy: Piece | None  # of the run
-    stream: Stream
-    clock: Callable[[], Clock]
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Raise: actors have to be started for it first."""
-        raise RuntimeError(f"the reward '{self.name}' has `workers`, which were not started")
-
-
-def check_elsewhere(entry: Entry, options: Mapping[str, Any], workers: Workers, place: str) -> None:
-    """Raise ConfigError for a reward that actors cannot make, or that several would answer differently."""
+    Raises `ConfigError` for a reward that actors cannot make, or that several would compute differently.
+    """
+    workers = convert(given, Workers, f"{place}.workers")
     named = f"{place}: '{entry.full_name}'"
     if found := object_in({"name": f"{entry.scope}:{entry.name}", **options}):
         raise ConfigError(
@@ -74,6 +61,7 @@ def check_elsewhere(entry: Entry, options: Mapping[str, Any], workers: Workers, 
             f"{named} draws random numbers for all answers in turn, which several actors cannot; set "
             "`workers.num: 1`, or write a class that takes `stream` and draws by prompt"
         )
+    return workers
 
 
 def object_in(value: Any) -> str:

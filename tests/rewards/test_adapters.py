@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from mmrl.config.binding import Pieces
-from mmrl.config.registry import find
-from mmrl.config.reward_adapters import from_trl, is_trl, per_outcome
+from mmrl.config.registry import find, is_trl
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt, TrainerState, Trajectory
+from mmrl.rewards.adapters import from_trl, per_outcome
 from mmrl.runtime.distributed import Processes
 from mmrl.training.score import RewardFault, RewardLog, score
 from tests.rewards import trl_style

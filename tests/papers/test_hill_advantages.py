@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.advantages.hinted import best_hint, hint_reward, hint_value
 from mmrl.advantages.shape import total
+from mmrl.papers.hill import best_hint, hint_reward, hint_value
 from mmrl.papers.scaf_grpo import first_success
 from tests.support.tables import assert_rows, reward_table
 

@@ -1,0 +1,147 @@
+"""Adapters for reward functions: functions of one outcome, and functions with TRL's signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.core.chat import completion_of, shown_media
+from mmrl.core.types import Message, Outcome, Part, Prompt
+from mmrl.runtime.scoring import SCORING, Scoring
+
+
+def log_metric(name: str, value: float) -> None:
+    """Add a number to a metric of the run (its mean over a step); does nothing outside of a run."""
+    if call := SCORING.get(None):
+        call.log_metric(name, value)
+
+
+def policy_turns(outcomes: Sequence[Outcome]) -> list[tuple[list[str], list[str]]]:
+    """List the texts of the policy's turns up to every outcome, in the two parts of `policy_messages`."""
+    both = policy_messages(outcomes)
+    return [([turn.text for turn in before], [turn.text for turn in new]) for before, new in both]
+
+
+def policy_messages(outcomes: Sequence[Outcome]) -> list[tuple[list[Message], list[Message]]]:
+    """List the policy's turns up to every outcome that a reward is asked about, in two parts.
+
+    First the turns up to the outcome before, of the same rollout, that it is asked about, then the new ones:
+    what is counted in these adds up to the conversation, whether a reward looks `at: last` or at every turn.
+    Without a conversation the text of the outcome itself is new.
+    """
+    scoring = SCORING.get(None) or Scoring()
+    talks = scoring.turns or [()] * len(outcomes)
+    parted: list[tuple[list[Message], list[Message]]] = []
+    known: dict[int, int] = {}  # turns by rollout
+    for outcome, talk, row in zip(outcomes, talks, scoring.rows or range(len(outcomes)), strict=True):
+        turns = [turn for turn in talk if turn.role == "assistant"]
+        if not talk:
+            parted.append(([], [Message("assistant", (Part(outcome.text or ""),))]))
+            continue
+        before = known.get(row, 0)
+        parted.append((turns[:before], turns[before:]))
+        known[row] = len(turns)
+    return parted
+
+
+@dataclass(frozen=True)
+class OwnAnswer:
+    """The answer that the target of a prompt asks for, in the ways in which it may be written.
+
+    Each of `texts` has to earn at least `full` marks; the answer to another target has to earn less. For a
+    reward of images a text is what the image shows. `unfit` says how the target differs from what the options
+    ask for, where the reward reads it all the same.
+    """
+
+    texts: tuple[str, ...]
+    full: float = 1.0
+    unfit: str = ""
+
+
+def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:
+    """Decorate a function of one prompt and one outcome as a reward of a batch."""
+
+    @functools.wraps(measure)
+    def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome], **options: Any) -> list[float | None]:
+        return [measure(*both, **options) for both in zip(prompts, outcomes, strict=True)]
+
+    return reward
+
+
+def by_rollout(outcomes: Sequence[Outcome]) -> list[list[int]]:
+    """Group indices of outcomes, such as the turns of a conversation, by rollout, in order."""
+    rows = (SCORING.get(None) or Scoring()).rows or range(len(outcomes))
+    groups: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(row, []).append(i)
+    return list(groups.values())
+
+
+def comparable_outcomes(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """List the outcomes that are compared with each other: of one prompt, at one place of their rollouts.
+
+    The k-th outcome of a rollout that a reward is asked about has the place k, so that a turn is compared
+    with the same turn of other conversations, and a segment of a video with the same segment of others.
+    """
+    rows = (SCORING.get(None) or Scoring()).rows or range(len(prompts))
+    groups: dict[tuple[str, int], list[int]] = {}
+    places: Counter[int] = Counter()
+    for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        groups.setdefault((prompt.uid, places[row]), []).append(i)
+        places[row] += 1
+    return list(groups.values())
+
+
+TRL_OWN = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass on
+
+
+def from_trl(function: Callable) -> Callable:
+    """Wrap `f(prompts, completions, **columns)`, plain or asynchronous, as a reward.
+
+    A prompt whose data row has messages gives messages, as in TRL, and so does its completion: of a
+    conversation with tools all turns, calls and replies (see `completion_of`). Any other prompt gives a text,
+    and its completion that of the last turn. Completions of image and video models are their media. Columns
+    are passed by name: all of them to a function with `**kwargs`, else those that it names. So are the media
+    of the prompt, as `image`, `images`, `video` and `videos` (decoded when they are read), and TRL's
+    `completion_ids`, `trainer_state` (which counts optimizer steps), `log_metric` and `log_extra`, and
+    `environments` where answers have any.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+    def completion(outcome: Outcome, messages: list | None, turns: Sequence[Message]) -> Any:
+        if outcome.text is None:
+            return outcome.image if outcome.video is None else outcome.video
+        if messages is None:
+            return outcome.text
+        return completion_of(turns) or [{"role": "assistant", "content": outcome.text}]
+
+    @functools.wraps(function)
+    def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
+        scoring = SCORING.get(None) or Scoring([None] * len(outcomes))
+        columns = dict.fromkeys(key for prompt in prompts for key in prompt.columns if key not in TRL_OWN)
+        turns = scoring.turns or [()] * len(outcomes)
+        rows = [prompt.columns.get("prompt") for prompt in prompts]
+        messages = [row if isinstance(row, list) else None for row in rows]
+        offered = (
+            shown_media(prompts)
+            | {name: [prompt.columns.get(name) for prompt in prompts] for name in columns}
+            | {
+                "prompts": [p.text if m is None else m for p, m in zip(prompts, messages, strict=True)],
+                "completions": [completion(*each) for each in zip(outcomes, messages, turns, strict=True)],
+                "completion_ids": [ids if ids is None else list(ids) for ids in scoring.tokens],
+                "trainer_state": scoring.state,
+                "log_metric": scoring.log_metric,
+                "log_extra": scoring.log_extra,
+                "target": [p.target for p in prompts],
+            }
+        )
+        if any(outcome.environment is not None for outcome in outcomes):
+            offered["environments"] = [outcome.environment for outcome in outcomes]
+        return function(**{k: v for k, v in offered.items() if takes_all or k in parameters})
+
+    return reward

@@ -1,0 +1,176 @@
+"""Call one reward: copies of its arguments, what it may read and log, and a check of what it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import itertools
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+import torch
+
+from mmrl.core.types import Message, Outcome, Prompt, TrainerState
+
+
+def handed(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> tuple[list[Prompt], list[Outcome]]:
+    """Copy the arguments of a reward: changes that it makes to them reach no other reward.
+
+    Lists, dictionaries, sets, tensors and arrays are copied. The pixels and times of outcomes are shared, and
+    so are objects of other classes.
+    """
+    return [_copy(prompt) for prompt in prompts], [_copy(outcome) for outcome in outcomes]
+
+
+def _copy(value: Any) -> Any:
+    match value:
+        case Prompt(target=target, columns=columns, answers=answers):
+            return replace(value, target=_copy(target), columns=_copy(columns), answers=_copy(answers))
+        case Outcome(tags=tags, recorded=recorded):
+            return replace(value, tags=_copy(tags), recorded=_copy(recorded))
+        case torch.Tensor():
+            return value.detach().clone()
+        case Mapping():
+            return {key: _copy(inner) for key, inner in value.items()}
+        case list():
+            return [_copy(inner) for inner in value]
+        case tuple() if type(value) is tuple:  # the constructors of named tuples differ, so they are shared
+            return tuple(_copy(inner) for inner in value)
+        case set():
+            return set(value)
+        case object(__array__=_):  # an array of numpy
+            return copy.deepcopy(value)
+    return value
+
+
+@dataclass
+class Scoring:
+    """One call of a reward: what it may read besides prompts and outcomes, and what it logs."""
+
+    tokens: Sequence[Sequence[int] | None] = ()  # of every outcome; None where it is not of tokens
+    turns: Sequence[Sequence[Message]] = ()  # of every outcome: its conversation; empty where there is none
+    rows: Sequence[int] = ()  # of every outcome: the number of its rollout
+    state: TrainerState = TrainerState()
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    deadline: float = math.inf  # of `time.monotonic`, after which nobody waits for it
+
+    def about(self, rows: Sequence[int]) -> Scoring:
+        """Restrict the call to some of its outcomes, by their indices."""
+        turns = [self.turns[i] for i in rows] if self.turns else ()
+        own = [self.rows[i] for i in rows] if self.rows else ()
+        return replace(self, tokens=[self.tokens[i] for i in rows], turns=turns, rows=own)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Add a number to a metric of the run; the metric is the mean of all numbers logged in a step."""
+        number = to_float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"log_metric('{name}', {shown(value)}): a finite number is wanted")
+        self.metrics.setdefault(name, []).append(number)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Add a column to the table of completions on disk, one value per outcome."""
+        if len(values) != len(self.tokens):
+            raise ValueError(
+                f"log_extra('{column}', ...): wanted {len(self.tokens)} values, one for each completion, got "
+                f"{len(values)}"
+            )
+        self.columns[column] = list(values)
+
+
+# The call that is going on: a reward runs in a thread of its own, and each thread has its own value.
+SCORING: ContextVar[Scoring] = ContextVar("SCORING")
+
+
+def called(
+    reward: Callable[..., Any],
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Outcome],
+    call: Scoring,
+    seconds: float,
+) -> list:
+    """Call a reward and return a list of one entry per outcome; `call` collects its metrics and columns.
+
+    An asynchronous reward is cancelled after `seconds`. Raises `NotNumbers` for any other return value.
+    """
+
+    async def awaited(result: Awaitable[Any]) -> Any:
+        return await asyncio.wait_for(result, seconds)
+
+    SCORING.set(call)
+    result = reward(*handed(prompts, outcomes))
+    if inspect.isawaitable(result):
+        result = asyncio.run(awaited(result))
+    return one_each(result, len(outcomes))
+
+
+def by_prompt(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Group indices of outcomes by the id of their prompt."""
+    groups: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        groups.setdefault(prompt.uid, []).append(i)
+    return groups
+
+
+# ---- what rewards return
+
+SHOWN = 200  # characters of a value in a message
+
+
+class NotNumbers(ValueError):
+    """A reward did not return one entry per outcome."""
+
+
+def one_each(result: Any, count: int) -> list:
+    """Convert the return value of a reward to a list: a sequence, iterator or 1-D array of `count` entries.
+
+    Raises `NotNumbers` for anything else.
+    """
+    match result:
+        case object(shape=shape) if shape is not None and len(shape) != 1:
+            kind = type(result).__name__
+            raise NotNumbers(f"gave a {kind} of shape {tuple(shape)}, not a number per outcome")
+        case object(shape=shape, tolist=tolist) if shape is not None:
+            listed = tolist()
+        case list() | tuple():
+            listed = list(result)
+        # These are iterable, but their parts are not a number per outcome.
+        case str() | bytes() | bytearray() | Mapping() | Set():
+            raise NotNumbers(f"gave {shown(result)}, not a number per outcome")
+        case Iterable():
+            listed = list(itertools.islice(result, count + 1))  # it may be endless
+            if len(listed) > count:
+                raise NotNumbers(f"gave more than {count} numbers for {count} outcomes")
+        case _:
+            raise NotNumbers(f"gave {shown(result)}, not a number per outcome")
+    if len(listed) != count:
+        raise NotNumbers(f"gave {len(listed)} numbers for {count} outcomes")
+    return listed
+
+
+def to_float(value: Any) -> float:
+    """Convert a number, also in a tensor or array; NaN for anything else, and for what exceeds a float."""
+    try:
+        match value:
+            case Real() | Decimal():
+                return float(value)
+            case object(item=item):  # of a tensor or array; it raises where there are several numbers
+                return to_float(item())
+    except (ValueError, RuntimeError, OverflowError):
+        pass
+    return math.nan
+
+
+def shown(value: Any) -> str:
+    """Return a shortened `repr` for an error message, or the class where `repr` fails."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
