@@ -1,4 +1,4 @@
-"""Examines a configuration before training: every startup check looks at one small collection of a run."""
+"""Diagnoses a configuration before training: runs every startup check on a small collection."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from mmrl.runtime.modules import evaluating
 from mmrl.training.collect import collect, in_order
 from mmrl.training.trainer import Run
 
-SPARE = 0.1  # of the trained parameters may have a gradient of 0
-LONGEST = 2000  # letters of a prompt or answer that are shown
-NUDGE = 1e-3  # an adapter begins at 0, where half of its gradients are 0 as well
+SPARE = 0.1  # share of the trained parameters that may have a gradient of 0
+LONGEST = 2000  # characters of a prompt or answer that are shown
+NUDGE = 1e-3  # noise on weights: a new adapter is 0, where half of its gradients are 0 too
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The symptoms of a configuration by check, one of its rollouts, and the memory of its run.
+    """The findings of all checks, an example rollout, and the memory estimate of a run.
 
-    `example` has the prompt as the model reads it, a sampled answer, its target and its rewards.
+    `example` has the rendered prompt, a sampled answer, the target and the rewards.
     """
 
     found: Sequence[tuple[Entry, Sequence[Finding]]]
@@ -43,12 +43,12 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Return whether no check found something wrong."""
+        """Whether no finding is grave."""
         return not any(symptom.grave for _, symptoms in self.found for symptom in symptoms)
 
 
 def examine(config: Config, *, num_prompts: int = 4) -> Diagnosis:
-    """Build a run, collect a few rollouts, and apply every startup check that fits."""
+    """Build a run, collect a few rollouts, and apply every applicable startup check."""
     small = replace(
         config,
         rollout=replace(config.rollout, num_prompts=num_prompts, max_rounds=1),
@@ -64,7 +64,7 @@ def examine(config: Config, *, num_prompts: int = 4) -> Diagnosis:
 
 
 def describe_example(examined: Examined) -> dict[str, str]:
-    """Describe the first rollout: its prompt as the model reads it, the answer, the target, the rewards."""
+    """Format the first rollout: rendered prompt, answer, target, rewards."""
     row, outcome = examined.rollouts[0], examined.rollouts[0].outcomes[-1]
     match examined.policy:
         case RendersPrompts() as policy:
@@ -85,13 +85,13 @@ def describe_example(examined: Examined) -> dict[str, str]:
 
 
 def printable(text: str) -> str:
-    """Cut a text at `LONGEST`, and replace what would control a terminal."""
+    """Truncate a text to `LONGEST` characters, and replace control characters."""
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text[:LONGEST])
     return shown + (f" ... ({len(text) - LONGEST} letters more)" if len(text) > LONGEST else "")
 
 
 def _look(small: Config, config: Config) -> Examined:
-    """Collect rollouts with a run, and find the parameters that get gradients."""
+    """Collect rollouts, and find the parameters without gradients."""
     run = build(small, quiet=True)
     run.tick(0)
     collection = collect(run)
@@ -137,9 +137,9 @@ def _look(small: Config, config: Config) -> Examined:
 
 
 def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
-    """Find trained parameters without influence on log-probabilities, and measure activation memory.
+    """List trained parameters without influence on log-probabilities, and measure activation memory.
 
-    Returns their names, and the bytes that a micro-batch of `micro_batch_steps` keeps for its backward pass.
+    Returns their names, and the bytes that a micro-batch of `micro_batch_steps` saves for its backward pass.
     """
     wanted, module = run.learner.guard.micro_batch_steps, run.policy.module
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -149,7 +149,7 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
     with _nudged(parameters), evaluating(module):
         with _counting(module) as kept:
             logp = run.policy(micro, frozenset()).logp
-        # Not the plain sum: what is the same for all choices of a step would have no gradient.
+        # Not a plain sum: a parameter with equal effect on all choices of a step would have no gradient.
         signs = torch.linspace(0.5, 1.5, logp.numel()).view_as(logp).to(logp)
         gradients = [None] * len(named)
         if logp.requires_grad:
@@ -159,13 +159,13 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
         zero = [name for name, g in zip(named, gradients, strict=True) if g is not None and not g.any()]
     steps = max(1, micro.steps.cost(torch.arange(len(micro))))
     saved = float(sum(kept.values())) * max(1.0, wanted / steps)  # scaled up to a full micro-batch
-    # Some networks discard a part of their last block, whose gradients are rightly 0.
+    # Some networks discard a part of their last block; its gradients are 0 for good reason.
     return outside + (zero if len(zero) > SPARE * len(named) else []), saved
 
 
 @contextmanager
 def _nudged(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Add a little noise to parameters inside this context; afterwards they are exactly as before."""
+    """Add a little noise to parameters inside this context, and restore them exactly."""
     before = [parameter.detach().clone() for parameter in parameters]
     generator = torch.Generator().manual_seed(0)
     try:
@@ -182,7 +182,7 @@ def _nudged(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _counting(module: nn.Module) -> Iterator[Mapping[int, int]]:
-    """Map the address of every storage saved for the backward pass, weights aside, to its bytes."""
+    """Map the address of every storage saved for backward, except weights, to its bytes."""
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
 

@@ -15,9 +15,8 @@ from mmrl.config.registry import optimizer
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
-_TOGETHER = 2**24  # numbers in the matrices that are orthogonalised at once
-
-_TABLES = re.compile(r"embed|lm_head")  # a row of these is a token: they are not maps from space to space
+_TOGETHER = 2**24  # largest number of elements that are orthogonalised at once
+_TABLES = re.compile(r"embed|lm_head")  # lookup tables with a row per token, no linear maps
 
 
 @optimizer
@@ -111,12 +110,12 @@ def muon(
 class BatchedMuon(torch.optim.Muon):
     """torch's Muon, with matrices of one shape orthogonalised together.
 
-    torch takes one matrix at a time, and bfloat16, which many CPUs emulate: small models spent more time in
-    it than in their gradients. Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size of AdamW's
+    torch processes one matrix at a time, in bfloat16, which many CPUs emulate: small models spent more time
+    there than in their gradients. Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size of AdamW's
     (section 2.2 of arXiv 2502.16982).
 
     Args:
-        matrices: What is trained.
+        matrices: Trained matrices.
         lr: Learning rate.
         momentum: Nesterov momentum, in [0, 1).
         weight_decay: Decoupled weight decay, at least 0.
@@ -148,16 +147,16 @@ class BatchedMuon(torch.optim.Muon):
                 self._update(pairs, group)
 
     def _direction(self, parameter: nn.Parameter, momentum: float) -> torch.Tensor:
-        """Return the gradient with Nesterov momentum, which is brought up to date."""
+        """Update the momentum, and return the gradient with Nesterov momentum."""
         state, gradient = self.state[parameter], cast(torch.Tensor, parameter.grad)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         return gradient.lerp(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)
 
     def _update(self, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]], group: Mapping[str, Any]) -> None:
-        """Move parameters of one shape along their orthogonalised directions, some at a time."""
+        """Move parameters of one shape along their orthogonalised directions, in batches."""
         rate, shape = float(group["lr"]), pairs[0][0].shape
-        # Those of a shard (DTensor) stay alone.
+        # Shards (DTensor) are processed one by one.
         size = 1 if hasattr(pairs[0][0], "device_mesh") else max(1, _TOGETHER // shape.numel())
         for at in range(0, len(pairs), size):
             some = pairs[at : at + size]
@@ -197,7 +196,7 @@ class Parted(torch.optim.Optimizer):
     """Several optimizers as one, each over its own parameters."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        # What torch's own initialiser would make anew belongs to the parts.
+        # Not torch's initialiser: groups and state belong to the parts.
         self.parts, self.defaults, self.state = parts, {}, {}
         self.param_groups = [group for part in parts for group in part.param_groups]
 

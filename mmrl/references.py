@@ -1,7 +1,7 @@
 """Reference policies: other weights of the trained parameters, and second models that learn.
 
-`frozen` and `ema` swap their weights into the policy to evaluate it, so a reference of an adapter is as small
-as the adapter, and one of a whole model is one copy of its trained weights.
+`frozen` and `ema` swap their weights into the policy, so that they store trained weights only: for an adapter
+the adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmrl.runtime.fsdp import reshard, swap
 
 
 def trained(policy: Policy) -> dict[str, Tensor]:
-    """Map names to trained parameters; names are the same on any number of processes."""
+    """Map names to trained parameters, without prefixes of data parallelism."""
     return {
         # Data parallelism wraps the module, which puts a word before every name.
         name.removeprefix("module."): parameter
@@ -37,8 +37,10 @@ def trained(policy: Policy) -> dict[str, Tensor]:
 class Reference:
     """A policy with other weights, which may follow the trained ones as a moving average.
 
-    `decay` is the share of the old weights that stays after `every` optimizer steps; at 1 they never
-    change.
+    Args:
+        policy: The policy that is trained.
+        decay: Share of the old weights that stays in an update; 1: they never change.
+        every: Optimizer steps between updates.
     """
 
     def __init__(self, policy: Policy, decay: float, every: int = 1) -> None:
@@ -49,7 +51,7 @@ class Reference:
         self.snapshot()
 
     def snapshot(self) -> None:
-        """Take the policy's trained weights of now."""
+        """Copy the current trained weights of the policy."""
         self.weights = {name: parameter.detach().clone() for name, parameter in trained(self.policy).items()}
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
@@ -58,7 +60,7 @@ class Reference:
 
     @contextmanager
     def rollout_weights(self) -> Iterator[None]:
-        """Swap the reference's weights into the policy for the duration of the context."""
+        """Swap the reference's weights into the policy inside this context."""
         self._swap()
         try:
             yield
@@ -66,7 +68,7 @@ class Reference:
             self._swap()
 
     def _swap(self) -> None:
-        reshard(self.policy.module)  # else FSDP2 would go on with the weights that it gathered
+        reshard(self.policy.module)  # else FSDP2 would use the weights that it has gathered
         for name, parameter in trained(self.policy).items():
             self.weights[name] = swap(parameter, self.weights[name])
 
@@ -80,12 +82,12 @@ class Reference:
                 self.weights[name].lerp_(parameter.detach(), 1 - self.decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights and the number of optimizer steps seen."""
+        """Return the weights and the number of optimizer steps."""
         return {"weights": dict(self.weights), "passed": self.passed}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the weights and the number of optimizer steps seen."""
+        """Restore the weights and the number of optimizer steps."""
         self.passed = state["passed"]
         for name, weight in self.weights.items():
             weight.copy_(state["weights"][name])  # in place, so that `state` stays its owner's
@@ -169,10 +171,10 @@ class SecondModel:
         )
 
     def snapshot(self) -> None:
-        """Keep its own weights."""
+        """Do nothing: the model has separate weights."""
 
     def update(self) -> None:
-        """Keep its own weights, which its own optimizer moves."""
+        """Do nothing: the model has its own optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the run saves the model and its optimizer."""

@@ -77,9 +77,9 @@ def periodic(
     period: PositiveInt = 640,
     form: Literal["cosine", "stairs", "stair_cosine"] = "cosine",
 ) -> float:
-    """Swing from `high` to `low` and back in every `period` (SIRI, arXiv 2509.25176).
+    """Oscillate between `high` and `low` with a `period` (SIRI, arXiv 2509.25176).
 
-    As `max_completion_length` it compresses answers and lets them grow again in turn.
+    Used for `max_completion_length`, it compresses answers and lets them grow again.
 
     Args:
         low: Smallest value, at half of a period.

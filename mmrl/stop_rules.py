@@ -1,4 +1,4 @@
-"""Rules that end a run before `max_steps` because of a metric of its steps."""
+"""Rules that end a run before `max_steps`, based on a metric."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.ranges import NonNegativeFloat, PositiveInt
 from mmrl.config.registry import stop_rule
 
-CLOCKS = ("time/", "step_time")  # of which two runs are never alike
+CLOCKS = ("time/", "step_time")  # prefixes of metrics that are not reproducible
 
 
 class StopRule:
-    """Averages the latest `window` values of a metric, and ends the run when `holds` is true often enough.
+    """Averages the latest `window` values of a metric; ends the run once `holds` is true `patience` times.
 
-    Every value counts once: of each step, or of each evaluation where the metric is one of `eval_`. Values
-    that are not finite are left out.
+    There is a value per step, or per evaluation for metrics `eval_...`. Non-finite values are skipped.
     """
 
     def __init__(self, metric: str, window: int, patience: int) -> None:
@@ -32,11 +31,11 @@ class StopRule:
         self.ended = False
 
     def holds(self, mean: float) -> bool:
-        """Return whether the condition holds for the mean of the latest window; called once a measurement."""
+        """Whether the condition holds for the mean of the latest window; called once per value."""
         raise NotImplementedError
 
     def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metric of a step; raises `ConfigError` where the run has no such metric."""
+        """Read the metric of a step; raises `ConfigError` if the run has no such metric."""
         if event != "step_end":
             return
         measured = [name for name in metrics if name.startswith("eval_") or not self.held_out]

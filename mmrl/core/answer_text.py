@@ -1,4 +1,4 @@
-r"""The text of an answer or of a target: the part that counts, and one spelling for what means the same."""
+r"""Extraction of the relevant part of an answer or target, and normalisation of its spelling."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ THOUGHT_END = re.compile(r"</think\s*>", re.IGNORECASE)
 THOUGHT = re.compile(r"\s*<think\s*>", re.IGNORECASE)
 WRAPPED = re.compile(r"\s*<([A-Za-z][\w-]*)>(.*)</\1>\s*", re.DOTALL)
 BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|(?<!\\)[{}]")
-DEEPEST = 8  # blocks inside of blocks, and fractions inside of fractions, that are opened
+DEEPEST = 8  # levels of nested blocks and fractions that are read
 
 
 def tagged(text: str, tag: str) -> list[str]:
-    """List what is inside the blocks `<tag>...</tag>` of a text, in order, whatever the case of the tag."""
+    """List the contents of the blocks `<tag>...</tag>` of a text, in order, ignoring case."""
     ends = [end.end() for end in re.finditer(f"</{tag}>", text, re.IGNORECASE)]
-    # After the last end every opening would be searched to the end of the text in vain: quadratic time.
+    # After the last closing tag, every opening tag would scan the rest of the text: quadratic time.
     inside = text[: ends[-1]] if ends else ""
     return re.findall(f"<{tag}>(.*?)</{tag}>", inside, re.DOTALL | re.IGNORECASE)
 
 
 def last_box(text: str) -> tuple[int, int, int] | None:
-    r"""Find the last whole \boxed{...}: its start, and where its content starts and ends."""
+    r"""Find the last complete \boxed{...}: its start, and the start and end of its content."""
     opened: list[tuple[int, int, bool]] = []
-    found = None
+    last = None
     for brace in BRACE.finditer(text):
         if brace[0] != "}":
             opened.append((brace.start(), brace.end(), brace[0] != "{"))
         elif opened:
             start, inside, boxed = opened.pop()
-            found = (start, inside, brace.start()) if boxed else found
-    return found
+            last = (start, inside, brace.start()) if boxed else last
+    return last
 
 
 def answer_part(text: str, tag: str = "answer") -> str:
-    r"""Return the part of an answer or a target that counts, without its markup.
+    r"""Extract the final answer from a text, without markup.
 
-    It is what the last block of `tag` holds, else what follows the thought, else what the last \boxed{} or
-    the line after `####` (GSM8K) holds, else the whole text. A thought without an end holds no answer.
+    In this order: the last block `tag`, the text after the thought (`</think>`), the last \boxed{}, the line
+    after `####` (GSM8K), the whole text. An unclosed thought gives an empty answer.
     """
     for _ in range(DEEPEST):
         inside = _inside(text, tag)
@@ -49,7 +49,7 @@ def answer_part(text: str, tag: str = "answer") -> str:
 
 
 def _inside(text: str, tag: str) -> str | None:
-    """Return what the outermost markup of a text holds; None where it has none."""
+    """Return the content of the outermost markup of a text; None without markup."""
     if blocks := tagged(text, tag):
         return blocks[-1]
     if ends := list(THOUGHT_END.finditer(text)):
@@ -81,7 +81,7 @@ SIGN = re.compile(r"(?<![\w)])[‒–](?=[\d.])")
 
 
 class _Spelling(dict[int, str]):
-    """How a character is written for comparisons, found when it is first met."""
+    """Maps characters to their normalised form, computed at the first lookup."""
 
     def __missing__(self, code: int) -> str:
         char, kind = chr(code), unicodedata.category(chr(code))
@@ -107,10 +107,10 @@ _SPELLING = _Spelling()
 
 
 def spelled(text: str) -> str:
-    """Write a text in composed characters (NFC), with one form of digits, signs, quotes and spaces.
+    """Normalise a text to NFC, with one form of digits, signs, quotes and spaces.
 
-    Full-width forms and digits of all scripts become ASCII ones, and invisible characters are dropped. All
-    letters keep their marks.
+    Full-width forms and digits of all scripts become ASCII; invisible characters are dropped. Letters keep
+    their diacritics.
     """
     if text.isascii():
         return text
@@ -164,7 +164,7 @@ def plain(text: str) -> str:
 
 
 def without_latex(text: str) -> str:
-    """Write LaTeX as plain text; commands that are not known become words."""
+    """Convert LaTeX to plain text; unknown commands become words."""
     text = text.replace("{,}", ",").replace("\\\\", " ")
     text = DEGREE.sub("°", text)
     for _ in range(DEEPEST):  # from the innermost braces
@@ -203,6 +203,6 @@ def _command(match: re.Match) -> str:
 
 @cache
 def marks() -> str:
-    """List the combining marks of Unicode for a class of characters: vowel signs, accents."""
-    found = (chr(code) for code in range(0x300, 0x1F000) if unicodedata.category(chr(code))[0] == "M")
-    return "".join(found) + "\U000e0100-\U000e01ef"
+    """List the combining characters of Unicode (vowel signs, accents) for a regular expression."""
+    combining = (chr(code) for code in range(0x300, 0x1F000) if unicodedata.category(chr(code))[0] == "M")
+    return "".join(combining) + "\U000e0100-\U000e01ef"

@@ -1,4 +1,4 @@
-"""What an answer or a target says, read in one way for both: as words, a number, a letter, one of choices."""
+"""Parsers of answers and targets: words and numbers, normalised in the same way for both."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 
 
 def readable(text: str) -> str:
-    """Write an answer as plain text in which numbers can be found."""
+    """Normalise an answer to plain text in which numbers can be parsed."""
     text = MINUS.sub("-", re.sub(r"^\s*-\s+(?=[\d.])", "-", plain(text)))
     text = re.sub(r"(?<=\d) (?=\d{3})", "", text) if SPACED.fullmatch(text) else text
     return INSIDE.sub(
@@ -106,9 +106,9 @@ def _tokens() -> re.Pattern:
 def words_of(text: str) -> list[str]:
     """List the words of a text in lower case, without articles and punctuation, numbers in digits.
 
-    Signs, comparisons, percent, currencies and what makes C++, A- or 2/3 another thing are words as well. A
-    hyphen between words parts them. "A" counts as an article only where a word follows that it could belong
-    to, and articles count where there is nothing else.
+    Signs, comparisons, percent, currencies, and symbols that change the meaning (C++, A-, 2/3) are words as
+    well. A hyphen separates words. "A" is an article only before a noun; articles stay if nothing else is
+    there.
     """
     text = readable(text)
     found: list[str] = []
@@ -155,7 +155,7 @@ def _word(token: re.Match) -> list[str]:
 
 
 def _mark(token: re.Match, text: str) -> str:
-    """Return a sign between words that means something; empty for punctuation."""
+    """Return a symbol between words if it has a meaning; empty for punctuation."""
     mark = token[0]
     if token["symbol"]:
         if mark in ("'", '"'):  # feet and inches, or the prime of f'(x), where it closes no quotation
@@ -200,7 +200,7 @@ def _digit_first(side: str) -> bool:
 
 
 def same_words(words: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether two answers are equal; one of them may lack a currency or a degree sign."""
+    """Whether two answers are equal; one may lack a currency or degree sign."""
     if words == others:
         return bool(words)
     units = [OPTIONAL.intersection(each) for each in (words, others)]
@@ -211,7 +211,7 @@ def same_words(words: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def word_f1(text: str, other: str) -> float:
-    """Compute the F1 of the words of two texts; texts without words are equal or 0."""
+    """Compute the word F1 of two texts; for texts without words 1 if they are equal, else 0."""
     words, wanted = words_of(text), words_of(other)
     shared = (Counter(words) & Counter(wanted)).total()
     if not words and not wanted:
@@ -223,7 +223,7 @@ def word_f1(text: str, other: str) -> float:
 
 
 def _decimal(literal: str) -> str:
-    """Write a number with digits and one dot, a whole one without."""
+    """Normalise a number literal to digits with a decimal point, integers without."""
     sign = "-" if literal[0] == "-" else ""
     literal = literal.lstrip("+-")
     if re.fullmatch(r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}", literal):
@@ -238,10 +238,10 @@ def _decimal(literal: str) -> str:
 
 
 def number_in(text: str) -> Fraction | None:
-    """Return the last number of a text, exactly; None without one, or where it is a part of an expression.
+    """Parse the last number of a text exactly; None without one, or if it is part of an expression.
 
-    5 % is 1/20, 1/2 and ½ are fractions, 2 million and 2e6 and 2 * 10^6 are one number. Of 2*3, 3-5 and the
-    list "3, 5" no number is read, of "2*3 = 6" the 6.
+    5 % is 1/20, 1/2 and ½ are fractions; 2 million, 2e6 and 2 * 10^6 are the same number. 2*3, 3-5 and the
+    list "3, 5" have no number, "2*3 = 6" has 6.
     """
     text = _in_digits(text)
     numbers = list(NUMBER.finditer(text))
@@ -257,7 +257,7 @@ def number_in(text: str) -> Fraction | None:
 
 
 def _in_digits(text: str) -> str:
-    """Write an answer as plain text, and where it has no digits its numbers in words, such as twenty-one."""
+    """Normalise an answer; without digits, convert number words such as twenty-one to digits."""
     text = AREA.sub(lambda unit: unit[1] + "²³"[int(unit[2]) - 2], readable(text))
     if len(text) > 2000 or any(char.isdigit() for char in text):
         return text
@@ -265,7 +265,7 @@ def _in_digits(text: str) -> str:
 
 
 def _counted(match: re.Match) -> str:
-    """Write a number in digits that stands there in words; words that make no number stay."""
+    """Convert matched number words to digits; words that form no number stay."""
     before, after = match.string[: match.start()][-10:], match.string[match.end() :]
     if match[0].lower() == "one" and (_PRONOUN.search(before) or after.startswith(" of ")):
         return match[0]
@@ -286,7 +286,7 @@ def _counted(match: re.Match) -> str:
 
 
 def only_number(text: str) -> bool:
-    """Whether a text holds one number and no other."""
+    """Whether a text contains exactly one number."""
     return len(NUMBER.findall(_in_digits(text))) <= 1 and number_in(text) is not None
 
 
@@ -305,7 +305,7 @@ def _in_expression(match: re.Match, text: str) -> bool:
 
 
 def besides_numbers(text: str) -> set[str]:
-    """List the words of a text that are no part of its numbers."""
+    """List the words of a text outside of its numbers."""
     return set(words_of(NUMBER.sub(" ", _in_digits(text)))) - OPTIONAL
 
 

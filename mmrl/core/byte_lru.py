@@ -1,4 +1,4 @@
-"""A cache limited in bytes that drops the least recently used item first."""
+"""A least-recently-used cache with a limit in bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ T = TypeVar("T")
 
 @dataclass
 class ByteLRU(Generic[T]):
-    """Caches items of up to `limit` bytes in all; the latest item always stays.
+    """Caches items of up to `limit` bytes in total; the latest item always stays.
 
-    Threads may share it. They make different items at the same time; if two make the same one, the first
-    result stays.
+    Thread-safe. Threads create different items in parallel; if two create the same one, the first stays.
     """
 
     limit: int  # bytes
@@ -26,19 +25,19 @@ class ByteLRU(Generic[T]):
     _lock: Any = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[type, tuple[int, Callable[[T], int]]]:
-        return type(self), (self.limit, self.size)  # a copy for another process begins empty
+        return type(self), (self.limit, self.size)  # a pickled copy is empty
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the item of a key; make it where it is not cached."""
+        """Return the item of a key; create it if it is not cached."""
         with self._lock:
             if key in self.items:
                 self.items.move_to_end(key)
                 return self.items[key]
-        made = make()  # outside of the lock: it may take long, and may ask for other things
+        new = make()  # outside of the lock: it may be slow, and may use the cache
         with self._lock:
             if key not in self.items:  # else another thread made it meanwhile
-                self.items[key] = made
-                self.used += self.size(made)
+                self.items[key] = new
+                self.used += self.size(new)
             self.items.move_to_end(key)
             item = self.items[key]
             while len(self.items) > 1 and self.used > self.limit:

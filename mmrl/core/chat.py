@@ -1,4 +1,4 @@
-"""Turns of a conversation as the dictionaries that chat templates and TRL take."""
+"""Conversion of conversations to the dictionaries of chat templates and TRL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def to_pil(image: Tensor) -> Any:
 
 
 def blocks_of(message: Message) -> list[dict[str, Any]]:
-    """Write what a message holds as blocks: texts, images of PIL, and videos as lists of these."""
+    """Convert a message to blocks: texts, PIL images, and videos as lists of PIL images."""
     blocks: list[dict[str, Any]] = []
     for part in message.parts:
         if part.media is None:
@@ -33,7 +33,7 @@ def blocks_of(message: Message) -> list[dict[str, Any]]:
 
 
 class _Decoded(Sequence[Any]):
-    """What prompts show, one entry each, decoded when it is read: many rewards take columns and read none."""
+    """The media of prompts, one entry per prompt, decoded lazily, since most rewards read none."""
 
     def __init__(self, media: Sequence[tuple[Media, ...]], one: bool) -> None:
         self.media, self.one = media, one
@@ -67,10 +67,10 @@ def all_frames(frames: Frames) -> list[Any]:
 
 
 def shown_media(prompts: Sequence[Prompt]) -> dict[str, Sequence[Any]]:
-    """Make the columns of media that TRL passes to rewards; kinds that no prompt shows have none.
+    """Convert the media of prompts to the columns that TRL passes to rewards, for kinds that occur.
 
-    `images` has a list of PIL images for every prompt, and `videos` a list of lists of frames; `image` and
-    `video` have one or None, if no prompt shows more than one. Other kinds of media have such columns too.
+    `images` has a list of PIL images per prompt, `videos` a list of lists of frames. `image` and `video` have
+    one medium or None per prompt, if no prompt has more. Other kinds of media have such columns too.
     """
     columns: dict[str, Sequence[Any]] = {}
     for kind, modality in MODALITIES.items():
@@ -84,9 +84,9 @@ def shown_media(prompts: Sequence[Prompt]) -> dict[str, Sequence[Any]]:
 
 
 def turns_of_outcomes(row: Trajectory) -> list[Sequence[Message]]:
-    """List the conversation of every outcome of a row, up to its turn where it has one; empty without any.
+    """List the conversation of every outcome of a row, up to the turn of the outcome.
 
-    Raises `ValueError` for more outcomes of turns than turns.
+    Raises `ValueError` if more outcomes have the tag `turn` than the conversation has turns.
     """
     ends = [place for place, message in enumerate(row.turns, 1) if message.role == "assistant"]
     numbered = [TURN in outcome.tags for outcome in row.outcomes]
@@ -95,8 +95,8 @@ def turns_of_outcomes(row: Trajectory) -> list[Sequence[Message]]:
             f"a rollout of prompt '{row.prompt.uid}' has {sum(numbered)} outcomes with the tag `turn`, but "
             f"its conversation has {len(ends)} turns of the policy"
         )
-    # Outcomes of turns are those of the last turns, in order. The number in the tag is no place here: of a
-    # conversation inside a game it is the turn of the game.
+    # Outcomes of turns belong to the last turns, in order. The number in the tag is no index: in a game it is
+    # the turn of the game.
     return [
         row.turns[: ends[-sum(numbered[place:])]] if row.turns and is_turn else row.turns
         for place, is_turn in enumerate(numbered)
@@ -104,11 +104,11 @@ def turns_of_outcomes(row: Trajectory) -> list[Sequence[Message]]:
 
 
 def completion_of(turns: Sequence[Message]) -> list[dict[str, Any]]:
-    """Write a conversation as TRL gives it to rewards: messages of the roles `assistant` and `tool`.
+    """Convert a conversation to TRL's format for rewards: messages of the roles `assistant` and `tool`.
 
-    A turn with calls has them in `tool_calls` and the other words in `content`; a call that cannot be read
-    leaves the turn as it was written. A reply has the `name` of its tool where that is known; its `content`
-    is a text, or a list of blocks where it shows images or videos.
+    Tool calls of a turn go into `tool_calls`, the other text into `content`; a turn with an unreadable call
+    stays a text. A reply has the `name` of its tool if known; its `content` is a text, or a list of blocks
+    if it has media.
     """
     written: list[dict[str, Any]] = []
     calls: list[Call | CallError] = []  # of the turn before, in the order of the replies

@@ -1,4 +1,4 @@
-"""The choice that an answer or a target names: by its letter, its text, or its place."""
+"""Multiple choice: parses the choice that an answer or target names by letter, text or index."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _DENIED = re.compile(
 
 
 def letter_in(text: str) -> str:
-    """Return the letter of a multiple choice that an answer gives; empty without one.
+    """Parse the letter of a multiple choice from an answer; empty without one.
 
-    It is the only letter, the one after "answer", the one before a text such as "B. red", or else the last
-    capital that stands alone. The article A, the pronoun I, a denied letter ("not B"), and letters of a list
-    such as "A, C" or "A or B" are none.
+    In this order: the only letter, the letter after "answer", a leading letter as in "B. red", the last
+    single capital. The article A, the pronoun I, a negated letter ("not B") and lists such as "A, C" or
+    "A or B" do not count.
     """
     text = readable(text).strip()
     if alone := _ALONE.fullmatch(text):
@@ -59,7 +59,7 @@ def letter_in(text: str) -> str:
 
 
 def _denied(before: str) -> bool:
-    """Whether a denial ends right here: "not", "isn't", "rather than"."""
+    """Whether a text ends with a negation such as "not", "isn't" or "rather than"."""
     return any(match.end() == len(before) for match in _DENIED.finditer(before, max(0, len(before) - 60)))
 
 
@@ -72,29 +72,30 @@ def _is_word(match: re.Match, text: str) -> bool:
 
 
 def choices_in(columns: Mapping[str, Any]) -> dict[str, str]:
-    """Read the choices of a row by their letters, from a list or an object of texts, or ARC's two lists."""
-    found = columns.get("choices")
-    found = columns.get("options") if found is None else found
-    match found:
+    """Map labels to the choices of a row: from a list or an object of texts, or ARC's two lists."""
+    choices = columns.get("choices")
+    choices = columns.get("options") if choices is None else choices
+    match choices:
         case {"text": [*texts], "label": [*labels]} if len(texts) == len(labels):
             return {str(label): str(text) for label, text in zip(labels, texts, strict=True)}
         case Mapping():
-            return {str(label): str(text) for label, text in found.items() if text is not None}
+            return {str(label): str(text) for label, text in choices.items() if text is not None}
         case [*texts]:
             return {chr(ord("A") + i): _unlettered(str(text), i) for i, text in enumerate(texts[:26])}
     return {}
 
 
 def _unlettered(text: str, place: int) -> str:
-    """Take the letter of a choice off its text."""
+    """Remove the letter of a choice from its text."""
     lettered = _LEADING.match(text)
     return text[lettered.end() :] if lettered and lettered[1] == chr(ord("A") + place) else text
 
 
 def choice_in(text: str, choices: Mapping[str, str]) -> str:
-    """Return the label of the choice that an answer or a target names; empty where it names none.
+    """Return the label of the choice that an answer or target names; empty without any.
 
-    By its text, its letter, its place counted from 0, or as the only text of a choice that occurs in it.
+    A choice is named by its text, its letter, its index from 0, or as the only choice whose text occurs in
+    the answer.
     """
     words = words_of(text)
     known = {label: words_of(choice) for label, choice in choices.items()}

@@ -1,4 +1,4 @@
-"""Conversations of several turns: rows of one episode laid out as one row, and back.
+"""Conversations of several turns: joins the rows of an episode to one row, and splits them again.
 
 A conversation is one row with an outcome per turn (tag `turn`), or several rows with the tags `episode` and
 `turn`, where the prompt of a turn is rewritten. Everything that compares or counts conversations works on the
@@ -22,7 +22,7 @@ ORDER = "turn_number"  # id: the number that the tag `turn` spells
 
 
 def turn_number(tags: Mapping[str, str]) -> int:
-    """Return the number that the tag `turn` spells; 0 without the tag.
+    """Parse the number in the tag `turn`; 0 without the tag.
 
     Raises `ValueError` for an outcome of an episode whose turn is no number, because it has no order.
     """
@@ -38,7 +38,7 @@ def turn_number(tags: Mapping[str, str]) -> int:
 
 
 def members(table: RewardTable) -> list[list[int]]:
-    """List the rows of every episode in the order of turns; a row without the tag is one by itself.
+    """List the rows of every episode in the order of turns; a row without the tag is an episode alone.
 
     Rows of an episode belong to one group. The order of episodes is that of their first rows.
     """
@@ -54,7 +54,7 @@ def members(table: RewardTable) -> list[list[int]]:
 
 
 def join_episodes(table: RewardTable) -> RewardTable:
-    """Lay the rows of every episode out as one row, with their outcomes and steps one after another.
+    """Join the rows of every episode to one row, by concatenating their outcomes and steps.
 
     A table without the tag `episode` is returned as it is. Ids of whole rows are those of the first row.
     """
@@ -73,26 +73,26 @@ def _joined(table: RewardTable, rows_of: Sequence[Sequence[int]]) -> RewardTable
             before += steps[row]
         shifts.append(before)
     at = pad_sequence(entries, batch_first=True, padding_value=-1)  # (E, S) entries in order
-    there, at = at >= 0, at.clamp(min=0)
+    filled, at = at >= 0, at.clamp(min=0)
 
-    def laid(column: Tensor, fill: float) -> Tensor:
-        return torch.where(there, column.flatten()[at], fill)
+    def gathered(column: Tensor, fill: float) -> Tensor:
+        return torch.where(filled, column.flatten()[at], fill)
 
     # Values and validity have rewards between rows and places.
     values, valid = (t.transpose(1, 2).flatten(0, 1)[at] for t in (table.values, table.valid))
-    ids = {name: laid(column, 0) for name, column in table.ids.items()}
+    ids = {name: gathered(column, 0) for name, column in table.ids.items()}
     ids["place"] = torch.arange(at.shape[1]).expand(at.shape)
     for name in ("group", "row", "on_policy"):
         ids[name] = table.ids[name][first, :1].expand(at.shape)
     return table.replace(
         values=values.transpose(1, 2),
-        valid=(valid & there[..., None]).transpose(1, 2),
-        scored={name: laid(column, torch.nan) for name, column in table.scored.items()},
-        ends=laid(table.ends + shift[:, None], ABSENT),
+        valid=(valid & filled[..., None]).transpose(1, 2),
+        scored={name: gathered(column, torch.nan) for name, column in table.scored.items()},
+        ends=gathered(table.ends + shift[:, None], ABSENT),
         ids=ids,
         notes={name: _of_steps(note, rows_of, steps) for name, note in table.notes.items()},
         length=torch.tensor(shifts),
-        learn=laid(table.learn, False),
+        learn=gathered(table.learn, False),
         uids=tuple(table.uids[rows[0]] for rows in rows_of),
         process=table.process[first],
     )
@@ -105,10 +105,10 @@ def _of_steps(note: Tensor, rows_of: Sequence[Sequence[int]], steps: Sequence[in
 
 
 def part_episodes(joined: RewardTable, table: RewardTable) -> RewardTable:
-    """Give every row of a table its part of what was computed on `join_episodes(table)`.
+    """Split a table of episodes, computed from `join_episodes(table)`, into the rows of `table`.
 
-    Places go to the row whose steps they end in; steps of a row after its last place belong, as in one row,
-    to the place that ends next.
+    A place goes to the row in whose steps it ends. Steps of a row after its last place belong to the place
+    that ends next, as in the joined row.
     """
     if EPISODE not in table.ids or not len(table):
         return joined
@@ -151,7 +151,7 @@ def part_episodes(joined: RewardTable, table: RewardTable) -> RewardTable:
 
 
 def _cut(note: Tensor, start: Tensor, length: Tensor) -> Tensor:
-    """Cut `length` (N,) steps from `start` (N,) on out of a note (N, T): (N, longest), NaN after them."""
+    """Slice `length` (N,) steps from `start` (N,) of a note (N, T), to (N, longest), padded with NaN."""
     width = int(length.max()) if len(length) else 0
     steps = torch.arange(width)
     at = start[:, None] + steps
@@ -184,10 +184,10 @@ def merge_turns(table: RewardTable, by: Sequence[str] = ()) -> tuple[RewardTable
     row, column = last.div(width, rounding_mode="floor"), last % width
 
     def merged(values: Tensor, known: Tensor) -> Tensor:
-        """Sum (N, K) values that are known, to (V, 1); NaN without any."""
-        found = group_sum(torch.where(known, values, 0.0).flatten()[entries], number, count)
+        """Sum the `known` values (N, K) to (V, 1); NaN without any."""
+        total = group_sum(torch.where(known, values, 0.0).flatten()[entries], number, count)
         some = group_sum(known.flatten()[entries].double(), number, count) > 0
-        return torch.where(some, found, torch.nan)[:, None]
+        return torch.where(some, total, torch.nan)[:, None]
 
     whole = table.select(row).take(
         column[:, None], table.values[row][..., :1], table.ends[row, column][:, None]
@@ -205,9 +205,9 @@ def merge_turns(table: RewardTable, by: Sequence[str] = ()) -> tuple[RewardTable
 
 
 def share_turns(merged: RewardTable, index: Tensor, table: RewardTable) -> RewardTable:
-    """Give every outcome of `table` the value of its row in what came of `merge_turns`.
+    """Copy the values of merged rows (`merge_turns`) back to every outcome of `table`.
 
-    Raises `ValueError` where steps became places of their own.
+    Raises `ValueError` if the merged table has several places per row.
     """
     if merged.ends.shape[1] != 1:
         raise ValueError(
@@ -226,7 +226,7 @@ def share_turns(merged: RewardTable, index: Tensor, table: RewardTable) -> Rewar
 
 
 def of_episodes(function: Callable[[RewardTable], Tensor], table: RewardTable) -> Tensor:
-    """Call a function that judges rows (E,) with one row per episode, and give all rows (N,) its result."""
+    """Apply a function of rows to a table with one row per episode; copy its result (E,) to all rows (N,)."""
     if EPISODE not in table.ids or not len(table):
         return function(table)
     judged = function(join_episodes(table))

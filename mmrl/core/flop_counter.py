@@ -21,7 +21,7 @@ def _product(args: Sequence[Any], out: Any, left: int = -2) -> int:
 
 
 def _convolution(args: Sequence[Any], out: Any) -> int:
-    # A number of the output reads the weights of its channel once; a transposed one is read the other way.
+    # Each output element uses the weights of its channel once; for transposed ones each input element.
     return 2 * args[1][0].numel() * (args[0] if args[6] else out).numel()
 
 
@@ -54,7 +54,7 @@ if BUILT:
 
 
 class CountOperations(TorchDispatchMode):
-    """Adds up floating-point operations, under the last name of the list `where` at each call."""
+    """Counts floating-point operations by the last name in the list `where` at the time of the call."""
 
     def __init__(self, where: list[str] | None = None) -> None:
         super().__init__()

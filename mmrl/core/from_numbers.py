@@ -16,7 +16,7 @@ from mmrl.core.types import Unit
 
 
 def padded(rows: Sequence[Sequence[float | None]], fill: float = 0.0) -> Tensor:
-    """Lay ragged rows out as (N, longest) float64; None is NaN."""
+    """Pad ragged rows to (N, longest) float64; None becomes NaN."""
     width = max((len(row) for row in rows), default=0)
     table = torch.full((len(rows), width), fill, dtype=torch.float64)
     for i, row in enumerate(rows):
@@ -38,7 +38,7 @@ def reward_table(
     notes: Mapping[str, Sequence] | None = None,
     process: Sequence[int] = (),
 ) -> RewardTable:
-    """Make a reward table from rewards by name, or from one reward called "reward".
+    """Create a reward table from rewards by name, or from one reward called "reward".
 
     `reward_table([1, 0, 0, 1])` is a group of four answers. Every other argument has one entry per row.
 
@@ -115,7 +115,7 @@ def _tag_ids(tags: Mapping[str, Sequence], counts: Sequence[int], shape: torch.S
 
 
 def padded_ids(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Lay ragged rows of 63-bit names out; 0 behind them. A float would round them."""
+    """Pad ragged rows of 63-bit ids with 0, as integers, since floats would round them."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
 
@@ -135,7 +135,7 @@ def _listed(row: Any) -> list:
 
 @dataclass
 class ListedSteps:
-    """Steps that know which they are. Rows of one group share a prompt of `prompt` steps."""
+    """Steps with their row and column numbers. Rows of one group share a prompt of `prompt` steps."""
 
     rows: Tensor  # (N,)
     columns: Tensor  # (T,)
@@ -163,7 +163,7 @@ def step_table(
     prompt: int = 0,
     **others: Sequence[Sequence[float]],
 ) -> tuple[StepOutput, Batch]:
-    """Make a batch and what the policy computes for it, from ragged rows of log-probabilities, in float64.
+    """Create a batch and the policy's output for it from ragged rows of log-probabilities, in float64.
 
     `output, batch = step_table([[-0.5, -1.0], [-2.0]], advantage=[1.0, -1.0])`. Totals are those of the
     batch; gradients reach `output.logp`.
@@ -183,13 +183,13 @@ def step_table(
     names = torch.tensor(list(group) or [0] * len(logp))
     steps = ListedSteps(torch.arange(len(logp)), torch.arange(counted.shape[1]), names, unit, prompt)
     batch = Batch.of(steps, counted, {name: padded(note, NAN) for name, note in (notes or {}).items()})
-    laid = torch.zeros_like(counted)
+    advantages = torch.zeros_like(counted)
     for i, value in enumerate(advantage):
         row = _listed(value)
-        laid[i, : len(logp[i])] = torch.tensor(row, dtype=torch.float64)
+        advantages[i, : len(logp[i])] = torch.tensor(row, dtype=torch.float64)
     batch = batch.replace(
         group=names,
-        advantage=laid * counted,
+        advantage=advantages * counted,
         others={name: StepOutput(padded(rows)) for name, rows in others.items()},
     )
     output = StepOutput(

@@ -1,4 +1,4 @@
-"""What the rules of a game are: who acts, what each player reads, what an answer does, who wins."""
+"""Interface of games: whose turn it is, what players read, effects of answers, payoffs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAYOFF = "payoff"  # name of the recorded reward
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn that was taken: whose it was, its number in the game, the answer, and its tags."""
+    """A finished turn: player, number in the game, answer, and tags."""
 
     player: str
     number: int
@@ -38,11 +38,11 @@ class Game:
         raise NotImplementedError
 
     def acting(self, state: Any) -> Sequence[str]:
-        """Return the players whose turn it is, who do not see each other's answers; none ends the game."""
+        """Return the players that act now, without seeing each other's answers; empty at the end."""
         raise NotImplementedError
 
     def observe(self, state: Any, player: str) -> Sequence[Message]:
-        """Return what a player reads before it answers."""
+        """Return the messages that a player reads before it answers."""
         raise NotImplementedError
 
     def act(self, state: Any, player: str, answer: str) -> Any:

@@ -1,8 +1,8 @@
 """Computes large float32 linear layers with oneDNN on x86 CPUs.
 
-torch multiplies float32 matrices with MKL, which uses half of the speed of some x86 processors with AVX-512.
-oneDNN, which torch brings along, uses all of it. Without AVX-512 it is slower, and only used for a few rows
-with packed weights, as in decoding. Products are summed in another order. benchmarks/grpo_step.py measures
+torch multiplies float32 matrices with MKL, which reaches half of the speed of some x86 processors with
+AVX-512; oneDNN, which is part of torch, reaches all of it. Without AVX-512 oneDNN is slower, and only used
+for a few rows with packed weights, as in decoding. Sums have another order. benchmarks/grpo_step.py measures
 the speed-up.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 MANY = 1 << 16  # elements of a weight above which oneDNN is faster
-MOST = 4 << 30  # bytes of weights that may be copied into the packed layout
+MOST = 4 << 30  # largest size of packed weights in bytes
 BUILT = (
     torch.backends.mkldnn.is_available()
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -40,9 +40,9 @@ _INSIDE: ContextVar[bool] = ContextVar("inside", default=False)
 def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[dict[int, Packed]]:
     """Compute the large linear layers of a model with oneDNN inside this context, forward and backward.
 
-    This concerns unsharded float32 weights on an x86 CPU, outside of autocast. With `pack`, weights are
-    copied once into the layout of oneDNN's kernels, for calls without gradient on a few rows each, up to
-    4 GiB of weights; they must not change meanwhile. Yields the packed weights by the id of their layers.
+    Only unsharded float32 weights on an x86 CPU, outside of autocast. With `pack`, up to 4 GiB of weights are
+    copied once into the layout of oneDNN's kernels, for calls without gradient on a few rows; they must not
+    change inside the context. Yields the packed weights by the id of their layers.
     """
     inside = there()
     groups = [group for group in _groups(model) if _fits(group)] if inside or pack and usable() else []
@@ -65,7 +65,7 @@ def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[dict[int, Packed
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Compute the bytes of weights that `onednn(model, pack=True)` copies; they may have shapes alone."""
+    """Compute the bytes of weights that `onednn(model, pack=True)` copies, also for fake weights."""
     groups = _groups(model, (*PLAIN, FakeTensor))
     layers = [layer for group in groups if usable() and _fits(group) for layer in group]
     size = sum(layer.weight.nbytes for layer in layers)
@@ -73,7 +73,7 @@ def packed_bytes(model: nn.Module) -> int:
 
 
 def _groups(model: nn.Module, kinds: tuple[type, ...] = PLAIN) -> Iterator[list[nn.Linear]]:
-    """List the plain linear layers of a model, those that read the same input together."""
+    """Yield groups of plain linear layers of a model that read the same input."""
     seen: set[int] = set()
     for module in model.modules():
         children = dict(module.named_children())
@@ -86,13 +86,13 @@ def _groups(model: nn.Module, kinds: tuple[type, ...] = PLAIN) -> Iterator[list[
 
 
 def is_plain(layer: nn.Module | None, kinds: tuple[type, ...] = PLAIN) -> TypeGuard[nn.Linear]:
-    """Return whether a module is a linear layer with an unsharded float32 weight on the CPU."""
+    """Whether a module is a linear layer with an unsharded float32 weight on the CPU."""
     # A subclass may compute something else, and so may a layer whose forward was replaced.
     return type(layer) is nn.Linear and "forward" not in vars(layer) and _is_whole(layer.weight, kinds)
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Return whether the forward of a module is that of an open `onednn`."""
+    """Whether an open `onednn` context replaced the forward of a module."""
     forward = vars(module).get("forward")
     return isinstance(forward, partial) and (isinstance(forward.func, Packed) or forward.func is _unpacked)
 
@@ -100,16 +100,16 @@ def is_replaced(module: nn.Module) -> bool:
 def side_by_side(
     layers: Sequence[nn.Linear], dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor | None]:
-    """Copy the weights (m, n) of layers that read the same input, and their biases (m,) where one has any."""
+    """Concatenate the weights of layers with the same input to (m, n), and their biases, if any, to (m,)."""
     biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in layers]
     bias = torch.cat(biases).to(dtype) if any(x.bias is not None for x in layers) else None
     return torch.cat([x.weight.detach().to(dtype) for x in layers]), bias
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply (..., n) by the rows of a weight (m, n), which may be a part of a layer's.
+    """Apply a weight (m, n), possibly a slice of a layer's, to (..., n).
 
-    Inside `onednn` this uses oneDNN as layers do, elsewhere torch.
+    Inside `onednn` this uses oneDNN, elsewhere torch.
     """
     if _INSIDE.get() and _is_whole(weight) and weight.numel() > MANY and _suits(x):
         return _Linear.apply(x, weight, bias)
@@ -117,12 +117,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def usable() -> bool:
-    """Return whether oneDNN is available for float32 weights."""
+    """Whether oneDNN is available for float32 weights."""
     return BUILT and torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
 
 
 def there() -> bool:
-    """Return whether oneDNN is available and would be used for float32 weights, packed or not."""
+    """Whether oneDNN is available and faster than MKL for float32 weights, packed or not."""
     return FASTER and usable()
 
 
@@ -144,7 +144,7 @@ def _unpacked(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Packed:
-    """The weights of layers that read the same input, packed as one: the first call computes all of them."""
+    """Packed weights of layers with the same input; a call of the first layer computes all of them."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers, self.sizes = layers, [layer.out_features for layer in layers]
@@ -169,12 +169,12 @@ class Packed:
         return part
 
     def suits(self, x: Tensor) -> bool:
-        """Return whether the packed weights serve this input, and do so faster than others."""
+        """Whether the packed weights can be used for this input and are faster."""
         few = FASTER or x.numel() // max(1, x.shape[-1]) in FEW
         return few and not torch.is_grad_enabled() and _suits(x)
 
     def multiply(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """Compute the outputs of all layers side by side, (..., m), plus another tensor of this shape."""
+        """Compute the concatenated outputs (..., m) of all layers, plus another tensor of this shape."""
         if other is None:
             return _multiply(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")

@@ -1,4 +1,4 @@
-"""Plain text: words of data, tools and models never become control tokens of the model that reads them.
+"""Plain text: text from data, tools and models never becomes control tokens of the reading model.
 
 A control token is a word such as <|im_end|> that a chat template writes to begin and end turns. Tokenizers
 find these words in any text. So a text is marked before it enters a template: `BREAK` stands inside of each
@@ -29,7 +29,7 @@ BLOCK_END = re.compile(r"</([^<>/\s]+)>|\[/([^\[\]/\s]+)\]")
 
 
 def whole(text: str) -> str:
-    """Replace halves of surrogate pairs, which no file, tokenizer or terminal takes, by U+FFFD."""
+    """Replace unpaired surrogates, which cannot be encoded, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -38,7 +38,7 @@ def whole(text: str) -> str:
 
 
 def each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Change every text in a value as JSON has it, the keys of objects included."""
+    """Apply a function to every string in a JSON value, including keys of objects."""
     match value:
         case str():
             return change(value)
@@ -50,20 +50,20 @@ def each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def block_after(written: str) -> str:
-    """Name the block that ends first in a text: `x` of </x> or [/x], and nothing where none ends."""
-    found = BLOCK_END.search(written)
-    return found[1] or found[2] if found else ""
+    """Return the name of the first closing tag in a text: `x` of </x> or [/x]; empty without any."""
+    end = BLOCK_END.search(written)
+    return end[1] or end[2] if end else ""
 
 
 def inside(block: str, texts: Sequence[str]) -> list[str]:
-    """Part the marks of a block by a space in texts that stand inside of it, one after the other.
+    """Insert a space into every tag of a block in texts that will be put inside that block.
 
-    Where </tool_response> is no token of its own, nothing else tells the template's mark from that of a text.
+    If </tool_response> is no special token, only this separates a tag in the text from the template's tag.
     """
     mark = re.compile(rf"[<\[](?=\s*/?\s*{re.escape(block)}\s*[>\]])", re.IGNORECASE)
     parted = list(texts)
-    for found in reversed(list(mark.finditer("".join(texts))) if block else []):
-        place, at = found.end(), 0
+    for match in reversed(list(mark.finditer("".join(texts))) if block else []):
+        place, at = match.end(), 0
         while place > len(texts[at]):
             place, at = place - len(texts[at]), at + 1
         parted[at] = f"{parted[at][:place]} {parted[at][place:]}"
@@ -71,7 +71,7 @@ def inside(block: str, texts: Sequence[str]) -> list[str]:
 
 
 def unused_marker(texts: Iterable[str]) -> str:
-    """Find a character that occurs in none of the texts; raises ValueError where all are taken."""
+    """Return a private-use character that no text contains; raises `ValueError` if all are used."""
     used = {letter for text in texts for letter in text if ord(letter) in PRIVATE}
     for number in PRIVATE:
         if chr(number) not in used:
@@ -80,19 +80,19 @@ def unused_marker(texts: Iterable[str]) -> str:
 
 
 def parted(text: str, words: Iterable[str] = ()) -> str:
-    """Part control words by a space, for a tokenizer that is out of reach: `words`, or those of common forms.
+    """Insert a space into control words, for a tokenizer of another program or library.
 
-    That of open_clip reads &lt; as <.
+    `words` are its control words; empty: common forms. HTML escapes count, since open_clip decodes them.
     """
-    found = "|".join(map(re.escape, words))
+    expression = "|".join(map(re.escape, words))
     for sign, name in (("<", "lt"), (">", "gt")):
-        found = found.replace(sign, f"(?:{sign}|&{name};|&amp;{name};)")
-    pattern = re.compile(found, re.IGNORECASE) if found else SENT
+        expression = expression.replace(sign, f"(?:{sign}|&{name};|&amp;{name};)")
+    pattern = re.compile(expression, re.IGNORECASE) if expression else SENT
     return pattern.sub(lambda match: re.sub(r"^(&(?:amp;)?lt;|.)", r"\1 ", match[0]), text)
 
 
 def control_words(tokenizer: Any) -> set[str]:
-    """List the special tokens of a tokenizer as text: `all_special_tokens` has only those that it names."""
+    """List all special tokens of a tokenizer; `all_special_tokens` has only those with a role."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return {*map(str, tokenizer.all_special_tokens), *(token.content for token in added if token.special)}
 
@@ -101,10 +101,10 @@ class PlainText:
     """Marks the control words in texts, and tokenizes marked texts.
 
     Args:
-        tokenizer: A tokenizer of transformers, which is left as it is.
-        more: Further words that no text may become.
-        mark: What stands inside of control words; a character that the texts do not hold.
-        any_case: The tokenizer, or what hands it texts, makes capitals small.
+        tokenizer: A transformers tokenizer, which is not changed.
+        more: Further control words.
+        mark: Character inserted into control words; no text may contain it.
+        any_case: Ignore case, for a tokenizer that lower-cases texts.
     """
 
     def __init__(
@@ -118,37 +118,37 @@ class PlainText:
         self.longest = max(map(len, self.begun), default=0)
 
     def marked(self, value: Any) -> Any:
-        """Mark a text, or those in messages and schemas, once, before a template or a tokenizer reads it."""
+        """Mark all texts in a value (text, messages, schemas) before a template or a tokenizer reads them."""
         return each_text(value, self._marked)
 
     def settled(self, rendered: str) -> str:
-        """Remove the marks from what a template has written where no text becomes a control word."""
+        """Remove the marks from a rendered template if no control word appears without them."""
         if self.mark not in rendered:
             return rendered
         plain = rendered.replace(self.mark, "")
         return plain if self.pattern.findall(plain) == self.pattern.findall(rendered) else rendered
 
     def ids(self, text: str) -> list[int]:
-        """Tokenize a text that no template has written, without the tokens that begin and end a sequence."""
+        """Tokenize a text without template, without tokens for begin and end of sequence."""
         return self.batch([text], add_special_tokens=False)["input_ids"][0]
 
     def batch(self, texts: Iterable[str], **options: Any) -> Any:
-        """Tokenize texts that no template has written, with the options of the tokenizer."""
+        """Tokenize texts without template, with options of the tokenizer."""
         return self.tokenizer([self.settled(self.marked(text)) for text in texts], **options)
 
     @cached_property
     def tokenizer(self) -> MarkedTokenizer:
-        """Stands where the tokenizer does, and reads marked texts too."""
+        """A replacement of the tokenizer that also reads marked texts."""
         return MarkedTokenizer(self.source, self.mark)
 
     def processor(self, processor: Any) -> Any:
-        """Copy a processor so that it reads marked texts; its parts are those of the original."""
+        """Return a shallow copy of a processor that reads marked texts."""
         twin = copy.copy(processor)
         twin.tokenizer = self.tokenizer
         return twin
 
     def _marked(self, text: str) -> str:
-        """Mark control words in a text, and the beginning of one at its end, which what follows could end."""
+        """Mark control words in a text, and a prefix of one at its end, which following text may complete."""
         text = whole(text)
         while self.pattern.search(text):
             text = self.pattern.sub(lambda found: found[0][0] + self.mark + found[0][1:], text)
@@ -158,7 +158,7 @@ class PlainText:
 
 
 class MarkedTokenizer:
-    """A tokenizer that reads what stands beside a mark apart, and leaves the mark itself out."""
+    """A tokenizer that splits texts at marks and drops the marks."""
 
     def __init__(self, source: Any, mark: str) -> None:
         self.source, self.mark = source, mark
@@ -173,7 +173,7 @@ class MarkedTokenizer:
         return len(self.source)
 
     def __call__(self, text: str | Sequence[str], **options: Any) -> Any:
-        """Tokenize as the tokenizer does."""
+        """Tokenize like the original tokenizer."""
         texts = [text] if isinstance(text, str) else list(text)
         if not any(self.mark in words for words in texts):
             return self.source(text, **options)
@@ -193,7 +193,7 @@ class MarkedTokenizer:
         return self.source.pad(rows, **{"padding": False, **late})
 
     def _knowing(self, texts: Sequence[str]) -> tuple[str, Any]:
-        """Give a character that the texts do not hold, and a copy of the tokenizer that has it as a token."""
+        """Return a character that no text contains, and a copy of the tokenizer with it as a token."""
         from tokenizers import AddedToken
 
         token, twin = self._twin

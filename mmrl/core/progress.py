@@ -1,4 +1,4 @@
-"""Progress of work inside a step: whoever shows it sets a function, and loops over batches call it."""
+"""Progress inside a training step: loops over batches report it to a display function, if any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOW: ContextVar[Show | None] = ContextVar("show", default=None)
 
 
 def advance(work: str, done: int, total: int) -> None:
-    """Report that `done` of `total` parts of some work are done; nothing happens where nobody shows it."""
+    """Report that `done` of `total` parts of some work are done, to the display function if one is set."""
     if show := _SHOW.get():
         show(work, done, total)
 

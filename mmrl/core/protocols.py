@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LogProbs(Protocol):
-    """Gives every step of a batch a log-probability: a policy, or a reference."""
+    """Computes log-probabilities of the steps of a batch: a policy or a reference."""
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
         """Log-probabilities (N, T), and what is named in `extra`."""
@@ -47,92 +47,92 @@ class Policy(LogProbs, Protocol):
 
 @runtime_checkable
 class RendersPrompts(Protocol):
-    """A policy that shows prompts as its model reads them."""
+    """A policy that renders prompts as its model reads them."""
 
     def render(self, prompt: Prompt) -> str:
-        """Write a prompt with the marks of its template; media are short words in it."""
+        """Render a prompt with its chat template; media become short placeholders."""
         ...
 
 
 @runtime_checkable
 class Portable(Policy, Protocol):
-    """A policy whose rows travel between processes without what the receiver can make again."""
+    """A policy whose rows are sent between processes without parts that the receiver can recompute."""
 
     def pack(self, row: Trajectory) -> Trajectory:
-        """Leave out of a row what `unpack` makes from its prompt."""
+        """Remove the parts of a row that `unpack` recomputes from its prompt."""
         ...
 
     def unpack(self, row: Trajectory) -> Trajectory:
-        """Complete a row that another process packed."""
+        """Restore a row that another process packed."""
         ...
 
 
 class Engine(Protocol):
     """Makes rollouts: generates text, denoises images, or reads stored answers.
 
-    A class that sets tags of outcomes which the chain reads names them as `sets_tags`. One that encodes the
-    recorded answers of prompts says so as `reads_answers`.
+    A class lists the tags that it sets on outcomes in `sets_tags`, and sets `reads_answers` if it encodes
+    recorded answers of prompts.
     """
 
     policy: Policy
     notes: frozenset[str]  # the names of what it notes of every step
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Make one rollout for every entry, in order; those of equal entries form a group."""
+        """Create one rollout per entry, in order; rollouts of the same prompt form a group."""
         ...
 
 
 @runtime_checkable
 class AsyncEngine(Engine, Protocol):
-    """An engine that can begin with rollouts before they are collected."""
+    """An engine that can start rollouts before they are collected."""
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
-        """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
+        """Start rollouts with the current weights, step and round; `rollout` collects them."""
 
 
 @runtime_checkable
 class SendsWeights(AsyncEngine, Protocol):
-    """An engine whose answers other programs sample, with weights that it sends them.
+    """An engine that sends weights to servers, which sample the answers.
 
-    While it waits for answers, the policy need not be whole on any process.
+    The policy may stay sharded while it waits for answers.
     """
 
     def to_send(self) -> Iterable[Tensor]:
-        """List the parameters of the policy that it sends."""
+        """List the parameters of the policy that are sent."""
         ...
 
     def send(self) -> None:
-        """Send the weights of this moment; the parameters `to_send` are whole, on every process."""
+        """Send the current weights; the parameters of `to_send` are whole on every process."""
 
 
 @runtime_checkable
 class ComparesAnswers(Engine, Protocol):
-    """An engine that compares answers from elsewhere with the policy, with a forward pass for each."""
+    """An engine that checks the answers of servers against the policy, by a forward pass for each."""
 
     def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
-        """Compare what `rollout` returned last, where weights are shards.
+        """Check the last result of `rollout` against a sharded policy.
 
-        Every process has to call this; `even(list, stand_in)` makes as many passes on each.
+        Every process has to call this; `even(list, stand_in)` pads the passes to an equal number on each.
         """
 
 
 @runtime_checkable
 class WeighsWords(Engine, Protocol):
-    """An engine that tells how likely an answer begins with a word, without sampling it."""
+    """An engine that computes the probability of the first word of an answer, without sampling."""
 
     def first_words(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
-        """Return, for every prompt and every list of words, the probability of those words together."""
+        """Return the total probability of every list of words, for every prompt."""
         ...
 
 
 class Sampler(Protocol):
     """Chooses prompts, and the number of rollouts for each.
 
-    The first of a run takes the data, each next one wraps the sampler before it.
+    The first sampler takes the data, each further one wraps the sampler before it.
     """
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Return one prompt per rollout, or an empty list when no prompt is left."""
+        """Return one prompt per rollout; an empty list if no prompt is left."""
         ...
 
 
@@ -142,7 +142,7 @@ class HeldOut(Protocol):
     data: Sequence[Prompt]
 
     def measure(self, *, state: TrainerState | None = None) -> Measured:
-        """Answer and score every prompt, and compute the metrics; `state` is for rewards."""
+        """Answer and score every prompt, and compute the metrics; `state` is passed to rewards."""
         ...
 
 
@@ -162,7 +162,7 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class HasMetrics(Protocol):
-    """A piece with metrics of its own."""
+    """A piece that reports metrics."""
 
     def metrics(self) -> Mapping[str, float]:
         """Return metrics since the last call, under the same names on every process."""
@@ -183,7 +183,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Observer(Stateful, Protocol):
-    """A piece with state that sees every round of a collection, before groups are dropped."""
+    """A piece with state that observes every round of a collection, before groups are dropped."""
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
         """Update the state from a round; `rollouts` are this process's rows of `table`."""
@@ -214,16 +214,16 @@ class UsesValueModel(Protocol):
 
 @runtime_checkable
 class Preparing(Protocol):
-    """A sampler that puts what it has learned before prompts, those of evaluations too."""
+    """A sampler that extends prompts by text that it has learned, also in evaluations."""
 
     def prepare(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts as the engine is asked them; ids stay."""
+        """Return the prompts for the engine, with the same uids."""
         ...
 
 
 @runtime_checkable
 class AdvantageObserver(Stateful, Protocol):
-    """A piece with state that sees the advantages of a collection."""
+    """A piece with state that observes the advantages of a collection."""
 
     def observe_advantages(self, credit: RewardTable) -> None:
         """Update the state; `credit.values` (N, 1, K) are what the last piece of the chain gave."""
@@ -231,7 +231,7 @@ class AdvantageObserver(Stateful, Protocol):
 
 @runtime_checkable
 class RecallsRows(Policy, Protocol):
-    """A policy that makes a row again from what the engine noted of its steps."""
+    """A policy that can rebuild a row from the engine's notes of its steps."""
 
     def restore_rows(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
         """Make the row of a prompt from notes (T,): "token", "logp", "temperature" and others."""
@@ -240,7 +240,7 @@ class RecallsRows(Policy, Protocol):
 
 @runtime_checkable
 class Replay(Stateful, Protocol):
-    """A piece with state that brings rows of earlier steps back, before or after the advantage chain."""
+    """A piece with state that replays rows of earlier steps, before or after the advantage chain."""
 
     def replay_before(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
         """Return which rows of a collection stay (N,) bool, and the rows that join them before the chain."""
@@ -259,15 +259,15 @@ class Replay(Stateful, Protocol):
 
 @runtime_checkable
 class ReadsSteps(Policy, Protocol):
-    """A policy that may read the rows of another one, as a critic does."""
+    """A policy that can read the rows of another policy, as a critic does."""
 
     def check_steps_of(self, policy: Any) -> None:
-        """Raise `ValueError` where a step of the other policy means something else to this one."""
+        """Raise `ValueError` if a step of the other policy has another meaning for this one."""
 
 
 @runtime_checkable
 class RunCallback(Protocol):
-    """Is called at the events of a training run, on every process, and may end it."""
+    """A callback for events of a training run, on every process, which may end the run."""
 
     ended: bool  # whether the run is to end after this step, as if it were the last
 

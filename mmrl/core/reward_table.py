@@ -1,4 +1,4 @@
-"""The reward table: the rewards of all outcomes of a collection, which become advantages."""
+"""The reward table: rewards of all outcomes of a collection, which the chain turns into advantages."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class GroupStatistics:
         return self._over(lambda v, index, valid: group_sum(torch.where(valid, v, 0.0), index)[index])
 
     def rank(self) -> Tensor:
-        """Rank the valid entries in ascending order from 0, ties by row; the others come last."""
+        """Rank the valid entries in ascending order from 0, ties by row; invalid entries come last."""
         return self._over(group_rank)
 
     def at_rank(self, rank: Tensor) -> Tensor:
-        """Find the value of a rank, which must be that of a valid entry; 0 elsewhere."""
+        """Return the value at a rank; 0 if no valid entry has it."""
         chosen = self.valid & (self.rank() == rank)
         return dataclasses.replace(self, valid=chosen).sum()
 
@@ -88,13 +88,13 @@ class GroupStatistics:
         return self.at_rank((self.count().long() - 1).div(2, rounding_mode="floor"))
 
     def flat(self) -> Tensor:
-        """Return whether all entries of a group are equal, so that there is nothing to compare."""
+        """Whether all entries of a group are equal, so that there is nothing to compare."""
         return self.largest() - self.smallest() <= EQUAL
 
 
 @dataclass(frozen=True)
 class RewardTable:
-    """Rewards of rollouts and what they are compared by, in float64 on the CPU.
+    """Rewards of rollouts and the ids of the groups they are compared in, in float64 on the CPU.
 
     Every process has the whole table. `N` rollouts, `R` named rewards, `K` outcomes of a rollout (places),
     `T` steps.
@@ -161,7 +161,7 @@ class RewardTable:
 
     @property
     def longest(self) -> int:
-        """The number of steps of the longest row; 1 without rows, as every table has a place."""
+        """The number of steps of the longest row; 1 without rows."""
         return int(self.length.max()) if len(self) else 1
 
     @property
@@ -182,9 +182,9 @@ class RewardTable:
         return self.replace(notes={**self.notes, name: values})
 
     def at_end(self, name: str) -> Tensor:
-        """Return a reward as measured for each row's answer: (N,), NaN where it does not apply.
+        """Return the measured reward of each row's answer: (N,), NaN if it does not apply.
 
-        Of a conversation it is the sum over its turns.
+        For a conversation it is the sum over its turns.
         """
         if name not in self.scored:
             raise ValueError(
@@ -198,7 +198,7 @@ class RewardTable:
     def tag(self, name: str) -> Tensor:
         """Return the hashed words of a tag, or another id: (N, K), 0 for an outcome without it.
 
-        Raises `ValueError` where no outcome has it.
+        Raises `ValueError` if no outcome has it.
         """
         if name not in self.ids:
             raise ValueError(
@@ -209,7 +209,7 @@ class RewardTable:
 
     @property
     def absent(self) -> dict[str, str]:
-        """Rewards and labels that are None for every outcome without any failure, each with a message."""
+        """Messages about rewards and labels that are None for every outcome without a failure, by name."""
         seen = f"all {int(self.present.sum())} outcomes of {len(set(self.uids))} prompts"
         return {
             name: f"'{name}' gave None for {seen}"
@@ -228,12 +228,12 @@ class RewardTable:
         return torch.where(measured.isnan().all(1), torch.nan, measured.nansum(1))
 
     def index(self, by: Sequence[str]) -> Tensor:
-        """Number groups of entries (N, K) that agree in every id of `by`; without `by` all are one group."""
+        """Number the groups of entries (N, K) with equal ids in `by`; one group if that is empty."""
         columns = [self.tag(name) for name in by] or [torch.zeros_like(self.ends)]
         return group_index([column.flatten() for column in columns]).view(self.ends.shape)
 
     def groups(self, by: Sequence[str]) -> GroupStatistics:
-        """Compare entries with those that agree in every id of `by`."""
+        """Return statistics over groups of entries with equal ids of every name in `by`."""
         return GroupStatistics(self.values, self.valid, self.index(by))
 
     def select(self, rows: Tensor) -> RewardTable:
@@ -243,7 +243,7 @@ class RewardTable:
         return self.replace(**_columns(lambda column: column[rows], self), uids=uids)
 
     def take(self, places: Tensor, values: Tensor, ends: Tensor) -> RewardTable:
-        """Rearrange places: `places` (N, K') is the old place of each new one, `ends` (N, K') its end."""
+        """Rearrange places: `places` (N, K') has the old place of each new one, `ends` (N, K') its end."""
         valid, none = self.valid.gather(2, places[:, None].expand(-1, len(self.names), -1)), ends == ABSENT
         ids = {name: column.gather(1, places) for name, column in self.ids.items()}
         return self.replace(
@@ -277,7 +277,7 @@ class RewardTable:
         return self.replace(**joined, uids=self.uids + other.uids)
 
     def widen(self, other: RewardTable) -> RewardTable:
-        """Pad the table to the places, steps, tags and notes that it or another round has."""
+        """Pad the table to all places, steps, tags and notes of itself and another round."""
         places = max(self.ends.shape[1], other.ends.shape[1])
         steps = max((n.shape[1] for table in (self, other) for n in table.notes.values()), default=0)
         no_tag, no_note = torch.zeros_like(self.ends), self.values.new_empty(len(self), 0)
@@ -306,8 +306,8 @@ class RewardTable:
 class Collection:
     """The rollouts of one training step and their rewards.
 
-    `stand_in` is a rollout that a process without rows of its own sends through the model, because every
-    process has to take part in the passes of a sharded one; nothing is learned from it.
+    `stand_in` is a dummy rollout for a process without rows, because every process must take part in the
+    passes of a sharded model; nothing is learned from it.
     """
 
     rollouts: Rollouts  # this process's rows of `table`, in order
@@ -328,7 +328,7 @@ class Measured:
 
 
 def _columns(change: Callable[..., Tensor], *tables: RewardTable) -> dict[str, Any]:
-    """Call a function with every column of a table, or of several that have the same columns."""
+    """Apply a function to every column of a table, or of several tables with the same columns."""
     named = [vars(table) for table in tables]
     changed: dict[str, Any] = {
         name: change(*(columns[name] for columns in named)) for name in RewardTable.TENSORS

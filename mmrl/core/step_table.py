@@ -64,7 +64,7 @@ class Batch:
 
     @staticmethod
     def of(steps: Steps, mask: Tensor, notes: Mapping[str, Tensor]) -> Batch:
-        """Make a batch without advantages; `mask` (N, T) marks steps chosen by the policy."""
+        """Create a batch without advantages; `mask` (N, T) marks the steps that the policy chose."""
         nothing = torch.zeros_like(mask)
         return Batch(torch.zeros(len(mask), dtype=torch.int64), mask, steps, nothing, nothing, notes)
 
@@ -76,7 +76,7 @@ class Batch:
         return dataclasses.replace(self, **changes)
 
     def by(self, name: str, new: StepOutput) -> StepOutput:
-        """Return another policy's output; `old`, where missing, is the current pass detached (ratio 1)."""
+        """Return another policy's output; a missing `old` is the current pass, detached (ratio 1)."""
         return new.detach() if name == "old" and name not in self.others else self.others[name]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -102,13 +102,13 @@ class Batch:
         )
 
     def blank(self) -> Batch:
-        """Keep the first row with an empty mask, for a process without rows that has to call the model."""
+        """Return the first row with an empty mask, for a process without rows that must call the model."""
         first = self.select(torch.tensor([0]))
         nothing = torch.zeros_like(first.mask)
         return first.replace(mask=nothing, advantage=torch.zeros_like(first.advantage), drawn=0.0)
 
     def count(self) -> Totals:
-        """Count the steps that are learned from, rows and groups with such steps, and rows drawn."""
+        """Count the steps in the mask, rows and groups with such steps, and rows that the filter kept."""
         rows = self.mask.sum(-1) > 0  # (N,)
         groups = self.group[rows].unique().numel()
         drawn = len(self) if self.drawn is None else self.drawn
@@ -117,8 +117,8 @@ class Batch:
     def parts(self, num_parts: int) -> Iterator[Batch]:
         """Split the batch into parts of whole groups, one per optimizer step; an empty part is a blank row.
 
-        The groups of all processes are split, so a part has the same groups on one process as on many. The
-        count of rows drawn is divided evenly.
+        The groups of all processes are split, so that parts have the same groups on any number of processes.
+        `drawn` is divided evenly.
         """
         drawn = None if self.drawn is None else self.drawn / num_parts
         names = self.order or tuple(dict.fromkeys(self.group.tolist()))
@@ -135,8 +135,8 @@ class Batch:
     def cuts(self, max_steps: int, unit: Unit) -> list[tuple[Tensor, slice]]:
         """Choose rows and columns of micro-batches whose `steps.cost` is at most `max_steps`.
 
-        A micro-batch is never smaller than `unit`, so it exceeds `max_steps` where one unit does. Groups stay
-        together where they can, since their rows share a prompt.
+        A micro-batch holds at least one `unit`, even if that exceeds `max_steps`. Groups stay together if
+        possible, since their rows share a prompt.
         """
         unit, num_steps = max(unit, self.steps.unit), self.mask.shape[1]
         groups: dict[int, list[int]] = {}  # in order of first appearance
@@ -147,7 +147,7 @@ class Batch:
             return [(torch.tensor(everything), slice(None))]
         micros: list[list[int]] = [[]]
         for whole in groups.values():
-            # A group that fits alone, but not with those before it, begins a micro-batch.
+            # A group that fits alone, but not into the current micro-batch, starts a new one.
             if micros[-1] and self._cost(micros[-1] + whole) > max_steps >= self._cost(whole):
                 micros.append([])
             for piece in [whole] if unit == Unit.GROUP else [[row] for row in whole]:
@@ -168,10 +168,10 @@ class Batch:
 
 
 def spread(credit: RewardTable, batch: Batch) -> Batch:
-    """Spread the advantages of a table over the steps of a collated batch, with the chain's notes.
+    """Assign the advantages of a table, and its notes, to the steps of a collated batch.
 
-    `credit` has one column of values left, and the rows of `batch` in order; without rows the batch is
-    blanked. Raises `ValueError` where several columns are left.
+    `credit` has one column of values and the rows of `batch` in order; without rows the batch becomes blank.
+    Raises `ValueError` for several columns.
     """
     if len(credit.names) > 1:
         raise ValueError(
@@ -188,7 +188,7 @@ def spread(credit: RewardTable, batch: Batch) -> Batch:
     notes = {
         name: pad_to(note, num_steps, 1, float("nan"))[:, :num_steps].float().to(device)
         for name, note in credit.notes.items()
-        if name not in batch.notes  # what the policy collated stays
+        if name not in batch.notes  # notes that the policy collated stay
     }
     mask = batch.mask * learned.to(device)
     return batch.replace(

@@ -57,7 +57,7 @@ def group_extreme(values: Tensor, index: Tensor, valid: Tensor, largest: bool = 
 
 
 def group_range(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Compute the largest minus the smallest valid value of each entry's group, in the form of `values`."""
+    """Compute the largest minus the smallest valid value of each entry's group, shaped like `values`."""
     return group_extreme(values, index, valid) - group_extreme(values, index, valid, largest=False)
 
 
