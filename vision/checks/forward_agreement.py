@@ -1,4 +1,4 @@
-"""Check at the start: log-probabilities equal those of a plain forward pass of transformers."""
+"""Check at the start: rows are read as the model's own processor and forward pass read them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from mmrl.core.types import Trajectory
 from mmrl.diagnostics.context import Examined, Finding
 from mmrl.runtime.fsdp import in_shards
 from mmrl.runtime.modules import LOW
+from mmrl.vision.checks.prompt_agreement import as_transformers
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.model_families import TYPES_OF_TOKENS
 from mmrl.vision.models.processor import PromptEncoder
 
-# Families whose positions after a video are wrong in transformers 5.3 to 5.23.
+# Their positions after a video are wrong in transformers 5.3 to 5.23; ours are tested by hand.
 WRONG_AFTER_VIDEO = ("qwen2_vl", "qwen2_5_vl")
 
 
@@ -26,25 +27,24 @@ WRONG_AFTER_VIDEO = ("qwen2_vl", "qwen2_5_vl")
 def forward_agreement(
     examined: Examined, *, rows: PositiveInt = 4, tolerance: PositiveFloat = 0.05
 ) -> Iterator[Finding]:
-    """Check that log-probabilities of answers equal those of transformers without cache and batch.
+    """Check that answers are as likely as plain transformers find them, one at a time and without a cache.
 
-    Finds wrong positions, masks and token types of a model family. Sharded models, conversations, and videos
-    of Qwen2-VL and Qwen2.5-VL are not compared.
+    It finds positions, masks and types of tokens that are not those of a model family. Not asked of a model
+    in shards, of conversations, and of videos of Qwen2-VL and Qwen2.5-VL.
 
     Args:
-        rows: Number of rollouts to compare.
-        tolerance: Largest allowed mean difference of log-probabilities of a row, in nats; rounding to
-            bfloat16 makes some 0.01.
+        rows: Rollouts that are compared.
+        tolerance: Mean difference of log-probabilities of a row, in nats; bfloat16 alone makes some 0.01.
     """
     policy: Any = examined.policy
     if not isinstance(getattr(policy, "prompt_encoder", None), PromptEncoder) or in_shards(policy.model):
         return
     compared = [row for row in examined.rollouts if _comparable(policy, row)][:rows]
     encoded = tuple(policy.encode(row.prompt, row.outcomes[-1]) for row in compared)
-    logps = examined.log_probabilities(encoded) if encoded else []
+    found = examined.log_probabilities(encoded) if encoded else []
     gaps = [
         float((_plain(policy, row) - ours[: row.length]).abs().mean())
-        for row, ours in zip(encoded, logps, strict=True)
+        for row, ours in zip(encoded, found, strict=True)
     ]
     if gaps and not max(gaps) <= tolerance:
         worst = compared[gaps.index(max(gaps))].prompt.uid
@@ -64,9 +64,9 @@ def _comparable(policy: TokenPolicy, row: Trajectory) -> bool:
 
 @torch.no_grad()
 def _plain(policy: TokenPolicy, row: Trajectory) -> Tensor:
-    """Compute the log-probabilities (T,) of an answer with one forward pass of transformers."""
+    """Compute log-probabilities (T,) of an answer from what transformers gives the model."""
     encoder, answer = policy.prompt_encoder, row.steps.ids
-    inputs = encoder.processor_inputs(row.prompt)
+    inputs = as_transformers(encoder, row.prompt) or encoder.processor_inputs(row.prompt)
     before, device = inputs["input_ids"].shape[1], policy.model.device
     for name, value in (("input_ids", None), ("attention_mask", 1), *((name, 0) for name in TYPES_OF_TOKENS)):
         if name in inputs:
