@@ -150,7 +150,7 @@ class SpeedupProbe(Measured):
         }
         return rows
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the last repeated rollout, once."""
         metrics, self.metrics = self.metrics, {}
         return metrics

@@ -164,7 +164,7 @@ class Tracker(Protocol):
 class HasMetrics(Protocol):
     """A piece that reports metrics."""
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Return metrics since the last call, under the same names on every process."""
         ...
 

@@ -112,7 +112,7 @@ class Play:
             live = list({id(turn.match): turn.match for turn in pending}.values())
         return tuple(row for match in matches for row in self._rows(match))
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Turns per game, share of unfinished games, and the share of turns of every role."""
         counts, self.counts = self.counts, Counter()
         games, turns = max(1, counts["games"]), max(1, counts["turns"])

@@ -78,7 +78,7 @@ class Worker:
         place = {id(prompt): i for i, prompt in enumerate(request.prompts)}
         places = tuple(place.get(id(row.prompt)) for row in rows)
         packed = tuple(map(self._pack, rows, places))
-        tells = [piece.metrics() for piece in pieces.that_are(HasMetrics).values()]
+        tells = [piece.pop_metrics() for piece in pieces.that_are(HasMetrics).values()]
         metrics = {k: v for part in tells for k, v in part.items()}
         return RolloutReply(packed, places, metrics, time.monotonic() - began)
 
@@ -242,7 +242,7 @@ class RayWorkers:
         weights = self.servers.version, self.servers.weights
         self.begun = list(prompts), shares, actors.begin(requests, *weights, method="rollout")
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Metrics of the workers' engines averaged over rows, restarts, and seconds of work per worker."""
         rows, metrics, servers, now = max(1, self.rows), self.metrics, self.servers, time.monotonic()
         busy, passed = servers.busy / self.num_workers, now - (servers.since or now)

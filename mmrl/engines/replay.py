@@ -108,7 +108,7 @@ class Memory:
             back.append(table.replace(ids={**table.ids, REPLAY: mark, "on_policy": torch.zeros_like(mark)}))
         return back
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Number of rows replayed since the last report, and of stored rows."""
         metrics = {"replay/rows": float(self.added), "replay/stored": float(len(self.steps))}
         self.added = 0

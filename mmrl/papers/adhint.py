@@ -112,7 +112,7 @@ class WithDifficultyHints:
         count, total = self.answers.get(uid, (0, 0.0))
         return 1.0 - (total + 1.0) / (count + 2.0)
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report the number of prompts with hints, and their mean share of the solution."""
         lengths, self.lengths = self.lengths, []
         return {"hints/prompts": float(len(lengths)), "hints/share": sum(lengths) / max(len(lengths), 1)}

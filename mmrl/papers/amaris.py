@@ -194,7 +194,7 @@ class Rubric(Judging):
             (edit,) = self.asker.ask([self._proposal()], "edit", "one change as JSON", self._read_change)
             self._change(self.tell_all(None if isinstance(edit, Unread) else edit)[0])
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report version, number of criteria, and unreadable proposals since the last report."""
         unread, self.unread = self.unread, 0
         version, count = len(self.changes), len(self.criteria)

@@ -75,7 +75,7 @@ class Barrier:
                 before = self.means.get(name, mean)
                 self.means[name] = self.decay * before + (1 - self.decay) * mean
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report slacks and weights."""
         slacks = {name: self._slack(name, mean) for name, mean in sorted(self.means.items())}
         metrics = {f"barrier/{name}/slack": slack for name, slack in slacks.items()}

@@ -140,7 +140,7 @@ class Pools:
             prompt for name, pool in self.pools.items() for prompt in pool.draw(wanted[name], num_generations)
         ]
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report the share of every pool, and how even they are."""
         shares = self.shares
         named = {f"sampler/share/{name}": share for name, share in shares.items()}

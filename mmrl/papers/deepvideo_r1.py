@@ -108,7 +108,7 @@ class DifficultyAugmentation:
             self.difficulty = {uid: level - mean for uid, mean in means.items() if uid in self.waiting}
         self.recent = [*self.recent, *means.values()][-self.window :]
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report how many prompts were changed, and how much."""
         noise, hints = self.drawn["noise"], self.drawn["hint"]
         self.drawn = {"noise": [], "hint": []}

@@ -104,7 +104,7 @@ class SourceBandit:
             self.count[i] += len(fresh)
         self.waiting = {}
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report how even the draws are over the sources, and the probability of each."""
         chance = self.probabilities
         named = {f"sampler/share/{name}": share for name, share in self.among.of(chance).items()}

@@ -98,7 +98,7 @@ class LearningVelocity:
         self.sums.zero_()
         self.counts.zero_()
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report how even the draws are over the sources, and the probability of each."""
         chance = self.probabilities
         named = {f"sampler/share/{name}": share for name, share in self.among.of(chance).items()}

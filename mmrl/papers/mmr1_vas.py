@@ -138,7 +138,7 @@ class VarianceAware:
         momentum = self.momentum if (self.weights > 0).any() else 0.0
         self.weights = momentum * self.weights + (1 - momentum) * weights
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report how much of the data has a score, how high scores are, and how even the weights."""
         known = ~self.scores.isnan()
         return {

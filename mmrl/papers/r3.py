@@ -108,7 +108,7 @@ class WithReflection(ReadsAnswers):
             if reward < self.threshold if self.show == "wrong" else better:
                 known.answer, known.reward = text[: self.max_letters], reward
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report how many prompts were shown an answer since the last report."""
         shown, self.shown = self.shown, 0
         return {"reflection/prompts": float(shown)}

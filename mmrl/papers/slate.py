@@ -122,10 +122,10 @@ class WithStepCandidates(WithTools):
         self.counts.update(conversations=len(uids))
         return tuple(row for uid in uids for row in rows[uid])
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Return the metrics of `vision.with_tools`, and means of the values that rewards logged."""
         logged, self.logged = self.logged, defaultdict(list)
-        return {**super().metrics(), **{name: fmean(values) for name, values in logged.items()}}
+        return {**super().pop_metrics(), **{name: fmean(values) for name, values in logged.items()}}
 
     def _advance(self, live: list[Conversation], counts: Mapping[str, int]) -> list[Trajectory]:
         """Hold conversations to their ends; returns the candidates of all turns."""

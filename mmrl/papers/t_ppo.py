@@ -73,7 +73,7 @@ class WithUnfinished:
             notes = {name: table.notes[name][row, : int(table.length[row])] for name in NOTED}
             self.waiting.append({"uid": table.uids[row], "step": self.stream.step, **notes})
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report how many answers go on in the next step."""
         return {"sampler/unfinished": float(len(self.waiting))}
 

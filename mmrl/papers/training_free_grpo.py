@@ -111,7 +111,7 @@ class WithExperience(ReadsAnswers):
                 listed = json.dumps(list(self.experiences.values()), indent=1, ensure_ascii=False)
                 Path(self.output).write_text(listed + "\n", encoding="utf-8")
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report the number of experiences."""
         return {"experiences": float(len(self.experiences))}
 
@@ -250,7 +250,7 @@ class ByPolicy:
         self.counts["experiences/unread"] += changes is None
         return changes or []
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report the number of proposed edits, and of unreadable answers."""
         counts, self.counts = self.counts, dict.fromkeys(self.counts, 0.0)
         return counts

@@ -103,7 +103,7 @@ class Triage:
         self.among.candidates.begins()
         return self.among.draw(self.weights, num_prompts, num_generations)
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report the share of each quality in the draws."""
         named = {f"sampler/share/{name}": share for name, share in self.among.of(self.weights).items()}
         return {"sampler/entropy": evenness(self.weights), **named}

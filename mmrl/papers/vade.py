@@ -110,7 +110,7 @@ class Vade:
             self.failed[place] = decay * self.failed[place] + (len(rows) - count)
             self.updated[place] = self.seen[place] = True
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report the share of the data drawn so far, the mean pass rate, and the entropy of the weights."""
         weights = self.information(self.pass_rate)
         return {

@@ -105,7 +105,7 @@ class WithSolvedExamples(ReadsAnswers):
             self.solved[uid] = Example(self.asked[uid][: self.max_letters], answer[: self.max_letters])
         self.solved = dict(list(self.solved.items())[-self.capacity :])
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report how many prompts were shown examples since the last report, and how many are solved."""
         shown, self.shown = self.shown, 0
         return {"examples/prompts": float(shown), "examples/solved": float(len(self.solved))}

@@ -131,7 +131,7 @@ class Allocate:
         for row in counts.nonzero()[:, 0].tolist():
             self.value.add(table.uids[row], [float(reward[row].clamp(0.0, 1.0))])
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Report the fewest and the most rollouts that a prompt got at the last draw."""
         given = list(self.given.values()) or [0]
         return {"sampler/rollouts_min": float(min(given)), "sampler/rollouts_max": float(max(given))}

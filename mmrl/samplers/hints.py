@@ -136,7 +136,7 @@ class WithHints(ReadsAnswers):
         if self.stream.round == 0 and any(map(self._hints, failures)):
             self._expect_a_round()
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Number of prompts with hints, and how many of them succeeded."""
         counts, self.counts = self.counts, dict.fromkeys(self.counts, 0.0)
         return counts

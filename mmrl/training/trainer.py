@@ -212,7 +212,7 @@ class Run:
         if step == 0 and self.processes.main:
             self._examine(collection)
         sources = [*self.pieces.that_are(HasMetrics).values(), *self.seconds.values()]
-        sources = [piece.metrics() for piece in (self.learner, *sources)]
+        sources = [piece.pop_metrics() for piece in (self.learner, *sources)]
         numbers = {name: value for source in sources for name, value in source.items()}
         metrics = report.describe(collection, credit, numbers)
         if skipped := sum(learner.guard.skipped for learner in self.learners):

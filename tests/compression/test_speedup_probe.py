@@ -55,15 +55,15 @@ def test_seconds_of_both_are_told_once_and_the_rows_are_the_cheap_ones(exact, cl
     compared = SpeedupProbe(clock(cheap(policy)), at=1)
     assert isinstance(compared, HasMetrics)
     first = compared.rollout(asked)
-    assert compared.metrics() == {}
+    assert compared.pop_metrics() == {}
     assert texts(compared.rollout(asked)) == texts(first) == texts(cheap(policy).rollout(asked))
-    told = compared.metrics()
+    told = compared.pop_metrics()
     # 3 rows: 3 seconds, and 3 quarters of one
     assert (told["rollout/exact_seconds"], told["rollout/seconds"]) == (3.0, 0.75)
     assert told["rollout/speedup"] == 4.0
-    assert compared.metrics() == {}
+    assert compared.pop_metrics() == {}
     compared.rollout(asked)
-    assert compared.metrics() == {}
+    assert compared.pop_metrics() == {}
 
 
 def test_the_same_answers_are_counted_on_the_same_draws(exact):
@@ -72,7 +72,7 @@ def test_the_same_answers_are_counted_on_the_same_draws(exact):
     for nbits in (16, 1):
         compared = SpeedupProbe(cheap(policy, nbits), at=0)
         compared.rollout(asked)
-        told[nbits] = compared.metrics()["rollout/agreement"]
+        told[nbits] = compared.pop_metrics()["rollout/agreement"]
     exactly = texts(engine(policy).rollout(asked))
     same = [a == b for a, b in zip(texts(cheap(policy).rollout(asked)), exactly, strict=True)]
     assert told == {16: 1.0, 1: sum(same) / 6}
@@ -85,7 +85,7 @@ def test_the_collections_to_compare_are_counted(exact, clock, at, every, wanted)
     found = []
     for number in range(6):
         compared.rollout(mixed.prompts(FAMILY)[:1])
-        if compared.metrics():
+        if compared.pop_metrics():
             found.append(number)
     assert found == list(wanted)
 

@@ -60,7 +60,7 @@ def test_all_games_advance_together_and_every_turn_is_a_row():
         ahead = 2.0 * len(turns) / 2
         assert [row.outcomes[-1].recorded for row in turns[-2:]] == [{"payoff": ahead}, {"payoff": -ahead}]
         assert not any(row.outcomes[-1].recorded for row in turns[:-2])
-    told = engine.metrics()
+    told = engine.pop_metrics()
     assert told["game/turns"] == len(rows) / 4 and told["game/unfinished"] == 0
     assert told["game/share_of_turns/speaker"] == told["game/share_of_turns/guesser"] == 0.5
 
@@ -79,7 +79,7 @@ def test_a_game_that_is_too_long_ends_as_it_stands():
     assert {len(turns) for turns in games.values()} == {2}
     finish = {name: turns[-1].outcomes[-1].tags["finish"] for name, turns in games.items()}
     assert set(finish.values()) == {"turns", "stop"}  # some games have one round
-    assert engine.metrics()["game/unfinished"] == list(finish.values()).count("turns") / 4
+    assert engine.pop_metrics()["game/unfinished"] == list(finish.values()).count("turns") / 4
 
 
 def test_turns_of_a_frozen_policy_are_heard_but_are_no_rows():

@@ -46,7 +46,7 @@ def test_half_of_a_group_gets_a_hint_that_grows_with_the_difficulty():
     # 1 - (0 + 1) / (6 + 2) = 7/8: three and a half sentences, rounded down.
     assert sampler.difficulty("p0") == 0.875
     assert sampler.draw(1, 2)[-1].text.endswith("Then divide. Then round.")
-    assert sampler.metrics() == {"hints/prompts": 2.0, "hints/share": pytest.approx((0.5 + 0.75) / 2)}
+    assert sampler.pop_metrics() == {"hints/prompts": 2.0, "hints/share": pytest.approx((0.5 + 0.75) / 2)}
 
 
 def test_answers_with_a_hint_do_not_count_for_the_difficulty():

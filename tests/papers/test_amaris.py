@@ -63,7 +63,7 @@ def test_failures_are_remembered_by_criterion_and_criteria_change_between_rounds
     assert observed(rubric, "10 1", "10 2", "10 2", "10 10", step=3)[0] == 0.75
     assert rubric.memory == [Failure(3, "short", 3, 4, "only 2; only 1")]  # the most frequent reason first
     assert rubric.criteria == {"right": 3, "short": 1, "polite": 2}  # with the mean weight
-    assert rubric.metrics() == {"rubric/version": 1, "rubric/criteria": 3, "rubric/unread": 0}
+    assert rubric.pop_metrics() == {"rubric/version": 1, "rubric/criteria": 3, "rubric/unread": 0}
     asked = server.asked[-1].messages[0].parts[0].text
     assert "1. right (weight 3)" in asked and "- step 3, 3 of 4 answers by 'short': only 2; only 1" in asked
     # The next round is judged by three criteria; the third is 1 of 10, so 0 of 1: (3 + 1 + 0) / 6.
@@ -126,7 +126,7 @@ def test_a_change_is_made_or_counted(change, wanted, unread):
     says = lambda text: f"<edit>{change}</edit>" if "<edit>" in text else judged(text)
     rubric, _ = made(says, ask_again=0)
     observed(rubric, "10 1")
-    assert rubric.criteria == wanted and rubric.metrics()["rubric/unread"] == unread
+    assert rubric.criteria == wanted and rubric.pop_metrics()["rubric/unread"] == unread
 
 
 def test_limits_hold():
@@ -134,7 +134,7 @@ def test_limits_hold():
     observed(rubric, "10 1")
     assert not any("<edit>" in prompt.messages[0].parts[0].text for prompt in server.asked)
     observed(rubric, "10 1")
-    assert rubric.criteria == START and rubric.metrics()["rubric/unread"] == 1
+    assert rubric.criteria == START and rubric.pop_metrics()["rubric/unread"] == 1
     one, _ = made(lambda text: '<edit>{"delete": 1}</edit>' if "<edit>" in text else judged(text), {"a": 1})
     observed(one, "1")
     assert one.criteria == {"a": 1}

@@ -17,7 +17,7 @@ def observed(mean, **options):
 
 @pytest.mark.parametrize("mean, slack, weight", [(3.8, 0.2, 0.25), (3.61, 0.01, 5), (3.5, 0.001, 50)])
 def test_a_reward_weighs_the_more_the_closer_it_is_to_its_threshold(mean, slack, weight):
-    told = observed(mean).metrics()
+    told = observed(mean).pop_metrics()
     assert told == {"barrier/safe/slack": pytest.approx(slack), "barrier/safe/weight": pytest.approx(weight)}
 
 

@@ -108,8 +108,8 @@ def test_what_cannot_be_drawn_from_is_refused(options, words):
 def test_pools_tell_and_believe():
     sampler = pools(stages=({"a": 1.0, "b": 1.0},))
     sampler.draw(4, 1)
-    assert sampler.metrics()["sampler/share/b"] == 0.5
-    assert sampler.metrics()["sampler/entropy"] == pytest.approx(math.log(2) / math.log(3))
+    assert sampler.pop_metrics()["sampler/share/b"] == 0.5
+    assert sampler.pop_metrics()["sampler/entropy"] == pytest.approx(math.log(2) / math.log(3))
     assert (sampler.shares["a"], len(sampler.pools["a"].data), sampler.pools["a"].drawn) == (0.5, 3, 2)
 
 

@@ -92,7 +92,7 @@ def test_noise_and_hint_grow_with_the_difficulty():
         (9.0, "hint", 3 / 6),
     ]:
         assert strength(difficulty) == {kind: pytest.approx(wanted)}
-        piece.metrics()
+        piece.pop_metrics()
     for difficulty in (0.0, 0.2):  # 0.5 * 0.1 * 6 = 0.3 sentences
         assert strength(difficulty) == {}
 
@@ -220,22 +220,22 @@ def test_the_window_is_saved(tmp_path):
     assert [names(part) for part in step(one, [0.7, 0.2], number=1)] == [
         names(part) for part in step(other, [0.7, 0.2], number=1)
     ]
-    assert one.metrics() == other.metrics() and one.recent == other.recent
+    assert one.pop_metrics() == other.pop_metrics() and one.recent == other.recent
 
 
 def test_it_reports_how_many_were_changed_and_how_much():
     piece = sampler(clips(solution=SOLUTION), hint_column="solution")
     step(piece, [0.5, 0.5])
-    assert set(piece.metrics().values()) == {0.0}
+    assert set(piece.pop_metrics().values()) == {0.0}
     step(piece, [1.0, 0.0], number=1)
-    told = piece.metrics()
+    told = piece.pop_metrics()
     assert told == {
         "augmentation/noise_prompts": 1.0,
         "augmentation/noise_mean": pytest.approx(0.375),  # 0.5 * 3/4
         "augmentation/hint_prompts": 1.0,
         "augmentation/hint_mean": pytest.approx(1 / 6),  # 0.5 / 4 * 6 = 0.75 sentences
     }
-    assert not any(piece.metrics().values())
+    assert not any(piece.pop_metrics().values())
     assert all(map(math.isfinite, told.values()))
 
 

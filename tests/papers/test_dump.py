@@ -121,7 +121,7 @@ def test_a_missing_column_is_one_clear_line():
 def test_a_bandit_tells_and_believes():
     sampler = bandit([0.2, 0.5, 0.8], [100, 50, 10])
     assert isinstance(sampler, AdvantageObserver)
-    assert sampler.metrics()["sampler/share/c"] == pytest.approx(0.99971, abs=5e-6)
+    assert sampler.pop_metrics()["sampler/share/c"] == pytest.approx(0.99971, abs=5e-6)
     assert float(sampler.learnability[0]) == pytest.approx(0.2) and float(sampler.count[1]) == 50.0
 
 

@@ -64,4 +64,4 @@ def test_a_saved_curriculum_goes_on():
         other.level[0],
         other.velocity[0],
     ) and other.opened == 2
-    assert sampler.metrics()["sampler/share/c"] == 0.0
+    assert sampler.pop_metrics()["sampler/share/c"] == 0.0

@@ -150,7 +150,7 @@ def test_an_unknown_reward_is_refused_before_anything_is_loaded(tmp_path):
 
 def test_it_tells_and_believes():
     sampler = made(VarianceAware)
-    assert sampler.metrics()["sampler/seen"] == 0.0
+    assert sampler.pop_metrics()["sampler/seen"] == 0.0
     observing(sampler, {"p0": [1, 0]})
-    assert sampler.metrics()["sampler/score"] == pytest.approx(float(sampler.scores[0]))
+    assert sampler.pop_metrics()["sampler/score"] == pytest.approx(float(sampler.scores[0]))
     assert sampler.pass_rate[0] == 0.5

@@ -31,10 +31,12 @@ def test_the_newest_wrong_answer_is_shown_while_the_mean_is_low():
     assert answered(sampler, ("a", 0.0), ("b", 0.4), ("c", 1.0)).text == "say 1"  # mean 0.4667
     shown = answered(sampler, ("d", 1.0), ("e", 1.0))
     assert "was wrong:\nb\nFind its mistake" in shown.text and shown.tags == {"hint": "wrong"}
-    assert shown.uid == "p0" and sampler.metrics() == {"reflection/prompts": 1.0}
+    assert shown.uid == "p0" and sampler.pop_metrics() == {"reflection/prompts": 1.0}
     # The newest four are 0.4, 1, 1, 1: a mean of 0.85.
     assert sampler.known["p0"].mean == 0.85
-    assert answered(sampler, ("f", 1.0)).text == "say 1" and sampler.metrics() == {"reflection/prompts": 0.0}
+    assert answered(sampler, ("f", 1.0)).text == "say 1" and sampler.pop_metrics() == {
+        "reflection/prompts": 0.0
+    }
 
 
 def test_the_best_answer_so_far_is_a_hint():

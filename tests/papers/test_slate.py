@@ -157,8 +157,8 @@ def test_only_the_calls_of_the_candidate_that_goes_on_are_made(policy):
     rows = made.rollout(asked(1))
     assert len(rows) == 3 * 4 and len(CALLED) == 2
     assert [row.outcomes[-1].tags["finish"] for row in rows] == ["call"] * 8 + ["turns"] * 4
-    assert made.metrics() == {"tools/turns": 3, "tools/calls": 2, "tools/errors": 0, "length/seen": 1}
-    assert made.metrics()["tools/calls"] == 0
+    assert made.pop_metrics() == {"tools/turns": 3, "tools/calls": 2, "tools/errors": 0, "length/seen": 1}
+    assert made.pop_metrics()["tools/calls"] == 0
 
 
 @pytest.mark.parametrize(("on_error", "turns"), [("tell", 3), ("skip", 1)])

@@ -39,7 +39,7 @@ def test_the_rest_of_answers_comes_first_and_new_prompts_fill_the_step():
     sampler = sampler_at(0)
     assert [prompt.uid for prompt in sampler.draw(2, 2)] == ["p0", "p0", "p1", "p1"]
     observed(sampler)
-    assert sampler.metrics() == {"sampler/unfinished": 2.0}
+    assert sampler.pop_metrics() == {"sampler/unfinished": 2.0}
     assert all(BEGUN not in prompt.columns for prompt in sampler.draw(1, 2)), "of this step: they wait"
     sampler.stream.step = 1
     asked = sampler.draw(2, 2)

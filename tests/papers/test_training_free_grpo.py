@@ -79,7 +79,7 @@ def test_the_oldest_experiences_go_first_and_no_id_comes_twice():
         answered(sampler, [0.0, 1.0])
     assert list(sampler.experiences) == ["2", "3"]
     assert sampler.experiences["2"].startswith("Asked: say 3")
-    assert sampler.metrics() == {"experiences": 2.0}
+    assert sampler.pop_metrics() == {"experiences": 2.0}
 
 
 def test_experiences_are_changed_and_deleted():
@@ -142,7 +142,7 @@ def test_the_policy_is_asked_for_rules_and_then_for_changes():
     }
     changes, piece, asked = asking(replies, {"7": "guess"}, max_answers=2)
     assert changes == [{"add": "look [twice]"}, {"update": "7", "text": "count"}], "9 does not exist"
-    assert piece.metrics() == {"experiences/changes": 2.0, "experiences/unread": 0.0}
+    assert piece.pop_metrics() == {"experiences/changes": 2.0, "experiences/unread": 0.0}
     assert [prompt.uid for prompt in asked] == ["p0#rules", "p3#rules", "p0#changes"]
     assert (
         asked[0].text.startswith("say 1\n\n\nBelow are answers") and "at most 3 short rules" in asked[0].text
@@ -156,7 +156,7 @@ def test_the_policy_is_asked_for_rules_and_then_for_changes():
 @pytest.mark.parametrize("reply", ["none", "[1, 2]", '{"add": "x"}', "[" * 5000, "[{"])
 def test_changes_that_cannot_be_read_are_counted(reply):
     changes, piece, _ = asking({"rules": "a", "changes": reply})
-    assert changes == [] and piece.metrics() == {"experiences/changes": 0.0, "experiences/unread": 1.0}
+    assert changes == [] and piece.pop_metrics() == {"experiences/changes": 0.0, "experiences/unread": 1.0}
     assert asking({"rules": " \n", "changes": reply})[0] == []
 
 

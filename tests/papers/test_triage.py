@@ -63,7 +63,7 @@ def test_draws_follow_the_weights_whatever_the_sizes():
     assert drawn["severe"] / 400 == pytest.approx(0.75, abs=0.06) and drawn["p23"] == 0
     assert len(set(uids(sampler.draw(30, 1)))) == 23, "the good one has no weight"
     assert sampler.scores[20] == 18.0 and float(sampler.weights[sampler.among.source[20]]) == 0.75
-    assert sampler.metrics()["sampler/share/good"] == 0.0
+    assert sampler.pop_metrics()["sampler/share/good"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_vade_tells_and_believes():
     sampler = made(Vade)
     assert isinstance(sampler, Observer) and isinstance(sampler, HasMetrics)
     observe(sampler, {"p0": [1.0, 1.0], "p1": [0.0, 1.0]})
-    told = sampler.metrics()
+    told = sampler.pop_metrics()
     assert told["sampler/seen"] == 0.5 and 0 < told["sampler/entropy"] < 1
     assert told["sampler/pass_rate"] == pytest.approx((3 / 4 + 1 / 2 * 3) / 4)
     assert float(sampler.pass_rate[0]) == 0.75 and float((sampler.passed + sampler.failed)[0]) == 2.0

@@ -57,7 +57,7 @@ def test_a_prompt_that_failed_is_shown_the_most_similar_solved_ones():
     )
     assert again["red"].tags == {"hint": "solved"} and again["red"].uid == "red"
     assert all(not again[uid].tags for uid in ("blue", "cats", "sky"))
-    assert sampler.metrics() == {"examples/prompts": 1.0, "examples/solved": 3.0}
+    assert sampler.pop_metrics() == {"examples/prompts": 1.0, "examples/solved": 3.0}
 
 
 def test_a_prompt_that_was_solved_is_asked_plainly_and_becomes_an_example_without_examples():

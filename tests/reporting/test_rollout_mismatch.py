@@ -78,7 +78,7 @@ class TellingToy:
         self.asked += 1
         return self.engine.rollout(prompts)
 
-    def metrics(self):
+    def pop_metrics(self):
         return {"rollout/asked": float(self.asked)}
 
 

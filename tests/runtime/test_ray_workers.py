@@ -92,7 +92,7 @@ class Cold:
             self.policy.table.copy_(before)
         return rows
 
-    def metrics(self):
+    def pop_metrics(self):
         return {"cold/power": self.power}
 
 

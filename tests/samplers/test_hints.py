@@ -101,7 +101,7 @@ def test_a_failed_prompt_gets_hints_until_one_helps(tmp_path):
     hints = [row for row, uid in enumerate(seen.uids) if uid == "p2" and seen.ids["hint"][row, 0]]
     assert seen.uids.count("p2") == 4 + 2 and len(hints) == 2
     assert seen.at_end("share_right")[hints].tolist() == [0.0, 1.0]
-    assert run.method.sampler.metrics()["hints/solved"] >= 1
+    assert run.method.sampler.pop_metrics()["hints/solved"] >= 1
 
 
 def test_the_success_takes_the_place_of_the_first_row(tmp_path):
@@ -174,7 +174,7 @@ def test_hints_to_write_are_asked_for_with_an_answer_that_failed():
     assert {prompt.columns["failed_attempt"] for prompt in asked} == {"5"}
     assert {prompt.text for prompt in asked} == {data[0].text}
     assert [prompt.tags["wanted_hint"] for prompt in sampler.draw(1, 2)] == ["3", "3"]
-    assert sampler.metrics()["hints/prompts"] == 1.0
+    assert sampler.pop_metrics()["hints/prompts"] == 1.0
 
 
 @pytest.mark.parametrize(

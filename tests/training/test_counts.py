@@ -12,7 +12,7 @@ from tests.support.toys import ToyGenerate, toy_run
 class Restarting(ToyGenerate):
     """Tell a count and a number that is none."""
 
-    def metrics(self):
+    def pop_metrics(self):
         return {"workers/restarts": Count(1), "tools/turns": 3.0}
 
 

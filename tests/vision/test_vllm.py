@@ -206,7 +206,7 @@ def test_rows_are_those_of_the_servers_answers_with_weights_and_caches_renewed(p
     assert stand_in.paths() == told * 2 and texts(other) != texts(rows)
     assert {kind for kind, *_ in engine.compared} == {"text", "image"}
     assert seed != stand_in.told[-1][1]["sampling_params"]["seed"]
-    assert engine.metrics()["vllm/servers"] == 1.0
+    assert engine.pop_metrics()["vllm/servers"] == 1.0
 
 
 def test_an_adapter_is_loaded_in_place_of_the_one_before(checkpoint, tmp_path):
@@ -236,8 +236,8 @@ def test_the_size_of_prompts_as_they_are_sent_is_a_metric(policy, stand_in, tmp_
     engine = engine_of(policy, tmp_path, stand_in.url)
     engine.rollout(PROMPTS[:2] * 2)
     sent = [len(json.dumps(content)) for path, content in stand_in.told if "token_ids" in content]
-    assert len(sent) == 2 and engine.metrics()["vllm/request_bytes"] == sum(sent) / 2
-    assert engine.metrics()["vllm/request_bytes"] == 0.0  # nothing was asked since
+    assert len(sent) == 2 and engine.pop_metrics()["vllm/request_bytes"] == sum(sent) / 2
+    assert engine.pop_metrics()["vllm/request_bytes"] == 0.0  # nothing was asked since
 
 
 def test_answers_that_were_asked_ahead_are_of_the_weights_of_that_time(policy, stand_in, tmp_path):
@@ -262,7 +262,7 @@ def test_weights_stay_until_answers_that_were_asked_ahead_are_there(policy, stan
     threading.Timer(0.3, gate.set).start()
     other.rollout(PROMPTS[:1])
     assert [row.prompt.uid for row in ahead.rollout(PROMPTS)] == [prompt.uid for prompt in PROMPTS]
-    assert stand_in.paths().count("collective_rpc") == 1 and ahead.metrics()["vllm/asked_again"] == 0
+    assert stand_in.paths().count("collective_rpc") == 1 and ahead.pop_metrics()["vllm/asked_again"] == 0
     assert [path for path, _ in stand_in.told][:5] == ["inference/v1/generate"] * 4 + ["pause"]
 
 
@@ -416,13 +416,13 @@ def test_what_a_dying_server_was_asked_is_answered_by_another_with_the_same_toke
     stand_in.fault = lambda reply: dying.dead.wait(300) and reply
     engine = engine_of(policy, tmp_path, dying.url, stand_in.url)
     assert texts(engine.rollout(PROMPTS * 2)) == alone
-    told = engine.metrics()
+    told = engine.pop_metrics()
     assert told["vllm/asked_again"] >= 1 and told["vllm/servers"] == 1
     stand_in.fault = lambda reply: reply
     dying.start()  # with the weights on its disk
     engine.stream.step = 0
     assert texts(engine.rollout(PROMPTS * 2)) == alone
-    assert dying.version == stand_in.version != "default" and engine.metrics()["vllm/servers"] == 2
+    assert dying.version == stand_in.version != "default" and engine.pop_metrics()["vllm/servers"] == 2
     dying.kill()
 
 
@@ -469,10 +469,10 @@ def test_a_server_that_fails_once_is_asked_again(policy, stand_in, tmp_path, mon
     monkeypatch.setattr(servers, "PAUSE", 0.01)
     engine = engine_of(policy, tmp_path, stand_in.url)
     wanted = texts(engine.rollout(PROMPTS[:1] * 2))
-    engine.metrics()
+    engine.pop_metrics()
     stand_in.fault = busy(status, servers.TRIES - 1)
     assert texts(engine.rollout(PROMPTS[:1] * 2)) == wanted
-    assert engine.metrics()["vllm/asked_again"] == servers.TRIES - 1
+    assert engine.pop_metrics()["vllm/asked_again"] == servers.TRIES - 1
     stand_in.fault = busy(status, servers.TRIES)
     with pytest.raises(ConnectionError, match=f"asked 3 times each: .* answered with {status}.*busy"):
         engine.rollout(PROMPTS[:1] * 2)

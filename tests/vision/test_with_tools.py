@@ -191,7 +191,7 @@ def test_a_conversation_is_one_row_whose_steps_are_the_policys_tokens(policy, sc
         logp = policy(batch).logp
     inside = batch.mask.bool()
     torch.testing.assert_close(batch.notes["logp"][inside].double(), logp[inside], rtol=0, atol=2e-5)
-    assert engine.metrics() == {"tools/turns": 6 / 4, "tools/calls": 3 / 4, "tools/errors": 0.0}
+    assert engine.pop_metrics() == {"tools/turns": 6 / 4, "tools/calls": 3 / 4, "tools/errors": 0.0}
 
 
 def test_without_a_call_rows_are_those_of_generate(policy):
@@ -299,7 +299,7 @@ def test_a_conversation_ends_at_the_context_of_the_model(policy, scripted):
 def error_of(scripted, text, **options):
     engine = scripted(lambda uid, index, turn: "fox" if turn else text, **options)
     (row,) = engine.rollout(asked()[:1])
-    assert finish(row) == ("stop", "1") and engine.metrics()["tools/errors"] == 1
+    assert finish(row) == ("stop", "1") and engine.pop_metrics()["tools/errors"] == 1
     return row.logged["conversation"].partition("<tool_response>")[2]
 
 
@@ -413,7 +413,7 @@ def test_a_reply_that_cannot_be_shown_leaves_those_of_other_tools(scripted):
     shown = row.logged["conversation"]
     assert finish(row) == ("stop", "1") and "word 3" in shown and "half" in shown
     assert shown.count("Error: the reply of the tool cannot be shown") == 1
-    assert engine.metrics()["tools/errors"] == 1 and len(row.shown) == 1
+    assert engine.pop_metrics()["tools/errors"] == 1 and len(row.shown) == 1
 
 
 def test_retries_call_a_tool_again(scripted):

@@ -200,7 +200,7 @@ def test_calls_that_begin_early_change_no_result(policy, name, batch_size):
             unannounced(inner)
         rows = engine.rollout(asked())
         assert bool(begun) == early
-        results.append((rows, engine.metrics(), sorted(SAID)))
+        results.append((rows, engine.pop_metrics(), sorted(SAID)))
     (rows, told, said), (others, *rest) = results
     assert [told, said] == rest and told["tools/calls"] > 0.5
     assert len({row.outcomes[-1].tags["finish"] for row in rows}) > 1

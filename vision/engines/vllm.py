@@ -167,7 +167,7 @@ class Vllm:
             self._compare(groups, version)  # now, since the policy may have learned when they are collected
         self.begun = list(prompts), groups, version
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Number of living servers, repeated requests, and seconds of work."""
         return self.asking.take()
 

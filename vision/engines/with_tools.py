@@ -122,7 +122,7 @@ class WithTools:
         rows = [[self._row(part) for part in talk.rows(self.only_n_most_recent_images)] for talk in talks]
         return (*(parts[-1] for parts in rows), *(row for parts in rows for row in parts[:-1]))
 
-    def metrics(self) -> Mapping[str, float]:
+    def pop_metrics(self) -> Mapping[str, float]:
         """Mean turns, calls and failed calls of a conversation since the last report."""
         number, counts = max(1, self.counts["conversations"]), self.counts
         self.counts = Counter()
