@@ -1,9 +1,9 @@
-"""ArenaRL (arXiv 2601.06487): a judge ranks the answers of a group in a tournament.
+"""ArenaRL (arXiv 2601.06487): a judge compares few pairs of a group, and an answer earns by its rank.
 
 Title: ArenaRL: Scaling RL for Open-Ended Agents via Tournament-based Relative Ranking
 Formula: reward = (r_max - r) / (r_max - 1), with the rank r from 1 after a seeded bracket.
-Our reading: equal answers share a rank, empty answers come last, unreadable comparisons are ties, and each
-pair is compared in both orders.
+Our reading: equal answers share a rank, empty ones come last, unread comparisons are ties, both orders are
+averaged.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from mmrl.rewards.asking import (
 
 Pair = tuple[int, int]
 Scores = tuple[float, float]  # of the two players of a match
-# A tournament yields the matches of each round, is sent their scores, and returns one standing per player;
-# larger is better.
+# A tournament asks for matches, round by round, gets their scores, and returns a standing of every player:
+# the larger, the better.
 Matches = Generator[list[Pair], list[Scores], list[float]]
 
 SCORES = re.compile(r"(-?\d+(?:\.\d+)?)[\s,]+(-?\d+(?:\.\d+)?)")
@@ -52,31 +52,34 @@ written as <scores>N M</scores>.
 @reward
 @dataclass(kw_only=True, eq=False)
 class Tournament(Judging):
-    """Reward an answer with its rank in a tournament of its group, decided by a judge (ArenaRL).
+    """Reward an answer with its rank in a tournament of its group that a judge decides (ArenaRL).
 
-    arXiv 2601.06487. The best answer of a group earns 1, the worst 0, others (r_max - r) / (r_max - 1) with
-    the rank r from 1. Single elimination costs up to 2 (G - 1) comparisons of G answers, `round_robin`
-    G (G - 1) / 2. Our readings: `orders: both` asks about each pair twice and averages (the paper asks once);
-    equal answers play as one and share their rank; empty answers come last without playing; a comparison
-    that cannot be read is a tie, and an answer without any readable comparison is a fault, as for `judge`. A
-    group of one has no reward (the paper divides by zero). It logs `judge/unread` and
-    `tournament/consistency`, the share of comparisons in which both orders prefer the same answer.
+    arXiv 2601.06487. The best answer of a group has 1, the worst 0, others (r_max - r) / (r_max - 1) with the
+    rank r from 1. The eliminations cost up to 2 (G - 1) comparisons of G answers, `round_robin`
+    G (G - 1) / 2; each is 2 questions with `orders: both`, whose scores are averaged (ours: the paper asks
+    once). Our readings: equal answers play as one and share their rank, empty ones come last without playing;
+    a comparison that cannot be read counts as a tie, and an answer of which none could be read is a fault, as
+    for `judge`. An answer without others has no reward (the paper divides by zero). It logs `judge/unread`
+    and `tournament/consistency`, the share of comparisons in which both orders prefer the same answer.
 
     Args:
         engine: As for `judge`.
         policy: As for `judge`.
-        form: `anchor` compares all answers with the first; `single_elimination` seeds a bracket with the
-            results of `anchor`; `round_robin` compares all pairs.
-        scale: Lowest and highest score; the judge's numbers outside are not read.
-        orders: Ask about a pair in `both` orders, or in one `random` order.
+        form: `anchor` compares all with the first answer; `single_elimination` seeds a bracket by that;
+            `double_elimination` puts an answer out at its second loss; `swiss` pairs answers of like points,
+            in log2(G) rounds; `round_robin` compares all.
+        scale: The lowest and the highest score; numbers outside are not read.
+        orders: Ask about a pair in `both` orders, or in one that is drawn at `random`.
         tag: As for `judge`.
-        reference: Show the target to the judge if there is one.
-        template: As for `judge`, with `first` and `second` instead of `answer`; it must ask for <scores>.
+        reference: Show the target where there is one.
+        template: As for `judge`; it reads `first` and `second` in place of `answer`, and asks for <scores>.
         ask_again: As for `judge`.
         device: As for `judge`.
     """
 
-    form: Literal["anchor", "single_elimination", "round_robin"] = "single_elimination"
+    form: Literal["anchor", "single_elimination", "double_elimination", "swiss", "round_robin"] = (
+        "single_elimination"
+    )
     scale: tuple[float, float] = (1.0, 10.0)
     orders: Literal["both", "random"] = "both"
     template: str = ""
@@ -84,9 +87,9 @@ class Tournament(Judging):
     def __post_init__(self) -> None:
         if not self.scale[0] < self.scale[1]:
             raise ConfigError(f"`scale` of a tournament must rise, not be {list(self.scale)}")
-        words = {"question", "first", "second", "reference", "columns", "low", "high", "mark", "made"}
-        template, needed = self.template or TOURNAMENT, {"first", "second"}
-        self.question = judge_template(template, words, needed, "scores", "tournament")
+        known = {"question", "first", "second", "reference", "columns", "low", "high", "mark", "made"}
+        source, needed = self.template or TOURNAMENT, {"first", "second"}
+        self.question = judge_template(source, known, needed, "scores", "tournament")
         self.asker = self.make_asker()
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread | None]:
@@ -95,17 +98,17 @@ class Tournament(Judging):
         groups = [members for members in comparable_outcomes(prompts) if len(members) > 1]
         players = [distinct_answers(outcomes, members, self.tag) for members in groups]
         tournaments = [FORMS[self.form](len(listed)) for listed in players]
-        # Random orders must not depend on the other groups of this process; a prompt has a group per place.
-        places, labels = Counter[str](), list[str]()
+        # Draws must not depend on which groups this process has; a prompt has a group for each place.
+        met, labels = Counter[str](), list[str]()
         for members in groups:
             uid = prompts[members[0]].uid
-            labels.append(f"{uid}/place-{places[uid]}" if places[uid] else uid)
-            places[uid] += 1
+            labels.append(f"{uid}/place-{met[uid]}" if met[uid] else uid)
+            met[uid] += 1
 
-        def compare(matches: Sequence[tuple[int, Pair]]) -> list[Scores | Unread]:
-            """Compare pairs of players, each pair with the index of its tournament."""
-            rows = [(players[t][i][0], players[t][j][0]) for t, (i, j) in matches]
-            names = [f"{labels[t]}/{i}/{j}" for t, (i, j) in matches]
+        def compare(asked: Sequence[tuple[int, Pair]]) -> list[Scores | Unread]:
+            """Compare pairs of the players of tournaments, by their numbers."""
+            rows = [(players[t][i][0], players[t][j][0]) for t, (i, j) in asked]
+            names = [f"{labels[t]}/{i}/{j}" for t, (i, j) in asked]
             return self._compare(prompts, outcomes, rows, names)
 
         standings, unread = run_tournaments(tournaments, compare)
@@ -113,7 +116,7 @@ class Tournament(Judging):
             points = {i: -math.inf for i in members}  # empty answers come last
             for player, rows in enumerate(listed):
                 points |= {i: standings[number][player] for i in rows}
-            values = from_ranks([points[i] for i in members])
+            values = from_ranks([points[i] for i in members], shared=self.form == "swiss")
             for i, value in zip(members, values, strict=True):
                 rewards[i] = value
             for player, fault in unread[number].items():
@@ -122,16 +125,19 @@ class Tournament(Judging):
         return rewards
 
     def _compare(
-        self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome], pairs: Sequence[Pair],
+        self,
+        prompts: Sequence[Prompt],
+        outcomes: Sequence[Outcome],
+        pairs: Sequence[Pair],
         names: Sequence[str],
-    ) -> list[Scores | Unread]:  # fmt: skip
-        """Ask the judge about pairs of outcomes; average the scores over the orders."""
-        questions, orders = [], []
+    ) -> list[Scores | Unread]:
+        """Ask for the scores of pairs of outcomes; the mean over the orders."""
+        questions, asked = [], []
         for (i, j), name in zip(pairs, names, strict=True):
             place, swaps = f"tournament/{name}", (False, True)
             if self.orders == "random":
                 swaps = (bool(torch.randint(2, (), generator=self.stream.generator(place))),)
-            orders.append(swaps)
+            asked.append(swaps)
             for swapped in swaps:
                 shown = (outcomes[j], outcomes[i]) if swapped else (outcomes[i], outcomes[j])
                 first, second = (answer_of(outcome, self.tag) for outcome in shown)
@@ -140,40 +146,41 @@ class Tournament(Judging):
                 text = self.question({**words, "first": first, "second": second})
                 questions.append(judge_prompt(f"{place}/{swapped}", prompts[i], shown, text))
         low, high = self.scale
-        wanted = f"two numbers from {low:g} to {high:g}"
-        judged = iter(self.asker.ask(questions, "scores", wanted, self._read))
+        judged = iter(
+            self.asker.ask(questions, "scores", f"two numbers from {low:g} to {high:g}", self._read)
+        )
         return [
             _over_orders([turned(next(judged)) if swapped else next(judged) for swapped in swaps])
-            for swaps in orders
+            for swaps in asked
         ]
 
     def _read(self, written: str) -> Scores | None:
         low, high = self.scale
-        if not (match := SCORES.fullmatch(written)):
+        if not (found := SCORES.fullmatch(written)):
             return None
-        first, second = ((float(value) - low) / (high - low) for value in match.groups())
+        first, second = ((float(value) - low) / (high - low) for value in found.groups())
         return (first, second) if 0 <= first <= 1 and 0 <= second <= 1 else None
 
 
 def distinct_answers(outcomes: Sequence[Outcome], members: Sequence[int], tag: str) -> list[list[int]]:
-    """Group the non-empty answers of `members` by equal text, in the order of first occurrence."""
-    same: dict[object, list[int]] = {}
+    """List the answers of a group that are not empty; equal texts together, in the order of the first."""
+    found: dict[object, list[int]] = {}
     for i in members:
         if not is_empty(outcomes[i], tag):
             # Images and videos are never taken as equal.
             key = i if media_of(outcomes[i]) else answer_of(outcomes[i], tag)
-            same.setdefault(key, []).append(i)
-    return list(same.values())
+            found.setdefault(key, []).append(i)
+    return list(found.values())
 
 
 def turned(scores: Scores | Unread) -> Scores | Unread:
-    """Swap the scores of two answers."""
+    """Exchange the scores of two answers."""
     return scores if isinstance(scores, Unread) else (scores[1], scores[0])
 
 
 def _over_orders(scores: Sequence[Scores | Unread]) -> Scores | Unread:
-    """Average the scores of a pair over the readable orders."""
-    read = [pair for pair in scores if not isinstance(pair, Unread)]
+    """Average the scores of a pair over the orders that could be read."""
+    read = [found for found in scores if not isinstance(found, Unread)]
     if not read:
         return scores[0]
     if len(read) == 2:
@@ -182,23 +189,23 @@ def _over_orders(scores: Sequence[Scores | Unread]) -> Scores | Unread:
     return fmean(a for a, _ in read), fmean(b for _, b in read)
 
 
-# ---- tournaments
+# ---- tournaments: which pairs are compared, and what follows from their scores
 
 
 def run_tournaments(
     tournaments: Sequence[Matches],
     compare: Callable[[Sequence[tuple[int, Pair]]], Sequence[Scores | Unread]],
 ) -> tuple[list[list[float]], list[Mapping[int, Unread]]]:
-    """Run tournaments side by side, and compare the matches of a round of all of them together.
+    """Run tournaments side by side, so that the matches of a round of all of them are compared together.
 
     Returns:
-        The standings of the players of every tournament, and the unreadable judgement of each player without
-        any readable match.
+        The standings of the players of every tournament, and by player the judgement that stands for one of
+        whose matches none could be read.
     """
     standings: list[list[float]] = [[] for _ in tournaments]
-    readable: list[set[int]] = [set() for _ in tournaments]
+    read: list[set[int]] = [set() for _ in tournaments]
     unread: list[dict[int, Unread]] = [{} for _ in tournaments]
-    compared: dict[tuple[int, Pair], Scores | Unread] = {}  # a pair that meets again is not compared again
+    known: dict[tuple[int, Pair], Scores | Unread] = {}  # two that meet again are not compared again
     waiting: dict[int, list[Pair]] = {}
 
     def go_on(number: int, scores: list[Scores] | None) -> None:
@@ -212,26 +219,26 @@ def run_tournaments(
     for number in range(len(tournaments)):
         go_on(number, None)
     while waiting:
-        matches = dict.fromkeys((number, pair) for number, pairs in waiting.items() for pair in pairs)
-        new = [match for match in matches if match not in compared]
-        for (number, (i, j)), scores in zip(new, compare(new) if new else (), strict=True):
-            compared[number, (i, j)], compared[number, (j, i)] = scores, turned(scores)
+        listed = [(number, pair) for number, pairs in waiting.items() for pair in pairs]
+        asked = [both for both in dict.fromkeys(listed) if both not in known]
+        for (number, (i, j)), scores in zip(asked, compare(asked) if asked else (), strict=True):
+            known[number, (i, j)], known[number, (j, i)] = scores, turned(scores)
             if isinstance(scores, Unread):
                 unread[number] |= {i: scores, j: scores}
             else:
-                readable[number] |= {i, j}
+                read[number] |= {i, j}
         for number, pairs in list(waiting.items()):
-            results = [compared[number, pair] for pair in pairs]
-            go_on(number, [(0.5, 0.5) if isinstance(scores, Unread) else scores for scores in results])
+            met = [known[number, pair] for pair in pairs]
+            go_on(number, [(0.5, 0.5) if isinstance(scores, Unread) else scores for scores in met])
     faults: list[Mapping[int, Unread]] = [
-        {player: fault for player, fault in faulty.items() if player not in played}
-        for faulty, played in zip(unread, readable, strict=True)
+        {player: fault for player, fault in found.items() if player not in played}
+        for found, played in zip(unread, read, strict=True)
     ]
     return standings, faults
 
 
 def anchor(count: int) -> Matches:
-    """Compare all players with the first, whose standing is the mean of its scores."""
+    """Compare all players with the first; one stands by its score, the first one by the mean of its own."""
     scores = yield [(0, player) for player in range(1, count)]
     return _anchored(scores)
 
@@ -241,30 +248,64 @@ def _anchored(scores: Sequence[Scores]) -> list[float]:
 
 
 def single_elimination(count: int) -> Matches:
-    """Seed a bracket by comparisons with the first player; each loser is out.
+    """Seed a bracket by comparisons with the first player; who loses is out.
 
-    The losers of a round rank below the losers of later rounds, among themselves by the mean of all their
-    scores. With an odd number of players the last one skips the round, and plays first in the next. A tie
-    goes to the player that comes first in the bracket.
+    The losers of a round stand below those of later rounds, by the mean of all their scores. Of an odd number
+    the last one goes on without playing and stands first in the next round, where it plays; a tie is won by
+    the player that comes first in the bracket.
     """
     scores = yield [(0, player) for player in range(1, count)]
-    history = [[first for first, _ in scores], *([other] for _, other in scores)]  # scores of every player
+    met = [[first for first, _ in scores], *([other] for _, other in scores)]  # scores of every player
     seeding = _anchored(scores)
     seeds = sorted(range(count), key=lambda player: -seeding[player])
-    alive, out = [seeds[place] for place in bracket(count)], []
+    alive, order = [seeds[place] for place in bracket(count)], []
     while len(alive) > 1:
-        pairs = list(zip(alive[::2], alive[1::2], strict=False))
-        winners, losers = [], []
-        for (i, j), (first, second) in zip(pairs, (yield pairs), strict=True):
-            history[i].append(first)
-            history[j].append(second)
-            winner, loser = (i, j) if first >= second else (j, i)
-            winners.append(winner)
-            losers.append(loser)
-        alive = alive[2 * len(pairs) :] + winners
-        out = sorted(losers, key=lambda player: -fmean(history[player])) + out
-    order = alive + out
+        won, free, lost = yield from _round(alive, met)
+        alive, order = free + won, _by_mean(lost, met) + order
+    order = alive + order
     return [float(count - order.index(player)) for player in range(count)]
+
+
+def double_elimination(count: int) -> Matches:
+    """Let who loses play on below, where the next loss is the last; the two winners meet in the end.
+
+    Pairs are neighbours in the order of the answers, which says nothing of them (the code draws pairs). Those
+    who are out stand by the round below in which they lost, then by the mean of all their scores.
+    """
+    met: list[list[float]] = [[] for _ in range(count)]
+    above, dropped = list(range(count)), []
+    while len(above) > 1:
+        won, free, lost = yield from _round(above, met)
+        above = free + won  # who was free is not so again
+        dropped.append(lost)
+    below, order = [], []
+    while dropped or len(below) > 1:
+        won, free, lost = yield from _round(below + (dropped.pop(0) if dropped else []), met)
+        below, order = free + won, _by_mean(lost, met) + order
+    if below:
+        won, _, lost = yield from _round(above + below, met)
+        above = won + lost
+    order = above + order
+    return [float(count - order.index(player)) for player in range(count)]
+
+
+def _round(
+    players: list[int], met: list[list[float]]
+) -> Generator[list[Pair], list[Scores], tuple[list[int], list[int], list[int]]]:
+    """Play neighbours, and note the scores; returns who won, who had nobody to play with, and who lost."""
+    pairs = list(zip(players[::2], players[1::2], strict=False))
+    won, lost = [], []
+    for (i, j), (first, second) in zip(pairs, (yield pairs) if pairs else (), strict=True):
+        met[i].append(first)
+        met[j].append(second)
+        winner, loser = (i, j) if first >= second else (j, i)
+        won.append(winner)
+        lost.append(loser)
+    return won, players[2 * len(pairs) :], lost
+
+
+def _by_mean(players: list[int], met: list[list[float]]) -> list[int]:
+    return sorted(players, key=lambda player: -fmean(met[player]))
 
 
 def bracket(count: int) -> list[int]:
@@ -277,23 +318,77 @@ def bracket(count: int) -> list[int]:
 
 
 def round_robin(count: int) -> Matches:
-    """Compare all pairs; a win counts 1 point, a tie 1/2."""
+    """Compare all pairs; a player stands by its points: 1 for a win, 1/2 for a tie."""
     pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
     points = [0.0] * count
-    for (i, j), (first, second) in zip(pairs, (yield pairs), strict=True):
-        points[i] += 0.5 + ((first > second) - (first < second)) / 2
-        points[j] += 0.5 + ((second > first) - (second < first)) / 2
+    for (i, j), scores in zip(pairs, (yield pairs), strict=True):
+        win = _win(scores)
+        points[i] += win
+        points[j] += 1 - win
     return points
 
 
-def from_ranks(points: Sequence[float]) -> list[float]:
-    """Turn points into rewards by rank: (r_max - r) / (r_max - 1); 0 if all points are equal.
+def swiss(count: int) -> Matches:
+    """Pair players of like points that have not met, in ceil(log2 count) rounds (Swiss system).
 
-    The best has rank 1; equal points share the best of their ranks.
+    A player stands by its points, then by the sum of the points of those it met. The last one of an odd
+    number gets a point without playing, each player once. Where all that are left have met, two meet again.
     """
+    points, met = [0.0] * count, [set[int]() for _ in range(count)]
+    rested: set[int] = set()
+    for _ in range(min(count - 1, math.ceil(math.log2(count))) if count > 1 else 0):
+        left = sorted(range(count), key=lambda player: -points[player])
+        if len(left) % 2:
+            free = next(player for player in reversed(left) if player not in rested)
+            left.remove(free)
+            rested.add(free)
+            points[free] += 1.0
+        pairs = []
+        while left:
+            i = left.pop(0)
+            j = next((player for player in left if player not in met[i]), left[0])
+            left.remove(j)
+            pairs.append((i, j))
+        for (i, j), scores in zip(pairs, (yield pairs), strict=True):
+            win = _win(scores)
+            points[i] += win
+            points[j] += 1 - win
+            met[i].add(j)
+            met[j].add(i)
+    # Points are multiples of 1/2, and their sums over at most `count` others stay below the factor.
+    return [
+        points[player] * (count + 1) ** 2 + sum(points[other] for other in met[player])
+        for player in range(count)
+    ]
+
+
+def _win(scores: Scores) -> float:
+    first, second = scores
+    return 0.5 + ((first > second) - (first < second)) / 2
+
+
+def from_ranks(points: Sequence[float], *, shared: bool = False) -> list[float]:
+    """Turn points into rewards by rank: (r_max - r) / (r_max - 1), 0 where all are equal.
+
+    The best has rank 1. Equal points have the smallest of their ranks, or with `shared` the mean reward of
+    the places that they hold.
+    """
+    count = len(points)
+    if len(set(points)) < 2:
+        return [0.0] * count
+    if shared:
+        better = [sum(other > own for other in points) for own in points]
+        equal = [sum(other == own for other in points) for own in points]
+        return [1 - (b + (e - 1) / 2) / (count - 1) for b, e in zip(better, equal, strict=True)]
     ranks = [1 + sum(other > own for other in points) for own in points]
-    worst = max(ranks, default=1)
-    return [(worst - rank) / (worst - 1) if worst > 1 else 0.0 for rank in ranks]
+    worst = max(ranks)
+    return [(worst - rank) / (worst - 1) for rank in ranks]
 
 
-FORMS = {form.__name__: form for form in (anchor, single_elimination, round_robin)}
+FORMS: Mapping[str, Callable[[int], Matches]] = {
+    "anchor": anchor,
+    "single_elimination": single_elimination,
+    "double_elimination": double_elimination,
+    "swiss": swiss,
+    "round_robin": round_robin,
+}

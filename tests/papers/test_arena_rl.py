@@ -57,6 +57,29 @@ def test_who_is_free_plays_first_in_the_next_round():
     assert sorted(strengths, key=lambda s: -standings[strengths.index(s)]) == [8, 7, 6, 5, 3]
 
 
+def test_double_elimination_by_hand():
+    # Above: 1 beats 0 and 2 beats 3, then 1 beats 2. Below: 0 beats 3, which is out; 2 comes and beats 0. The
+    # final is 1 against 2, which have met.
+    standings, matches = played("double_elimination", [3, 7, 5, 1])
+    assert matches == [(0, 1), (2, 3), (1, 2), (0, 3), (0, 2)]
+    assert from_ranks(standings) == pytest.approx([1 / 3, 1, 2 / 3, 0])
+    # Of five, 4 is free at first, and loses to 1 alone.
+    standings, matches = played("double_elimination", [3, 7, 5, 1, 6])
+    assert sorted(range(5), key=lambda i: -standings[i])[:2] == [1, 4]
+    assert len({frozenset(pair) for pair in matches}) == len(matches) <= 8
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_double_elimination_finds_the_two_best_wherever_they_stand(count):
+    for turned in range(count):
+        strengths = [(place + turned) * 5 % 9 for place in range(count)]
+        standings, matches = played("double_elimination", strengths)
+        assert sorted(standings) == [float(place) for place in range(1, count + 1)]
+        best = sorted(range(count), key=lambda i: -strengths[i])[:2]
+        assert sorted(range(count), key=lambda i: -standings[i])[:2] == best
+        assert len(matches) <= max(0, 2 * (count - 1))
+
+
 def test_scores_against_the_anchor_by_hand():
     assert from_ranks([5, 7, 6, 7, 3]) == [0.25, 1, 0.5, 1, 0]
     standings, matches = played("anchor", [5, 7, 6, 7, 3])
@@ -68,8 +91,17 @@ def test_round_robin_by_hand():
     assert played("round_robin", [2, 2, 1])[0] == [1.5, 1.5, 0]
 
 
-def test_rewards_of_equal_points():
-    assert from_ranks([1.0]) == [0] and from_ranks([2, 2, 2]) == [0] * 3
+def test_swiss_never_repeats_a_match_and_ties_share():
+    standings, matches = played("swiss", [3, 7, 5, 1, 6, 2, 4, 0])
+    assert len(matches) == 12 and len({frozenset(pair) for pair in matches}) == 12
+    assert max(range(8), key=lambda i: standings[i]) == 1 and min(range(8), key=lambda i: standings[i]) == 7
+    # Round 1: 0-1 and 2-3, 4 rests. Round 2: 1-2 and 4-0, 3 rests. Round 3: 1-4 and 2-3 again, 0 rests.
+    standings, matches = played("swiss", [1, 5, 4, 2, 3])
+    assert matches[:4] == [(0, 1), (2, 3), (1, 2), (4, 0)] and matches[4:] == [(1, 4)]
+    points = [standing // 36 for standing in standings]
+    assert sum(points) == 3 * 3 and points[1] == 3  # a point for each match, and for each that rests
+    assert from_ranks([4, 2, 2, 1], shared=True) == [1, 0.5, 0.5, 0]
+    assert from_ranks([1.0]) == [0] and from_ranks([2, 2, 2], shared=True) == [0] * 3
 
 
 @pytest.mark.parametrize("form", FORMS)
