@@ -1,4 +1,4 @@
-"""Pareto fronts of objectives that are maximised: members, crowding distances, hypervolume, thresholds.
+"""Pareto fronts of maximised objectives: members, crowding distances, hypervolume, thresholds.
 
 C-MORL (arXiv 2410.02236) fills the gaps of a front by training on from the members with most room around.
 """
