@@ -246,7 +246,7 @@ def check_rewards(
 
 
 def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Drop rows whose recorded answers the model cannot read, or raise, depending on `bad_rows` of the data.
+    """Drop rows whose recorded answers the model cannot read, or raise, depending on `bad_rows`.
 
     Applies to engines that read recorded answers and policies that can check them without weights.
     """

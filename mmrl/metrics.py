@@ -1,4 +1,4 @@
-"""Metrics of answers, computed from a reward table. Bootstrap intervals evaluate them on resampled tables."""
+"""Metrics of answers, computed from a reward table; bootstrap intervals resample its prompts."""
 
 from __future__ import annotations
 

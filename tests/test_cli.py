@@ -314,7 +314,7 @@ WRONG = {
     ),
     "missing piece": ({"objective": {"surrogate": None}}, "'objective.surrogate' must be a name"),
     "somebody else's piece": ({"rewards": ["nowhere:right"]}, "cannot import the reward 'nowhere:right'"),
-    "no policy": ({"policy": "tests.support.toys:prompts"}, "is no policy: it does not declare `says`"),
+    "no policy": ({"policy": "tests.support.toys:prompts"}, "is no policy: it does not declare `outputs`"),
     "no engine": (
         {"rollout": {"engine": ["tests.support.toys:prompts"]}},
         "is no engine: it does not declare `notes`",

@@ -24,7 +24,7 @@ from mmrl.config.loading import ConfigError, expanded, nearest
 from mmrl.core.progress import showing
 from mmrl.reporting.console import ProgressLines
 
-PROSE = {"prompt", "message", "overrides"}  # arguments that are never a path; configurations expand their own
+PROSE = {"prompt", "message", "overrides"}  # arguments that are no paths
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,13 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser()
     completion.complete(commands)
     given, late = commands.parse_known_args(arguments)
-    # argparse takes one run of files and changes; those after a flag belong to the same list.
+    # argparse stops a list of files and overrides at a flag; add the arguments after it.
     place = next((name for name in ("configs", "overrides") if hasattr(given, name)), "")
     if late and (not place or any(text.startswith("-") for text in late)):
         commands.error(f"unrecognized arguments: {' '.join(late)}")
     if late:
         setattr(given, place, [*getattr(given, place), *late])
-    # `python -m mmrl` finds modules in the working directory, so the console script must as well.
+    # Import modules of the working directory, as `python -m mmrl` does.
     sys.path.append(str(Path.cwd()))
     quiet_progress_bars()
     logging.basicConfig(format="%(levelname)s: %(message)s")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output left: `mmrl list | head`
+    except BrokenPipeError:  # the reader closed the pipe: `mmrl list | head`
         sys.stderr.close()
         return 0
     except (ValueError, RuntimeError, OSError, ArithmeticError, ImportError) as error:
@@ -64,40 +64,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _expand_paths(given: argparse.Namespace) -> None:
-    """Replace `~` and `$NAME` in the paths among arguments, which a shell leaves in quotes and after `=`."""
+    """Expand `~` and `$NAME` in paths, which shells do not do inside quotes and after `=`."""
 
     def expand(value: Any) -> Any:
-        match value:
-            case Path():
-                return Path(expanded(str(value)))
-            case str():
-                return expanded(value)
-            case list():
-                return [expand(one) for one in value]
-        return value
+        if isinstance(value, list):
+            return [expand(one) for one in value]
+        return type(value)(expanded(str(value))) if isinstance(value, str | Path) else value
 
     for name in vars(given).keys() - PROSE:
         setattr(given, name, expand(getattr(given, name)))
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the usage at its end."""
+    """A parser with one-line errors that end with the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and end with exit code 2."""
+        """Print the error and exit with code 2."""
         chosen = re.search(r"argument command: invalid choice: '(.*)' \(choose from (.*)\)", message)
         if chosen:
             names = [name.strip("'") for name in chosen[2].split(", ")]
-            there = nearest(chosen[1], names) or f"there are {', '.join(names)}"
-            message = f"there is no command '{chosen[1]}'; {there}"
+            hint = nearest(chosen[1], names) or f"there are {', '.join(names)}"
+            message = f"there is no command '{chosen[1]}'; {hint}"
         usage = " ".join(self.format_usage().split())
         self.exit(2, f"error: {message}; {usage}; `{self.prog} --help` says more\n")
 
 
 def quiet_progress_bars() -> None:
-    """Turn off the progress bars of libraries where stderr is no terminal, since they would fill a log file.
+    """Turn off progress bars of libraries where stderr is no terminal, to keep log files short.
 
-    The variables are read when tqdm, huggingface_hub and datasets are imported; one that is set stays.
+    tqdm, huggingface_hub and datasets read these variables when imported; variables that are set stay.
     """
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
@@ -105,7 +100,7 @@ def quiet_progress_bars() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser of all commands; the first call imports the files that define them."""
+    """Build the parser of all commands; imports the modules that define them."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)
     top = Parser(prog="mmrl", description="Train and measure multimodal models with RL.")
@@ -114,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     groups = {"": top.add_subparsers(required=True, metavar="command")}
     for command in sorted(COMMANDS, key=lambda command: command.order):
         group, _, name = command.name.rpartition(" ")
-        if group not in groups:  # of commands of two words: `mmrl data check`
+        if group not in groups:  # commands of two words: `mmrl data check`
             inner = groups[""].add_parser(group, help=f"Commands about {group}.")
             groups[group] = inner.add_subparsers(required=True, metavar="command")
         command.add_to(groups[group], name)

@@ -25,7 +25,7 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns, and the media that were not asked about."""
+        """Forget all turns and unused media."""
         self.turns: list[dict[str, Any]] = []
         self.shown: list[dict[str, str]] = []
 
@@ -59,9 +59,8 @@ class Conversation:
 def chat(given: argparse.Namespace) -> None:
     """Talk with a model in the terminal, about images and videos too; /exit leaves.
 
-    So does the end of the input. Every question is asked with all turns before it. A model that makes images
-    writes them into --output. Answers go to the standard output and all else to the standard error, so that
-    it works in a pipe.
+    The end of the input leaves too. Every question includes all turns before it. Images of the model are
+    written into --output. Answers go to the standard output, everything else to the standard error.
     """
     from mmrl.build import load_engine
 
@@ -80,7 +79,7 @@ def chat(given: argparse.Namespace) -> None:
 
 
 def respond(talk: Conversation, line: str) -> Trajectory | None:
-    """Do what a line says: a command, which has no reply, or a question; raises `ConfigError` for others."""
+    """Run the command in a line (None), or answer its question; raises `ConfigError` for unknown commands."""
     name, _, rest = line.partition(" ")
     match name, rest.strip():
         case "/reset", "":

@@ -31,9 +31,9 @@ from mmrl.config.schema import BuildConfig, Config, EvaluateConfig, is_part, loa
 def check(given: argparse.Namespace) -> int:
     """Check configuration files, and that what they name exists; print the error of each that is wrong.
 
-    No weights are loaded. Of data the first rows are read; with --data all of them, as training does, so that
-    a pool without prompts, a source or a column of hints that no row has, prompts that the model cannot read,
-    and targets that do not earn full marks as the answers to their rows are found.
+    No weights are loaded. It reads the first rows of data; with --data all rows, which also finds samplers
+    without prompts, missing columns, prompts that the model cannot read, and targets that do not earn full
+    marks as answers to their own rows.
     """
     paths, overrides = split_overrides(given.configs)
     if not paths:
@@ -52,10 +52,9 @@ def check(given: argparse.Namespace) -> int:
 def check_file(
     path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False, data: bool = False
 ) -> None:
-    """Check every name and option of a file: a run, an evaluation, something to build, or a variant.
+    """Check the names and options of a file: a run, an evaluation, a build, or a part of a run.
 
-    With `inputs`, also that the files, folders and columns that it names exist; with `data`, that the rows
-    are what its samplers need.
+    `inputs` also checks that named files, folders and columns exist, `data` all rows.
     """
     from mmrl.build import check as check_run
     from mmrl.build import check_data

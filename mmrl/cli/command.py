@@ -1,4 +1,4 @@
-"""How a command is declared: a function of the parsed arguments, with its arguments and examples."""
+"""Declaration of commands: functions of the parsed arguments, with arguments and examples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Function = Callable[[argparse.Namespace], int | None]
 
 @dataclass(frozen=True)
 class Argument:
-    """One call of `add_argument`, and what a shell completes there (`completion.py`)."""
+    """Arguments of one `add_argument` call, and a completer for shells (`completion.py`)."""
 
     names: tuple[str, ...]
     options: dict[str, Any]
@@ -40,7 +40,7 @@ class Command:
 
     @property
     def order(self) -> tuple[int, str]:
-        """Where the command stands in `mmrl --help`."""
+        """Sort key for `mmrl --help`."""
         return FIRST.index(self.name) if self.name in FIRST else len(FIRST), self.name
 
     def add_to(self, commands: Any, name: str) -> None:
@@ -55,14 +55,14 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for argument in self.arguments:
-            made = added.add_argument(*argument.names, **argument.options)
+            action = added.add_argument(*argument.names, **argument.options)
             if argument.completer:
-                made.completer = argument.completer  # argcomplete looks for it there
+                action.completer = argument.completer  # read by argcomplete
         added.set_defaults(command=self.function)
 
 
 def argument(*names: str, completer: Completer | None = None, **options: Any) -> Argument:
-    """Describe an argument as `ArgumentParser.add_argument` takes it, with what a shell completes."""
+    """Declare an argument as in `ArgumentParser.add_argument`, with a completer for shells."""
     return Argument(names, options, completer)
 
 
@@ -72,9 +72,9 @@ def command(
     """Register a function as a command; its docstring is the help text.
 
     Args:
-        arguments: What the command takes.
-        name: One or two words; left out, the name of the function, with hyphens.
-        examples: Whole command lines, shown by `--help`.
+        arguments: Arguments of the command.
+        name: One or two words; by default the name of the function with hyphens.
+        examples: Command lines shown by `--help`.
     """
 
     def register(function: Function) -> Function:
@@ -97,35 +97,35 @@ OVERRIDES = argument(
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part arguments into files and overrides: `key=value` is an override unless a file has that name."""
+    """Split arguments into files and overrides; `key=value` is an override unless it is a file."""
     files = [text for text in arguments if "=" not in text or Path(text).is_file()]
     return files, [text for text in arguments if text not in files]
 
 
 def one_line(error: Exception) -> str:
-    """Write the message of an error as one line, without control characters of what it quotes."""
+    """Message of an error as one line without control characters."""
     return printable(" ".join(line.strip() for line in str(error).splitlines()))
 
 
 def for_terminal(text: str) -> str:
-    """Replace control characters of a model's text where the output is a terminal, which would obey them."""
+    """Replace control characters in the text of a model if the output is a terminal."""
     return printable(text) if sys.stdout.isatty() else text
 
 
 def printable(text: str) -> str:
-    """Replace the characters of a text that show nothing themselves, but for line breaks and tabs."""
+    """Replace characters that are not printable, except line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def print_table(titles: Sequence[str], *rows: Sequence[str], title: str | None = None) -> None:
-    """Print a table, 200 columns wide where the output is no terminal."""
+    """Print a table, 200 columns wide if the output is no terminal."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*titles, title=title, title_justify="left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    # Without markup, or `[mean]` in a cell would be read as a style.
+    # No markup: `[mean]` in a cell is not a style.
     Console(markup=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 

@@ -1,4 +1,4 @@
-"""The commands that measure a model, and compare two measurements answer by answer."""
+"""Commands `mmrl evaluate` and `mmrl compare` (two evaluations, answer by answer)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from mmrl.config.schema import Config, EvaluateConfig, as_plain, load
 if TYPE_CHECKING:
     from mmrl.runtime.distributed import Processes
 
-# What an evaluation writes into its folder.
+# Files that an evaluation writes into its folder.
 WRITES = (
     "evaluation.json",
     "evaluation.html",
     "pareto.svg",
-    "predictions",
-    "predictions.parquet",
-    "predictions.html",
+    *(f"predictions{s}" for s in ("", ".parquet", ".html")),
 )
 
 
@@ -46,11 +44,10 @@ WRITES = (
 def evaluate(given: argparse.Namespace) -> None:
     """Measure one model or several `settings` of it; print a table and write it into `output_dir`.
 
-    The folder of a run stands for its configuration with the model of its last checkpoint, and of a run in
-    stages for that of the last stage that is finished. What is measured of a run, also by its file, goes into
-    `evaluation` in its folder, beside the evaluations of the training, and another evaluation of the run into
-    `evaluation-2`. An `output_dir` that holds another evaluation is refused. Every answer lies in
-    `predictions.parquet` there, or in a file of `predictions/` for each setting.
+    The folder of a run stands for its configuration with the model of its last checkpoint, or of its last
+    finished stage. Results of a run go into `evaluation` in its folder, those of a second evaluation into
+    `evaluation-2`. An `output_dir` with another evaluation is refused. All answers are written to
+    `predictions.parquet`, or to a file of `predictions/` for each setting.
     """
     from mmrl.build import load_evaluator
     from mmrl.pareto import check_settings, compare
@@ -92,16 +89,16 @@ def evaluate(given: argparse.Namespace) -> None:
 
 
 def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
-    """Find the folder of an evaluation: one that holds another gets a number behind its name if it is `own`.
+    """Folder of an evaluation; if it holds another one and is our choice (`own`), its name gets a number.
 
-    Raises ConfigError where the user named the folder of another evaluation.
+    Raises ConfigError if the user named the folder of another evaluation.
     """
     from mmrl.runtime.folders import mark_of
 
     tried = folder
     for number in count(2):
-        found = mark_of(tried).get("of")
-        changed = {} if found is None else differences(found, facts)
+        recorded = mark_of(tried).get("of")
+        changed = {} if recorded is None else differences(recorded, facts)
         if not changed:
             break
         if not own:
@@ -128,9 +125,9 @@ def _writing(folder: Path, processes: Processes, facts: Mapping[str, Any]) -> It
 
 
 def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateConfig, Path | None, bool]:
-    """Read a configuration, of a run's folder with the model folder whose weights its policy gets, if any.
+    """Configuration of a file or of the folder of a run, and the model folder with its weights, if any.
 
-    The last value says whether the output folder is one of mmrl's choice.
+    The third value tells whether mmrl chose the output folder.
     """
     from mmrl.inference.sources import resolve
 
@@ -163,9 +160,9 @@ def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateCo
     ),
 )
 def compare(given: argparse.Namespace) -> None:
-    """Compare two evaluations answer by answer: what got better, what got worse, with p-values.
+    """Compare two evaluations answer by answer, with p-values, and write a page with both side by side.
 
-    Answers are joined on the uid of their prompt. A page shows both side by side.
+    Answers are joined on the uids of their prompts.
     """
     from mmrl.reporting.html import write_compared_page
     from mmrl.reporting.html.predictions import change_rows, notes_on

@@ -1,4 +1,4 @@
-"""The command that answers prompts: of the command line, of a file of rows, or a line each of the input."""
+"""Command `mmrl generate`: answers a prompt, the rows of a file, or the lines of the input."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ ENGINE = (
     argument("--temperature", type=float, metavar="T", help="0 takes the most likely token"),
     argument("--seed", type=int, metavar="N", help="of random draws"),
 )
-IMAGES = Path("images")  # where images go that are given no other folder
-ASKED = ("prompt", "messages", "question", "caption")  # columns of rows, the first that is there
-ROWS = (".jsonl", ".json", ".parquet")  # files of rows
+IMAGES = Path("images")  # default folder of images
+ASKED = ("prompt", "messages", "question", "caption")  # columns with the question; the first one counts
+ROWS = (".jsonl", ".json", ".parquet")  # suffixes of files of rows
 IS_IMAGES = "this model makes images; name a folder for them as --output, not a file of rows"
 IS_TEXT = "this model answers in words; name a file such as answers.jsonl as --output"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question with the columns of its row, which come back with the answer."""
+    """A question, the columns of its row, and the turns of its answer."""
 
     prompt: Prompt
     columns: Mapping[str, Any]
-    turns: tuple[Message, ...] = ()  # of the answer, where tools replied
+    turns: tuple[Message, ...] = ()  # if tools replied
 
 
 @command(
@@ -105,12 +105,12 @@ def generate(given: argparse.Namespace) -> None:
 
 
 def engine_options(given: argparse.Namespace) -> dict[str, Any]:
-    """Collect the flags that are options of the engine; those that were not given are None."""
+    """Options of the engine among the flags; None if not given."""
     return {name: vars(given)[name] for name in ("max_completion_length", "temperature", "seed")}
 
 
 def check_arguments(given: argparse.Namespace) -> None:
-    """Raise `ConfigError` for flags that do not fit each other, and media of --prompt that do not open."""
+    """Raise `ConfigError` for flags that contradict each other, and for unreadable media of --prompt."""
     if given.prompt is not None and given.input is not None:
         raise ConfigError("--prompt and --input both say what is asked; give one of them")
     media = {kind: vars(given).get(kind) or [] for kind in MODALITIES}
@@ -138,7 +138,7 @@ def check_arguments(given: argparse.Namespace) -> None:
 
 
 def check_output(source: ModelSource, output: Path | None) -> None:
-    """Raise `ConfigError` for an --output that cannot hold what the policy makes, where it declares that."""
+    """Raise `ConfigError` if --output does not fit the outputs of the policy (text or images)."""
     if output is None:
         return
     makes = getattr(find("policy", source.config.policy.name).target, "makes", "")
@@ -158,11 +158,11 @@ def check_medium(kind: str, path: Path) -> None:
         raise ConfigError(f"--{kind}: {error}") from error
 
 
-# ---- what is asked
+# ---- questions
 
 
 def questions(given: argparse.Namespace, session: Session) -> Iterable[Asked]:
-    """Read what is asked: --prompt, the rows of --input, or the lines of the standard input."""
+    """Questions of --prompt, of the rows of --input, or of the lines of the standard input."""
     from mmrl.data.messages import prompt_of
 
     if given.input is not None:
@@ -179,9 +179,9 @@ def questions(given: argparse.Namespace, session: Session) -> Iterable[Asked]:
 
 
 def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = False) -> Iterator[Asked]:
-    """Read questions from rows; all rows that cannot be used are in one error, before anything is answered.
+    """Read questions from rows; raises one error for all unusable rows.
 
-    Without `binary`, columns must be what JSON can hold, since they are written with the answers.
+    Without `binary` the columns must be JSON values, since they are written with the answers.
     """
     from mmrl.data.dataset_io import DataRow, Rows, read_each
     from mmrl.data.messages import prompt_of
@@ -212,16 +212,16 @@ def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = F
     yield from read_each(path, Rows(path, root), make)
 
 
-# ---- the answers
+# ---- answers
 
 
 def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tuple[Asked, Outcome]]:
-    """Answer questions in batches, with progress on a terminal's standard error."""
+    """Answer questions in batches; shows progress on a terminal."""
     from rich.console import Console
     from rich.progress import track
 
     total = len(asked) if isinstance(asked, list) else None
-    # Lines are answered as they come where a program or a person waits for each of them.
+    # Lines of the standard input are answered one by one, as they come.
     size, left = (size, iter(asked)) if total else (1, iter(asked))
     quiet = not sys.stderr.isatty() or total in (None, 1)
     console = Console(stderr=True)
@@ -233,7 +233,7 @@ def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tup
 
 
 def show(asked: Asked, answer: Outcome, *, as_row: bool) -> None:
-    """Print an answer, or the name of its file; as a JSON line with the columns of its row if wanted."""
+    """Print an answer or the name of its file; `as_row` prints JSON with the columns of its row."""
     import json
 
     if as_row and answer.text is not None:
@@ -246,9 +246,9 @@ def show(asked: Asked, answer: Outcome, *, as_row: bool) -> None:
 
 
 def row_with(asked: Asked, answer: Outcome, images: Path, root: Path | None = None) -> dict[str, Any]:
-    """Add the answer to the columns of its row as `completion`, and turns with tools as `conversation`.
+    """Columns of a row with the answer as `completion`, and turns with tools as `conversation`.
 
-    Images that tools showed go to the folder `images`; they are named from the folder `root` on.
+    Images from tools are written to the folder `images`, with paths relative to `root`.
     """
     if answer.text is None:
         raise ConfigError(IS_IMAGES)
@@ -257,7 +257,7 @@ def row_with(asked: Asked, answer: Outcome, images: Path, root: Path | None = No
 
 
 def written(turns: Sequence[Message], images: Path, root: Path | None = None) -> list[dict[str, Any]]:
-    """Write messages as transformers reads them, and their images as files that they name."""
+    """Messages in the format of transformers; writes their images to files."""
 
     def block(part: Part) -> dict[str, str]:
         if part.media is None:
@@ -270,7 +270,7 @@ def written(turns: Sequence[Message], images: Path, root: Path | None = None) ->
 
 
 def spoken(turns: Sequence[Message], images: Path) -> str:
-    """Write messages for people to read; images become the names of their files."""
+    """Messages as readable text, with file names for images."""
     lines = []
     for message in written(turns, images):
         words = " ".join(block.get("path") or block["text"] for block in message["content"])
@@ -302,7 +302,7 @@ def write_images(answered: Iterable[tuple[Asked, Outcome]], folder: Path) -> Non
 
 
 def printed(answer: Outcome, folder: Path) -> str:
-    """Return a text, or save an image as the first of `00000.png`, ... that is free and return its path."""
+    """Text of an answer, or the path of its image, which is written to a free name."""
     if answer.text is not None:
         return answer.text
     path = free_name(folder)
@@ -311,7 +311,7 @@ def printed(answer: Outcome, folder: Path) -> str:
 
 
 def free_name(folder: Path) -> Path:
-    """Find the first name `00000.png`, ... that is free in a folder, which is made."""
+    """First free path `00000.png`, ... in a folder; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return next(path for n in count() if not (path := folder / f"{n:05d}.png").exists())
 

@@ -1,4 +1,4 @@
-"""Commands of a training run: train it, examine it, estimate its memory, write its page."""
+"""Commands `mmrl train`, `doctor`, `estimate-memory` and `report`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(given: argparse.Namespace) -> None:
 
 @command(CONFIG, OVERRIDES, examples=("mmrl doctor my_run.yaml",))
 def doctor(given: argparse.Namespace) -> int:
-    """Run every check of a training run on one small collection; exit code 1 if one finds something grave."""
+    """Run all checks of a training run on a few rollouts; exit code 1 for grave findings."""
     from mmrl.build import check
     from mmrl.doctor import examine
 
@@ -88,9 +88,9 @@ def _print_diagnosis(report: Diagnosis) -> None:
     ),
 )
 def estimate_memory(given: argparse.Namespace) -> int:
-    """Estimate the memory of a training run by parts; exit code 1 if it is more than the device has.
+    """Estimate the memory of a training run by parts; exit code 1 if the device has less.
 
-    Weights are not loaded, except of checkpoints that another library than bitsandbytes quantised.
+    Weights are not loaded, except those of checkpoints quantised by another library than bitsandbytes.
     """
     from mmrl.build import check
     from mmrl.diagnostics import memory_estimates

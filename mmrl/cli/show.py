@@ -1,4 +1,4 @@
-"""Commands that show what there is: pieces with their options, and versions."""
+"""Commands `mmrl list` (pieces and methods) and `mmrl env` (versions)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = (
 )  # fmt: skip
 
 
-METHODS = "methods"  # what stands for a kind: the files of methods
+METHODS = "methods"  # listed like a kind of pieces
 
 
 @command(
@@ -72,7 +72,7 @@ def show(given: argparse.Namespace) -> None:
 
 
 def show_methods(family: str | None) -> None:
-    """List methods, those asked for by name first: papers, what differs from GRPO, and our readings."""
+    """List methods with their papers, differences from GRPO and our readings; the best known first."""
     from mmrl.reporting.methods import all_methods, tables
 
     families = dict.fromkeys(method.family for method in all_methods())
@@ -90,7 +90,7 @@ def show_methods(family: str | None) -> None:
 
 
 def show_method(name: str) -> None:
-    """Show a method: its file, the pieces that it names, and what of them is our reading of a paper."""
+    """Print a method: its file, and its pieces with our readings."""
     from mmrl.reporting.methods import all_methods, readings
 
     known = {method.name: method for method in all_methods()}
@@ -115,9 +115,9 @@ def show_method(name: str) -> None:
 
 
 def show_piece(kind: str, name: str) -> None:
-    """Show a piece: what it does, its options, the packages that it needs, its file, and YAML that names it.
+    """Print a piece: description, options, packages, file and an example in YAML.
 
-    The name may lack its package where only one piece has it.
+    The name needs no package if it is unique.
     """
     from mmrl.cli.describe import describe_default, describe_option, split_docstring, yaml_of
     from mmrl.config.binding import CALLED_WITH, FILLED

@@ -1,4 +1,4 @@
-"""The command that shows the page of a run in a browser while the run trains."""
+"""Command `mmrl watch`: serves the page of a run while it trains."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from mmrl.config.loading import ConfigError
 from mmrl.runtime.stages import begun, read_stages
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-READ = (
-    "metrics.jsonl",
-    "warnings.jsonl",
-    "evaluation.json",
-    "config.yaml",
-)  # a change of these is a new page
+READ = ("metrics.jsonl", "warnings.jsonl", "evaluation.json", "config.yaml")  # files shown on the page
 
 
 @command(
@@ -50,17 +45,16 @@ def watch(given: argparse.Namespace) -> None:
 
 
 def serve(folder: Path, host: str, port: int, every: int) -> HTTPServer:
-    """Make a server of one page, which is that of the run in a folder; no other file can be asked for."""
+    """Server of the page of a run, and of no other file."""
     page = Page(folder)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # A page of the internet whose name was made to mean this machine sends its own name as host.
-            asked = self.headers.get("Host", "").rpartition(":")[0].strip("[]") or self.headers.get(
-                "Host", ""
-            )
-            known = host not in LOOPBACK or asked in LOOPBACK
-            if self.path.partition("?")[0] != "/" or not known:
+            # Refuse other host names: DNS rebinding would let web pages read this server.
+            header = self.headers.get("Host", "")
+            name = header.rpartition(":")[0].strip("[]") or header
+            allowed = host not in LOOPBACK or name in LOOPBACK
+            if self.path.partition("?")[0] != "/" or not allowed:
                 self.send_error(404)
                 return
             body = page.text().encode()
@@ -80,15 +74,15 @@ def serve(folder: Path, host: str, port: int, every: int) -> HTTPServer:
 
 
 class Page:
-    """The page of a run, or of its stages; it is laid out again after a file that it shows has changed."""
+    """The page of a run or of its stages, rendered again when one of its files changes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.shown: Any = None  # times and sizes of the files that the page was made of
+        self.shown: Any = None  # times and sizes of the files at the last rendering
         self.made, self.finished = "", False
 
     def text(self) -> str:
-        """Return the page as of now; one sentence before the first step, or where a file cannot be read."""
+        """The current page; one sentence before the first step, or if a file cannot be read."""
         from mmrl.reporting.html.pages import comparison, run_page
         from mmrl.reporting.html.run_folder import read_run
 
@@ -113,5 +107,5 @@ class Page:
 
 
 def sentence(text: str) -> str:
-    """Make a page of one sentence."""
+    """A page of one sentence."""
     return f"<!doctype html><meta charset=utf-8><title>mmrl</title><p>{html.escape(text)}"

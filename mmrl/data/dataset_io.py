@@ -17,7 +17,17 @@ from mmrl.core.types import Prompt, PromptError
 from mmrl.data.fields import RowError, parse_json, short, with_columns
 from mmrl.data.object_rows import loose_rows, tables
 from mmrl.data.row_fields import CHECK, Column, RowFields, warn_unread
-from mmrl.data.row_files import BOM, DataRow, Found, GroupFile, LineFile, RowFile, SourceError, TableFile
+from mmrl.data.row_files import (
+    BOM,
+    DataRow,
+    Found,
+    GroupFile,
+    LineFile,
+    RowFile,
+    SourceError,
+    TableFile,
+    bad_rows_error,
+)
 from mmrl.data.row_prompts import Places, RowPrompts
 from mmrl.data.separated import SEPARATED, separated_rows
 from mmrl.data.unread_files import name_unread
@@ -29,7 +39,6 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of one 
 BATCH = 256  # rows of a parquet file in memory at once
 DEEPEST = 64  # levels of lists and objects in a row: code that walks through them is recursive
 HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}  # splits that no training should see
-SHOWN = 10  # bad rows that an error lists
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can escape it, UTF-8 cannot hold it
 log = logging.getLogger("mmrl")
 
@@ -42,8 +51,8 @@ class Rows:
     """
 
     path: Path
-    root: Path
-    special: frozenset[str] = frozenset()
+    root: Path  # media paths are relative to it
+    special: frozenset[str] = frozenset()  # special tokens of the model, if known
 
     def __iter__(self) -> Iterator[DataRow]:
         if objects.is_object(str(self.path)):
@@ -82,21 +91,6 @@ def valid_rows(path: Path) -> Iterator[DataRow]:
         if row.fault:
             raise bad_rows_error(path, [f"{bad.place}: {bad.fault}" for bad in (row, *rows) if bad.fault])
         yield row
-
-
-def bad_rows_error(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> SourceError:
-    """Error with the number of unusable rows and the first of them; `bad` are lines "place: reason".
-
-    Rows with the same reason share a line.
-    """
-    places: dict[str, list[str]] = {}
-    for line in bad[:SHOWN]:
-        place, _, reason = line.partition(": ")
-        places.setdefault(reason, []).append(place)
-    lines = [f"{', '.join(named)}: {reason}" if reason else named[0] for reason, named in places.items()]
-    lines += [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
-    rows = "1 row" if len(bad) == 1 else f"{len(bad)} rows"
-    return SourceError(f"{rows} of '{source}' cannot be used; {advice}:\n  " + "\n  ".join(lines))
 
 
 def read_prompts(

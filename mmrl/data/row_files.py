@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -24,10 +24,22 @@ GROUP_BYTES = 16 << 20  # larger row groups of parquet are not decoded for singl
 GROUP_ROWS = 1 << 14  # nor longer ones: repeated values are smaller in the file than in memory
 # The row groups decoded last, of all files, as tables of pyarrow.
 GROUPS: ByteLRU[Any] = ByteLRU(4 * GROUP_BYTES, lambda table: table.nbytes)
+SHOWN = 10  # bad rows that an error lists
 
 
 class SourceError(RowError, ConfigError):
     """A file or folder of rows that a configuration names, but that is missing, unreadable or empty."""
+
+
+def bad_rows_error(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> SourceError:
+    """Error about unusable rows, given as lines "place: reason"; rows with one reason share a line."""
+    places: dict[str, list[str]] = {}
+    for place, _, reason in (line.partition(": ") for line in bad[:SHOWN]):
+        places.setdefault(reason, []).append(place)
+    shown = [": ".join(filter(None, (", ".join(named), reason))) for reason, named in places.items()]
+    shown += [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
+    rows = "1 row" if len(bad) == 1 else f"{len(bad)} rows"
+    return SourceError(f"{rows} of '{source}' cannot be used; {advice}:\n  " + "\n  ".join(shown))
 
 
 class RowFile(Protocol):

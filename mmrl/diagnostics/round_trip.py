@@ -1,4 +1,4 @@
-"""Checks rewards with the targets of rows: a target must earn full marks at its own row, and only there."""
+"""Checks rewards with targets as answers: full marks at the own row, and only there."""
 
 from __future__ import annotations
 

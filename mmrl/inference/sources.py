@@ -1,4 +1,4 @@
-"""Configuration of the engine of a model that a user names by a file, run, checkpoint, folder or hub id."""
+"""Finds the engine configuration of a model named by file, run, checkpoint, folder or hub id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aggregations: weights (N, T) of per-step losses, including the division; losses are their weighted sum.
+"""Aggregations: weights (N, T) of per-step losses, including the division.
 
 `batch.totals` are means over processes, so that losses are exact on any number of processes; they are below 1
 if there are fewer rows than processes.

@@ -156,9 +156,10 @@ def wpo(
 
 
 def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
-    """Sums of advantage times implicit reward over each group: margins (V, C), C is 1 or the number of steps.
+    """Margins: sums of advantage times implicit reward over each group.
 
-    The second result (V, C) tells whether there are rows of both signs.
+    They are (V, C), with C 1 or the number of steps. The second result (V, C) tells whether there are rows of
+    both signs.
     """
     advantage, index = batch.advantage * batch.mask, group_index([batch.group])
     margin = group_sum(advantage * implicit_reward, index)  # (V, T); of a pair: chosen minus rejected
