@@ -90,7 +90,9 @@ class Learner:
         Otherwise it is the current pass, detached.
         """
         names = self.needs.others
-        needed = {name: self.references[name] for name in names if name in self.references}
+        needed: dict[str, LogProbs] = {
+            name: self.references[name] for name in names if name in self.references
+        }
         moves = self.num_iterations * self.minibatches > 1
         if moves or self.rollout_policy or {"old", "engine"} & set(names):
             needed["old"] = self.references.get(self.rollout_policy, self.policy)
