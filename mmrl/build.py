@@ -30,7 +30,6 @@ from mmrl.data.row_fields import CHECK, NAMED
 from mmrl.diagnostics.round_trip import SAMPLE, check_targets
 from mmrl.inference.session import Session
 from mmrl.inference.sources import ModelSource, resolve
-from mmrl.references import SecondModel
 from mmrl.reporting.metrics import Trackers
 from mmrl.rewards.answers import FormOfData, infer_form
 from mmrl.runtime.distributed import Processes
@@ -38,12 +37,13 @@ from mmrl.runtime.files import check_hub
 from mmrl.runtime.modules import loading_onto
 from mmrl.training.collect import RewardCoverage
 from mmrl.training.evaluate import Evaluator
-from mmrl.training.learner import Learner
+from mmrl.training.learner import Learner, second_learners
 from mmrl.training.method import Method
 from mmrl.training.report import Reporter, ReportPieces
 from mmrl.training.trainer import Run
 from mmrl.training.unreadable import Unreadable
 
+OBSERVING = ("visualizations", "checks", "startup_checks")  # keys of `report`, in the order of `ReportPieces`
 log = logging.getLogger(__name__)
 
 
@@ -85,13 +85,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     evaluator = make_evaluator(config, eval_prompts, policy, processes) if eval_prompts else None
     if evaluator:
         evaluator.prepare = list(pieces.that_are(Preparing).values())
-    watching = ReportPieces(
-        metrics=make("metrics"),
-        visualizations=make("report.visualizations"),
-        checks=make("report.checks"),
-        startup_checks=make("report.startup_checks"),
-        trackers=Trackers(trackers),
-    )
+    observing = [make(key) for key in ("metrics", *(f"report.{kind}" for kind in OBSERVING))]
+    watching = ReportPieces(*observing, trackers=Trackers(trackers))
     if config.until:
         make("until")  # a callback of the run, which finds it among the pieces
     labels_read = named_in(chain, (bound.name for bound in method.rewards))
@@ -100,44 +95,12 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     length = f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps" if epochs else ""
     for line in filter(None, (form.sentence, *warnings, length)):
         reporter.console.say(line)
-    shared = {"config": config, "processes": processes, "stream": stream, "references": references}
-    shared["say"] = reporter.console.say
-    learner = Learner(
-        policy,
-        objective,
-        chain,
-        optimizer,
-        learning_rate,
-        num_iterations=config.learn.num_iterations,
-        minibatches=config.learn.minibatches,
-        rollout_policy=config.rollout.policy,
-        followers=list(references.values()),
-        **shared,
-    )
-    seconds = {
-        name: second_learner(name, second, **shared)
-        for name, second in references.items()
-        if isinstance(second, SecondModel)
-    }
+    shared = (config, processes, stream, references, reporter.console.say)
+    learner = Learner(policy, objective, chain, optimizer, learning_rate, *shared)
+    seconds = second_learners(*shared)
     unreadable = Unreadable(drops(config.data))
     return Run(
         config, pieces, processes, method, learner, reporter, evaluator, seconds, unreadable=unreadable
-    )
-
-
-def second_learner(name: str, second: SecondModel, **shared: Any) -> Learner:
-    """Place a second model on its device, with its optimizer; `shared` go to its `Learner`."""
-    return Learner(
-        second.model,
-        second.objective,
-        second.advantage,
-        shared["processes"].place(second.model, second.optimizer),
-        lambda clock: second.learning_rate,
-        name=name,
-        num_iterations=second.num_iterations,
-        minibatches=second.minibatches,
-        learns_first=second.learns_first,
-        **shared,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from mmrl.core.protocols import LogProbs, Policy
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import Batch
 from mmrl.core.types import Clock, Rollouts, Unit
-from mmrl.references import Reference
+from mmrl.references import Reference, SecondModel
 from mmrl.reporting.metrics import Meter
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.fsdp import reshard_state
@@ -28,7 +29,7 @@ T = TypeVar("T")
 REFERENCES = "references"  # folder of a checkpoint that holds second models by name
 
 
-@dataclass
+@dataclass(eq=False)
 class Learner:
     """A model that learns in a run: the policy, or a second model such as a critic.
 
@@ -43,12 +44,8 @@ class Learner:
         stream: Random streams of the run.
         references: Other policies by name, whose outputs its objective may read.
         say: Shows a line on the console.
+        second: Settings of a second model; None for the policy of the run.
         name: Name of a second model in `references`; empty for the policy of the run.
-        num_iterations: Passes over one collection.
-        minibatches: Optimizer steps per pass.
-        learns_first: Whether a second model learns before the chain of the run reads its outputs.
-        rollout_policy: Name of the reference that makes the rollouts; empty: the policy itself.
-        followers: References that are updated after every optimizer step.
     """
 
     policy: Policy
@@ -59,20 +56,20 @@ class Learner:
     config: Config
     processes: Processes
     stream: Stream
-    references: Mapping[str, LogProbs]
-    _: KW_ONLY
-    say: Callable[[str], None] = print
+    references: Mapping[str, Reference | SecondModel]
+    say: Callable[[str], None]
+    second: SecondModel | None = None
     name: str = ""
-    num_iterations: int = 1
-    minibatches: int = 1
-    learns_first: bool = False
-    rollout_policy: str = ""
-    followers: Sequence[Reference] = ()
     untouched: list[str] | None = None  # trained parameters without a gradient in the first update
     guard: Guard = field(init=False)
 
     def __post_init__(self) -> None:
         self.guard = Guard(self, self.config.learn.micro_batch_steps)
+        settings = self.second or self.config.learn
+        self.num_iterations: int = settings.num_iterations  # passes over one collection
+        self.minibatches: int = settings.minibatches  # optimizer steps per pass
+        # The reference that makes the rollouts, and so stands for `old`; "" is the model itself.
+        self.rollout_policy = "" if self.second else self.config.rollout.policy
 
     @property
     def needs(self) -> Needs:
@@ -93,7 +90,9 @@ class Learner:
         Otherwise it is the current pass, detached.
         """
         names = self.needs.others
-        needed = {name: self.references[name] for name in names if name in self.references}
+        needed: dict[str, LogProbs] = {
+            name: self.references[name] for name in names if name in self.references
+        }
         moves = self.num_iterations * self.minibatches > 1
         if moves or self.rollout_policy or {"old", "engine"} & set(names):
             needed["old"] = self.references.get(self.rollout_policy, self.policy)
@@ -111,10 +110,10 @@ class Learner:
             named = self.policy.module.named_parameters()
             self.untouched = [name for name, p in named if p.requires_grad and p.grad is None]
         if self.guard.step_optimizer():
-            for reference in self.followers:
-                reference.update()  # moving averages follow optimizer steps, not collections
+            for reference in () if self.second else self.references.values():
+                reference.update()  # moving averages follow optimizer steps of the policy, not collections
 
-    def pop_metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; those of a second model begin with its name."""
         metrics = self.guard.meter.take()
         if not self.name:
@@ -140,6 +139,28 @@ class Learner:
         """Restore `state_dict`; the weights must be loaded before."""
         self.optimizer.load_state_dict(reshard_state(state["optimizer"], self.trained))
         self.guard.load_state_dict(state["guard"])
+
+
+def second_learners(
+    config: Config,
+    processes: Processes,
+    stream: Stream,
+    references: Mapping[str, Reference | SecondModel],
+    say: Callable[[str], None],
+) -> dict[str, Learner]:
+    """Place the second models among the references on their devices; return their learners by name."""
+    learners = {}
+    for name, second in references.items():
+        if isinstance(second, SecondModel):
+            optimizer = processes.place(second.model, second.optimizer)
+            rate = partial(_current_rate, second)
+            parts = (second.model, second.objective, second.advantage, optimizer, rate)
+            learners[name] = Learner(*parts, config, processes, stream, references, say, second, name)
+    return learners
+
+
+def _current_rate(second: SecondModel, clock: Clock) -> float:
+    return second.learning_rate  # schedules of the options have set it for this step
 
 
 @dataclass(frozen=True)

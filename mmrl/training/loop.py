@@ -69,8 +69,8 @@ def train(run: Run) -> bool:
 
 def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable, Batch]:
     """Let second models learn, compute advantages, and make the batch that the policy learns from."""
-    first = [second for second in run.seconds.values() if second.learns_first]
-    later = [second for second in run.seconds.values() if not second.learns_first]
+    first = [learner for learner in run.seconds.values() if learner.second and learner.second.learns_first]
+    later = [learner for learner in run.seconds.values() if learner not in first]
     for second in first:
         learn(run, second, collection, add_reference_outputs(run, collection, second.chain))
     chains = [*run.learner.chain, *(piece for second in later for piece in second.chain)]

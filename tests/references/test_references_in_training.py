@@ -80,7 +80,7 @@ def test_gradients_reach_the_learner_only(tmp_path):
 
 def test_only_references_that_a_piece_names_are_asked(tmp_path):
     run = toy_run(tmp_path, references={"ref": "frozen"})
-    assert run.others == {}
+    assert run.learner.others == {}
 
 
 def test_weights_have_the_same_names_on_any_number_of_processes():
