@@ -125,7 +125,7 @@ class SpeedupProbe(Measured):
     ) -> None:
         super().__init__(engine, "speedup_probe")
         self.at, self.every, self.calls = at, every, 0
-        self.metrics: dict[str, float] = {}
+        self.latest: dict[str, float] = {}
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer with the wrapped engine; on the chosen calls also time the exact one."""
@@ -142,7 +142,7 @@ class SpeedupProbe(Measured):
         rows = self.engine.rollout(prompts)
         seconds = time.perf_counter() - start
         same = [a.outcomes[-1].text == b.outcomes[-1].text for a, b in zip(rows, exact, strict=True)]
-        self.metrics = {
+        self.latest = {
             "rollout/seconds": seconds,
             "rollout/exact_seconds": exact_seconds,
             "rollout/speedup": exact_seconds / seconds,
@@ -152,5 +152,5 @@ class SpeedupProbe(Measured):
 
     def pop_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the last repeated rollout, once."""
-        metrics, self.metrics = self.metrics, {}
+        metrics, self.latest = self.metrics, {}
         return metrics

@@ -198,7 +198,7 @@ class RayWorkers:
         self.servers = _SERVERS.get(key) or Servers(self.policy, self.recipe, workers)
         _SERVERS[key] = self.servers
         self.begun: tuple[list[Prompt], list[list[Prompt]], list[Any]] | None = None
-        self.metrics: Counter[str] = Counter()  # sums over rows
+        self.sums: Counter[str] = Counter()  # sums over rows
         self.rows = 0
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
@@ -218,7 +218,7 @@ class RayWorkers:
             ]
             self.rows += len(answer.rows)
             self.servers.busy += answer.seconds
-            self.metrics.update({name: value * len(answer.rows) for name, value in answer.metrics.items()})
+            self.sums.update({name: value * len(answer.rows) for name, value in answer.metrics.items()})
         place = place_of([prompt.uid for prompt in prompts])
         return tuple(sorted(rows, key=lambda row: place(row.prompt.uid)))
 
@@ -244,10 +244,10 @@ class RayWorkers:
 
     def pop_metrics(self) -> Mapping[str, float]:
         """Metrics of the workers' engines averaged over rows, restarts, and seconds of work per worker."""
-        rows, metrics, servers, now = max(1, self.rows), self.metrics, self.servers, time.monotonic()
+        rows, metrics, servers, now = max(1, self.rows), self.sums, self.servers, time.monotonic()
         busy, passed = servers.busy / self.num_workers, now - (servers.since or now)
         restarts, servers.actors.restarts, servers.busy, servers.since = servers.actors.restarts, 0, 0.0, now
-        self.metrics, self.rows = Counter(), 0
+        self.sums, self.rows = Counter(), 0
         return {
             **{k: v / rows for k, v in metrics.items()},
             "workers/restarts": Count(restarts),
