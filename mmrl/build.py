@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from mmrl.config.binding import Pieces
+from mmrl.config.binding import Bound, Elsewhere, Pieces
 from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece
 from mmrl.config.tags import named_in
-from mmrl.core.protocols import Policy, Preparing, UsesEngine
+from mmrl.core.protocols import LogProbs, Policy, Preparing, UsesEngine, UsesValueModel
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.dataset_io import bad_rows_error
@@ -34,8 +34,6 @@ from mmrl.rewards.answers import FormOfData, infer_form
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import check_hub
 from mmrl.runtime.modules import loading_onto
-from mmrl.runtime.ray_rewards import with_actors
-from mmrl.training import consulting
 from mmrl.training.collect import RewardCoverage
 from mmrl.training.evaluate import Evaluator
 from mmrl.training.learner import Learner, second_learners
@@ -76,14 +74,13 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         references=references,
         sampler=sampler,
         engine=make_chain(pieces, "engine", config.rollout.engine, policy, "rollout.engine"),
-        rewards=with_actors(make("rewards")),
+        rewards=_with_workers(make("rewards")),
         group_filter=make("group_filter"),
     )
     chain = make("advantage")
     method.noted = pieces.notes
     learning_rate = pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate")
-    _connect(pieces, policy, processes)
-    consulting.connect(pieces, policy, references, processes, config.learn.micro_batch_steps)
+    _connect(config, pieces, policy, references, processes)
     evaluator = make_evaluator(config, eval_prompts, policy, processes) if eval_prompts else None
     if evaluator:
         evaluator.prepare = list(pieces.that_are(Preparing).values())
@@ -106,8 +103,14 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     )
 
 
-def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:
-    """Give pieces access to the first engine between rollouts, and to values of other processes."""
+def _connect(
+    config: Config,
+    pieces: Pieces,
+    policy: Policy,
+    references: Mapping[str, LogProbs],
+    processes: Processes,
+) -> None:
+    """Give pieces access to the first engine, or to a second model that values prompts."""
     engine = pieces.made["rollout.engine[0]"]
 
     def ask(prompts: Sequence[Prompt]) -> Rollouts:
@@ -116,10 +119,26 @@ def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:
 
     for piece in pieces.that_are(UsesEngine).values():
         piece.connect(ask, processes.all_gather_object)
+    for piece in pieces.that_are(UsesValueModel).values():
+        if piece.value_model:
+            from mmrl.training.consulting import values_of  # few runs need it
+
+            model, steps = references[piece.value_model], config.learn.micro_batch_steps
+            options = {"policy": policy, "model": model, "processes": processes}
+            piece.connect_value_model(partial(values_of, **options, micro_batch_steps=steps))
+
+
+def _with_workers(rewards: Sequence[Bound]) -> Sequence[Bound]:
+    """Start the Ray actors of rewards that have `workers`."""
+    if not any(isinstance(reward.function, Elsewhere) for reward in rewards):
+        return rewards
+    from mmrl.runtime.ray_rewards import with_actors
+
+    return with_actors(rewards)
 
 
 def with_steps(config: Config, num_rows: int) -> Config:
-    """Replace `num_train_epochs` by `max_steps`, rounded up, and shares of the run by numbers of steps.
+    """Convert `num_train_epochs` to `max_steps`, rounded up, for a data set of `num_rows` prompts.
 
     `num_rows` is the number of prompts; further rounds of a step (`rollout.max_rounds`) do not count.
     """
@@ -251,7 +270,7 @@ def make_evaluator(
         processes=processes,
         stream=stream,
         engine=make_chain(pieces, "engine", wanted.engine, policy, "evaluation.engine"),
-        rewards=with_actors(pieces.make_field(config, "evaluation.rewards")),
+        rewards=_with_workers(pieces.make_field(config, "evaluation.rewards")),
         metrics=pieces.make_field(config, "evaluation.metrics"),
         num_generations=wanted.num_generations,
         confidence=wanted.confidence,

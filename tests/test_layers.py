@@ -44,6 +44,8 @@ TOP_LEVEL = {
     "cli": "commands",
     "__main__": "commands",
 }
+# Homes that also hold what other pieces build on: engines run conversations with `vision/tools`.
+COMMON = {"tools"}
 # Homes whose pieces read what a wing above the other pieces defines.
 LATE = {"checks": "diagnostics", "memory_estimates": "diagnostics", "visualizations": "reporting"}
 
@@ -117,7 +119,7 @@ def place_of(module: str) -> Place:
     parts = module.split(".")[1:]
     scope = parts.pop(0) if parts and parts[0] in SIBLINGS else ""
     first = parts[0] if parts else ""
-    if first in HOMES.values():
+    if first in HOMES.values() and first not in COMMON:
         return Place(LATE.get(first, "pieces"), scope, first)
     if scope:
         return Place("pieces", scope)

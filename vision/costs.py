@@ -18,23 +18,20 @@ from mmrl.core.protocols import Engine
 @cost
 @contextmanager
 def keys_and_values(engine: Engine) -> Iterator[Mapping[str, float]]:
-    """Measure the peak size of the KV cache in bytes, added up over batches.
+    """Measure the peak size of the KV cache in bytes, summed over batches.
 
-    Every tensor that a cache references counts, with room to grow and padding masks; shared storage counts
-    once.
+    All tensors of a cache count, with spare room and padding masks; shared storage counts once.
     """
     spent: dict[str, float] = {}
-    peaks: list[int] = []  # the largest size of each cache since its prefill
-    latest: Callable[[], Any] = lambda: (
-        None
-    )  # a weak reference, so that a cache is freed as without this hook
+    peaks: list[int] = []  # largest size of each cache
+    latest: Callable[[], Any] = lambda: None  # a weak reference, so that this hook keeps no cache alive
 
     def record(module: nn.Module, args: Any, options: Mapping[str, Any], output: Any) -> None:
         nonlocal latest
         cache, ids = options.get("past_key_values"), options.get("input_ids")
         if cache is None or ids is None:  # a part of a model
             return
-        # The model with its head and the model inside both run with the same cache: a new one counts once.
+        # The model with its head and the model inside both get the same cache; count a new one once.
         if cache.get_seq_length() == ids.shape[1] and latest() is not cache:
             peaks.append(0)
             latest = weakref.ref(cache)
@@ -50,7 +47,7 @@ def keys_and_values(engine: Engine) -> Iterator[Mapping[str, float]]:
 
 
 def held_bytes(thing: Any) -> int:
-    """Add up the storages of all tensors that an object references, each storage once."""
+    """Bytes of all tensors that an object references; each storage counts once."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
     left = [thing]

@@ -1,4 +1,4 @@
-"""Memory of token policies: of generation, and of a micro-batch that is learned from."""
+"""Memory estimates of token policies: generation, and one micro-batch of learning."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ T = TypeVar("T")
 def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate generation with an unquantised cache, the step table, and a micro-batch of learning.
 
-    Generation is that of `vision.generate` in this process; servers and workers sample in their own memory.
-
-    Activations and logits are measured with a few short rows, and scaled up: they are linear in tokens,
-    because attention by fused kernels stores no scores; only the mask of packed rows grows with the square.
-    All answers are taken to be as long as they may be, all prompts as long as the longest of `prompts`.
+    Generation counts for `vision.generate` in this process alone; servers and workers have memory of their
+    own. Activations and logits are measured with a few short rows and extrapolated. They are linear in
+    tokens, because fused attention kernels store no scores; only the mask of packed rows is quadratic. All
+    answers are assumed to have the maximal length, all prompts the length of the longest of `prompts`.
     """
     engine, module = config.rollout.engine[0], getattr(policy, "module", None)
     if not prompts or not isinstance(module, step_model.StepModel):  # of images, or of no model
@@ -66,13 +65,13 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
 
 
 def _longest_recorded(policy: TokenPolicy, prompts: Sequence[Prompt]) -> int:
-    """Count the tokens of the longest recorded answer; 0 where there is none."""
+    """Tokens of the longest recorded answer; 0 without answers."""
     texts = [answer.text or "" for prompt in prompts for answer in prompt.answers]
     return max((len(policy.prompt_encoder.answer(text)) for text in texts), default=0)
 
 
 def cache_bytes(policy: TokenPolicy, prompt_tokens: int, answer_tokens: int) -> float:
-    """Compute the bytes of keys and values of this many tokens of prompts and of answers, unquantised."""
+    """Bytes of unquantised keys and values of some tokens of prompts and answers."""
     text = policy.model.config.get_text_config()
     # Not every config has this; some have it as null or under an alias.
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -83,7 +82,7 @@ def cache_bytes(policy: TokenPolicy, prompt_tokens: int, answer_tokens: int) -> 
 def _generation(
     policy: TokenPolicy, encoded: EncodedPrompt, rows: int, prompts: int, longest: int
 ) -> dict[str, float]:
-    """Estimate the cache, the passes over prompts and over one token of all rows, and packed weights."""
+    """Estimate the cache, the prefill and decoding passes, and packed weights."""
     length = len(encoded.ids)
     before = (prompts if policy.share_prefix else rows) * length  # tokens of prompts in the cache
     with torch.no_grad(), evaluating(policy.model), _autocast(policy):
@@ -104,6 +103,7 @@ def _generation(
 
 
 def _decoded(reader: CachedReader) -> object:
+    """Decode one token of every row."""
     logits = reader.read(None)
     return draw_tokens(logits, torch.full((len(logits),), 0.5, device=logits.device))
 
@@ -111,7 +111,7 @@ def _decoded(reader: CachedReader) -> object:
 def _learning(
     config: Config, policy: TokenPolicy, module: step_model.StepModel, encoded: EncodedPrompt, longest: int
 ) -> dict[str, float]:
-    """Estimate what a micro-batch keeps for its backward pass, and its logits."""
+    """Estimate the activations of a micro-batch for the backward pass, and its logits."""
     learn, rollout = config.learn, config.rollout
     extra: Set[str] = Pieces(Stream(config.seed)).make_field(config, "objective").needs.outputs
     prompts, rows, micros = micro_batch(
@@ -127,7 +127,7 @@ def _learning(
     logits += head.nbytes if head.requires_grad else 0  # its new gradient, until it is added
     gradients = float(sum(p.nbytes for p in module.parameters() if p.requires_grad))
     if micros == 1:
-        # Gradients come into being while activations are freed, so the larger of both is what counts.
+        # The backward pass allocates gradients while it frees activations: only the larger of both counts.
         kept, logits = max(0.0, kept - gradients), max(0.0, logits - max(0.0, gradients - kept))
     return {"learning/activations": kept, "learning/logits": logits}
 
@@ -135,10 +135,14 @@ def _learning(
 def micro_batch(
     before: int, longest: int, prompts: int, answers: int, max_steps: int
 ) -> tuple[int, int, int]:
-    """Compute the prompts and rows of the largest micro-batch, and the number of micro-batches of a part.
+    """Prompts and rows of the largest micro-batch, and the number of micro-batches of a mini-batch.
 
-    A part has `prompts` of `before` tokens, each with `answers` of the `longest` length; a micro-batch has at
-    most `max_steps` tokens, or one row.
+    Args:
+        before: Tokens of a prompt.
+        longest: Tokens of an answer.
+        prompts: Prompts of the mini-batch.
+        answers: Answers to a prompt.
+        max_steps: The most tokens of a micro-batch, unless it has a single row.
     """
     group = before + answers * longest
     if group <= max_steps:
@@ -149,9 +153,9 @@ def micro_batch(
 
 
 def extrapolated(measured: Mapping[int, float], count: int, *, square: bool) -> float:
-    """Continue a line through the first and last of measured values, or a parabola through three, to a count.
+    """Extrapolate a line, or a parabola if `square`, through measured values to a count.
 
-    `measured` maps counts to values, in rising order.
+    `measured` maps three counts to values, in rising order; a line goes through the first and the last.
     """
     (x, f), (y, g), (z, h) = measured.items()
     bend = ((h - g) / (z - y) - (g - f) / (y - x)) / (z - x) if square else 0.0  # divided differences
@@ -162,7 +166,7 @@ def extrapolated(measured: Mapping[int, float], count: int, *, square: bool) -> 
 def _states_bytes(
     policy: TokenPolicy, module: step_model.StepModel, encoded: EncodedPrompt, length: int
 ) -> int:
-    """Measure what `ROWS` answers of one length and their prompt keep for the backward pass."""
+    """Activation memory kept for backward by `ROWS` answers of equal length to one prompt."""
     end = policy.prompt_encoder.end[0]
     steps = TokenSteps(
         (encoded,), torch.zeros(ROWS, dtype=torch.int64), torch.full((ROWS, length), end),
@@ -176,7 +180,7 @@ def _states_bytes(
 
 
 def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
-    """Measure the logits of the head and their gradients, for as many tokens as exist at once."""
+    """Memory of logits and their gradients, for the tokens of one chunk of `chunked_logp`."""
     head = OutputHead(policy.model)
     weight = head.weight
     most = min(count, max(1, step_model.LOGIT_BYTES // (4 * weight.shape[0])))
@@ -195,7 +199,7 @@ def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
 
 @contextmanager
 def _autocast(policy: TokenPolicy) -> Iterator[None]:
-    """Compute in the precision of a policy, whose weights are cast already, so that no pass counts that."""
+    """Autocast to the precision of a policy, with weights cast before, so that passes do not count it."""
     kind = policy.core.get_input_embeddings().weight.device.type
     with torch.autocast(kind, policy.compute, enabled=policy.compute in LOW):
         for layer in _cast_layers(policy):
@@ -204,18 +208,18 @@ def _autocast(policy: TokenPolicy) -> Iterator[None]:
 
 
 def _cast_layers(policy: TokenPolicy) -> list[nn.Linear]:
-    """List the linear layers that learn in float32 and are computed with in 16 bits."""
+    """Linear layers with trained float32 weights that compute in 16 bits."""
     layers = (m for m in policy.model.modules() if isinstance(m, nn.Linear)) if policy.compute in LOW else ()
     return [m for m in layers if m.weight.requires_grad and m.weight.dtype == torch.float32]
 
 
 def _cast_bytes(policy: TokenPolicy) -> float:
-    """Compute the bytes of the copies in 16 bits."""
+    """Bytes of the 16-bit copies of float32 weights."""
     return float(sum(layer.weight.numel() * policy.compute.itemsize for layer in _cast_layers(policy)))
 
 
 def _measured(call: Callable[[], T]) -> tuple[float, T]:
-    """Return the most bytes that a call had allocated at once, and its result."""
+    """Peak memory of a call in bytes, and its result."""
     with Allocations() as counted:
         result = call()
     return float(counted.peak), result

@@ -1,4 +1,4 @@
-"""Reference policies of vision-language models that have a model of their own: teachers."""
+"""Reference policies with a vision-language model of their own: teachers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from mmrl.vision.models import loading
 
 @reference
 class Teacher:
-    """Another vision-language model, which never learns: the teacher of on-policy distillation.
+    """Another, frozen vision-language model: the teacher of on-policy distillation.
 
-    It reads the tokens of the policy that learns, so its tokenizer and architecture have to be the same.
-    Every process holds all of it. Raises `ValueError` where a token means something else to it.
+    It computes log-probabilities of the policy's tokens, so tokenizer and architecture must be the same;
+    raises `ValueError` otherwise. Every process has the whole model.
 
     Args:
         model: Hub id or folder of the teacher.
-        dtype: Precision of its weights and of the computation.
+        dtype: Precision of the weights and of the computation.
         attn_implementation: Attention of transformers, such as "sdpa", "eager" or "flash_attention_2".
     """
 
-    decay = 1.0  # the share of its weights that an update leaves
-    holds = "a model"  # for estimates of memory
+    decay = 1.0  # share of the old weights after an update
+    holds = "a model"  # for memory estimates
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Teacher:
 
     @staticmethod
     def check_folders(options: Mapping[str, Any]) -> None:
-        """Raise `ValueError` where the folder of the teacher lacks weights."""
+        """Raise `ValueError` if the folder of the teacher lacks weights."""
         loading.check_folders(str(options.get("model", "")))
 
     @torch.no_grad()
@@ -58,21 +58,21 @@ class Teacher:
         return StepOutput(values.pop("logp"), values)
 
     def rollout_weights(self) -> AbstractContextManager:
-        """Raise, because engines sample from the policy's own model."""
+        """Raise ConfigError, because engines sample from the policy's own model."""
         raise ConfigError(
             "'rollout.policy' names a teacher, which cannot sample: name a reference of the policy's own "
             "weights (`frozen`, `ema`), or record answers of the teacher and use the engine `offline`"
         )
 
     def snapshot(self) -> None:
-        """Keep its own weights."""
+        """Do nothing, because the weights are fixed."""
 
     def update(self) -> None:
-        """Keep its own weights."""
+        """Do nothing, because the weights are fixed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the weights are those of `model`."""
+        """Empty, because the weights are loaded from `model`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore nothing."""
+        """Do nothing, because the state is empty."""

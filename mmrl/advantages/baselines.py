@@ -1,4 +1,4 @@
-"""Advantage functions with other baselines than the mean of the group."""
+"""Advantage functions whose baseline is not the mean of the group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Singleton = Literal["zero", "raw"]
 def clear_flat_groups(
     table: RewardTable, groups: GroupStatistics, credit: Tensor, singleton: Singleton
 ) -> Tensor:
-    """Give 0 to groups of equal rewards, and 0 or the reward to groups of one."""
+    """Set groups of equal rewards to 0, and groups of one row to 0 or to their reward."""
     alone = table.values if singleton == "raw" else 0.0
     return torch.where(groups.count() < 2, alone, torch.where(groups.flat(), 0.0, credit))
 
@@ -33,15 +33,15 @@ def virtual_maximum(
     eps: NonNegativeFloat = 1e-6,
     singleton: Singleton = "zero",
 ) -> RewardTable:
-    """Normalise as if perfect answers were in every group, so that all-wrong groups learn (NGRPO).
+    """Normalise with virtual perfect answers in every group, so that all-wrong groups learn (NGRPO).
 
-    Mean and deviation (divided by n - 1) are those of the group's rewards and `num_virtual` times
-    `max_reward`. A group that is all wrong has one negative advantage, a group that is all right has 0.
-    Published as code only (nangongrui-ngr/NGRPO). Put it after `total`, and use the filter `not_all_right`.
+    Mean and deviation (divided by n - 1) include `num_virtual` rewards of `max_reward`. All rows of an
+    all-wrong group have the same negative advantage, those of an all-right group 0. Published as code only
+    (nangongrui-ngr/NGRPO). Put it after `total`, and use the filter `not_all_right`.
 
     Args:
         max_reward: Reward of a perfect answer.
-        num_virtual: How many perfect answers are added to the statistics.
+        num_virtual: Number of virtual perfect answers.
         by: Keys that define a group.
         eps: Added to the standard deviation.
         singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
@@ -60,9 +60,9 @@ def virtual_maximum(
 
 @advantage
 def best_margin(table: RewardTable, *, by: Tags = BY_GROUP, eps: NonNegativeFloat = 1e-6) -> RewardTable:
-    """Give the best row its lead over the second best, over the group's deviation, and 0 to all others.
+    """Advantage for Pass@k (verl's `grpo_passk`): lead of the best row over the second, 0 for the others.
 
-    The advantage for Pass@k as verl has it (`grpo_passk`). Where two rows are the best, all have 0.
+    The lead is divided by the deviation of the group; with two best rows it is 0.
     """
     groups = table.groups(by)
     count, rank = groups.count().long(), groups.rank()

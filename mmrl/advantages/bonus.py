@@ -1,4 +1,4 @@
-"""Advantage functions that add a bounded bonus, or filter by sign."""
+"""An advantage function that adds a bounded bonus."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def capped_bonus(
     center: Literal["none", "length"] = "none",
     by: Tags = BY_GROUP,
 ) -> RewardTable:
-    """Add a label to advantages, but at most `cap` times their size, so that no sign changes.
+    """Add a label x to advantages, at most `cap` times their size so that no sign changes.
 
     A + min(max(coef x, 0), cap |A|). XRPO (arXiv 2510.06672) adds `novelty` to right answers (coef 2.5, cap
     0.5), VERL (arXiv 2509.23808) its own signal to all. ASPO (arXiv 2508.19201) rewards early code: x is the
-    position of the first code block, `two_sided` with `center: length`, coef -2 and cap 0.7. An answer
-    without the label has no bonus.
+    position of the first code block, `two_sided` with `center: length`, coef -2 and cap 0.7. Answers without
+    the label get no bonus.
 
     Args:
         of: Name of the label x.
         coef: Factor of the label.
-        cap: Largest bonus, in units of the answer's advantage.
-        two_sided: Allow a bonus below 0, down to -cap |A|.
-        only_positive: Only answers with an advantage above 0 have a bonus.
-        center: Take x as it is (`none`), or less its mean and over the mean length in steps (`length`), both
-            of the group's answers that may have a bonus; alone in its group an answer then has none.
+        cap: Largest bonus, relative to the advantage.
+        two_sided: Allow a negative bonus, down to -cap |A|.
+        only_positive: Only answers with a positive advantage get a bonus.
+        center: `none`: x itself. `length`: (x - mean of x) / mean length, over the answers of the group that
+            may get a bonus; a single answer then gets none.
         by: Keys that define a group.
     """
     x = label(table, of).expand_as(table.values)

@@ -1,4 +1,4 @@
-"""KL to another policy inside the reward, as RLOO and REINFORCE++ have it."""
+"""KL penalty inside the reward (RLOO, REINFORCE++)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def kl_in_reward(
 ) -> RewardTable:
     """Subtract the KL to another policy from the reward (RLOO, arXiv 2402.14740, eq. 2).
 
-    An answer loses `coef` times the KL of all its steps. After `per_step` every step loses that of the steps
-    from it to the end, which is REINFORCE++'s return (arXiv 2501.03262). The policy's own log-probabilities
-    are those that the engine noted. Put it after `total` and before the baseline.
+    An answer loses `coef` times the KL of all its steps; after `per_step` every step loses the KL from it to
+    the end, the return of REINFORCE++ (arXiv 2501.03262). It reads the log-probabilities that the engine
+    recorded. Put it after `total` and before the baseline.
 
     Args:
         coef: Weight of the KL, beta.
         against: Name in `references`.
-        estimator: Of a step with d = log pi - log pi_ref: d (`k1`), d^2 / 2 (`k2`), exp(-d) + d - 1 (`k3`).
+        estimator: With d = log pi - log pi_ref of a step: d (`k1`), d^2 / 2 (`k2`), exp(-d) + d - 1 (`k3`).
     """
     gap = table.notes["logp"] - table.notes[f"{against}/logp"]  # (N, T), NaN after the end of a row
     estimates = {"k1": gap, "k2": gap.square() / 2, "k3": torch.expm1(-gap) + gap}

@@ -25,8 +25,8 @@ def group_center(
 
     Args:
         by: Keys that define a group.
-        shift: Added to the baseline, in units of reward. AsymRE (arXiv 2509.24203) uses -0.1; equal rewards
-            then have an advantage too.
+        shift: Added to the baseline, in units of reward. With AsymRE's -0.1 (arXiv 2509.24203) equal rewards
+            have an advantage too.
         singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
     """
     groups = table.groups(by)
@@ -52,22 +52,22 @@ def group_normalize(
 
     Args:
         by: Keys that define a group.
-        scale: Standard deviation of the group, or of all rewards of the collection (`batch`; Lite PPO,
-            arXiv 2508.08221).
+        scale: Standard deviation of the group, or of all rewards of the step (`batch`; Lite PPO, arXiv
+            2508.08221).
         std: Divide squares by n - 1 (`unbiased`) or by n (`population`).
         eps: Added to the standard deviation.
         singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
         damping: Factor of the standard deviation in groups with rows that the policy did not sample, such as
-            those of a replay (alpha of R3, arXiv 2601.19620, which names no number).
+            replayed ones (alpha of R3, arXiv 2601.19620, which gives no value).
     """
     groups = table.groups(by)
-    spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")  # (): all entries
+    spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")  # (): one group
     foreign = (table.ids["on_policy"] != 1)[:, None].expand_as(table.values).double()
     mixed = (
         GroupStatistics(foreign, table.present[:, None].expand_as(table.valid), groups.index).largest() > 0
     )
     spread = torch.where(mixed, damping * spread, spread)
-    # Equal rewards: exactly 0, also with an eps of 0, where rounding of the mean is divided by rounding.
+    # Equal rewards give exactly 0, also with eps 0, where rounding errors would be divided by each other.
     normalized = torch.where(groups.flat(), 0.0, (table.values - groups.mean()) / (spread + eps))
     alone = table.values if singleton == "raw" else 0.0
     return table.put(torch.where(groups.count() < 2, alone, normalized))
@@ -75,11 +75,11 @@ def group_normalize(
 
 @advantage
 def batch_normalize(table: RewardTable, *, by: Tags = (), eps: NonNegativeFloat = 1e-4) -> RewardTable:
-    """Subtract the mean of the collection and divide by its standard deviation plus `eps`.
+    """Subtract the mean of the batch and divide by its standard deviation plus `eps`.
 
-    After `per_step` this whitens over tokens, so longer answers weigh more (REINFORCE++, arXiv 2501.03262,
-    where eps is 1e-8 under the root); after `total` it is the last step of GDPO (arXiv 2601.05242). A
-    single entry keeps its value.
+    After `per_step` it whitens over tokens, so longer answers weigh more (REINFORCE++, arXiv 2501.03262, with
+    1e-8 under the root); after `total` it is the last step of GDPO (arXiv 2601.05242). A single entry keeps
+    its value.
     """
     groups = table.groups(by)
     normalized = torch.where(groups.flat(), 0.0, (table.values - groups.mean()) / (groups.std() + eps))
@@ -100,8 +100,8 @@ def leave_one_out(
 
     Args:
         by: Keys that define a group.
-        scale: Divide by nothing (`none`), by the standard deviation of the group, or by that of the other
-            rows (`others`). Where these are one or all equal, nothing is divided, as in NeMo-RL.
+        scale: Divide by nothing (`none`), by the standard deviation of the group (`group`), or by that of the
+            other rows (`others`), except where there is one other row or all are equal, as in NeMo-RL.
         std: Divide squares by n - 1 (`unbiased`) or by n (`population`).
         eps: Added to the standard deviation.
         singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
@@ -114,10 +114,10 @@ def leave_one_out(
         compared = compared / (groups.std(std == "unbiased") + eps)
     elif scale == "others":
         squares = groups.std(unbiased=False).square() * count  # S = sum of (r_j - mean)^2
-        others = squares - away * compared  # S - n / (n - 1) (r - mean)^2: S without r, about its own mean
-        divisor = (count - (2 if std == "unbiased" else 1)).clamp(min=1)  # there are n - 1 others
+        others = squares - away * compared  # S - n / (n - 1) (r - mean)^2: squares of the other rows
+        divisor = (count - (2 if std == "unbiased" else 1)).clamp(min=1)  # n - 1 other rows
         spread = (others / divisor).sqrt()
-        # What is left of equal rewards is rounding, perhaps below 0.
+        # Equal rewards leave a rounding error, possibly below 0.
         compared = torch.where(others > 1e-12 * squares, compared / (spread + eps), compared)
     compared = torch.where(groups.flat(), 0.0, compared)
     alone = table.values if singleton == "raw" else 0.0

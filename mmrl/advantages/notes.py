@@ -1,4 +1,4 @@
-"""What the engine noted on steps, laid out for advantage functions."""
+"""Notes of the engine on steps, in the shapes that advantage functions need."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mmrl.core.tensor import group_index, pad_to
 
 
 def row_mean(table: RewardTable, name: str) -> Tensor:
-    """Average a note over the steps of each row: (N,), NaN where nothing was noted."""
+    """Mean of a note over the steps of each row: (N,), NaN without a note."""
     return table.notes[name].nanmean(-1)
 
 
 def holes(table: RewardTable, steps: int) -> Tensor:
-    """Mark steps inside a row that the policy did not choose, such as a text of the engine: (N, steps).
+    """Holes: steps inside a row that the policy did not choose, such as replies of tools: (N, steps) bool.
 
-    An engine leaves their `logp` out; a row without any, such as a demonstration, has no holes.
+    These steps have no `logp`; a row without any `logp`, such as a demonstration, has no holes.
     """
     inside = torch.arange(steps) < table.length[:, None]
     if "logp" not in table.notes:
@@ -27,7 +27,7 @@ def holes(table: RewardTable, steps: int) -> Tensor:
 
 
 def hole_places(table: RewardTable) -> Tensor:
-    """Mark the entries of holes in rows that went through `per_step`: (N, K), nothing in other rows."""
+    """Entries that are holes, in rows after `per_step`: (N, K) bool; False in other rows."""
     places = table.ends.shape[1]
     steps = torch.arange(1, places + 1)
     by_step = table.ends == torch.where(steps <= table.length[:, None], steps, ABSENT)
@@ -35,13 +35,13 @@ def hole_places(table: RewardTable) -> Tensor:
 
 
 def noted(table: RewardTable, name: str) -> Tensor:
-    """Lay a note out over the places of a table that went through `per_step`: (N, T), NaN in holes too."""
+    """Note per step of a table after `per_step`: (N, T), NaN in holes."""
     steps = table.ends.shape[1]
     return _of_width(table.notes[name], steps).masked_fill(holes(table, steps), torch.nan)
 
 
 def next_noted(values: Tensor) -> Tensor:
-    """Give steps without a value (N, T) that of the next one with a value; NaN where none follows."""
+    """Fill steps without a value (N, T) with the next value of the row; NaN if none follows."""
     back = values.flip(-1)
     places = torch.arange(back.shape[1]).expand_as(back)
     latest = torch.where(back.isnan(), -1, places).cummax(-1).values.clamp(min=0)
@@ -49,19 +49,19 @@ def next_noted(values: Tensor) -> Tensor:
 
 
 def first_noted(table: RewardTable, name: str) -> Tensor:
-    """Return a note of the first step of each row that has it: (N, 1), NaN where none has."""
+    """First value of a note in each row: (N, 1), NaN without one."""
     return next_noted(pad_to(table.notes[name], 1, 1, torch.nan))[:, :1]
 
 
 def _of_width(note: Tensor, steps: int) -> Tensor:
-    # Notes keep the width of the longest row that was collected, which may have been dropped since.
+    # Notes have the width of the longest sampled row, which may have been dropped since.
     return pad_to(note, steps, 1, torch.nan)[:, :steps]
 
 
 def label(table: RewardTable, name: str) -> Tensor:
-    """Find a reward or label as measured: (N, 1, K), NaN where it does not apply.
+    """Unweighted values of a reward or label: (N, 1, K), NaN where it does not apply.
 
-    Raises `ValueError` where there is none of that name.
+    Raises `ValueError` for an unknown name.
     """
     if name not in table.scored:
         raise ValueError(f"no reward is called '{name}'; there are {', '.join(table.scored) or 'none'}")
@@ -71,17 +71,14 @@ def label(table: RewardTable, name: str) -> Tensor:
 def clusters(table: RewardTable, of: str, index: Tensor) -> Tensor:
     """Number the clusters of answers within the groups of `index` (N, K): (N, K).
 
-    `of` is a label that is equal for answers of one cluster; an answer without it is a cluster of its own.
+    Answers with the same value of the label `of` form a cluster; an answer without it is its own cluster.
     """
-    number = label(table, of)[:, 0] + 0.0  # no -0.0, whose bits differ from those of 0.0
+    number = label(table, of)[:, 0] + 0.0  # turns -0.0 into 0.0: equal bits
     alone = torch.where(number.isnan(), torch.arange(1, number.numel() + 1).view(number.shape), 0)
-    bits = number.nan_to_num().view(torch.int64)  # equal where the numbers are, which no rounding changes
+    bits = number.nan_to_num().view(torch.int64)  # equal bits for equal numbers
     return group_index([column.flatten() for column in (index, bits, alone)]).view(index.shape)
 
 
 def tagged_as(table: RewardTable, tag: str) -> Tensor:
-    """Return the hashed words of a tag: (N, K), 0 where there is none.
-
-    Raises `ValueError` where no outcome has the tag.
-    """
+    """Hashed words of a tag: (N, K), 0 without the tag. Raises `ValueError` if no outcome has it."""
     return table.tag(tag)

@@ -1,4 +1,4 @@
-"""Advantage functions that make preference pairs of rewards."""
+"""Advantage functions that turn rewards into preference pairs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ def best_vs_worst(
     length_ratio: NonNegativeFloat = 0.0,
     by: Tags = ("group", "place"),
 ) -> RewardTable:
-    """Set the best row of every group to 1 and the worst to -1, and drop the rest (DPO, arXiv 2305.18290).
+    """Set the best row of every group to 1, the worst to -1, and drop the rest (DPO, arXiv 2305.18290).
 
-    Groups whose best and worst rewards are equal are dropped. Of several best (worst) rows the first is
-    taken. With several rewards, each makes pairs of its own.
+    Groups of equal rewards are dropped; of ties the first row counts. Each of several rewards makes its own
+    pairs.
 
     Args:
         margin: Drop groups whose best and worst rewards are at most this far apart.
-        length_ratio: Drop pairs whose longer answer has more than this many times the steps of the shorter;
-            0 accepts any lengths.
+        length_ratio: Largest ratio of the lengths of the longer and the shorter answer of a pair; 0: any.
         by: Keys that define a group.
     """
     groups, index = table.groups(by), table.index(by)
     best, worst = groups.largest(), groups.smallest()
-    apart = table.valid & (best - worst > max(margin, EQUAL))  # a margin of 0 leaves ties out as well
-    # (N, R, K) running numbers of the entries, by which the first of equal rewards is found.
+    apart = table.valid & (best - worst > max(margin, EQUAL))  # also excludes ties
+    # (N, R, K) running numbers of entries, to find the first of equal rewards.
     order = torch.arange(index.numel(), dtype=best.dtype).view(index.shape)[:, None].expand_as(best)
     pair = torch.zeros_like(best)
     for sign, extreme in ((1.0, best), (-1.0, worst)):
@@ -40,7 +39,7 @@ def best_vs_worst(
         pair = torch.where(first, sign, pair)
     if length_ratio:
         steps = table.length.double()[:, None, None].expand_as(pair)
-        lengths = GroupStatistics(steps, pair != 0, index)  # of the two rows of a pair alone
+        lengths = GroupStatistics(steps, pair != 0, index)  # of the two rows of a pair
         pair = torch.where(lengths.largest() <= length_ratio * lengths.smallest(), pair, 0.0)
     return table.replace(values=pair, learn=table.learn & pair.any(1))  # a row in the pair of any reward
 
@@ -49,8 +48,7 @@ def best_vs_worst(
 def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
     """Keep mismatched rows with advantage 0, to estimate KTO's reference point z_0 (arXiv 2402.01306).
 
-    Rows with the tag are marked by the note `unrelated` in the step table: their implicit reward is
-    measured, and not learned from.
+    Rows with the tag get the note `unrelated`: their implicit reward is measured but not learned from.
     """
     mismatched = tagged_rows(table, tag)
     noted = mismatched.any(-1, keepdim=True).double().expand(len(table), table.longest)
@@ -62,5 +60,5 @@ def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
 
 
 def tagged_rows(table: RewardTable, tag: str) -> torch.Tensor:
-    """Find the outcomes that carry a tag: (N, K) bool, all False where the table does not know the tag."""
+    """Outcomes with a tag: (N, K) bool."""
     return (table.ids.get(tag, torch.zeros_like(table.ends)) != 0) & table.present

@@ -13,9 +13,8 @@ from mmrl.core.reward_table import ABSENT, RewardTable
 def mean_by_end(table: RewardTable, *, best: bool = False) -> RewardTable:
     """Average the rewards of outcomes with the same end: the value of a prefix (SPO, arXiv 2505.23564).
 
-    Labels are averaged too. A reward that does not apply to a completion is left out of the mean. With `best`
-    the value is the largest reward instead of the mean: that of a prover that samples as many answers and
-    keeps the best (PAV, arXiv 2410.08146).
+    Labels are averaged too; rewards that do not apply are ignored. With `best` the value is the largest
+    reward: that of a prover that keeps the best of its samples (PAV, arXiv 2410.08146).
     """
     ends, present = table.ends, table.present
     if not ends.numel():
@@ -26,7 +25,7 @@ def mean_by_end(table: RewardTable, *, best: bool = False) -> RewardTable:
     width = int(slot.max()) + 1
 
     def gathered(values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-        """Reduce (N, R, K) to (N, R, width), with whether anything is known there."""
+        """Reduce (N, R, K) to (N, R, width); the second result tells where values exist."""
         index = slot[:, None].expand_as(values)
         count = values.new_zeros(*values.shape[:2], width).scatter_add(2, index, known.to(values))
         if best:
@@ -37,7 +36,7 @@ def mean_by_end(table: RewardTable, *, best: bool = False) -> RewardTable:
         return total / count.clamp(min=1), count > 0
 
     values, valid = gathered(table.values, table.valid)
-    # The last outcome of an end stands for all of them, as the answer does for its row.
+    # The last outcome with an end represents all of them.
     places = torch.zeros(len(table), width, dtype=torch.int64)
     at = torch.arange(ends.shape[1]).expand_as(ends)
     places.scatter_reduce_(1, slot, torch.where(present, at, 0), "amax")

@@ -1,4 +1,4 @@
-"""Advantage functions that keep some rows or some places of a row."""
+"""Advantage functions that select rows, or steps and outcomes of rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mmrl.core.reward_table import ABSENT, NAN, RewardTable, name_id, place_of_s
 
 @advantage(notes={"entropy"})
 def high_entropy(table: RewardTable, *, top: Probability = 0.2) -> RewardTable:
-    """Mask all steps but the `top` share of highest entropy in the collection (arXiv 2506.01939).
+    """Keep the advantages of the `top` share of steps with the highest entropy (arXiv 2506.01939).
 
-    The quantile is taken over the steps as they were sampled. Masked steps stay in every denominator. Steps
-    without a recorded entropy (demonstrations) are not ranked and keep their advantage: our reading.
+    The quantile is over all sampled steps of the batch. Other steps have advantage 0 and stay in every
+    denominator. Our reading: steps without a recorded entropy (demonstrations) keep their advantage.
     """
     table = per_step(table)
     entropy = noted(table, "entropy")
@@ -31,10 +31,10 @@ def high_entropy(table: RewardTable, *, top: Probability = 0.2) -> RewardTable:
 def drop_truncated(table: RewardTable, *, finish: tuple[str, ...] = ("length",)) -> RewardTable:
     """Drop answers that were cut at the length limit (DAPO's overlong filter).
 
-    TRL calls it `mask_truncated_completions`. They stay in the statistics.
+    TRL's `mask_truncated_completions`. They stay in the statistics.
 
     Args:
-        finish: Ends that count as cut, words of the tag `finish`: of conversations with tools also `turns`,
+        finish: Values of the tag `finish` that count as cut; conversations with tools also end by `turns`,
             `images` and `tool_error`.
     """
     if "finish" not in table.ids:
@@ -48,8 +48,8 @@ def drop_truncated(table: RewardTable, *, finish: tuple[str, ...] = ("length",))
 def drop_zero(table: RewardTable, *, atol: NonNegativeFloat = 0.0) -> RewardTable:
     """Drop rows whose advantage is 0 at every step (Flow-GRPO, arXiv 2505.05470).
 
-    Penalties do not act on dropped rows. An advantage of at most `atol` counts as 0 (LOOP, arXiv 2502.01600:
-    0.01).
+    Penalties do not apply to dropped rows. An advantage of at most `atol` counts as 0 (LOOP, arXiv
+    2502.01600: 0.01).
     """
     moved = (table.valid & (table.values.abs() > atol)).any((1, 2))
     return table.replace(learn=table.learn & moved[:, None])
@@ -57,10 +57,10 @@ def drop_zero(table: RewardTable, *, atol: NonNegativeFloat = 0.0) -> RewardTabl
 
 @advantage
 def per_step(table: RewardTable) -> RewardTable:
-    """Give every step an entry of its own, so that later functions average over steps, not over answers.
+    """Expand the table to one entry per step (N, R, T): later functions average over steps, not answers.
 
-    A step takes the first outcome that ends after it; steps after the last end take the last. Steps that the
-    policy did not choose have no reward and no label. The result is (N, R, T).
+    A step gets the values of the first outcome that ends after it, or of the last outcome. Steps that the
+    policy did not choose have no reward and no label.
     """
     steps = table.longest
     places = place_of_steps(table.ends, steps)
@@ -78,11 +78,11 @@ def per_step(table: RewardTable) -> RewardTable:
 def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> RewardTable:
     """Replace rewards by returns: the discounted sum from every outcome to the end of its row.
 
-    A row to which no reward applies has no return, and steps that the policy did not choose have none.
+    Rows without any reward, and steps that the policy did not choose, have no return.
 
     Args:
         gamma: Discount of the next outcome.
-        by: Tags that later outcomes must share, such as `role`: every player has returns of its own.
+        by: Tags that later outcomes must share, such as `role` for returns per player.
     """
     rewards = torch.where(table.valid, table.values, 0.0)
     nothing = torch.zeros_like(rewards[..., 0]) if rewards.shape[2] else rewards.sum(-1)  # after the last
@@ -107,8 +107,8 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> R
 def increments(table: RewardTable, *, of: tuple[str, ...] = ()) -> RewardTable:
     """Turn the rewards of K prefixes into K - 1 credits: the change from each outcome to the next.
 
-    The change is unknown where the reward applies to only one of the two. `of` names the rewards whose
-    changes count, all without it; the others then apply to the answer of a row alone, and stay.
+    A change is unknown if the reward applies to one of the two outcomes only. `of` names the rewards to
+    difference, by default all; other rewards then apply to the last outcome of a row only.
     """
     unknown = [name for name in of if name not in table.names]
     if unknown:

@@ -15,18 +15,18 @@ from mmrl.core.reward_table import GroupStatistics, RewardTable
 def total(table: RewardTable) -> RewardTable:
     """Sum the weighted rewards of every answer.
 
-    A reward that does not apply adds nothing; where none applies, the total does not apply either.
+    A reward that does not apply adds nothing; the total applies where at least one reward does.
     """
     return table.replace(
         values=table.weighted_sum()[:, None],
         valid=table.valid.any(1, keepdim=True),
-        weights={"total": 1.0},  # applied by now: a second `total` changes nothing
+        weights={"total": 1.0},  # weights are applied: a second `total` changes nothing
     )
 
 
 @advantage
 def constant(table: RewardTable, *, value: float = 1.0) -> RewardTable:
-    """Give every answer the same advantage, whatever it earned, as demonstrations have."""
+    """Give every answer the same advantage, as for supervised fine-tuning on demonstrations."""
     return table.replace(
         values=torch.full_like(table.values[:, :1], value),
         valid=table.present[:, None],
@@ -41,12 +41,12 @@ def pick(table: RewardTable, *, of: str) -> RewardTable:
     return table.replace(
         values=table.values[:, place : place + 1],
         valid=table.valid[:, place : place + 1],
-        weights={of: 1.0},  # its weight among the rewards has no meaning alone
+        weights={of: 1.0},  # a single reward needs no weight
     )
 
 
 def column_of(table: RewardTable, of: str) -> int:
-    """Return the place of a reward among the table's values."""
+    """Column of a reward in the values of the table."""
     if of not in table.names:
         raise ValueError(f"the chain has no reward called '{of}' at this place; it has {table.names}")
     return table.names.index(of)
@@ -54,10 +54,10 @@ def column_of(table: RewardTable, of: str) -> int:
 
 @advantage
 def value_weights(table: RewardTable) -> RewardTable:
-    """Record each entry's value, and its value over the mean of its row (VGPO, arXiv 2512.12387).
+    """Add the labels `value` and `value_weight`: value over the mean of its row (VGPO, arXiv 2512.12387).
 
-    The labels are `value` and `value_weight`; the values themselves stay. Our reading: weights are 1 where
-    that mean is not above 1e-6, so no sign is flipped. Several rewards are added up, as `total` would.
+    The values themselves stay. Our reading: the weight is 1 where the mean is at most 1e-6, so no sign flips.
+    Several rewards are summed as in `total`.
     """
     known = table.valid.any(1)
     value = table.weighted_sum()
@@ -74,11 +74,11 @@ def value_anchor(
 ) -> RewardTable:
     """Add `k` times a label to the advantage of the first `steps` steps (VGPO, arXiv 2512.12387).
 
-    So a group whose rewards are all equal still learns. Our reading of a mixing weight k std(Q) times Q /
-    std(Q), which is 0 / 0 exactly in that case.
+    A group of equal rewards still learns. Our reading of the mixing weight k std(Q) times Q / std(Q), which
+    is 0 / 0 in that case.
 
     Args:
-        of: Name of the label, as `value_weights` records it.
+        of: Name of the label, from `value_weights`.
         k: Weight of the label.
         steps: Number of steps from the start of the row to which it is added.
     """
@@ -104,8 +104,8 @@ def tempsamp_shaping(
     """Compress one reward above `threshold` and stretch it below (TempSamp-R1, arXiv 2509.18056, eq. 4).
 
     threshold + alpha1 ln(r - threshold + 1) above; threshold - (exp(alpha2 (threshold - r)) - 1) /
-    (exp(alpha2) - 1) below. So a perfect demonstration no longer pushes every sampled answer below the
-    mean. Our reading: the IoU is shaped, the format not.
+    (exp(alpha2) - 1) below. A perfect demonstration then no longer pushes every sampled answer below the
+    mean. Our reading: only the IoU is shaped, not the format.
 
     Args:
         of: Name of the reward.
@@ -127,9 +127,7 @@ def tempsamp_shaping(
 def tempsamp_downscale(
     table: RewardTable, *, of: str, factor: NonNegativeFloat = 0.8, max_reward: float = 1.0
 ) -> RewardTable:
-    """Set one reward of off-policy rows to a share of its maximum (TempSamp-R1, arXiv 2509.18056).
-
-    See section 3.2 of the paper.
+    """Set one reward of off-policy rows to a share of its maximum (TempSamp-R1, arXiv 2509.18056, 3.2).
 
     Args:
         of: Name of the reward.
@@ -148,9 +146,9 @@ def tempsamp_anchor(
 ) -> RewardTable:
     """Set off-policy advantages to `lambda_off` times the best sampled one (arXiv 2509.18056, eq. 3).
 
-    This is the advantage anchoring of TempSamp-R1. Put it after `{name: group_normalize, by: [group, place,
-    on_policy]}`, which compares sampled rows among themselves. Where sampled rows tie, the best is 0, and
-    so is the demonstration's advantage; where no row is sampled, the demonstration keeps its advantage.
+    Advantage anchoring of TempSamp-R1. Put it after `{name: group_normalize, by: [group, place, on_policy]}`,
+    which compares sampled rows only. If sampled rows tie, demonstrations have advantage 0; without sampled
+    rows they keep their advantage.
     """
     sampled = (table.ids["on_policy"] == 1)[:, None]
     best = GroupStatistics(table.values, sampled & table.valid, table.index(by)).largest()
@@ -166,10 +164,7 @@ def clip_advantage(table: RewardTable, *, max_advantage: NonNegativeFloat = 5.0)
 
 @advantage
 def scale_by(table: RewardTable, *, of: str) -> RewardTable:
-    """Multiply advantages by an unweighted reward, such as a confidence of weight 0.
-
-    Where that reward does not apply, the advantage becomes 0.
-    """
+    """Multiply advantages by an unweighted reward, such as a confidence; 0 where it does not apply."""
     if of not in table.scored:
         raise ValueError(f"no reward is called '{of}'; there are {', '.join(table.scored)}")
     return table.put(table.values * table.scored[of].nan_to_num()[:, None])
@@ -179,7 +174,6 @@ def scale_by(table: RewardTable, *, of: str) -> RewardTable:
 def scale(table: RewardTable, *, factor: float = 0.2) -> RewardTable:
     """Multiply advantages by a constant.
 
-    The default brings what `clip_advantage` limited to [-5, 5] to [-1, 1], which sets AWM's step size
-    (arXiv 2509.25050).
+    The default maps the range [-5, 5] of `clip_advantage` to [-1, 1], as in AWM (arXiv 2509.25050).
     """
     return table.put(table.values * factor)

@@ -1,4 +1,4 @@
-"""Applies a part of the advantage chain to some rewards, or to some rows."""
+"""An advantage function that applies part of the chain to some rewards or some rows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ def for_some(
     of: tuple[str, ...] = (),
     where: TagWords | None = None,
 ) -> RewardTable:
-    """Apply advantage functions to some of the rewards, or to rows with a tag.
+    """Apply advantage functions to some of the rewards, or to rows with certain tags.
 
-    The other rewards, and the other rows, stay as they are. Several tasks or roles in one collection get
-    chains of their own this way.
+    Other rewards and rows do not change, so that tasks or roles in one batch can have their own chains.
 
     Args:
         advantage: The functions, in order.
-        of: Names of rewards; empty: all of them.
-        where: Tags of the answer that a row must have, such as `{role: spy}`; empty: all rows.
+        of: Names of rewards; empty: all.
+        where: Tags of the last outcome of a row, such as `{role: spy}`; empty: all rows.
     """
     inside = torch.ones(len(table), dtype=torch.bool)
     for tag, value in (where or {}).items():
@@ -51,11 +50,11 @@ def for_some(
 
 
 def put_back(table: RewardTable, inside: Tensor, chosen: list[int], made: RewardTable) -> RewardTable:
-    """Put the rewards of some rows (N,) bool, and of some columns, back into a table."""
+    """Merge a part, the rows `inside` (N,) bool and the columns `chosen`, back into its table."""
     others = [i for i in range(len(table.names)) if i not in chosen]
     if inside.all() and not others:
         return made
-    # The rows of a part may be shorter than the longest one.
+    # A part may be narrower than the table.
     table, made = table.widen(made), made.widen(table)
     same = torch.equal(made.ends, table.ends[inside])
     if inside.all():

@@ -1,4 +1,4 @@
-"""Advantage functions that read the tokens, entropies and log-probabilities of single steps."""
+"""Advantage functions that read the entropies and log-probabilities of single steps."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def keep_steps(
 ) -> RewardTable:
     """Keep the advantages of steps, or of rows, whose entropy or log-probability is in a range.
 
-    All others have advantage 0 and stay in every denominator. GTPO (arXiv 2508.03772) keeps rows of a mean
-    entropy of at most 0.7, SPO (arXiv 2505.23564) steps of a log-probability of at most log 0.9, D3S (arXiv
-    2509.22115) the steps of largest |A| H. What was not noted (demonstrations) is kept: our reading.
+    Other steps have advantage 0 and stay in every denominator. GTPO (arXiv 2508.03772) keeps rows with a mean
+    entropy of at most 0.7, SPO (arXiv 2505.23564) steps with a log-probability of at most log 0.9, D3S (arXiv
+    2509.22115) the steps of largest |A| H. Our reading: steps without notes (demonstrations) are kept.
 
     Args:
         of: `entropy` in nats, the `logp` of the sampled token, or |advantage| times entropy
             (`weighted_entropy`).
-        at_least: Smallest value that is kept, or null for none.
-        at_most: Largest value that is kept, or null for none.
-        top: Keep this share of the largest values of the steps that are learned from, or null for all.
+        at_least: Lower bound, or null.
+        at_most: Upper bound, or null.
+        top: Share of the largest values to keep, among the steps that are learned from; null: all.
         level: Judge each `step`, or each `row` by its mean.
-        drop: Do not learn from the others at all, so that denominators do not count them either.
-        if_mean_inside: Act only where the mean of the collection is in the range, and keep all elsewhere (as
-            GTPO does where the entropy exceeds log 2 from the start).
+        drop: Drop the other steps, so that denominators do not count them.
+        if_mean_inside: Keep everything unless the mean of the batch is in the range (GTPO does so where the
+            entropy exceeds log 2 from the start).
     """
     table = per_step(table)
     value = noted(table, "logp" if of == "logp" else "entropy")
@@ -56,10 +56,10 @@ def keep_steps(
         inside &= value >= at_least
     if at_most is not None:
         inside &= value <= at_most
-    ranked = known & table.learn  # rows that were dropped take up no share
+    ranked = known & table.learn  # dropped rows do not count
     if top is not None and ranked.any():
         number = max(1, round(top * int(ranked.sum())))
-        # `topk` breaks ties by place, and has no limit of size as `quantile` does.
+        # `topk` breaks ties by index and, unlike `quantile`, has no size limit.
         chosen = torch.where(ranked, value, -torch.inf).flatten().topk(number).indices
         inside &= torch.zeros_like(known).view(-1).index_fill(0, chosen, True).view(known.shape)
     kept = inside | ~known
@@ -72,7 +72,7 @@ def keep_steps(
 
 
 def covariance_of_steps(table: RewardTable) -> tuple[Tensor, Tensor]:
-    """Compute (A - mean A) (logp - mean logp) over all steps, and where it is known: (N, R, T) each."""
+    """(A - mean A) (logp - mean logp) of all steps, and a mask of where it is defined: (N, R, T) each."""
     logp = noted(table, "logp")
     known = (table.present & ~logp.isnan())[:, None] & table.valid
     count = known.sum((0, 2), keepdim=True).clamp(min=1)

@@ -1,15 +1,15 @@
-"""The parts of answers that part from each other in a tree."""
+"""Segments of answers that branch off from each other in a tree."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-Node = tuple[int, ...]  # the group, and the numbers of the parts that lead to it
+Node = tuple[int, ...]  # the group, and the numbers of the segments on the path
 
 
 def leaf_of(group: int, number: Tensor, row: int) -> Node:
-    """Return the leaf of a row: its group and the numbers of its parts in order."""
+    """Leaf of a row: its group and the numbers of its segments, in order."""
     numbers = number[~number.isnan()].long()
     if not len(numbers):
         return (group, -1 - row)
@@ -17,7 +17,7 @@ def leaf_of(group: int, number: Tensor, row: int) -> Node:
 
 
 def parts_of(path: Node, number: Tensor) -> list[tuple[Node, Tensor]]:
-    """List the parts of a row with their steps: (T,) bool each."""
+    """Segments of a row, each with a mask of its steps: (T,) bool."""
     if path[1] < 0:
         return [(path, torch.ones_like(number, dtype=torch.bool))]
     return [(path[: depth + 1], number == path[depth]) for depth in range(1, len(path))]

@@ -26,20 +26,19 @@ def turning_points(
     """Turn prefix rewards (N, R, T + 1) into step credits (N, R, T) that stress turning points.
 
     A step earns its increment; a turning point earns the change from before it to the end. A turning point
-    is a step that agrees with the overall trend while the step before it did not; the first step need only
-    agree. A turning point from which nothing is gained to the end counts in the balance, as in the code,
-    and earns its increment. A prefix without a reward leaves its two increments unknown, and a row without
-    its first or last reward has no turning points.
+    moves in the direction of the overall trend while the step before it did not; the first step only needs
+    the direction. A turning point without any change to the end counts in the balance, as in the code, and
+    earns its increment. A prefix without a reward leaves its two increments unknown; a row without its first
+    or last reward has no turning points.
 
     Args:
-        consistent: Require that what follows a turning point changes in its direction too, so that a credit
-            is only ever amplified.
-        balance: Keep as many turning points of rising rows as of falling ones, where there are both; the
-            others earn their increment. Our reading: over the whole collection (the code: a micro-batch),
-            and ties go to the first.
-        balance_key: Keep those of the largest overall change (`delta_global`) or of the largest credit
-            (`aggregated`).
-        only_rising: Look for turning points only in rows whose reward rose overall.
+        consistent: Require that the change after a turning point has its direction too, so that credits are
+            only amplified.
+        balance: Keep equally many turning points of rising and of falling rows, if there are both; others
+            earn their increment. Our reading: over the whole batch (the code: a micro-batch), of ties the
+            first.
+        balance_key: Keep the largest overall changes (`delta_global`) or the largest credits (`aggregated`).
+        only_rising: Turning points only in rows whose reward rose overall.
         first_step: Allow the first step as a turning point (the code's `apply_first_step_bonus`).
         atol: A change of at most this size, in units of reward, has no sign (our reading).
     """
@@ -48,7 +47,7 @@ def turning_points(
         return table.after_first(reward[..., 1:])
 
     def change(after: Tensor, before: Tensor, both: Tensor) -> Tensor:
-        return torch.where(both, after - before, 0.0)  # without a sign where one reward is unknown
+        return torch.where(both, after - before, 0.0)  # no sign if a reward is unknown
 
     def sign(difference: Tensor) -> Tensor:
         return torch.where(difference.abs() <= atol, 0.0, difference.sign())
@@ -75,11 +74,11 @@ def turning_points(
 
 
 def _balanced(turning: Tensor, trend: Tensor, key: Tensor) -> Tensor:
-    """Keep equally many turning points of rising and falling rows, for each reward, where there are both."""
+    """Keep equally many turning points of rising and falling rows per reward, if there are both."""
     kept = torch.zeros_like(turning)
     for i in range(turning.shape[1]):
         sides = [(turning[:, i] & (sign * trend[:, i] > 0)).nonzero() for sign in (1, -1)]
-        fewest = min(map(len, sides)) or max(map(len, sides))  # one side alone is kept whole
+        fewest = min(map(len, sides)) or max(map(len, sides))  # a single side stays complete
         for places in sides:
             size = key[:, i][places[:, 0], places[:, 1]].abs()
             rows, steps = places[size.argsort(descending=True, stable=True)[:fewest]].unbind(1)

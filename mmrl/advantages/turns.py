@@ -1,4 +1,4 @@
-"""Advantage functions over the turns of conversations: comparisons of conversations, turns and states."""
+"""Advantage functions that compare conversations, turns and states."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def per_episode(
     advantage: tuple[Callable[[RewardTable], RewardTable], ...],
     by: Tags = (),
 ) -> RewardTable:
-    """Apply advantage functions to whole conversations, and give all turns of one its advantage.
+    """Apply advantage functions to whole conversations; all turns get the advantage of theirs.
 
-    Inside, a conversation is one answer and its reward the sum over its turns. Without any piece for turns
-    in the chain this is done anyway; it is for chains that go on with single turns.
+    Inside, a conversation is one answer with the sum of its rewards. Chains without pieces for turns do this
+    anyway; use it in chains that continue with single turns.
 
     Args:
         advantage: The functions, in order; they work on rows, not on steps.
-        by: Tags that split a conversation into parts with advantages of their own, such as `role`; compare
-            parts by them too (`by: [group, role]`).
+        by: Tags that split a conversation into parts with their own advantages, such as `role`; then compare
+            by these tags too (`by: [group, role]`).
     """
     merged, index = merge_turns(table, by)
     return share_turns(reduce(lambda made, function: function(made), advantage, merged), index, table)
 
 
 def away_from_mean(groups: GroupStatistics, scale: bool, eps: float, unbiased: bool = True) -> Tensor:
-    """Subtract the group's mean, and divide by its deviation plus eps; equal values give exactly 0."""
+    """Subtract the mean of the group and divide by its deviation plus eps; equal values give exactly 0."""
     away = groups.values - groups.mean()
     away = away / (groups.std(unbiased) + eps) if scale else away
     return torch.where(groups.flat(), 0.0, away)
@@ -61,20 +61,19 @@ def gigpo(
     """Compare conversations, and turns that started from the same state (GiGPO, arXiv 2505.10978).
 
     A = (score - mean score) + omega (R_t - mean of R over the turns with the same state), where the score is
-    the sum of a conversation's rewards and R_t = r_t + gamma R_(t+1). A state that was met again counts each
-    time; a turn without a state is compared with none. Put it after `total`. With `same: [place]` turns of
-    the same number are compared, as in MatchTIR (arXiv 2601.10712).
+    the sum of rewards of a conversation and R_t = r_t + gamma R_(t+1). Repeated states count each time; turns
+    without a state have no second term. Put it after `total`. `same: [place]` compares turns of the same
+    number, as in MatchTIR (arXiv 2601.10712).
 
     Args:
         gamma: Discount of the next turn.
         omega: Weight of the comparison of turns.
-        same: Tags that turns must share to be compared; engines tag the `state` that a turn starts from.
-        scale: Divide both differences by the deviation of the group plus eps, or by nothing.
-        count: The mean score counts a conversation once per turn, as the code does, or once (`episode`).
+        same: Tags that compared turns share; engines tag the `state` at the start of a turn.
+        scale: Divide both differences by the deviation of the group plus eps (`group`), or not (`none`).
+        count: In the mean score a conversation counts once per turn, as in the code, or once (`episode`).
         eps: Added to the deviations.
-        singleton: What stands for the comparison with a group of one conversation or turn: 0, or the score
-            and the return themselves (`raw`; the code of GiGPO has it for conversations, MatchTIR's for
-            turns).
+        singleton: Result of a group of one conversation or turn: 0, or the score and the return themselves
+            (`raw`; the code of GiGPO for conversations, MatchTIR's for turns).
         by: Keys that define a group.
     """
     unknown = [name for name in same if name != "place" and name not in table.ids]

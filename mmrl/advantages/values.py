@@ -1,4 +1,4 @@
-"""Advantage functions that read a second model: the values of a critic."""
+"""Advantage functions that read the values of a critic."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mmrl.core.reward_table import RewardTable, name_id
 
 
 def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> tuple[RewardTable, Tensor]:
-    """Compute r_t + gamma V_(t+1) - V_t of every step: a table of steps, and (N, R, T).
+    """TD errors r_t + gamma V_(t+1) - V_t of every step: a table of steps, and (N, R, T).
 
-    The reward of an outcome is that of its last step. Steps without a value (holes) come last in the errors,
-    where they are 0; `_put_back` gives every step its own again.
+    The reward of an outcome belongs to its last step. Steps without a value (holes) are moved to the end with
+    error 0; `_put_back` restores the order.
     """
     steps = per_step(table)
     value = noted(steps, f"{against}/value")  # (N, T)
@@ -28,10 +28,11 @@ def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> 
     if value.shape[1]:
         given = torch.where(table.valid, table.values, 0.0)
         ends = (table.ends - 1).clamp(0, value.shape[1] - 1)
-        last = (known.cumsum(-1).gather(1, ends) - 1).clamp(min=0)  # the known step at or before the end
+        # The last step with a value before the end of each outcome.
+        last = (known.cumsum(-1).gather(1, ends) - 1).clamp(min=0)
         rewards = rewards.scatter_add(2, last[:, None].expand_as(given), given)
     after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)
-    after = torch.where(place < count - 1, after, 0.0)  # nothing comes after the last step
+    after = torch.where(place < count - 1, after, 0.0)  # no value after the last step
     if bootstrap and "finish" in table.ids:
         cut = (table.ids["finish"] == name_id("length")).any(-1, keepdim=True)
         after = torch.where(cut & (place == count - 1), value, after)
@@ -40,12 +41,12 @@ def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> 
 
 
 def _known_first(known: Tensor) -> Tensor:
-    """Order the steps of every row (N, T): those with a value first."""
+    """Order of the steps of every row (N, T) with those that have a value first."""
     return (~known).long().sort(dim=-1, stable=True).indices
 
 
 def _put_back(steps: RewardTable, against: str, values: Tensor) -> RewardTable:
-    """Put values (N, R, T) in the order of `_errors` back at their steps; steps without a value have none."""
+    """Move values (N, R, T) from the order of `_errors` back to their steps; holes have none."""
     known = (steps.present & ~noted(steps, f"{against}/value").isnan())[:, None]
     back = _known_first(known[:, 0]).argsort(-1)
     values = values.gather(2, back[:, None].expand_as(values))
@@ -53,7 +54,7 @@ def _put_back(steps: RewardTable, against: str, values: Tensor) -> RewardTable:
 
 
 def discounted(errors: Tensor, discount: float) -> Tensor:
-    """Sum from every step to the end: S_t = e_t + discount S_(t+1)."""
+    """Discounted sum from every step to the end: S_t = e_t + discount S_(t+1)."""
     carried, summed = torch.zeros_like(errors[..., 0]) if errors.shape[-1] else errors.sum(-1), []
     for place in reversed(range(errors.shape[-1])):
         carried = errors[..., place] + discount * carried
@@ -73,14 +74,14 @@ def gae(
     """Compute generalised advantages of every step from the values of a critic (GAE, arXiv 1506.02438).
 
     A_t = sum over k of (gamma lam)^k e_(t+k), with e_t = r_t + gamma V_(t+1) - V_t; the value after the last
-    step is 0, and an outcome's reward is that of its last step. Put it after `total`, as PPO does, often
-    with `batch_normalize` after it.
+    step is 0, and the reward of an outcome belongs to its last step. Put it after `total`, often with
+    `batch_normalize` after it, as in PPO.
 
     Args:
         gamma: Discount of later rewards.
-        lam: Discount of later errors: 0 trusts the critic alone, 1 the rewards alone.
-        bootstrap: Take the value of the last step for what follows an answer that was cut at the length
-            limit (extended GAE of T-PPO, arXiv 2506.15050).
+        lam: Discount of later errors: 0 uses one step and the critic, 1 the rewards alone.
+        bootstrap: After an answer that was cut at the length limit, use the value of its last step instead of
+            0 (extended GAE of T-PPO, arXiv 2506.15050).
         against: Name of the critic in `references`.
     """
     steps, errors = _errors(table, against, gamma, bootstrap)
@@ -96,12 +97,12 @@ def lambda_returns(
     bootstrap: bool = False,
     against: str = "critic",
 ) -> RewardTable:
-    """Compute the return that a critic learns to predict at every step: `gae` plus the critic's own value.
+    """Compute the target of a critic at every step: `gae` plus the value of the critic.
 
     Args:
         gamma: Discount of later rewards.
-        lam: As of `gae`; 1 is the sum of the rewards that came (Monte Carlo).
-        bootstrap: As of `gae`.
+        lam: As in `gae`; 1 is the sum of rewards (Monte Carlo).
+        bootstrap: As in `gae`.
         against: Name of the critic in `references`.
     """
     steps, errors = _errors(table, against, gamma, bootstrap)
@@ -112,9 +113,9 @@ def lambda_returns(
 
 @advantage(of_others={"value"})
 def value_baseline(table: RewardTable, *, against: str = "critic") -> RewardTable:
-    """Subtract what a critic predicts for the prompt: its value before the first step that has one.
+    """Subtract the value of the prompt by a critic: the first value of the row.
 
-    It needs one rollout per prompt only; equal rewards of a group have an advantage too.
+    One rollout per prompt is enough; groups of equal rewards have an advantage too.
     """
     value = first_noted(table, f"{against}/value").nan_to_num()  # (N, 1)
     return table.put(torch.where(table.valid, table.values - value[:, None], table.values))
@@ -122,11 +123,11 @@ def value_baseline(table: RewardTable, *, against: str = "critic") -> RewardTabl
 
 @advantage(of_others={"value"})
 def value_label(table: RewardTable, *, against: str = "critic", label: str = "predicted") -> RewardTable:
-    """Name a critic's value of the prompt as a label, which later functions read: `shrunk_mean` (V_0.5).
+    """Add the value of the prompt by a critic as a label, for `shrunk_mean` (V_0.5).
 
     Args:
         against: Name of the critic in `references`.
-        label: Name that the value gets.
+        label: Name of the label.
     """
     value = first_noted(table, f"{against}/value").expand(table.ends.shape)
     return table.replace(scored={**table.scored, label: torch.where(table.present, value, torch.nan)})
@@ -134,12 +135,12 @@ def value_label(table: RewardTable, *, against: str = "critic", label: str = "pr
 
 @advantage
 def value_targets(table: RewardTable) -> RewardTable:
-    """Give each step the reward of the prefix before it, for a critic to learn; other steps are dropped.
+    """Give each step the reward of the prefix before it, as targets of a critic; drop other steps.
 
-    The reward of a prefix of `vision.with_prefix_rollouts` is that of its completions, and its mean where
-    there are several: what a verifier predicts (PAV, arXiv 2410.08146). A row without prefixes has the reward
-    of its answer at the first step: a rollout from the prompt (V_0, arXiv 2602.03584). Where the policy did
-    not choose that step, it is the next one that it chose. The result is (N, R, T).
+    The reward of a prefix is the mean reward of its completions by `vision.with_prefix_rollouts`, the target
+    of a verifier (PAV, arXiv 2410.08146). A row without prefixes has the reward of its answer at the first
+    step (V_0, arXiv 2602.03584). A step that the policy did not choose passes its target to the next step.
+    The result is (N, R, T).
     """
     steps = per_step(table)
     width = steps.ends.shape[1]

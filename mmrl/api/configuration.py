@@ -305,8 +305,9 @@ def environments_of(given: Factories | None) -> list[Factory]:
     """List what makes environments, as TRL takes it: one, or several by the names that rows choose from."""
     if given is None:
         return []
-    several = isinstance(given, Mapping) and "name" not in given
-    listed = list(given.items()) if several else [("", given)]
+    listed: list[tuple[str, Any]] = [("", given)]
+    if isinstance(given, Mapping) and "name" not in given:
+        listed = list(given.items())
     factories = []
     for label, piece in listed:
         options = as_mapping(piece) if isinstance(piece, str | Mapping) else {"name": piece}

@@ -14,6 +14,7 @@ from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
 from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_list
 from mmrl.config.registry import find
+from mmrl.core.modalities import MODALITIES, media_columns
 from mmrl.core.plain_text import whole
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.fields import RowError, plain, uid_of
@@ -50,8 +51,12 @@ class Asked:
     MODEL,
     OVERRIDES,
     argument("--prompt", help="the question, or the description of an image"),
-    argument("--image", action="append", default=[], metavar="PATH", help="of --prompt; may be repeated"),
-    argument("--video", action="append", default=[], metavar="PATH", help="of --prompt; may be repeated"),
+    *(
+        argument(
+            f"--{kind}", action="append", default=[], metavar="PATH", help="of --prompt; may be repeated"
+        )
+        for kind in MODALITIES
+    ),
     argument(
         "--input",
         type=Path,
@@ -108,15 +113,17 @@ def check_arguments(given: argparse.Namespace) -> None:
     """Raise `ConfigError` for flags that do not fit each other, and media of --prompt that do not open."""
     if given.prompt is not None and given.input is not None:
         raise ConfigError("--prompt and --input both say what is asked; give one of them")
-    if given.prompt is None and (given.image or given.video):
-        raise ConfigError("--image and --video belong to a --prompt; rows of --input name their own")
+    media = {kind: vars(given).get(kind) or [] for kind in MODALITIES}
+    if given.prompt is None and any(media.values()):
+        flags = " and ".join(f"--{kind}" for kind in MODALITIES)
+        raise ConfigError(f"{flags} belong to a --prompt; rows of --input name their own")
     if given.root is not None and given.input is None:
         raise ConfigError("--root is the folder of the media of --input, which is not given")
     if given.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, not {given.batch_size}")
     if given.input is not None and not given.input.exists():
         raise ConfigError(f"there is no file or folder '{given.input}' (--input)")
-    for kind, paths in (("image", given.image), ("video", given.video)):
+    for kind, paths in media.items():
         for path in paths:
             check_medium(kind, Path(path).expanduser())
     output = given.output
@@ -142,17 +149,11 @@ def check_output(source: ModelSource, output: Path | None) -> None:
 
 
 def check_medium(kind: str, path: Path) -> None:
-    """Raise `ConfigError` for a file that is missing, or that is no image or video."""
-    from mmrl.data.media import opened_video, read_image
-
+    """Raise `ConfigError` for a file that is missing, or that cannot be read as its kind of media."""
     if not path.is_file():
         raise ConfigError(f"there is no file '{path}' (--{kind})")
     try:
-        if kind == "image":
-            read_image(path, str(path))
-        else:
-            with opened_video(path):
-                pass
+        MODALITIES[kind].check_file(path)
     except MediaError as error:
         raise ConfigError(f"--{kind}: {error}") from error
 
@@ -171,9 +172,10 @@ def questions(given: argparse.Namespace, session: Session) -> Iterable[Asked]:
         lines = (line.rstrip("\r\n") for line in sys.stdin)
         texts = (line for line in lines if line.strip())
         return (Asked(prompt_of(f"p{i}", text), {"prompt": text}) for i, text in enumerate(texts))
-    prompt = prompt_of("p0", given.prompt, given.image, given.video, read=session.media_reader())
-    named = {"images": given.image, "videos": given.video}
-    return [Asked(prompt, {"prompt": given.prompt, **{k: v for k, v in named.items() if v}})]
+    media = {kind: paths for kind in MODALITIES if (paths := vars(given).get(kind))}
+    prompt = prompt_of("p0", given.prompt, media, read=session.media_reader())
+    named = {MODALITIES[kind].columns[1]: paths for kind, paths in media.items()}
+    return [Asked(prompt, {"prompt": given.prompt, **named})]
 
 
 def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = False) -> Iterator[Asked]:
@@ -183,7 +185,7 @@ def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = F
     """
     from mmrl.data.dataset_io import DataRow, Rows, read_each
     from mmrl.data.messages import prompt_of
-    from mmrl.data.row_fields import ASKING, MEDIA_COLUMNS, has_content
+    from mmrl.data.row_fields import ASKING, has_content
 
     root = root or (path if path.is_dir() else path.parent)
     read = session.media_reader(root)
@@ -197,14 +199,14 @@ def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = F
         for column in columns:
             if not binary:
                 plain(columns[column], column)
-        images, videos = (
-            [medium for name in names for medium in as_list(columns.get(name))]  # one or a list in each
-            for names in (("image", "images"), ("video", "videos"))
-        )
-        read_here = (name, "id", "split", *MEDIA_COLUMNS)
+        media = {
+            kind: [medium for column in modality.columns for medium in as_list(columns.get(column))]
+            for kind, modality in MODALITIES.items()  # one or a list in each column
+        }
+        read_here = (name, "id", "split", *media_columns())
         if unread := [key for key in ASKING if key not in read_here and has_content(columns.get(key))]:
             raise RowError(f"nothing reads the column `{unread[0]}`: {ASKING[unread[0]]}, or leave it out")
-        prompt = prompt_of(uid_of(columns, f"p{number}"), columns[name], images, videos, read=read)
+        prompt = prompt_of(uid_of(columns, f"p{number}"), columns[name], media, read=read)
         return Asked(prompt, columns)
 
     yield from read_each(path, Rows(path, root), make)

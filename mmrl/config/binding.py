@@ -24,9 +24,7 @@ T = TypeVar("T")
 FILLED = ("generator", "recipe", "stream", "train_prompts")
 WORKERS = "mmrl.runtime.workers:workers_of"  # of a wing above, so by name
 CALLED = {"label": str, "timeout": PositiveFloat, "retries": NonNegativeInt}  # the time-out in seconds
-# What a tool may do besides computing; one that declares any of these has no other rights.
-RIGHTS = {"reads": tuple[str, ...], "writes": tuple[str, ...], "network": bool, "process": bool}
-TOOL = {**CALLED, "on_error": Literal["tell", "skip", "raise"], **RIGHTS}
+TOOL = {**CALLED, "on_error": Literal["tell", "skip", "raise"]}
 # Keys of a piece that are settings of its caller and no options of the piece itself.
 CALLED_WITH = {
     "reward": {

@@ -43,8 +43,8 @@ _IMPORTED: set[str] = set()
 NOTHING: frozenset[str] = frozenset()
 # Functions of wings above this one, by name: they check what a model may call, and wrap rewards of TRL.
 CHECKS = {
-    "tool": "mmrl.vision.tool_functions:check_tool",
-    "environment": "mmrl.vision.tool_functions:check_environment",
+    "tool": "mmrl.vision.tools.declarations:check_tool",
+    "environment": "mmrl.vision.tools.declarations:check_environment",
 }
 FROM_TRL = "mmrl.rewards.adapters:from_trl"
 FORM_PACKAGE = "form=math:math_verify"  # of rewards that compare answers with targets

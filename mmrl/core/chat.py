@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from mmrl.core.episodes import TURN
+from mmrl.core.modalities import MODALITIES
 from mmrl.core.tool_calls import Call, CallError, parse_calls, without_calls
-from mmrl.core.types import Media, Message, Prompt, Trajectory
+from mmrl.core.types import Frames, Media, Message, Prompt, Trajectory
 
 
 def to_pil(image: Tensor) -> Any:
@@ -52,23 +53,33 @@ class _Decoded(Sequence[Any]):
 
 
 def _decoded(medium: Media) -> Any:
-    images = list(map(to_pil, medium.load().pixels))
-    return images if medium.kind == "video" else images[0]
+    return MODALITIES[medium.kind].shown(medium.load())
+
+
+def first_frame(frames: Frames) -> Any:
+    """Convert an image to PIL."""
+    return to_pil(frames.pixels[0])
+
+
+def all_frames(frames: Frames) -> list[Any]:
+    """Convert the frames of a video to PIL."""
+    return list(map(to_pil, frames.pixels))
 
 
 def shown_media(prompts: Sequence[Prompt]) -> dict[str, Sequence[Any]]:
     """Convert the media of prompts to the columns that TRL passes to rewards, for kinds that occur.
 
     `images` has a list of PIL images per prompt, `videos` a list of lists of frames. `image` and `video` have
-    one medium or None per prompt, if no prompt has more.
+    one medium or None per prompt, if no prompt has more. Other kinds of media have such columns too.
     """
     columns: dict[str, Sequence[Any]] = {}
-    for kind in ("image", "video"):
+    for kind, modality in MODALITIES.items():
         media = [tuple(m for m in prompt.media if m.kind == kind) for prompt in prompts]
         if any(media):
-            columns[f"{kind}s"] = _Decoded(media, one=False)
+            single, several = modality.columns
+            columns[several] = _Decoded(media, one=False)
             if max(map(len, media)) == 1:
-                columns[kind] = _Decoded(media, one=True)
+                columns[single] = _Decoded(media, one=True)
     return columns
 
 
@@ -105,8 +116,8 @@ def completion_of(turns: Sequence[Message]) -> list[dict[str, Any]]:
         if message.role == "tool":
             call = calls.pop(0) if calls else None
             name = {"name": call.name} if isinstance(call, Call) else {}
-            images = any(part.media for part in message.parts)
-            content = blocks_of(message) if images else message.text
+            has_media = any(part.media for part in message.parts)
+            content = blocks_of(message) if has_media else message.text
             written.append({"role": "tool", **name, "content": content})
             continue
         text = message.text

@@ -1,4 +1,4 @@
-"""Tool calls in the text of a model, parsed in one place for engines and rewards; nothing is executed."""
+"""Parsers of tool calls in the text of a model, for engines and rewards."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from typing import Any
 
 from mmrl.core.plain_text import each_text, whole
 
-ARGUMENTS = ("arguments", "parameters", "args")  # names of the arguments of a call
-# Before calls of Llama and Mistral. Both are special tokens, which decoded answers may leave out.
+ARGUMENTS = ("arguments", "parameters", "args")  # keys of a call's arguments
+# Marks before calls of Llama and Mistral: special tokens, which decoding may skip.
 PYTHON_TAG, TOOL_CALLS = "<|python_tag|>", "[TOOL_CALLS]"
 OBJECT = re.compile(r'[\s\[]*\{\s*"(?:type|name|function|arguments|parameters)"\s*:')  # one call, or a list
 NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-# Calls of Qwen3-Coder and Qwen3.5, and of GLM: every argument between tags of its own.
+# Calls of Qwen3-Coder and Qwen3.5, and of GLM: tags around every argument.
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|$)", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 GLM_CALL = re.compile(r"\s*([\w.-]+)\s*(.*)", re.DOTALL)
 GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|$)", re.DOTALL)
-BETWEEN = " \t\r\n;,[]"  # what stands between objects
+BETWEEN = " \t\r\n;,[]"  # characters between objects
 
 
 class CallError(ValueError):
-    """A call that cannot be made as the model wrote it; the message is for the model to read."""
+    """A malformed call; its message is the reply to the model."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that a model wrote: the name of a tool and its arguments."""
+    """A tool call of a model: the name of a tool and the arguments."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 def parse_calls(text: str, tag: str = "tool_call") -> list[Call | CallError]:
-    """Find the calls of an answer, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen's form).
+    """Parse the calls of an answer in Qwen's form.
 
-    What stands there but is no such JSON becomes an error in its place. The last block may lack its end. The
-    case of the tag does not matter.
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A block with other content becomes a CallError
+    in its place. The last block may lack its end tag. Tags are not case-sensitive.
     """
     return [_parse_call(inside) for inside in _block(tag).findall(text)]
 
 
 def parse_llama_calls(text: str) -> list[Call | CallError]:
-    """Find the calls of an answer in the form of Llama 3: `{"name": ..., "parameters": {...}}`.
+    """Parse the calls of an answer in the form of Llama 3: `{"name": ..., "parameters": {...}}`.
 
-    An answer has calls where it begins with one, or with <|python_tag|>; others may follow it.
+    The answer must begin with a call or with <|python_tag|>; further calls may follow.
     """
     inside = text.strip().removeprefix(PYTHON_TAG)
     return _objects(inside) if inside != text.strip() or OBJECT.match(inside) else []
 
 
 def parse_mistral_calls(text: str) -> list[Call | CallError]:
-    """Find the calls of an answer in the forms of Mistral: a list of objects, or the newer one by names.
+    """Parse the calls of an answer in the forms of Mistral: a list of objects, or a name before each.
 
-    `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call. Where
-    the marks are missing, the answer has to begin with a call.
+    `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call.
+    Without the marks, the answer must begin with a call.
     """
     begin, *marked = text.split(TOOL_CALLS)
     if not marked and (OBJECT.match(begin) or NAMED.match(begin)):
@@ -67,10 +67,10 @@ def parse_mistral_calls(text: str) -> list[Call | CallError]:
 
 
 def parse_qwen_xml_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[Call | CallError]:
-    """Find the calls of an answer in the form of Qwen3-Coder and Qwen3.5, with a tag for every argument.
+    """Parse the calls of an answer in the form of Qwen3-Coder and Qwen3.5.
 
-    `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`. A value is a text;
-    the schemas of `tools` tell which type it stands for, see `typed`.
+    `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`. Values are text;
+    `typed` converts them by the schemas of `tools`.
     """
     return [
         _tagged(FUNCTION.fullmatch(inside), PARAMETER, "<function=name><parameter=key>value", tools)
@@ -79,7 +79,7 @@ def parse_qwen_xml_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> 
 
 
 def parse_glm_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[Call | CallError]:
-    """Find the calls of an answer in the form of GLM-4.5 and later, with tags for every argument.
+    """Parse the calls of an answer in the form of GLM-4.5 and later.
 
     `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`; values as in
     `parse_qwen_xml_calls`.
@@ -94,10 +94,10 @@ def parse_glm_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[
 def _tagged(
     call: re.Match | None, argument: re.Pattern, form: str, tools: Sequence[Mapping[str, Any]]
 ) -> Call | CallError:
-    """Read a call from its name and the text of its arguments."""
+    """Parse a call with tags around its arguments."""
     at, arguments = 0, dict[str, str]()
-    while call and (found := argument.match(call[2], at)):
-        arguments[found[1].strip()], at = found[2], found.end()
+    while call and (pair := argument.match(call[2], at)):
+        arguments[pair[1].strip()], at = pair[2], pair.end()
     if call is None or call[2][at:].strip():
         return CallError(f"a call is written <tool_call>{form}, once for every argument")
     name = call[1].strip()
@@ -108,17 +108,17 @@ def _tagged(
 
 
 def typed(value: str, key: str, name: str, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Convert the text of an argument to the JSON type that the schema of its tool names.
+    """Convert the text of an argument to its JSON type in the schema of the tool.
 
-    A line break after the start tag and one before the end tag are dropped. A text stays as it is; other
-    types are read as JSON, with the words of Python for true, false and null. Where the schema names none,
-    text that is no JSON stays text. Raises CallError for text that is not of the type.
+    One line break after the start tag and one before the end tag are dropped. A string stays as it is; other
+    types are parsed as JSON, or as Python's True, False and None. Without a type in the schema, text that is
+    not JSON stays a string. Raises CallError for text of another type.
     """
     value = value.removeprefix("\n").removesuffix("\n")
     functions = [tool.get("function", tool) for tool in tools]
     schemas = [tool.get("parameters", {}) for tool in functions if tool.get("name") == name]
-    known = [schema["properties"][key] for schema in schemas if key in schema.get("properties", {})]
-    types = _types(known[0]) if known else None
+    of_key = [schema["properties"][key] for schema in schemas if key in schema.get("properties", {})]
+    types = _types(of_key[0]) if of_key else None
     if types == {"string"}:
         return value
     words = {"True": "true", "False": "false", "None": "null"}
@@ -132,7 +132,7 @@ def typed(value: str, key: str, name: str, tools: Sequence[Mapping[str, Any]]) -
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """List the JSON types that a schema allows; a choice without a type is one of texts."""
+    """JSON types that a schema allows; "string" for a schema without a type."""
     named = schema.get("type", [])
     types = {named} if isinstance(named, str) else set(named)
     for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
@@ -141,7 +141,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def without_calls(text: str, tag: str = "tool_call") -> str:
-    """Return the words of an answer outside of its calls, in any form, without space around them."""
+    """Strip the calls, in any form, and surrounding space from an answer."""
     if _block(tag).search(text):
         return _block(tag).sub("", text).strip()
     outside = text.partition(TOOL_CALLS)[0].strip()
@@ -167,7 +167,7 @@ def _not_json(error: Exception) -> CallError:
 
 
 def _objects(text: str) -> list[Call | CallError]:
-    """Read the objects that a text begins with, one or more; other words after them are left out."""
+    """Parse the JSON objects at the start of a text, at least one; ignore the text after them."""
     calls, text = [], text.lstrip(BETWEEN)
     while not calls or text.startswith("{"):
         try:
@@ -182,7 +182,7 @@ def _objects(text: str) -> list[Call | CallError]:
 
 
 def _named(text: str) -> list[Call | CallError]:
-    """Read the calls that a text begins with, each an object of arguments after a name."""
+    """Parse the calls at the start of a text, each a name followed by an object of arguments."""
     calls = []
     while named := NAMED.match(text):
         try:
@@ -195,9 +195,9 @@ def _named(text: str) -> list[Call | CallError]:
 
 
 def call_of(written: Any) -> Call:
-    """Read a call from JSON: a `name`, and an object of arguments, which may be JSON in a text.
+    """Convert a JSON object with a `name` and arguments (an object, or JSON in a string) to a call.
 
-    Its arguments are called as in `ARGUMENTS`; the call may stand in a `function`, as in OpenAI's messages.
+    `ARGUMENTS` lists the keys of arguments. The call may be inside `function`, as in OpenAI's messages.
     Raises CallError for anything else.
     """
     match written:
@@ -222,7 +222,7 @@ def _parsed(text: str) -> Any:
 
 
 def _loads(text: str) -> Any:
-    """Parse JSON; raises ValueError also for NaN and infinities, which Python reads and JSON has not."""
+    """Parse JSON; raises ValueError also for NaN and infinities, which JSON does not have."""
     return each_text(json.loads(text, parse_constant=_finite, parse_float=_finite), whole)
 
 

@@ -15,56 +15,58 @@ from torch import Tensor
 from mmrl.core.plain_text import whole
 from mmrl.core.tool_calls import Call, CallError
 
-CHANGED = "changed"  # tag of rows that no prompt of the data and tokens make again: they are not remembered
+# Tag of rows that cannot be rebuilt from a prompt of the data set and tokens, so that no memory keeps them.
+CHANGED = "changed"
 
 
 class Readable(Protocol):
-    """Bytes that are read when they are asked for, such as those of an image inside a row."""
+    """Bytes that are read on demand, such as an image inside a row."""
 
     def read(self) -> bytes:
-        """Return all of them."""
+        """Read all bytes."""
         ...
 
 
 class Unit(IntEnum):
-    """The smallest part of a batch whose loss can be computed by itself: a step, a row or a group."""
+    """The smallest part of a batch whose loss can be computed alone."""
 
-    STEP = 0  # in order, so that `max` is the unit that suits two pieces
+    STEP = 0  # in ascending size: `max` of two units suits both
     ROW = 1
     GROUP = 2
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Decoded frames of a video, or an image as one frame at 0 seconds.
+    """Decoded frames of a video, or an image as one frame at 0 seconds."""
 
-    `pixels` is (F, 3, height, width) uint8, `times` is (F,) seconds, `duration` is the length of the whole
-    video in seconds.
-    """
-
-    pixels: Tensor
-    times: Tensor
-    duration: float = 0.0
+    pixels: Tensor  # (F, 3, height, width) uint8
+    times: Tensor  # (F,) seconds
+    duration: float = 0.0  # seconds of the whole video
 
 
 @dataclass(frozen=True)
 class Media:
-    """An image or video, decoded when `load` is called. `name` appears in errors and reports.
+    """An image, a video or another kind of media, decoded when `load` is called.
 
-    `source` is the file or the bytes that it is decoded from; a resumed run compares its content.
+    Args:
+        kind: An entry of `mmrl.core.modalities.MODALITIES`.
+        name: Name in errors and reports.
+        load: Returns the decoded medium: `Frames` for images and videos.
+        source: The encoded file or bytes. A resumed run compares their content.
     """
 
-    kind: str  # "image" or "video"
+    kind: str
     name: str
-    load: Callable[[], Frames]
+    load: Callable[[], Any]
     source: Path | bytes | Readable | None = None
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a message: a text, an image or a video.
+    """One part of a message: a text or a medium.
 
-    `said` is a text of a model, a tool or an environment, in which a placeholder of media is no mistake.
+    `said` marks text of a model, a tool or an environment. Such text may contain media placeholders, which
+    are an error in other text.
     """
 
     text: str = ""
@@ -74,14 +76,22 @@ class Part:
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", whole(self.text))
 
+    @property
+    def block(self) -> dict[str, Any]:
+        """The part as a content block of chat templates, with a placeholder for a medium."""
+        return {"type": self.media.kind} if self.media else {"type": "text", "text": self.text}
+
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation. `role` is "system", "user", "assistant" or "tool".
+    """One turn of a conversation.
 
-    `calls` are the tool calls of a turn of the policy, as its engine read them; None where none did. `extra`
-    is what chat templates read of a recorded turn beside its content: a JSON object of keys such as
-    `tool_calls`, `reasoning_content` and `name`, as a text because messages are hashed.
+    Args:
+        role: "system", "user", "assistant" or "tool".
+        parts: Texts and media, in order.
+        extra: Other keys of a recorded turn that chat templates read, such as `tool_calls` and
+            `reasoning_content`: a JSON object, as a text because messages are hashed.
+        calls: Tool calls that the engine parsed from a turn of the policy; None if it parsed none.
     """
 
     role: str
@@ -91,7 +101,7 @@ class Message:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The keys of a recorded turn that `extra` holds, new in every call."""
+        """A new dictionary of the keys in `extra`."""
         return json.loads(self.extra) if self.extra else {}
 
     @property
@@ -102,20 +112,25 @@ class Message:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a policy made of a prompt, which rewards score: a text, an image or a video.
+    """An answer that rewards score: a text, an image or a video.
 
-    `image` is (3, height, width) uint8, `video` is (frames, 3, height, width) uint8 and `times` its (frames,)
-    seconds. `end` is the number of steps that made the outcome; None is the whole rollout. `tags` describe
-    it, and `recorded` has rewards that were measured before, or by the engine. `tokens` are those of a text
-    that is not made of the steps alone, such as a prefix that was completed for a reward. `environment` is
-    the object that a conversation was held with, which rewards written for TRL read. `extra` holds the calls
-    and thoughts beside the text of a recorded answer, as that of a `Message`.
+    Args:
+        text: The text.
+        image: The image.
+        video: The frames of the video.
+        times: Seconds of the frames.
+        end: Number of steps that made the outcome; None: the whole rollout.
+        tags: Labels that the engine or data set gives it, such as `finish`.
+        recorded: Rewards that the data set or the engine has measured.
+        tokens: Token ids of a text with more tokens than the steps, such as a prefix completed for a reward.
+        environment: The environment object of the conversation, for rewards written for TRL.
+        extra: Tool calls and thoughts of a recorded answer, as in `Message`.
     """
 
     text: str | None = None
-    image: Tensor | None = None
-    video: Tensor | None = None
-    times: Tensor | None = None
+    image: Tensor | None = None  # (3, height, width) uint8
+    video: Tensor | None = None  # (F, 3, height, width) uint8
+    times: Tensor | None = None  # (F,)
     end: int | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     recorded: Mapping[str, float] = field(default_factory=dict)
@@ -130,12 +145,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with its target, which rewards compare answers with.
+    """A prompt and its target.
 
-    `target` is what the rewards of its task read: a span in seconds, a box, a caption. `answers` are recorded
-    answers: demonstrations or preference pairs. `columns` has the other columns of its row, which rewards
-    written for TRL get by name. `split` is the part of the data set that the row comes from. `tags` are those
-    that all outcomes of the prompt get, so that the chain can compare by them: set by samplers.
+    Args:
+        uid: Unique name in the data set.
+        messages: The conversation to answer.
+        target: What rewards compare answers with: a span in seconds, a box, a caption.
+        answers: Recorded answers: demonstrations or preference pairs.
+        columns: Other columns of the row, which rewards written for TRL get by name.
+        split: Split of the data set that has the row.
+        tags: Labels that samplers give to every outcome of the prompt, by which an advantage can group.
     """
 
     uid: str
@@ -153,7 +172,7 @@ class Prompt:
 
     @property
     def media(self) -> tuple[Media, ...]:
-        """The images and videos of all messages, in order."""
+        """The media of all messages, in order."""
         return tuple(
             part.media for message in self.messages for part in message.parts if part.media is not None
         )
@@ -163,9 +182,17 @@ class Prompt:
 class Trajectory:
     """One rollout, which is one row of the tables.
 
-    Rows of the same `group` are compared. The last outcome is the answer, earlier ones belong to prefixes of
-    it. Only the policy that collates `steps` reads them. `notes` are (length,) numbers that the engine noted
-    of every step ("logp", "entropy", "token"). `turns` are the messages of a conversation after its prompt.
+    Args:
+        prompt: The answered prompt.
+        group: Advantages compare rows of the same group.
+        outcomes: The answer last; before it, outcomes of prefixes of the rollout.
+        steps: Data that only the policy reads, which collates them into a batch.
+        length: Number of steps.
+        notes: Numbers (length,) that the engine recorded for every step, such as "logp" and "token".
+        on_policy: Whether the policy sampled the steps.
+        logged: Columns for the logged completions (TRL's `log_extra`).
+        turns: Messages of a conversation after its prompt.
+        shown: Images that tools returned, in order.
     """
 
     prompt: Prompt
@@ -174,17 +201,17 @@ class Trajectory:
     steps: Any
     length: int
     notes: Mapping[str, Tensor] = field(default_factory=dict)
-    on_policy: bool = True  # False: not sampled from the policy
-    logged: Mapping[str, Any] = field(default_factory=dict)  # columns of completions (TRL's `log_extra`)
+    on_policy: bool = True
+    logged: Mapping[str, Any] = field(default_factory=dict)
     turns: tuple[Message, ...] = ()
-    shown: tuple[Media, ...] = ()  # images that tools showed, in the order of the conversation
+    shown: tuple[Media, ...] = ()
 
 
 Rollouts = tuple[Trajectory, ...]
 
 
 class PromptError(ValueError):
-    """A prompt, or one of its recorded answers, that the policy cannot read; `uid` names the prompt."""
+    """The policy cannot read the prompt `uid`, or one of its recorded answers."""
 
     def __init__(self, uid: str, reason: str) -> None:
         super().__init__(uid, reason)
@@ -197,9 +224,9 @@ class PromptError(ValueError):
 
 @contextmanager
 def reading(prompt: Prompt) -> Iterator[None]:
-    """Turn a ValueError inside this context into a `PromptError` of a prompt.
+    """Convert a ValueError inside the block to a `PromptError`.
 
-    One whose class says `ends_run`, as it is about the model and not about the prompt, stays what it is.
+    Errors about the model, whose class sets `ends_run`, pass unchanged.
     """
     try:
         yield
@@ -212,35 +239,35 @@ def reading(prompt: Prompt) -> Iterator[None]:
 
 
 class Count(float):
-    """A metric of one process that is added up over all processes, where other metrics are averaged."""
+    """A metric that is summed over processes; other metrics are averaged."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What a schedule depends on: the step, the metrics of the last one, and the steps of the whole run."""
+    """Inputs of a schedule."""
 
     step: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    max_steps: int = 0  # 0 where no run is known, as when a configuration is checked
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last step
+    max_steps: int = 0  # steps of the whole run; 0 without a run, as when a configuration is checked
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far training has come, in the names of transformers' TrainerState: optimizer steps."""
+    """Progress of training, with the names of transformers' TrainerState."""
 
-    global_step: int = 0  # finished ones
-    max_steps: int = 0
+    global_step: int = 0  # finished optimizer steps
+    max_steps: int = 0  # all optimizer steps
 
 
 class Steps(Protocol):
-    """What a policy needs to evaluate steps again; only that policy reads it."""
+    """Inputs from which a policy evaluates steps again; only that policy reads them."""
 
-    unit: Unit  # the smallest cut it allows
+    unit: Unit  # the smallest part that can be evaluated alone
 
     def cost(self, rows: Tensor) -> int:
-        """Count the steps in memory when these rows are computed together, prompts included."""
+        """Count the steps in memory if these rows are computed together, prompts included."""
         ...
 
-    def __getitem__(self, cut: tuple[Tensor, slice]) -> Steps:
-        """Cut out rows and a range of steps."""
+    def __getitem__(self, part: tuple[Tensor, slice]) -> Steps:
+        """Select rows and a range of steps."""
         ...

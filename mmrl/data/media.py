@@ -1,4 +1,4 @@
-"""Opening untrusted image and video files: allowed folder, allowed formats, limits on size."""
+"""Safe reading of untrusted image and video files: limits on folder, format and size."""
 
 from __future__ import annotations
 
@@ -23,28 +23,25 @@ MAX_IMAGE_PIXELS = 100_000_000
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 ORIENTATION = 0x0112  # tag of EXIF
 CHANNELS = (1, 3, 4)
-# An address that holds a file in base64, or such text alone, told from a path by what PNG, JPEG, GIF and WebP
-# begin with.
-HELD = re.compile(
-    r"(?P<address>data:(?:image|video)/[^,]*;base64,|(?=(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s]{200}))"
-)
-# ffmpeg's names of containers. None of them reads other files: no playlists, lists of files or descriptions
-# of streams (hls, concat, image2, dash, sdp), whatever a file is called.
+# A `data:` address, or plain base64 text, which is recognised by the first bytes of PNG, JPEG, GIF and WebP.
+HELD = re.compile(r"(?P<address>data:\w+/[^,]*;base64,|(?=(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s]{200}))")
+# Containers, as ffmpeg calls them. None refers to other files, unlike playlists and stream descriptions (hls,
+# concat, image2, dash, sdp).
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
 
 
 class MediaError(RowError):
-    """An image or a video that cannot be used. The message names the file."""
+    """A media file cannot be used. The message names the file."""
 
 
 def held_or_named(text: str) -> bytes | str:
-    """Give the bytes that a text holds in base64, after `data:` or alone, or the path that it names.
+    """Decode a `data:` address or plain base64 to bytes, or return a path without `file://`.
 
-    `file://` before a path is left out. Raises `MediaError` for other addresses.
+    Raises `MediaError` for other addresses.
     """
-    if held := HELD.match(text):
+    if match := HELD.match(text):
         with decoding(f"{text[:40]}...", "base64", (ValueError,)):
-            return base64.b64decode(text[held.end("address") :])
+            return base64.b64decode(text[match.end("address") :])
     path = text.removeprefix("file://")
     if "://" in path:
         raise MediaError(f"'{path[:200]}' is an address, and nothing is downloaded; name a local file")
@@ -52,17 +49,17 @@ def held_or_named(text: str) -> bytes | str:
 
 
 def locate(name: str, root: Path, max_bytes: int = MAX_FILE_BYTES) -> Path:
-    """Resolve the path of a file inside `root`, links included.
+    """Resolve the path of a file inside `root`; symbolic links are followed.
 
     Raises `MediaError` if the path leaves the root, is no file, or the file is larger than `max_bytes`.
     """
     try:
-        inside = root.resolve()
-        path = (inside / name).resolve()
-        exists = path.is_relative_to(inside) and path.is_file()
+        folder = root.resolve()
+        path = (folder / name).resolve()
+        exists = path.is_relative_to(folder) and path.is_file()
     except (OSError, ValueError) as error:  # too long, a loop of links, a zero byte
         raise MediaError(f"{name!r} in '{root}' cannot be the path of a file: {_reason(error)}") from error
-    if not path.is_relative_to(inside):
+    if not path.is_relative_to(folder):
         raise MediaError(f"the path '{name}' leaves its root '{root}'; paths must stay inside it")
     if not exists:
         raise MediaError(f"there is no file '{name}' in '{root}'")
@@ -74,7 +71,7 @@ def locate(name: str, root: Path, max_bytes: int = MAX_FILE_BYTES) -> Path:
 
 @contextmanager
 def decoding(name: str, wanted: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turn errors of a reader inside the block into a `MediaError` with the file and the formats wanted."""
+    """Convert errors of a reader inside the block to a `MediaError` that names the file and the formats."""
     try:
         yield
     except MediaError:
@@ -84,7 +81,7 @@ def decoding(name: str, wanted: str, errors: tuple[type[Exception], ...]) -> Ite
 
 
 def check_size(name: str, source: Any, max_pixels: int) -> None:
-    """Raise `MediaError` where an image or a video of (`width`, `height`) has too many pixels."""
+    """Raise `MediaError` if an object with `width` and `height` has too many pixels."""
     if source.width * source.height > max_pixels:
         size = f"{source.width}x{source.height}"
         raise MediaError(f"'{name}' has {size} pixels; the limit is {max_pixels}; make it smaller")
@@ -92,12 +89,12 @@ def check_size(name: str, source: Any, max_pixels: int) -> None:
 
 @contextmanager
 def opened_image(source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any]:
-    """Open a file or bytes as a Pillow image; every error inside the block becomes a `MediaError`."""
+    """Open a file or bytes as a PIL image; every error inside the block becomes a `MediaError`."""
     from PIL import Image
 
     Image.init()
     formats = [form for form in IMAGE_FORMATS if form in Image.OPEN]  # AVIF is new in Pillow 11.3
-    # Pillow's readers raise errors of any type where a file is damaged.
+    # Pillow raises errors of any type for damaged files.
     with decoding(name, f"an image as {', '.join(IMAGE_FORMATS)}", (Exception,)), ExitStack() as stack:
         file = io.BytesIO(source) if type(source) is bytes else stack.enter_context(source.open("rb"))
         image = stack.enter_context(Image.open(file, formats=formats))
@@ -108,18 +105,23 @@ def opened_image(source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PI
 def read_image(
     source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS, *, transparent: bool = False
 ) -> Any:
-    """Decode an image file as an upright 8-bit RGB image of Pillow, as `as_rgb` makes it."""
+    """Decode a file or bytes to an upright 8-bit RGB image of PIL; see `as_rgb`."""
     with opened_image(source, name, max_pixels) as image:
         image.load()
         return as_rgb(image, name, transparent=transparent)
 
 
 def as_rgb(image: Any, name: str, *, transparent: bool = False) -> Any:
-    """Convert an image of Pillow to upright 8-bit RGB; transparent areas become white.
+    """Convert a PIL image to upright 8-bit RGB on a white background.
 
-    16-bit grey is scaled so that its white becomes 255. 32-bit integers and floating point are errors,
-    because files do not say which value is white. Of animations (GIF, WebP, APNG, AVIF) and of several pages
-    the first counts. `transparent` keeps transparency: RGBA without a background. `name` is for errors.
+    16-bit grey is scaled so that its white becomes 255. 32-bit integers and floating point numbers raise
+    `MediaError`, because files do not define their white. Animations and documents give their first frame or
+    page.
+
+    Args:
+        image: The image.
+        name: Name in errors.
+        transparent: Return RGBA, without a background.
     """
     from PIL import Image, ImageOps
 
@@ -135,27 +137,24 @@ def as_rgb(image: Any, name: str, *, transparent: bool = False) -> Any:
 
 
 def upright_size(source: Path | bytes | Readable, name: str) -> tuple[int, int]:
-    """Read the width and height at which an image file is shown, without decoding its pixels."""
+    """Read the width and height of the upright image without decoding its pixels."""
     data = source if isinstance(source, Path | bytes) else source.read()
     with opened_image(data, name) as image:
-        turned = image.getexif().get(ORIENTATION, 1) in range(5, 9)  # by 90 degrees
-        return image.size[::-1] if turned else image.size
+        rotated = image.getexif().get(ORIENTATION, 1) in range(5, 9)  # by 90 degrees
+        return image.size[::-1] if rotated else image.size
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value is an image of Pillow, or an array or a tensor of three dimensions."""
-    match value:
-        case object(getexif=_) | object(ndim=3):
-            return True
-    return False
+    """Whether a value is a PIL image, or an array or a tensor of three dimensions."""
+    return hasattr(value, "getexif") or getattr(value, "ndim", None) == 3
 
 
 def to_image(value: Any, name: str) -> Any:
-    """Convert an image in memory to one of Pillow: an image of Pillow, an array or a tensor.
+    """Convert a PIL image, an array or a tensor to a PIL image.
 
-    An array is (height, width, channels) or (height, width), a tensor of torch may also be (channels, height,
-    width), with 1, 3 or 4 channels. Values are uint8, uint16 of one channel, or floating point from 0 to 1.
-    Raises `MediaError` for anything else; `name` is for errors.
+    An array is (height, width, channels) or (height, width); a tensor may also be (channels, height, width).
+    Channels are 1, 3 or 4. Values are uint8, uint16 of one channel, or floating point from 0 to 1. Raises
+    `MediaError` for anything else; `name` is for errors.
     """
     import numpy
     from PIL import Image
@@ -182,11 +181,11 @@ def to_image(value: Any, name: str) -> Any:
 
 
 def _in_8_bits(image: Any, file: Any, name: str) -> Any:
-    """Scale 16-bit grey to 8 bits; `file` is the image as it was opened, which has the metadata."""
+    """Scale 16-bit grey to 8 bits; `file` is the image before its rotation, which has the metadata."""
     import numpy
     from PIL import Image
 
-    # Older versions of Pillow open 16-bit PNG as 32-bit integers, and all of them 16-bit PGM.
+    # Old versions of Pillow open 16-bit PNG as 32-bit integers; all versions do so with 16-bit PGM.
     if not image.mode.startswith("I;16") and not (image.mode == "I" and file.format in ("PNG", "PPM")):
         if image.mode in ("I", "F"):
             what = "32-bit integers" if image.mode == "I" else "floating-point numbers"
@@ -197,13 +196,13 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
     values = numpy.array(image).astype(numpy.int64)
     bits, inverted = 16, False
     if getattr(file, "format", None) == "TIFF":
-        # Tags BitsPerSample and PhotometricInterpretation, which is 0 where 0 is white.
+        # Tags BitsPerSample (258) and PhotometricInterpretation (262), which is 0 if the value 0 is white.
         bits, inverted = file.tag_v2.get(258, (16,))[0], file.tag_v2.get(262) == 0
     white = (1 << bits) - 1  # of 16 bits 65535
     grey = (values.clip(0, white) * 255 + white // 2) // white
     scaled = Image.fromarray((255 - grey if inverted else grey).astype(numpy.uint8))
     clear = file.info.get("transparency")
-    if clear is not None:  # of PNG: the one value of grey that is transparent
+    if clear is not None:  # PNG: the one transparent value of grey
         scaled.putalpha(Image.fromarray(((values != clear) * 255).astype(numpy.uint8)))
     return scaled
 
@@ -212,7 +211,7 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
 def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any]:
     """Open a file as a PyAV container with a video stream; errors inside the block become a `MediaError`.
 
-    Only formats that contain their media are opened, and no other file is ever read.
+    Formats that refer to other files are refused.
     """
     import av
 
@@ -222,7 +221,7 @@ def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any
     options = {"format_whitelist": CONTAINERS}
     errors = (av.error.FFmpegError, OSError, ValueError, OverflowError, MemoryError)
     wanted = f"a video as {CONTAINERS.replace(',', ', ')}"
-    # Titles in other encodings than UTF-8 are common, hence `metadata_errors`.
+    # `metadata_errors`: titles in other encodings than UTF-8 are common.
     with (
         decoding(str(path), wanted, errors),
         path.open("rb") as file,
@@ -239,15 +238,15 @@ def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any
 
 
 def is_turned(frame: Any) -> bool:
-    """Whether a PyAV frame is displayed rotated by 90 degrees, so that width and height swap."""
+    """Whether a PyAV frame is displayed with width and height swapped."""
     a, b, _, _ = _display_matrix(frame)
     return abs(b) > abs(a)
 
 
 def upright(pixels: Tensor, frame: Any) -> Tensor:
-    """Rotate and mirror (height, width, 3) pixels by the display matrix of their frame."""
+    """Rotate and mirror pixels (height, width, 3) by the display matrix of their frame."""
     a, b, c, d = _display_matrix(frame)  # x goes to a x + c y, y to b x + d y
-    if abs(b) > abs(a):  # turned: swap the axes, then at most mirror
+    if abs(b) > abs(a):  # rotated by 90 degrees: swap the axes, then mirror
         pixels, a, d = pixels.transpose(0, 1), c, b
     return pixels.flip([dim for dim, along in ((0, d), (1, a)) if along < 0])
 
@@ -262,6 +261,6 @@ def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
 
 
 def _reason(error: Exception) -> str:
-    # Pillow names the buffer that it reads by its address, which differs between runs.
+    # Pillow writes the memory address of its buffer, which differs between runs.
     text = re.sub(r" <_io\.[^>]*>", "", getattr(error, "strerror", None) or str(error))
     return " ".join(text.split()) or type(error).__name__

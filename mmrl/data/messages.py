@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from mmrl.core.modalities import MODALITIES, media_marks
 from mmrl.core.tool_calls import ARGUMENTS, call_of
 from mmrl.core.types import Media, Message, Part, Prompt
 from mmrl.data.fields import RowError, listed, mapping, plain, short, text, unpacked
 from mmrl.data.row_fields import has_content
 
-MARKS = re.compile(r"<(image|video)>")  # placeholders for media in texts of datasets
-SOUND = "<audio>"  # placeholder for sound, which no model supports
+SOUND = "<audio>"  # placeholder for sound, which no model reads unless `MODALITIES` has the kind
 ROLES = ("system", "user", "assistant", "tool")
 READ = ("role", "content")  # keys of a message that are parsed
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")  # for templates
@@ -21,31 +21,30 @@ NEUTRAL = {"weight": 1, "loss": True}  # neutral values of keys by which toolkit
 CALL = ("id", "type", "index", "function")  # keys of a call; `call_of` knows the keys of the function
 ASKED = ("prompt", "question")  # columns of the question, the first with content; or else `messages`
 NAMES = ("path", "url")  # keys of a part that may hold its file, besides its kind
-Slot = tuple[str, Media | None]  # a place for an image or video, and the medium that a part itself holds
-# Makes a medium from its kind ("image", "video"), its value in the row, and its name for errors.
+Slot = tuple[str, Media | None]  # a place for a medium, and the medium that a part itself holds
+# Makes a medium from its kind, its value in the row, and its name for errors.
 ReadMedia = Callable[[str, Any, str], Media]
 
 
 def no_media(kind: str, value: Any, place: str) -> Media:
-    """Raise `RowError` for an image or a video: the `ReadMedia` of models that read text only."""
+    """Raise `RowError` for any medium: for models that read text only."""
     raise RowError(f"this model reads text only, but {place} is given; leave it out")
 
 
 def prompt_of(
     uid: str,
     asked: Any,
-    images: Sequence[Any] = (),
-    videos: Sequence[Any] = (),
+    given: Mapping[str, Sequence[Any]] = MappingProxyType({}),
     *,
     read: ReadMedia = no_media,
 ) -> Prompt:
-    """Make a prompt from a text or messages (see `read_messages`), and its images and videos.
+    """Make a prompt of a text or messages (see `read_messages`) and of its media by their kind.
 
     Raises `RowError` for messages that end with an answer.
     """
     media = [
         read(kind, value, f"{kind} {i + 1} of '{uid}'")
-        for kind, values in (("image", images), ("video", videos))
+        for kind, values in given.items()
         for i, value in enumerate(values)
     ]
     messages = read_messages(asked, media, read)
@@ -134,9 +133,9 @@ def _without_null(value: Any) -> Any:
 
 
 def plain_part(part: Any) -> Any:
-    """Convert a part of OpenAI's types `image_url` and `video_url` to `image` or `video`; others stay."""
+    """Rewrite a part of OpenAI's types `image_url` and `video_url` as an image or a video."""
     match part:
-        case {"type": ("image_url" | "video_url") as kind, **rest}:
+        case {"type": str(kind), **rest} if kind in {f"{known}_url" for known in MODALITIES}:
             keys = {key: item for key, item in rest.items() if item is not None and key != "text"}
             address, own = keys.pop(kind, None), kind.removesuffix("_url")
             address = address.get("url") if isinstance(address, Mapping) else address
@@ -150,11 +149,11 @@ def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
     content = plain_part(content)
     match content:
         case str():
-            return _without_sound(content), [(kind, None) for kind in MARKS.findall(content)]
+            return _check_sound(content), [(kind, None) for kind in media_marks().findall(content)]
         case {"type": "text", "text": str(words), **rest} if not has_content(rest):
-            return _without_sound(words), [(kind, None) for kind in MARKS.findall(words)]
-        case {"type": ("image" | "video") as kind, **rest}:
-            # A part in parquet has every key of every other part, most of them null.
+            return _check_sound(words), [(kind, None) for kind in media_marks().findall(words)]
+        case {"type": str(kind), **rest} if kind in MODALITIES:
+            # Rows of parquet have every key that a part of any row has, most of them null.
             payload = {key: item for key, item in rest.items() if item is not None and key != "text"}
             if payload.keys() <= {kind, *NAMES} and len(payload) <= 1:
                 own = [medium(kind, item, f"{name}.{kind}") for item in payload.values()]
@@ -165,14 +164,14 @@ def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
             ]
             if len(flat) == len(parts):
                 return "".join(words for words, _ in flat), [slot for _, slots in flat for slot in slots]
-    raise RowError(
-        f"wanted a text, or parts of the types text, image and video as `{name}`, got {short(content)}"
-    )
+    *first, last = ("text", *MODALITIES)
+    types = f"{', '.join(first)} and {last}"
+    raise RowError(f"wanted a text, or parts of the types {types} as `{name}`, got {short(content)}")
 
 
-def _without_sound(words: str) -> str:
-    """Return a text; raises `RowError` if it marks sound."""
-    if SOUND in words:
+def _check_sound(words: str) -> str:
+    """Return a text; raises `RowError` if it marks sound and no model reads that."""
+    if SOUND in words and "audio" not in MODALITIES:
         raise RowError(f"the text marks {SOUND}, but no model here hears: {short(words)}")
     return words
 
@@ -181,26 +180,26 @@ def _filled(
     read: Iterable[tuple[str, str, list[Slot], dict[str, Any]]], media: Sequence[Media]
 ) -> tuple[Message, ...]:
     """Fill each place without a medium of its own with the next medium of its kind."""
-    given = {kind: [medium for medium in media if medium.kind == kind] for kind in ("image", "video")}
-    wanted = {kind: 0 for kind in given}
+    left = {kind: [medium for medium in media if medium.kind == kind] for kind in MODALITIES}
+    wanted = {kind: 0 for kind in left}
     messages = []
     for role, words, slots, extra in read:
         filled = []
         for kind, own in slots:
             wanted[kind] += own is None
-            filled += [own] if own is not None else given[kind][wanted[kind] - 1 : wanted[kind]]
+            filled += [own] if own is not None else left[kind][wanted[kind] - 1 : wanted[kind]]
         if len(filled) == len(slots):
             written = json.dumps(extra, ensure_ascii=False) if extra else ""
             messages.append(Message(role, interleaved(words, filled), written))
-    for kind, of_kind in given.items():
+    for kind, of_kind in left.items():
         if wanted[kind] != len(of_kind):
             raise RowError(f"the messages have {wanted[kind]} {kind} places, but {len(of_kind)} are given")
     return tuple(messages)
 
 
 def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
-    """Split a text at its <image> and <video> marks and insert the media; without marks, media come first."""
-    marks = MARKS.findall(_without_sound(words))
+    """Insert media at the marks of a text, such as <image>; without marks, media come first."""
+    marks = media_marks().findall(_check_sound(words))
     if not marks:
         return (*(Part(media=medium) for medium in media), Part(words))
     kinds = [medium.kind for medium in media]
@@ -210,7 +209,8 @@ def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
         )
     left = iter(media)
     # With one group in the pattern, `re.split` alternates between texts and marks.
-    parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in enumerate(MARKS.split(words))]
+    pieces = enumerate(media_marks().split(words))
+    parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in pieces]
     return tuple(part for part in parts if part.media or part.text.strip())
 
 
@@ -282,7 +282,7 @@ def _words(content: Any) -> str:
     """Join the texts of a content, without marks of media and other parts."""
     match content:
         case str():
-            return MARKS.sub("", content).strip()
+            return media_marks().sub("", content).strip()
         case {"text": str(words)}:
             return _words(words)
         case [*parts]:

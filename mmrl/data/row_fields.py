@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mmrl.core.modalities import media_columns
 from mmrl.core.types import Prompt
 from mmrl.data.fields import RowError
 from mmrl.data.row_files import DataRow
@@ -18,8 +19,7 @@ log = logging.getLogger("mmrl")
 
 # A column, or alternatives, of which the first with content is read.
 Column = str | tuple[str, ...]
-ALWAYS = ("id", "split")  # columns that every data set reads
-MEDIA_COLUMNS = ("image", "images", "video", "videos")
+ALWAYS = ("id", "split")  # read of every row
 SOUND = "no model here hears; leave out what asks about sound"
 ONCE = "the row asks in more than one column; keep the one that is meant"
 SHOWN = "this data set shows no media of that column"
@@ -34,7 +34,7 @@ KTO = (
 ASKING: dict[str, str] = {
     **dict.fromkeys(("audio", "audios", "input_audio"), SOUND),
     **dict.fromkeys(("prompt", "messages"), ONCE),
-    **dict.fromkeys(MEDIA_COLUMNS, SHOWN),
+    **dict.fromkeys(media_columns(), SHOWN),
     **dict.fromkeys(("tools", "functions"), "give tools to the run's engine, by `tools`"),
     **dict.fromkeys(("rejected_images", "chosen_images"), "both answers of a pair are about the same images"),
     **dict.fromkeys(("conversations", "conversation", "instruction", "input", "query", "history"), TOOLKIT),

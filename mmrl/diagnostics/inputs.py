@@ -17,13 +17,14 @@ from mmrl.config.consistency import evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import find, is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields
+from mmrl.core.modalities import media_columns
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import FORMS, Rows
 from mmrl.data.fields import RowError
 from mmrl.data.named_columns import named_columns
 from mmrl.data.readable import drops, with_inner
-from mmrl.data.row_fields import MEDIA_COLUMNS, NAMED, TOOLKIT
+from mmrl.data.row_fields import NAMED, TOOLKIT
 from mmrl.runtime.checkpoint import model_folder
 
 FIRST = 20  # rows that are read
@@ -171,12 +172,12 @@ def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> It
     columns = _first_columns(options)
     if not columns:
         return
-    names = columns | set(options.get("columns") or ())
+    names, media = columns | set(options.get("columns") or ()), set(media_columns())
     lacks = f"that the first rows of {place} do not have; they have {', '.join(sorted(names))}"
     for i, piece in enumerate(rewards):
         for name in _required(piece):
-            # Rewards can read the media of a prompt by any of the media names.
-            if name not in names and not (name in MEDIA_COLUMNS and names & {*MEDIA_COLUMNS}):
+            # Rewards get the media of a prompt by every name, whichever column holds them.
+            if name not in names and not (name in media and names & media):
                 yield f"{at}[{i}]: '{piece.name}' takes the column '{name}' {lacks}"
     match options.get("prompt", takes["prompt"].default if "prompt" in takes else ""):
         case str(template):

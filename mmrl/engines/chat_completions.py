@@ -1,4 +1,4 @@
-"""An engine that asks a server of chat completions, as OpenAI, vLLM and SGLang offer them."""
+"""An engine that requests chat completions from a server, such as OpenAI, vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ import torch
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import engine
+from mmrl.core.modalities import MODALITIES
 from mmrl.core.plain_text import each_text, parted
 from mmrl.core.protocols import Policy
 from mmrl.core.rng import Stream
-from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Frames, Message, Outcome, Part, Prompt, Rollouts, Trajectory
 from mmrl.runtime.json_client import JsonClient, png
 
 
 @engine(sets_tags={"finish"})
 class ChatCompletions(JsonClient):
-    """Ask a server of chat completions, as OpenAI, vLLM and SGLang offer them, for answers.
+    """Request answers as chat completions from a server, such as OpenAI, vLLM or SGLang.
 
-    For judges (the reward `judge`), and with the policy `vision.recorded_answers` to evaluate a model that is
-    served elsewhere. Images are sent as PNG, videos as their frames with the time of each; nothing is noted
-    of steps, and rows are off-policy. A server reads special tokens in any text, so a space parts what looks
-    like one: < |im_end|>. Redirects are not followed, and proxies not used.
+    For judges (the reward `judge`), and with the policy `vision.recorded_answers` to evaluate a served model.
+    Images are sent as PNG, videos as frames with their times. Rows are off-policy and have no notes. Servers
+    read special tokens in any text, so a space is put into text that looks like one: < |im_end|>. Redirects
+    are not followed, and proxies not used.
 
     Args:
-        policy: Turns answers into rows; a judge needs none.
-        url: Address of the server up to its version, such as http://localhost:8000/v1.
-        model: Name of the model there.
-        api_key_env: Name of the environment variable with the key that the server wants; empty: none.
+        policy: Encodes answers as rows; a judge needs none.
+        url: Address of the server with the API version, such as http://localhost:8000/v1.
+        model: Name of the model on the server.
+        api_key_env: Name of the environment variable with the API key; empty: none.
         temperature: Of sampling; 0 is greedy.
         max_completion_length: The most tokens of an answer.
         parallel: Concurrent requests.
         extra: Further fields of the request, such as `{chat_template_kwargs: {enable_thinking: false}}`.
-        request_timeout: Seconds within which the whole answer to a request must arrive.
-        request_retries: Times a request is sent again, after a timeout or where the server is busy or
-            broken.
-        wait: Seconds before the first retry; they double each time.
+        request_timeout: Seconds until the whole answer to a request must have arrived.
+        request_retries: Further tries of a request after a timeout, or if the server is busy or broken.
+        wait: Seconds before the first retry; doubled before each further one.
     """
 
     notes: frozenset[str] = frozenset()
@@ -84,14 +84,14 @@ class ChatCompletions(JsonClient):
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order."""
-        asked: Counter[str] = Counter()
+        counts: Counter[str] = Counter()  # entries of each prompt so far
         requests: list[dict[str, Any]] = []
         sent: dict[tuple[Message, ...], list[dict[str, Any]]] = {}
         for prompt in prompts:
             if prompt.messages not in sent:  # the images of a group are encoded once
                 sent[prompt.messages] = [each_text(_message(turn), parted) for turn in prompt.messages]
-            generator = self.stream.generator("chat_completions", prompt.uid, asked[prompt.uid])
-            asked[prompt.uid] += 1
+            generator = self.stream.generator("chat_completions", prompt.uid, counts[prompt.uid])
+            counts[prompt.uid] += 1
             requests.append(
                 {
                     "model": self.model,
@@ -103,11 +103,11 @@ class ChatCompletions(JsonClient):
                 }
             )
         with ThreadPoolExecutor(self.parallel) as pool:
-            outcomes = list(pool.map(self._ask, requests))
+            outcomes = list(pool.map(self._request, requests))
         return tuple(self._row(*both) for both in zip(prompts, outcomes, strict=True))
 
-    def _ask(self, request: Mapping[str, Any]) -> Outcome:
-        """Send a request and read the answer; anything but a chat completion is an error."""
+    def _request(self, request: Mapping[str, Any]) -> Outcome:
+        """Send a request and parse the chat completion; raises ValueError for another answer."""
         data = self.post(request)
         try:
             choice = json.loads(data)["choices"][0]
@@ -123,14 +123,14 @@ class ChatCompletions(JsonClient):
         )
 
     def _row(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Turn an answer into a row; without a policy it has no steps."""
+        """Make the row of an answer; without a policy it has no steps."""
         if self.policy is None:
             return Trajectory(prompt, prompt.uid, (outcome,), None, 0, on_policy=False)
         return self.policy.encode(prompt, outcome)
 
 
 def _message(turn: Message) -> dict[str, Any]:
-    """Write a message in OpenAI's form: a text, or parts of the types text and image_url."""
+    """Convert a message to OpenAI's form: a text, or parts of the types text and image_url."""
     content = [item for part in turn.parts for item in _part(part)]
     if not any(part.media for part in turn.parts):
         content = "".join(part.text for part in turn.parts)
@@ -141,16 +141,18 @@ def _message(turn: Message) -> dict[str, Any]:
 
 
 def _part(part: Part) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": part.text}] if part.media is None else _media(part.media)
+    if part.media is None:
+        return [{"type": "text", "text": part.text}]
+    return MODALITIES[part.media.kind].chat_parts(part.media.load())
 
 
-def _media(media: Media) -> list[dict[str, Any]]:
-    """Write an image, or the frames of a video, each after its time."""
-    frames = media.load()
-    parts: list[dict[str, Any]] = []
-    for pixels, time in zip(frames.pixels, frames.times.tolist(), strict=True):
-        if media.kind == "video":
-            parts.append({"type": "text", "text": f"Video at {time:.2f} s:"})
-        url = f"data:image/png;base64,{png(pixels)}"
-        parts.append({"type": "image_url", "image_url": {"url": url}})
-    return parts
+def image_parts(frames: Frames) -> list[dict[str, Any]]:
+    """Write frames as images in PNG."""
+    urls = [f"data:image/png;base64,{png(pixels)}" for pixels in frames.pixels]
+    return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+
+
+def video_parts(frames: Frames) -> list[dict[str, Any]]:
+    """Write the frames of a video as images, each after its time."""
+    times = [{"type": "text", "text": f"Video at {time:.2f} s:"} for time in frames.times.tolist()]
+    return [part for pair in zip(times, image_parts(frames), strict=True) for part in pair]

@@ -1,4 +1,4 @@
-"""Engines that take answers from the data set: recorded ones, demonstrations, and those of other prompts."""
+"""Engines that use recorded answers of the data set, or answers to other prompts, as rollouts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, reading
 class Offline:
     """Use recorded answers as rollouts: demonstrations, or the rows of preference pairs.
 
-    The answers of a prompt are used in order, starting over after the last. With `shuffle` the order is
-    drawn anew for every collection, so that of many answers any may be compared (GDRO, arXiv 2601.02036,
-    ranks 6 of 16).
+    The answers of a prompt are used in order, and again from the first after the last. With `shuffle` every
+    collection draws a new order, so that a part of many answers is compared (GDRO, arXiv 2601.02036, ranks 6
+    of 16).
     """
 
     notes: frozenset[str] = frozenset()
     reads_answers = True
-    needs_answers = True  # every prompt has some
+    needs_answers = True  # every prompt must have one
 
     def __init__(self, policy: Policy, *, stream: Stream, shuffle: bool = False) -> None:
         self.policy, self.stream, self.shuffle = policy, stream, shuffle
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Encode one answer for every entry of `prompts`."""
-        asked: dict[str, int] = {}
+        """Encode one recorded answer for every entry of `prompts`."""
+        following: dict[str, int] = {}  # number of the next answer to each prompt
         rows = []
         for prompt in prompts:
             count = len(prompt.answers)
@@ -41,9 +41,9 @@ class Offline:
                 raise ValueError(
                     f"prompt '{prompt.uid}' has no recorded answers; the engine `offline` needs them"
                 )
-            place = asked.get(prompt.uid, 0)
-            asked[prompt.uid] = (place + 1) % count
-            if self.shuffle:  # the key has no count: all rollouts of a prompt walk through one order
+            place = following.get(prompt.uid, 0)
+            following[prompt.uid] = (place + 1) % count
+            if self.shuffle:  # one order for all rollouts of a prompt
                 place = torch.randperm(count, generator=self.stream.generator(prompt.uid)).tolist()[place]
             with reading(prompt):
                 rows.append(self.policy.encode(prompt, prompt.answers[place]))
@@ -65,15 +65,14 @@ class WithDemos:
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Sample the remaining rollouts with the wrapped engine, and append the demonstrations."""
-        asked = Counter(prompt.uid for prompt in prompts)
+        counts = Counter(prompt.uid for prompt in prompts)
         distinct = {prompt.uid: prompt for prompt in prompts}
         shown = {
-            uid: min(self.per_group, asked[uid]) if prompt.answers else 0 for uid, prompt in distinct.items()
+            uid: min(self.per_group, counts[uid]) if prompt.answers else 0 for uid, prompt in distinct.items()
         }
-        wanted = [prompt for uid, prompt in distinct.items() for _ in range(asked[uid] - shown[uid])]
+        wanted = [prompt for uid, prompt in distinct.items() for _ in range(counts[uid] - shown[uid])]
         sampled = self.engine.rollout(wanted) if wanted else ()
         demos = [
-            # Over again where there are too few.
             self.policy.encode(prompt, prompt.answers[turn % len(prompt.answers)])
             for uid, prompt in distinct.items()
             for turn in range(shown[uid])
@@ -85,8 +84,8 @@ class WithDemos:
 class WithMismatched:
     """Replace the last rollout of every prompt by an answer to another prompt (KTO, arXiv 2402.01306).
 
-    It is the first answer to the next prompt, tagged `unrelated`. Prompts follow each other in a ring, in
-    their order on this process; a single prompt gets its own answer. A prompt with one rollout keeps it.
+    The replacement is the first answer to the next prompt, with the tag `unrelated`. The last prompt of this
+    process gets the answer to the first; a single prompt gets its own. A prompt with one rollout keeps it.
     """
 
     notes: frozenset[str] = frozenset()
@@ -95,16 +94,18 @@ class WithMismatched:
         self.engine, self.policy = engine, engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Sample one answer less of every prompt with the wrapped engine, and append the mismatched ones."""
-        asked = Counter(prompt.uid for prompt in prompts)
+        """Sample one answer fewer per prompt with the wrapped engine, and append the mismatched answers."""
+        counts = Counter(prompt.uid for prompt in prompts)
         distinct = {prompt.uid: prompt for prompt in prompts}
-        wanted = [prompt for uid, prompt in distinct.items() for _ in range(max(1, asked[uid] - 1))]
+        wanted = [prompt for uid, prompt in distinct.items() for _ in range(max(1, counts[uid] - 1))]
         rows = self.engine.rollout(wanted)
-        first = {row.prompt.uid: row.outcomes[-1] for row in reversed(rows)}  # of equal keys the last stays
+        first = {
+            row.prompt.uid: row.outcomes[-1] for row in reversed(rows)
+        }  # a later entry of a dictionary wins
         ring = list(distinct)
         mismatched = []
         for uid, following in zip(ring, [*ring[1:], *ring[:1]], strict=True):
-            if asked[uid] > 1:
+            if counts[uid] > 1:
                 row = self.policy.encode(distinct[uid], first[following])
                 last = row.outcomes[-1]
                 tags = {**last.tags, "unrelated": "yes"}

@@ -1,4 +1,4 @@
-"""An engine that plays games: roles that take turns over one policy, or against a frozen one."""
+"""An engine that plays games of several roles with one policy, or against a frozen one."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ FINISH = "finish"
 
 @dataclass(eq=False)
 class Match:
-    """A game that is being played about a prompt."""
+    """The state of one game about a prompt."""
 
     prompt: Prompt
-    index: int  # among the games about this prompt in a round
-    round: int  # of the step, in which a prompt may be drawn again
+    index: int  # number of the game among those about this prompt
+    round: int  # of the step; a prompt may be drawn again in a later round
     state: Any
     turns: list[Turn] = field(default_factory=list)
     rows: list[Trajectory] = field(default_factory=list)
-    frozen: list[bool] = field(default_factory=list)  # whether a turn was taken by the frozen policy
-    asked: int = 0  # turns so far
+    frozen: list[bool] = field(default_factory=list)  # whether the frozen policy took a turn
+    num_turns: int = 0
 
     @property
     def name(self) -> str:
-        """Name it, unlike any other game of the step."""
+        """Name of the game, unique in the step."""
         return f"{self.prompt.uid}/{self.round}/{self.index}"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A player's turn that is to be taken."""
+class PendingTurn:
+    """A turn that a player has to take."""
 
     match: Match
     player: str
     number: int
     tags: Mapping[str, str]
-    prompt: Prompt  # what the player reads, under a uid of its own
+    prompt: Prompt  # that the player reads, with a uid of its own
 
 
 @engine(copies_policy=True, sets_tags={EPISODE, TURN, "game", FINISH, CHANGED})
@@ -58,19 +58,19 @@ class Play:
     """Play games about prompts: every rollout is a game, every turn of it a row.
 
     Rows have the tags `episode` and `game` (the name of the game), `turn` (from 0), `role`, and those that
-    the rules give; the rewards that the rules record, such as `payoff`, are read by `precomputed` with `at:
-    every`. In every round the players whose turn it is in all games are asked together. A game that would
-    take more than `max_turns` ends as it stands: its rows have `finish: turns`, and the rules are asked for
-    payoffs as at any end. What a player reads is in the column `read` of completions. It wraps any engine;
-    what that engine draws depends on step, prompt, game, turn and player. `replay` keeps none of these rows.
+    the rules set. The reward `precomputed` with `at: every` reads the rewards that the rules record, such as
+    `payoff`. All games advance together, in one batch of turns. A game that reaches `max_turns` ends
+    unfinished: its rows have `finish: turns`, and the rules give payoffs as at any end. The column `read` of
+    completions has the prompt of a turn. It wraps any engine, whose random draws depend on step, prompt,
+    game, turn and player. `replay` stores none of these rows.
 
     Args:
         engine: The engine that answers a turn.
         game: The rules.
         max_turns: The most turns of a game, of all players together.
-        frozen: Roles that a frozen policy plays, whose turns are no rows. The engine is copied for it, which
-            works for `vision.generate` and dataclasses around it, such as `vision.with_tools`.
-        policy: The frozen policy; by default the run's own as it was before training. An evaluation names it.
+        frozen: Roles that a frozen policy plays, whose turns are no rows. It gets a copy of the engine, which
+            must be `vision.generate` or a dataclass around it, such as `vision.with_tools`.
+        policy: The frozen policy; by default the run's own before training. Evaluations must name it.
     """
 
     notes: frozenset[str] = frozenset()
@@ -98,7 +98,7 @@ class Play:
         self.counts: Counter[str] = Counter()
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Play a game for every entry; in every round, all games advance together."""
+        """Play a game for every entry; all games advance together."""
         counters: dict[str, count[int]] = defaultdict(count)
         matches = []
         for prompt in prompts:
@@ -107,13 +107,13 @@ class Play:
             state = self.game.begin(prompt, generator)
             matches.append(Match(prompt, index, self.stream.round, state))
         live = matches
-        while asked := [turn for match in live for turn in self._asked(match)]:
-            self._answer(asked)
-            live = list({id(turn.match): turn.match for turn in asked}.values())
+        while pending := [turn for match in live for turn in self._pending(match)]:
+            self._answer(pending)
+            live = list({id(turn.match): turn.match for turn in pending}.values())
         return tuple(row for match in matches for row in self._rows(match))
 
     def metrics(self) -> Mapping[str, float]:
-        """Return turns and unfinished games per game, and the share of turns of every role."""
+        """Turns per game, share of unfinished games, and the share of turns of every role."""
         counts, self.counts = self.counts, Counter()
         games, turns = max(1, counts["games"]), max(1, counts["turns"])
         return {
@@ -122,46 +122,46 @@ class Play:
             **{f"game/share_of_turns/{role}": counts[f"role {role}"] / turns for role in self.game.roles},
         }
 
-    def _asked(self, match: Match) -> list[Asked]:
-        """List the turns of a game that are to be taken now."""
+    def _pending(self, match: Match) -> list[PendingTurn]:
+        """List the turns of a game to take now."""
         players, listed = list(self.game.acting(match.state)), []
-        if match.asked + len(players) > self.max_turns:
+        if match.num_turns + len(players) > self.max_turns:
             return []
         for player in players:
-            number, match.asked = match.asked, match.asked + 1
+            number, match.num_turns = match.num_turns, match.num_turns + 1
             messages = self.game.observe(match.state, player)
             if not messages or not all(isinstance(message, Message) for message in messages):
                 raise TypeError(
                     f"{type(self.game).__name__}.observe must return messages (`mmrl.core.types.Message`) "
                     f"for '{player}', not {messages!r:.80}"
                 )
-            # A uid of its own, by which the inner engine draws and tells prompts apart.
+            # The inner engine draws by uid, so every turn has its own.
             tags = dict(self.game.tags(match.state, player))
             prompt = replace(
                 match.prompt,
                 uid=f"{match.name}/{number}/{player}",
                 messages=tuple(messages),
-                tags={**match.prompt.tags, **tags},  # by which a policy with adapters of roles chooses one
+                tags={**match.prompt.tags, **tags},  # a policy with adapters of roles selects one by these
             )
-            listed.append(Asked(match, player, number, tags, prompt))
+            listed.append(PendingTurn(match, player, number, tags, prompt))
         return listed
 
-    def _answer(self, asked: Sequence[Asked]) -> None:
-        """Take turns, each with the policy of its role, and change the states of their games."""
-        against = [turn.tags.get("role") in self.frozen for turn in asked]
+    def _answer(self, pending: Sequence[PendingTurn]) -> None:
+        """Sample turns, each with the policy of its role, and update the states of their games."""
+        against = [turn.tags.get("role") in self.frozen for turn in pending]
         rows: dict[int, Trajectory] = {}
         for one, answering in ((False, self.engine), (True, self.opponent)):
             places = [place for place, frozen in enumerate(against) if frozen == one]
             if places:
-                made = answering.rollout([asked[place].prompt for place in places])
-                if len(made) != len(places):
+                answers = answering.rollout([pending[place].prompt for place in places])
+                if len(answers) != len(places):
                     raise ConfigError(
-                        f"the engine {type(answering).__name__} made {len(made)} rows of {len(places)} "
+                        f"the engine {type(answering).__name__} made {len(answers)} rows of {len(places)} "
                         "turns, but play needs one of each, so no conversation of several rows: leave "
                         "`only_n_most_recent_images` of vision.with_tools at 0"
                     )
-                rows |= dict(zip(places, made, strict=True))
-        for place, turn in enumerate(asked):
+                rows |= dict(zip(places, answers, strict=True))
+        for place, turn in enumerate(pending):
             match, row = turn.match, rows[place]
             answer = row.outcomes[-1].text or ""
             match.state = self.game.act(match.state, turn.player, answer)
@@ -170,7 +170,7 @@ class Play:
             match.frozen.append(against[place])
 
     def _recorded(self, match: Match, unfinished: bool) -> list[Mapping[str, float]]:
-        """Ask the rules for the rewards of every turn; raises `ValueError` where they fail."""
+        """Get the rewards of every turn from the rules; raises `ValueError` if they fail."""
         number = len(match.turns)
         which = f"the game '{match.name}' of {type(self.game).__name__}, "
         which += f"which `max_turns` cut after {number} turns" if unfinished else f"of {number} turns"
@@ -188,12 +188,12 @@ class Play:
         return recorded
 
     def _rows(self, match: Match) -> list[Trajectory]:
-        """Make the rows of a game that has ended, with what the rules record."""
+        """Make the rows of a finished game, with the rewards that the rules record."""
         unfinished = bool(self.game.acting(match.state))
         recorded = self._recorded(match, unfinished)
         self.counts.update(games=1, turns=len(match.turns), unfinished=unfinished)
         self.counts.update(f"role {turn.tags.get('role', '')}" for turn in match.turns)
-        made = []
+        rows = []
         for turn, row, rewards, frozen in zip(match.turns, match.rows, recorded, match.frozen, strict=True):
             if frozen:
                 continue
@@ -205,14 +205,14 @@ class Play:
             outcome = replace(last, tags=tags, recorded={**last.recorded, **rewards})
             prompt = replace(row.prompt, uid=match.prompt.uid)
             logged = {**row.logged, "read": row.prompt.text}
-            made.append(
+            rows.append(
                 replace(row, prompt=prompt, group=match.prompt.uid, outcomes=(outcome,), logged=logged)
             )
-        return made
+        return rows
 
 
 def with_policy(engine: Engine, policy: Callable[[], Policy] | None) -> Engine:
-    """Copy an engine, with all that it wraps, for another policy, which is loaded and never learns."""
+    """Copy an engine and the engines inside it for another policy, which is loaded and not trained."""
     if policy is None:
         raise ConfigError(
             "`frozen` of play needs the policy that plays these roles: set `policy: {name: vision.tokens, "
@@ -233,6 +233,6 @@ def with_policy(engine: Engine, policy: Callable[[], Policy] | None) -> Engine:
 
 
 def _takes(engine: Any, name: str) -> bool:
-    """Whether an engine is a dataclass that is made with a field of this name."""
+    """Whether an engine is a dataclass whose constructor takes a field of this name."""
     fields = dataclasses.fields(engine) if dataclasses.is_dataclass(engine) else ()
     return any(field.init and field.name == name for field in fields)

@@ -1,7 +1,7 @@
-"""An engine whose rollouts are made by Ray actors, on this machine or on others, each with its own model.
+"""An engine that runs the engines before it in Ray actors, each with a model of its own.
 
-A rollout depends on its prompt, the random streams and the weights, and on nothing else. So an actor holds
-nothing that a request does not say again: one that dies is started anew, and asked the same once more.
+A rollout depends on its prompt, the random streams and the weights alone. Every request has all of these, so
+an actor that dies is restarted and gets the same request again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from mmrl.runtime.workers import Workers, object_in
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request to a worker: prompts to answer with engines, at a step and round, at a clock's schedules."""
+class RolloutRequest:
+    """A request to a worker: engines, prompts, and the moment of the run, which seeds draws and schedules."""
 
     engines: tuple[Piece, ...]
     prompts: tuple[Prompt, ...]
@@ -43,43 +43,44 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """What a worker made: rows, the place of each row's prompt in the request, and what its engines tell."""
+class RolloutReply:
+    """The reply of a worker: rows, the index of each row's prompt in the request, and metrics of engines."""
 
     rows: Rollouts
-    places: tuple[int | None, ...]  # None: the engine changed the prompt, which the row then holds
+    places: tuple[int | None, ...]  # None: the engine changed the prompt, so the row has it
     metrics: Mapping[str, float]
-    seconds: float  # that it took
+    seconds: float  # of work
 
 
 class Worker:
-    """The policy of a run, made again in a process of its own, and the engines that it is asked with."""
+    """A copy of the policy and the engines of a run, in a process of its own."""
 
     def __init__(self, policy: Piece, seed: int, stage: int) -> None:
-        # What the run has drawn is overwritten by its weights, so no seed is set here.
+        # No seed is needed: the weights of the run replace all initial weights.
         self.stream, self.version = Stream(seed, stage=stage), 0
         self.piece = policy
         self.policy: Policy = Pieces(self.stream).make("policy", policy)
         self.policy.module.to("cuda" if torch.cuda.is_available() else "cpu")
-        self.chains: dict[str, tuple[Engine, Pieces]] = {}  # of training, and of an evaluation
+        self.chains: dict[str, tuple[Engine, Pieces]] = {}  # engines of training and evaluation
 
-    def rollout(self, asked: Asked, version: int, weights: bytes) -> Answered:
+    def rollout(self, request: RolloutRequest, version: int, weights: bytes) -> RolloutReply:
         """Answer prompts with the weights of a version."""
         began = time.monotonic()
         if version != self.version:
             self._load(weights)
             self.version = version
-        self.stream.step, self.stream.round, self.stream.purpose = asked.step, asked.round, asked.purpose
-        engine, pieces = self._chain(asked.engines)
-        pieces.tick(asked.clock)
-        rows = engine.rollout(asked.prompts)
+        self.stream.step, self.stream.round = request.step, request.round
+        self.stream.purpose = request.purpose
+        engine, pieces = self._chain(request.engines)
+        pieces.tick(request.clock)
+        rows = engine.rollout(request.prompts)
         check_environments(outcome for row in rows for outcome in row.outcomes)
-        place = {id(prompt): i for i, prompt in enumerate(asked.prompts)}
+        place = {id(prompt): i for i, prompt in enumerate(request.prompts)}
         places = tuple(place.get(id(row.prompt)) for row in rows)
         packed = tuple(map(self._pack, rows, places))
         tells = [piece.metrics() for piece in pieces.that_are(HasMetrics).values()]
         metrics = {k: v for part in tells for k, v in part.items()}
-        return Answered(packed, places, metrics, time.monotonic() - began)
+        return RolloutReply(packed, places, metrics, time.monotonic() - began)
 
     def _chain(self, listed: tuple[Piece, ...]) -> tuple[Engine, Pieces]:
         if (key := repr(listed)) not in self.chains:
@@ -92,7 +93,7 @@ class Worker:
         return self.chains[key]
 
     def _pack(self, row: Trajectory, place: int | None) -> Trajectory:
-        if place is None:  # the other side does not have the prompt
+        if place is None:  # the run does not have the prompt
             return row
         row = self.policy.pack(row) if isinstance(self.policy, Portable) else row
         return replace(row, prompt=None)
@@ -109,16 +110,16 @@ class Worker:
 
 
 class Servers:
-    """The workers of a policy, and the weights that were put where they take them from."""
+    """The workers of a policy, and the published weights."""
 
     def __init__(self, policy: Policy, recipe: Recipe, workers: Workers) -> None:
         self.policy, self.version, self.weights, self.seen = policy, 0, None, ""
         parts = recipe.policy, recipe.seed, recipe.stage
         self.actors = Actors(Worker, parts, workers, "the workers of `ray_workers`")
-        self.busy, self.since = 0.0, 0.0  # seconds of all workers' work, and the moment from which they count
+        self.busy, self.since = 0.0, 0.0  # seconds of work of all workers, and when counting began
 
     def publish(self) -> None:
-        """Put the trained weights where workers take them from, if they changed.
+        """Publish the trained weights in Ray's object store, if they changed.
 
         A hash tells, as identities and versions of tensors do not: FSDP2 gathers into the same tensors,
         and a reference that samples is swapped in as `.data`.
@@ -127,7 +128,7 @@ class Servers:
         from safetensors.torch import save
 
         weights = trained(self.policy.module)
-        if any(map(is_shard, weights.values())):  # they were put there while they were whole
+        if any(map(is_shard, weights.values())):  # published before they were sharded
             return
         if (seen := of_tensors(weights.values())) == self.seen:
             return
@@ -141,26 +142,26 @@ _SERVERS: WeakValueDictionary[tuple, Servers] = WeakValueDictionary()  # of trai
 @engine(packages={"ray": "ray"})
 @dataclass(eq=False)
 class RayWorkers:
-    """Make the rollouts of the engines before it in Ray actors, on this machine or on others.
+    """Run the engines before it in Ray actors, on this machine or on others.
 
-    Every actor has the model and the engines of the configuration and gets the trained weights after each
-    update; groups are divided among actors. Answers are those of the run's own process: draws depend on seed,
-    step, prompt and number, and only sums of floating-point numbers differ with the rows that are computed
-    together. A worker that dies is started again by Ray, and what it was asked is asked again. Engines with a
-    memory, such as `with_replay`, stand after this one. An evaluation whose engines end with the same
-    settings has the workers of the training. Environments that answers hold must be picklable.
+    Every actor has the model and the engines of the configuration, and gets the trained weights after each
+    update. Groups are divided among actors. Answers equal those of one process up to rounding, which depends
+    on the rows of a batch: random draws depend on seed, step, prompt and answer number. Ray restarts a worker
+    that dies, and its request is sent again. List engines with a memory, such as `with_replay`, after this
+    one. An evaluation with the same settings shares the workers of the training. Environments of answers must
+    be picklable.
 
-    Ray sends Python objects as pickles and trusts whoever reaches its ports: keep them in a private network.
+    Ray sends Python objects as pickles and trusts everyone who reaches its ports: use a private network.
 
     Args:
-        num_workers: Actors.
-        num_cpus: CPU cores of an actor; whole numbers are also its threads.
-        num_gpus: GPUs of an actor, which may be shares.
-        resources: Further resources of an actor, as the cluster names them: `{rollout_node: 1}`.
-        runtime_env: Environment of the actors, as Ray takes it: packages, variables, a working folder.
+        num_workers: Number of actors.
+        num_cpus: CPU cores of an actor; a whole number is also its number of threads.
+        num_gpus: GPUs of an actor; may be a fraction.
+        resources: Further resources of an actor by the names of the cluster: `{rollout_node: 1}`.
+        runtime_env: Ray's `runtime_env` of the actors: packages, variables, a working folder.
         address: Address of a cluster; empty: `RAY_ADDRESS`, or a cluster of this process on this machine.
         timeout: Seconds that the rollouts of one round may take.
-        max_restarts: How often an actor is started again before the run ends.
+        max_restarts: Restarts of an actor until the run fails.
     """
 
     engine: Engine
@@ -175,7 +176,7 @@ class RayWorkers:
     address: str = ""
     timeout: PositiveFloat = 1800.0
     max_restarts: NonNegativeInt = 3
-    notes: ClassVar[frozenset[str]] = frozenset()  # those of the engines before it
+    notes: ClassVar[frozenset[str]] = frozenset()  # the engines before it declare theirs
     answers_elsewhere: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -185,9 +186,9 @@ class RayWorkers:
                 "list it after ray_workers"
             )
         for piece in (self.recipe.policy, *self.recipe.engines):
-            if found := object_in({"name": piece.name, **piece.options}):
+            if name := object_in({"name": piece.name, **piece.options}):
                 raise ConfigError(
-                    f"ray_workers makes '{piece.name}' again in other processes, where '{found}' of this "
+                    f"ray_workers makes '{piece.name}' again in other processes, where '{name}' of this "
                     "program is not; write it into a module and name that as `module:function`"
                 )
         self.policy = self.engine.policy
@@ -201,13 +202,13 @@ class RayWorkers:
         self.rows = 0
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry; groups stay together, and rows are in the order of their prompts."""
+        """Answer every entry; groups stay together, rows are in the order of prompts."""
         if self.begun is None or [*map(id, self.begun[0])] != [*map(id, prompts)]:
             self.ask(prompts)
         assert self.begun is not None  # `ask` set it
-        (_, shares, asked), self.begun = self.begun, None
+        (_, shares, requests), self.begun = self.begun, None
         try:
-            answers: list[Answered] = self.servers.actors.collect(asked, self.timeout)
+            answers: list[RolloutReply] = self.servers.actors.collect(requests, self.timeout)
         except TimeoutError as error:
             raise TimeoutError(f"{error}; give `timeout` more, or the run more workers") from error
         rows: list[Trajectory] = []
@@ -226,23 +227,23 @@ class RayWorkers:
         return trained(self.policy.module).values()
 
     def send(self) -> None:
-        """Put the weights of this moment where workers take them from."""
+        """Publish the current weights."""
         self.servers.actors.start()
         self.servers.since = self.servers.since or time.monotonic()
         self.servers.publish()
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
-        """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
+        """Start rollouts with the current weights, step and round; `rollout` collects them."""
         self.send()
         actors = self.servers.actors
-        shares = [share for share in divided(prompts, self.num_workers) if share]  # some have none
+        shares = [share for share in divided(prompts, self.num_workers) if share]
         moment = self.stream.step, self.stream.round, self.stream.purpose, self.recipe.clock()
-        requests = [(Asked(self.recipe.engines, tuple(share), *moment),) for share in shares]
+        requests = [(RolloutRequest(self.recipe.engines, tuple(share), *moment),) for share in shares]
         weights = self.servers.version, self.servers.weights
         self.begun = list(prompts), shares, actors.begin(requests, *weights, method="rollout")
 
     def metrics(self) -> Mapping[str, float]:
-        """Return what the workers' engines tell, averaged over rows, restarts, and a worker's seconds."""
+        """Metrics of the workers' engines averaged over rows, restarts, and seconds of work per worker."""
         rows, metrics, servers, now = max(1, self.rows), self.metrics, self.servers, time.monotonic()
         busy, passed = servers.busy / self.num_workers, now - (servers.since or now)
         restarts, servers.actors.restarts, servers.busy, servers.since = servers.actors.restarts, 0, 0.0, now
@@ -260,7 +261,7 @@ class RayWorkers:
 
 
 def trained(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """List the trained parameters by name, without what data parallelism puts before names."""
+    """List the trained parameters by name, without the prefix of data parallelism."""
     return {
         name.removeprefix("module."): weight
         for name, weight in module.named_parameters()
@@ -269,7 +270,7 @@ def trained(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def divided(prompts: Sequence[Prompt], number: int) -> list[list[Prompt]]:
-    """Divide prompts among workers: whole groups, each to the worker with the fewest rollouts so far."""
+    """Divide prompts among workers: each group goes to the worker with the fewest rollouts so far."""
     groups: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         groups[prompt.uid].append(prompt)

@@ -1,14 +1,13 @@
-"""Engines that bring answers of earlier steps back: replay.
+"""Engines for experience replay: they store rows and add them to later collections.
 
-They generate nothing themselves. They remember rows of the reward table, with the tokens and the
-log-probabilities that the engine noted, and add some of them to later collections. An objective with
-`against: engine` compares with the log-probabilities of the time when they were sampled.
+Rows keep the tokens and log-probabilities that the engine noted. An objective with `against: engine` compares
+with the log-probabilities at sampling time.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -26,13 +25,13 @@ from mmrl.core.tensor import group_index
 from mmrl.core.types import CHANGED, Outcome, Prompt, Rollouts, Trajectory
 from mmrl.data.row_prompts import uids_of
 
-RECALLED = frozenset({"token", "logp", "temperature"})  # the notes that a rollout is made from again
-TINY = 1e-6  # an advantage that is smaller counts as none
-REPLAY = "replay"  # tag of rows that were brought back
+RECALLED = frozenset({"token", "logp", "temperature"})  # notes that restore a rollout
+TINY = 1e-6  # smaller advantages count as 0
+REPLAY = "replay"  # tag of replayed rows
 
 
 class Memory:
-    """Rows of earlier steps in one or more reward tables, and the step of each."""
+    """A replay buffer: rows of earlier steps in one or more reward tables, and the step of each."""
 
     notes: frozenset[str] = frozenset()
 
@@ -44,23 +43,23 @@ class Memory:
             )
         self.engine, self.policy, self.stream, self.prompts = engine, engine.policy, stream, prompts
         self.tables, self.steps = [RewardTable.empty()] * tables, torch.zeros(0, dtype=torch.int64)
-        self.added = 0  # rows that were brought back since the last report
+        self.added = 0  # rows replayed since the last report
 
     @property
     def stored(self) -> RewardTable:
-        """The rows as they were measured."""
+        """The stored rows as they were scored, before the advantage chain."""
         return self.tables[0]
 
     @cached_property
     def places(self) -> Mapping[str, int]:
-        """Where each prompt stands in the data."""
+        """Index of each prompt in the data."""
         return {uid: i for i, uid in enumerate(uids_of(self.prompts))}
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry with the wrapped engine.
 
-        Answers to prompts that a sampler changed, by a hint or by noise, are marked: they are not remembered,
-        because only prompts of the data can be looked up again.
+        Answers to prompts that a sampler changed, by a hint or by noise, get the tag `changed`. They are not
+        stored, because only prompts of the data can be looked up again.
         """
         rows = self.engine.rollout(prompts)
         return tuple(row if self._of_data(row.prompt) else _marked(row) for row in rows)
@@ -73,7 +72,7 @@ class Memory:
         return own is prompt or (own.text == prompt.text and operator.eq(*names))
 
     def restore_rows(self, table: RewardTable) -> Rollouts:
-        """Make the rollouts of rows that were brought back, from the tokens that the engine noted."""
+        """Restore the rollouts of replayed rows from the noted tokens."""
         return tuple(self._row(table, i, self.prompts[self.places[uid]]) for i, uid in enumerate(table.uids))
 
     def _row(self, table: RewardTable, i: int, prompt: Prompt) -> Trajectory:
@@ -85,23 +84,23 @@ class Memory:
             Outcome(text=row.outcomes[-1].text, end=int(end), tags=tags) for end in table.ends[i]
         )
         outcomes = outcomes[: int(table.present[i].sum())]
-        # So that metrics of how well the engine samples from the policy leave it out.
+        # Metrics of the mismatch between engine and policy skip replayed rows.
         notes = {**row.notes, "replayed": torch.ones(length)}
         return Trajectory(prompt, prompt.uid, outcomes, row.steps, length, notes, on_policy=False)
 
     def remember(self, rows: Tensor, *tables: RewardTable) -> None:
-        """Store rows (N,) bool of tables that were sampled now, as answers to prompts of the data."""
+        """Store rows (N,) bool of this step that are on-policy answers to prompts of the data."""
         table = tables[0]
         rows = rows & (table.ids["on_policy"][:, 0] == 1) & ~tagged(table, REPLAY) & ~tagged(table, CHANGED)
         self.tables = [old.join(new.select(rows)) for old, new in zip(self.tables, tables, strict=True)]
         self.steps = torch.cat([self.steps, torch.full((int(rows.sum()),), self.stream.step)])
 
     def keep(self, rows: Tensor) -> None:
-        """Forget all stored rows but these: (M,) bool."""
+        """Drop all stored rows but these: (M,) bool."""
         self.tables, self.steps = [table.select(rows) for table in self.tables], self.steps[rows]
 
     def bring_back(self, rows: Tensor) -> list[RewardTable]:
-        """Take stored rows (n,) of every table to add them to a collection, marked as replayed."""
+        """Copy stored rows (n,) of every table for a collection, with the tag `replay`."""
         self.added += len(rows)
         back = []
         for table in (table.select(rows) for table in self.tables):
@@ -110,7 +109,7 @@ class Memory:
         return back
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the rows that were brought back since the last call, and those that are stored."""
+        """Number of rows replayed since the last report, and of stored rows."""
         metrics = {"replay/rows": float(self.added), "replay/stored": float(len(self.steps))}
         self.added = 0
         return metrics
@@ -126,41 +125,43 @@ class Memory:
 
 
 def tagged(table: RewardTable, tag: str) -> Tensor:
-    """Return which rows have a tag, such as those that were brought back: (N,) bool."""
+    """Which rows have a tag, such as `replay`: (N,) bool."""
     return table.ids[tag].any(-1) if tag in table.ids else torch.zeros(len(table), dtype=torch.bool)
 
 
 def _marked(row: Trajectory) -> Trajectory:
+    """Add the tag `changed` to the outcomes of a row."""
     outcomes = (replace(outcome, tags={**outcome.tags, CHANGED: "yes"}) for outcome in row.outcomes)
     return replace(row, outcomes=tuple(outcomes))
 
 
 def strength(credit: RewardTable) -> Tensor:
-    """Return the largest absolute advantage of each row that is learned from: (N,)."""
+    """Largest absolute advantage of each row that is trained on: (N,)."""
     learned = credit.valid[:, 0] & credit.learn
     return torch.where(learned, credit.values[:, 0].abs(), 0.0).amax(-1)
 
 
-def among(uids: Sequence[str], wanted: Sequence[str]) -> Tensor:
-    """Return which uids are among others: (len(uids),) bool."""
-    known = set(wanted)
-    return torch.tensor([uid in known for uid in uids], dtype=torch.bool)
+def among(uids: Sequence[str], wanted: Iterable[str]) -> Tensor:
+    """Which uids are among the wanted ones: (len(uids),) bool."""
+    wanted = set(wanted)
+    return torch.tensor([uid in wanted for uid in uids], dtype=torch.bool)
 
 
 @engine(notes=RECALLED, sets_tags={REPLAY, CHANGED})
 class WithReplay(Memory):
     """Replace rows without an advantage by stored rows that had one (SSB, arXiv 2504.16656).
 
-    They are drawn without replacement, more likely with a larger absolute advantage, which they keep; none is
-    of a prompt of this step. The paper gives neither a formula nor numbers: this is our reading.
+    Stored rows are drawn without replacement, with probabilities that grow with their absolute advantage,
+    and keep their advantage. None belongs to a prompt of this step. The paper gives neither a formula nor
+    numbers: this is our reading.
 
     Args:
         engine: The engine that samples.
-        capacity: Rows that are stored; the oldest are forgotten first.
-        max_age: Steps after which a row is forgotten.
-        power: Power of the absolute advantage in the probability of a row; 0: all alike.
-        granularity: "row" exchanges single rows; "group" a whole group without any advantage for what is
-            stored of one prompt and step.
+        capacity: Stored rows; the oldest are dropped first.
+        max_age: Steps after which a row is dropped.
+        power: Exponent of the absolute advantage in the probability of a row; 0: uniform.
+        granularity: "row" replaces single rows; "group" replaces a group without any advantage by the stored
+            rows of one prompt and step.
     """
 
     def __init__(
@@ -178,15 +179,15 @@ class WithReplay(Memory):
         self.capacity, self.max_age, self.power, self.granularity = capacity, max_age, power, granularity
 
     def replay_before(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
-        """Add nothing before the advantage chain, since stored rows keep their advantage."""
+        """Add nothing before the advantage chain, because stored rows keep their advantage."""
         return torch.ones(len(table), dtype=torch.bool), table.select(torch.zeros(0, dtype=torch.int64))
 
     def replay_after(
         self, table: RewardTable, credit: RewardTable
     ) -> tuple[Tensor, RewardTable, RewardTable]:
-        """Return which rows stay (N,), and those that replace others, before and after the chain.
+        """Return which rows stay (N,), and the replacements, before and after the chain.
 
-        The rows of the step that have an advantage are stored.
+        Stores the rows of the step that have an advantage.
         """
         alive = strength(credit) > TINY
         self.keep(self.stream.step - self.steps <= self.max_age)
@@ -199,11 +200,11 @@ class WithReplay(Memory):
         return ~torch.isin(units, dead[:count]), back[0], back[1]
 
     def _units(self, group: Tensor, steps: Tensor) -> Tensor:
-        """Number what is exchanged as a whole: rows, or groups of one step."""
+        """Number the units of replacement: rows, or groups of one step."""
         return torch.arange(len(group)) if self.granularity == "row" else group_index([group, steps])
 
     def _choose(self, wanted: int, eligible: Tensor) -> tuple[Tensor, int]:
-        """Draw up to `wanted` stored units; return their rows (n,) and the number of units."""
+        """Draw up to `wanted` stored units; return their rows (n,) and how many units these are."""
         units = self._units(self.stored.group, self.steps) if len(self.steps) else self.steps
         size = strength(self.tables[1]) if len(self.steps) else self.steps.double()
         names = units[eligible].unique()
@@ -216,7 +217,7 @@ class WithReplay(Memory):
 
 
 class ByPrompt(Memory):
-    """Memory of right and of wrong answers to every prompt, which joins groups before the advantage chain."""
+    """A replay buffer of right and wrong answers by prompt, used before the advantage chain."""
 
     def __init__(
         self, engine: Engine, stream: Stream, prompts: Sequence[Prompt], of: str, above: float, capacity: int
@@ -225,11 +226,11 @@ class ByPrompt(Memory):
         self.of, self.above, self.capacity = of, above, capacity
 
     def right(self, table: RewardTable) -> Tensor:
-        """Return which answers are right: (N,) bool."""
+        """Which answers are right: (N,) bool."""
         return (table.at_end(self.of) if self.of else table.reward()) > self.above
 
     def of_prompt(self, uid: str, right: bool) -> Tensor:
-        """Return the places of the stored right, or wrong, answers to a prompt."""
+        """Indices of the stored right, or wrong, answers to a prompt."""
         if not len(self.steps):
             return self.steps
         return (among(self.stored.uids, [uid]) & (self.right(self.stored) == right)).nonzero()[:, 0]
@@ -241,7 +242,7 @@ class ByPrompt(Memory):
         return places[order[:count]]
 
     def store(self, table: RewardTable, rows: Tensor) -> None:
-        """Store rows (N,) bool; of every prompt the newest `capacity` right and wrong ones stay."""
+        """Store rows (N,) bool; keep the newest `capacity` right and wrong answers of every prompt."""
         self.remember(rows, table)
         keep = torch.ones(len(self.steps), dtype=torch.bool)
         for uid in dict.fromkeys(table.uids):
@@ -264,9 +265,9 @@ class WithSuccesses(ByPrompt):
 
     Args:
         engine: The engine that samples.
-        of: Reward that tells success from failure; "": the weighted sum of all.
-        above: An answer with more than this is a success.
-        capacity: Successes that are stored of every prompt.
+        of: Name of the reward that decides on success; "": the weighted sum of all.
+        above: An answer with a higher reward is a success.
+        capacity: Stored successes of every prompt.
     """
 
     def __init__(
@@ -282,7 +283,7 @@ class WithSuccesses(ByPrompt):
         super().__init__(engine, stream, train_prompts, of, above, capacity)
 
     def replay_before(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
-        """Return which rows stay (N,), and the successes that take the place of others."""
+        """Return which rows stay (N,), and the stored successes that replace the others."""
         right, drawn = self.right(table), [torch.zeros(0, dtype=torch.int64)]
         keep = torch.ones(len(table), dtype=torch.bool)
         for uid in dict.fromkeys(table.uids):

@@ -124,10 +124,10 @@ class Session:
         """One rollout per question; `images` and `videos` have an entry per question."""
         questions, read = [], self.media_reader()
         media = _per_prompt(images, len(prompts), "images"), _per_prompt(videos, len(prompts), "videos")
-        for prompt, shown, filmed in zip(prompts, *media, strict=True):
-            lists = as_list(shown), as_list(filmed)
-            question = prompt_of(f"p{self._asked + len(questions)}", prompt, *lists, read=read)
-            questions.append(replace(question, columns=columns))
+        for question, shown, filmed in zip(prompts, *media, strict=True):
+            given = {"image": as_list(shown), "video": as_list(filmed)}  # a single one may stand by itself
+            prompt = prompt_of(f"p{self._asked + len(questions)}", question, given, read=read)
+            questions.append(replace(prompt, columns=columns))
         self._asked += len(questions)
         return self.one_each(questions)
 

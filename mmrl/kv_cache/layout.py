@@ -6,27 +6,34 @@ order, so every block comes with the slots of its tokens; -1 marks an empty plac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmrl.core.modalities import MODALITIES
 from mmrl.kv_cache.attention import additive_mask
 from mmrl.kv_cache.blocks import Block, per_head
 from mmrl.kv_cache.row_groups import RowGroups
 
 
-def placeholders(config: Any, kinds: Sequence[str] = ("image", "video")) -> dict[str, int]:
-    """Read the ids of the tokens that stand for images and videos in a prompt from a model's config."""
-    ids = {kind: getattr(config, f"{kind}_token_id", None) for kind in kinds}
+def placeholders(config: Any) -> dict[str, int]:
+    """Read the placeholder token of every kind of media from the configuration of a model."""
+    ids = {kind: getattr(config, f"{kind}_token_id", None) for kind in MODALITIES}
     return {kind: token for kind, token in ids.items() if token is not None}
 
 
-def placeholder_ids(config: Any, kinds: Sequence[str] = ("image", "video")) -> list[int]:
+def placeholder_ids(config: Any) -> list[int]:
     """List the distinct ids of `placeholders`."""
-    return sorted(set(placeholders(config, kinds).values()))
+    return sorted(set(placeholders(config).values()))
+
+
+def media_ids(config: Any) -> list[int]:
+    """List the placeholder tokens of a model and the tokens that it writes around media."""
+    names = {name for modality in MODALITIES.values() for name in modality.borders}
+    borders = {token for name in names if (token := getattr(config, name, None)) is not None}
+    return sorted({*placeholder_ids(config), *borders})
 
 
 def find_visual(config: Any, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

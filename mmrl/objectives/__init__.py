@@ -1,1 +1,1 @@
-"""Objectives, and the pieces they are built from: surrogates, comparisons, penalties and weights."""
+"""Objectives and their pieces: surrogates, comparisons, penalties and weights."""

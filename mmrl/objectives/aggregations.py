@@ -1,10 +1,10 @@
-"""Aggregations: weights (N, T) by which per-step losses are summed, division included.
+"""Aggregations: weights (N, T) of per-step losses, including the division; losses are their weighted sum.
 
-`totals` are means over processes, so losses are exact on any number of them, and below 1 where there are
-fewer rows than processes.
+`batch.totals` are means over processes, so that losses are exact on any number of processes; they are below 1
+if there are fewer rows than processes.
 
-`count: drawn` divides by all rows that the group filter kept, also those that the advantage functions
-dropped, as TRL does with `mask_truncated_completions`; by default dropped rows leave the divisor.
+`count: drawn` divides by all rows after the group filter, including rows that advantage functions dropped, as
+TRL does with `mask_truncated_completions`; by default dropped rows do not count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Count = Literal["learned", "drawn"]
 
 
 def _rows(batch: Batch, count: Count) -> float:
-    """Count the rows to divide by; 1 where there are none."""
+    """Number of rows to divide by; 1 without rows."""
     return (batch.totals.rows if count == "learned" else batch.totals.drawn) or 1.0
 
 
@@ -35,22 +35,23 @@ def sequence_mean(batch: Batch, *, count: Count = "learned") -> Tensor:
 @aggregation
 def step_mean(batch: Batch) -> Tensor:
     """Average over all steps of the update, on all processes (DAPO, arXiv 2503.14476)."""
-    return batch.mask / (batch.totals.steps or 1.0)  # one divisor for all steps: long rows weigh more
+    return batch.mask / (batch.totals.steps or 1.0)  # one divisor: long rows weigh more
 
 
 @aggregation
 def fixed_length(batch: Batch, *, max_completion_length: PositiveInt, count: Count = "learned") -> Tensor:
     """Divide by rows times a constant length (Dr. GRPO, arXiv 2503.20783)."""
-    return batch.mask / (_rows(batch, count) * max_completion_length)  # no row's own length, so no bias by it
+    # No division by the length of a row, so no length bias.
+    return batch.mask / (_rows(batch, count) * max_completion_length)
 
 
 @aggregation
 def length_weighted(batch: Batch, *, count: Count = "learned") -> Tensor:
-    """Add the steps of a row up, and average over rows (LUSPO, arXiv 2602.05261; seq-mean-token-sum)."""
+    """Sum over the steps of a row, then average over rows (LUSPO, arXiv 2602.05261; seq-mean-token-sum)."""
     return batch.mask / _rows(batch, count)
 
 
-@aggregation(unit=Unit.GROUP)  # groups are counted, so none may be cut
+@aggregation(unit=Unit.GROUP)  # divides by groups, so micro-batches must not split them
 def group_mean(batch: Batch) -> Tensor:
-    """Average over the steps of a row, add the rows of a group up, and average over groups."""
+    """Average over the steps of a row, sum over the rows of a group, and average over groups."""
     return batch.mask / batch.mask.sum(-1, keepdim=True).clamp(min=1) / (batch.totals.groups or 1.0)

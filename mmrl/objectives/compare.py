@@ -1,8 +1,8 @@
-"""Comparisons of the rows of a group: implicit rewards to a loss (pairs and rankings).
+"""Comparisons: losses on the implicit rewards of the rows of a group (pairs and rankings).
 
-The result is the sum over groups of a micro-batch, divided by the groups of the update. With `level: row`
-the steps of a row are added up first. With `level: step` every column is a comparison of its own, and a
-group's loss is the mean over the columns that have two sides.
+The result is the sum over the groups of a micro-batch, divided by the number of groups of the update. With
+`level: row` implicit rewards are summed over the steps of a row. With `level: step` every step is a
+comparison of its own, and the loss of a group is the mean over the steps with rows on both sides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmrl.core.types import Unit
 Level = Literal["row", "step"]
 
 
-# ---- pairs: better rows have positive advantages, worse ones negative
+# ---- pairs: chosen rows have positive advantages, rejected rows negative ones
 
 
 @compare(unit=Unit.GROUP)
@@ -40,15 +40,15 @@ def sigmoid(
 ) -> Tensor:
     """DPO loss: -log sigmoid(beta margin - gamma) (arXiv 2305.18290; SimPO, arXiv 2405.14734).
 
-    The margin is the sum of advantage times implicit reward over a group: for a pair, that of the chosen
-    row minus that of the rejected one.
+    The margin of a group is the sum of advantage times implicit reward; for a pair, the implicit reward of
+    the chosen row minus that of the rejected one.
 
     Args:
-        beta: Scale of implicit rewards, above 0. For implicit rewards that are matching errors it is half
-            of the paper's (Diffusion-DPO, arXiv 2311.12908).
+        beta: Scale of implicit rewards, above 0. With matching errors as implicit rewards it is half of the
+            beta of Diffusion-DPO (arXiv 2311.12908).
         gamma: Target margin of SimPO, at least 0.
-        level: Compare rows (`row`), or the rows step by step (`step`).
-        label_smoothing: Share of labels taken to be flipped, in [0, 1], as in TRL's `sigmoid`.
+        level: Compare rows (`row`), or rows step by step (`step`).
+        label_smoothing: Assumed share of flipped labels, in [0, 1], as in TRL's `sigmoid`.
     """
     margin, decided = margins(implicit_reward, batch, level)
     logit = beta * margin - gamma  # softplus(-logit) = -log sigmoid(logit), without underflow
@@ -67,16 +67,16 @@ def robust(
 ) -> Tensor:
     """Robust DPO: the DPO loss, corrected for flipped labels (arXiv 2403.00409).
 
-    Its mean over noisy labels, of which the share `label_smoothing` is flipped, is the loss on clean ones.
+    If the share `label_smoothing` of labels is flipped, its expectation is the loss on clean labels.
 
     Args:
         beta: Scale of implicit rewards, above 0.
-        level: Compare rows (`row`), or the rows step by step (`step`).
+        level: Compare rows (`row`), or rows step by step (`step`).
         label_smoothing: Share of flipped labels, in [0, 0.5).
     """
     margin, decided = margins(implicit_reward, batch, level)
     loss = (1 - label_smoothing) * softplus(-beta * margin) - label_smoothing * softplus(beta * margin)
-    # A share e of labels flipped: the mean is ((1 - e)^2 - e^2) / (1 - 2 e) = 1 times the clean loss.
+    # With a share e of flipped labels its mean is ((1 - e)^2 - e^2) / (1 - 2 e) = 1 times the clean loss.
     return mean_over_groups(loss / (1 - 2 * label_smoothing), decided, batch)
 
 
@@ -84,7 +84,7 @@ def robust(
 def ipo(implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
     """IPO loss: squared distance of the margin to 1 / (2 beta) (arXiv 2310.12036).
 
-    Over rows, implicit rewards are averaged over the steps of each row and not added up, as in TRL.
+    With `level: row` implicit rewards are averaged over the steps of a row, not summed, as in TRL.
     """
     length = batch.mask.sum(-1, keepdim=True).clamp(min=1) if level == "row" else 1.0
     margin, decided = margins(implicit_reward / length, batch, level)
@@ -109,19 +109,19 @@ def discopop(
     tau: PositiveShare = 0.05,
     level: Level = "row",
 ) -> Tensor:
-    """DPO loss that turns into an exponential where the margin is positive (DiscoPOP, arXiv 2406.08414).
+    """Blend of the DPO loss and an exponential loss for positive margins (DiscoPOP, arXiv 2406.08414).
 
-    With x beta times the margin and s = sigmoid(x / tau): (1 - s) (-log sigmoid(x)) + s exp(-x). The loss
-    was discovered by a language model, and is not convex around 0.
+    (1 - s) (-log sigmoid(x)) + s exp(-x) with x = beta margin and s = sigmoid(x / tau). A language model
+    discovered this loss; it is not convex around 0.
 
     Args:
         beta: Scale of implicit rewards, above 0.
-        tau: Width of the change of form, in (0, 1]; the paper's value (TRL's `discopop_tau`).
-        level: Compare rows (`row`), or the rows step by step (`step`).
+        tau: Width of the transition, in (0, 1]; the default is the paper's (TRL's `discopop_tau`).
+        level: Compare rows (`row`), or rows step by step (`step`).
     """
     margin, decided = margins(implicit_reward, batch, level)
     logit = beta * margin
-    # exp(-x) sigmoid(x / tau) as one exponential: apart, the first overflows where the second is 0.
+    # exp(-x) sigmoid(x / tau) as one exponential: separately, exp(-x) overflows where the sigmoid is 0.
     exponential = (logsigmoid(logit / tau) - logit).exp()
     return mean_over_groups(torch.sigmoid(-logit / tau) * softplus(-logit) + exponential, decided, batch)
 
@@ -134,21 +134,21 @@ def wpo(
     compare: Callable = Piece("sigmoid"),
     max_weight: PositiveFloat = 1.0,
 ) -> Tensor:
-    """Weigh each group's comparison by how likely its rows are under the policy (WPO, arXiv 2406.11827).
+    """Weight the comparison of a group by the likelihood of its rows (WPO, arXiv 2406.11827).
 
-    The weight is the product over rows with an advantage of exp(mean of logp - log sum_k p_k^2), without
-    gradient: 1 for rows that the policy would sample itself. TRL's `use_weighting`.
+    The weight is the product, over rows with an advantage, of exp(mean of logp - log sum_k p_k^2), without
+    gradient; it is about 1 for rows that the policy would sample. TRL's `use_weighting`.
 
     Args:
-        compare: The comparison that is weighed.
-        max_weight: Largest weight; TRL's bound.
+        compare: The weighted comparison.
+        max_weight: Upper bound of the weight, as in TRL.
     """
     new, index = batch.others["new"], group_index([batch.group])
     surprise = masked_mean(new.logp - new.extra["sum_p2"].clamp(min=1e-30).log(), batch.mask, -1)
     moved = (batch.advantage * batch.mask != 0).any(-1)
     weights = group_sum(torch.where(moved, surprise, 0.0), index).exp().clamp(max=max_weight)
     loss = implicit_reward.new_zeros(())
-    for group, weight in enumerate(weights):  # a comparison gives one number for all groups it is shown
+    for group, weight in enumerate(weights):  # a comparison returns one number for all its groups
         inside = (index == group).to(batch.mask.dtype)[:, None]
         part = batch.replace(mask=batch.mask * inside, advantage=batch.advantage * inside)
         loss = loss + weight * compare(implicit_reward * inside, part)
@@ -156,9 +156,9 @@ def wpo(
 
 
 def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
-    """Sum advantage times implicit reward over each group.
+    """Sums of advantage times implicit reward over each group: margins (V, C), C is 1 or the number of steps.
 
-    Returns the margins (V, C), and whether each has rows of both signs. C is 1, or the number of steps.
+    The second result (V, C) tells whether there are rows of both signs.
     """
     advantage, index = batch.advantage * batch.mask, group_index([batch.group])
     margin = group_sum(advantage * implicit_reward, index)  # (V, T); of a pair: chosen minus rejected
@@ -169,9 +169,9 @@ def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor
 
 
 def mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
-    """Average (V, C) losses over the valid columns of each group, then over the groups of the update."""
+    """Mean of losses (V, C) over the decided columns of each group, then over the groups of the update."""
     means = masked_mean(torch.where(decided, loss, 0.0), decided.to(loss.dtype), -1)
-    return means.sum() / (batch.totals.groups or 1.0)  # groups without a decided column count too
+    return means.sum() / (batch.totals.groups or 1.0)  # undecided groups count too
 
 
 # ---- lists: advantages are rewards
@@ -189,16 +189,16 @@ def plackett_luce(
 ) -> Tensor:
     """Plackett-Luce ranking loss: implicit rewards ranked as the rewards (GDRO, arXiv 2601.02036).
 
-    Best first, each row is compared with the rows ranked below it: minus the mean log-softmax of their
-    scores under softmax(reward / tau). It needs plain rewards: `advantage: [total]`. Our reading: equal
-    rewards rank in the order of the rows, and a group in which all are equal is left out.
+    Each row is compared with the rows ranked below it: minus the mean log-softmax of their scores under
+    softmax(reward / tau). It reads plain rewards: `advantage: [total]`. Our reading: equal rewards rank in
+    the order of the rows, and groups of equal rewards are left out.
 
     Args:
         beta: Scale of implicit rewards, above 0.
-        tau: Temperature of the target distribution, in units of reward. 0 takes the best row alone: the
-            Plackett-Luce ranking loss, and DPO for two rows.
-        top1: Keep only the comparison of the best row with all others.
-        level: Compare rows (`row`), or the rows step by step (`step`).
+        tau: Temperature of the target distribution, in units of reward. 0 targets the best row only: the
+            standard Plackett-Luce loss, and DPO for two rows.
+        top1: Only compare the best row with all others.
+        level: Compare rows (`row`), or rows step by step (`step`).
     """
     losses, decided = [], []
     for group in batch.group.unique():
@@ -216,14 +216,14 @@ def plackett_luce(
 def _ranking(
     score: Tensor, reward: Tensor, takes_part: Tensor, tau: float, top1: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss of every column (C,), and whether its rewards differ."""
+    """Loss of every column (C,), and whether its rewards differ (C,)."""
     order = torch.where(takes_part, reward, -torch.inf).argsort(dim=0, descending=True, stable=True)
     score, reward, takes_part = (part.gather(0, order) for part in (score, reward, takes_part))  # best first
     itself = torch.eye(len(score), dtype=torch.bool, device=score.device)[..., None]
     ranked_below = torch.ones_like(itself[..., 0]).triu()[..., None]
-    # Rows that do not take part stand last: each is compared with itself alone, which gives exactly 0.
+    # Rows outside the mask come last and are compared with themselves only, which gives exactly 0.
     compared = (ranked_below & takes_part) | itself  # (i, j, C): row i is compared with row j
-    meant = score  # tau 0: the target is row i itself, the best of those it is compared with
+    meant = score  # tau 0: the target is row i, the best one of its comparison
     if tau > 0:
         target = torch.where(compared, reward / tau, -torch.inf).softmax(1)  # over j
         meant = (target * score).sum(1)

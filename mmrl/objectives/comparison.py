@@ -1,4 +1,4 @@
-"""The objective that compares the rows of a group by their implicit rewards (DPO, KTO and others)."""
+"""The objective that compares rows of a group by their implicit rewards (DPO, KTO and others)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mmrl.core.tensor import group_extreme, group_index, group_mean, group_sum, 
 from mmrl.core.types import Unit
 from mmrl.objectives.policy_gradient import needs_of
 
-# ---- implicit rewards of single steps, all (N, T); a comparison sums them over the steps of a row
+# ---- implicit rewards of steps, (N, T); comparisons sum them over the steps of a row
 
 
 def row_share(batch: Batch) -> Tensor:
-    """Divide by the length of the row: (N, 1)."""
+    """One over the length of each row: (N, 1)."""
     return 1.0 / batch.mask.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -63,14 +63,14 @@ def ld_log_ratio(
     """Log-ratio whose steps beyond the shortest row of the group weigh less (LD-DPO, arXiv 2409.06411).
 
     Args:
-        ld_alpha: Weight of those steps: 1 is `log_ratio`, 0 leaves them out (TRL's `ld_alpha`).
+        ld_alpha: Weight of these steps, TRL's `ld_alpha`: 1 is `log_ratio`, 0 ignores them.
         against: Name of the other policy.
     """
     place, length = batch.mask.cumsum(-1), batch.mask.sum(-1)
     index = group_index([batch.group])
     shared = group_extreme(length, index, length > 0, largest=False)[:, None]
     gap = new.logp - batch.by(against, new).logp
-    return torch.where(place > shared, ld_alpha * gap, gap)  # of two Python numbers it would be float32
+    return torch.where(place > shared, ld_alpha * gap, gap)  # keeps the dtype of `gap`
 
 
 @implicit_reward(unit=Unit.ROW)
@@ -84,8 +84,8 @@ def f_divergence(
 ) -> Tensor:
     """Implicit reward f'(ratio) under another divergence than the reverse KL (f-DPO, arXiv 2309.16240).
 
-    The ratio u is that of the whole row; each step adds an equal share. The reverse KL, f' = log u, is
-    `log_ratio`. Exponents are at most 20.
+    u is the ratio of the whole row; each step contributes an equal share. The reverse KL, f' = log u, is
+    `log_ratio`. Exponents are clamped at 20.
 
     Args:
         divergence: `forward_kl` is 1 - 1 / u, `js` is log(2 u / (1 + u)), `alpha` is (u^(alpha - 1) - 1) /
@@ -94,7 +94,7 @@ def f_divergence(
         against: Name of the other policy.
     """
     gap = ((new.logp - batch.by(against, new).logp) * batch.mask).sum(-1, keepdim=True)
-    order = {"forward_kl": 0.0, "alpha": alpha}.get(divergence, 1.0) - 1  # 1 - 1 / u is that of alpha = 0
+    order = {"forward_kl": 0.0, "alpha": alpha}.get(divergence, 1.0) - 1  # forward KL is alpha = 0
     if divergence == "js":
         value = math.log(2) + logsigmoid(gap)
     else:
@@ -105,19 +105,17 @@ def f_divergence(
 @objective
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Minimise comparisons of the rows of every group, and penalties over all steps.
+    """Minimise comparisons of the rows of each group, plus penalties over all steps.
 
-    Comparisons find the policy's own output, detached, as `batch.others["new"]`.
-
-    A row's implicit reward is the sum over its steps. A pair is a group with the advantages 1 and -1. The
-    metrics have TRL's names; a reported reward is the beta of the first comparison times the implicit
-    reward.
+    The implicit reward of a row is the sum over its steps. A pair is a group with advantages 1 and -1.
+    Metrics have TRL's names; reported rewards are implicit rewards times the beta of the first comparison.
+    Comparisons can read the detached output of the policy as `batch.others["new"]`.
 
     Args:
-        implicit_reward: Implicit reward of every step, such as the log-ratio to the reference.
-        compare: Comparisons whose losses are added up; each may have a `weight`.
-        penalty: Per-step penalties that are added.
-        aggregation: Weights of steps in the penalties; comparisons do not use it.
+        implicit_reward: Implicit reward of a step, such as the log-ratio to the reference.
+        compare: Comparisons, summed; each may have a `weight`.
+        penalty: Per-step penalties, added to the loss.
+        aggregation: Weights of steps in the penalties only.
     """
 
     implicit_reward: Callable
@@ -127,36 +125,36 @@ class Comparison:
 
     @property
     def needs(self) -> Needs:
-        """Union of what the pieces need of the batch."""
+        """Union of the needs of the pieces."""
         return needs_of(self.implicit_reward, self.compare, self.penalty, self.aggregation)
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Weigh every step of the penalties: (N, T), division included."""
+        """Weights of the penalties of steps: (N, T), including the division."""
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Compute the loss of a micro-batch of whole groups and its metrics, as shares of the update."""
+        """Loss and metrics of a micro-batch of whole groups, as shares of the update."""
         implicit_reward = self.implicit_reward(new, batch) * batch.mask
         seen = batch.replace(others={**batch.others, "new": new.detach()})
         loss = sum(compare.weight * compare(implicit_reward, seen) for compare in as_list(self.compare))
         for penalty in as_list(self.penalty):
-            loss = loss + (penalty(new, batch) * batch.weight).sum()  # comparisons divide by themselves
+            loss = loss + (penalty(new, batch) * batch.weight).sum()  # comparisons include their own division
         return loss, diagnose_groups(_beta(as_list(self.compare)[0]) * implicit_reward, batch)
 
 
 def _beta(compare: Bound) -> float:
-    """Find the scale of implicit rewards of a comparison, or of the one inside it."""
+    """Option `beta` of a comparison, or of the comparison that it wraps; 1 without one."""
     options = {name: option.default for name, option in compare.entry.options.items()} | compare.options
     return _beta(options["compare"]) if "compare" in options else options.get("beta", 1.0)
 
 
 @torch.no_grad()
 def diagnose_groups(reward: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """Report the mean rewards (N, T) of chosen and rejected rows, their margin and the accuracy.
+    """Mean rewards of chosen and rejected rows, their margin and the accuracy, from rewards (N, T).
 
-    Chosen are the rows above the mean advantage of their group. Both means are reported, because a margin
-    may grow while both fall. Rows noted as unrelated are reported separately. Accuracy is the share of
-    groups whose chosen rows have the larger reward.
+    Chosen rows have an advantage above the mean of their group. A margin may grow while both means fall, so
+    both are reported. Rows with the note `unrelated` are reported separately. Accuracy is the share of groups
+    whose chosen rows have the larger reward.
     """
     groups = batch.totals.groups or 1.0
     index = group_index([batch.group])
@@ -168,12 +166,12 @@ def diagnose_groups(reward: Tensor, batch: Batch) -> dict[str, Tensor]:
     total = reward.sum(-1)
 
     def mean_of(rows: Tensor) -> Tensor:
-        """Average over the rows of each group, and add groups up."""
+        """Mean over the selected rows of each group, summed over groups."""
         rows = rows.to(total.dtype)
         return (group_sum(total * rows, index) / group_sum(rows, index).clamp(min=1)).sum() / groups
 
     chosen, rejected = mean_of(merit > 0), mean_of(merit < 0)
-    agrees = group_sum(merit * total, index) > 0  # covariance; of a pair: chosen above rejected
+    agrees = group_sum(merit * total, index) > 0  # covariance; for a pair: chosen above rejected
     metrics = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected}
     metrics["accuracies"] = agrees.to(total.dtype).sum() / groups
     if "unrelated" in batch.notes:

@@ -1,4 +1,4 @@
-"""A surrogate whose clip range differs between steps."""
+"""A surrogate with a clip range per step."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def elastic_clip(
     epsilon_high: NonNegativeFloat | None = None,
     dual: Annotated[float, Range(1)] | None = None,
 ) -> Tensor:
-    """Clipped surrogate with the clip ranges that the advantage chain noted for each step (HAPO, ETR).
+    """Clipped surrogate with clip ranges per step from the advantage chain (HAPO, ETR).
 
-    `variance_width` and `entropy_width` note factors of the ranges, and `entropy_width` one of advantages:
-    for steps of high entropy it holds outside of half the ranges, for others inside. Steps without notes
-    have the ranges as given, as with `clip`. Log-ratios count within [-20, 20].
+    `variance_width` and `entropy_width` record factors of the ranges. `entropy_width` also records a factor
+    of advantages, which applies outside half the ranges for steps of high entropy, and inside for others.
+    Steps without notes have the ranges of the options, as in `clip`. Log-ratios are clamped to [-20, 20].
 
     Args:
-        epsilon: Lower clip range of the ratio, and the upper one where `epsilon_high` is null.
+        epsilon: Lower clip range of the ratio, and the upper one if `epsilon_high` is null.
         epsilon_high: Upper clip range.
-        dual: Bounds the loss of a negative advantage at this many times its size, at least 1.
+        dual: Upper bound of the loss of a negative advantage, in multiples of its size, at least 1.
     """
 
     def note(name: str, missing: float) -> Tensor:
         values = batch.notes.get(name, torch.full_like(batch.advantage, missing))
         return values.to(log_ratio.dtype).nan_to_num(nan=missing)
 
-    low = (epsilon * note("clip_low", 1.0)).clamp(max=1.0)  # a ratio has no lower bound than 0
+    low = (epsilon * note("clip_low", 1.0)).clamp(max=1.0)  # ratios are at least 0
     high = (epsilon if epsilon_high is None else epsilon_high) * note("clip_high", 1.0)
     ratio = log_ratio.clamp(-20.0, 20.0).exp()
     inside = (ratio > 1 - low / 2) & (ratio < 1 + high / 2)

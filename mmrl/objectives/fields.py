@@ -1,7 +1,7 @@
-"""Pieces that read the fields of a flow policy: means, velocities and targets, (N, T, ...).
+"""Pieces that read the outputs of a flow policy: means, velocities and targets, (N, T, ...).
 
-Every axis after (N, T) is averaged over, in float64. `std`, `dt` and `time` are (N, T): the deviation of a
-stochastic step, its change of time (negative), and the time at its start, from 1 (noise) to 0 (data).
+They average over all axes after (N, T), in float64. `std`, `dt` and `time` are (N, T): standard deviation of
+a stochastic step, its (negative) change of time, and the time at its start, from 1 (noise) to 0 (data).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mmrl.core.tensor import masked_mean
 
 
 def mean_square(field: Tensor) -> Tensor:
-    """Average squares over the latent's axes: (N, T, ...) to (N, T)."""
+    """Mean of squares over the axes of the latent: (N, T, ...) to (N, T)."""
     square = field.double().square()
     return square.flatten(2).mean(-1) if square.dim() > 2 else square
 
 
 def _distance(name: str, new: StepOutput, other: StepOutput) -> Tensor:
-    """Compute the mean squared distance of a field to another policy's: (N, T)."""
+    """Mean squared distance of an output to that of another policy: (N, T)."""
     return mean_square(new.extra[name].double() - other.extra[name].double())
 
 
 def _counted(values: Tensor, batch: Batch) -> Tensor:
-    """Set steps outside the mask to 1, so that no divisor after a row's end is 0."""
+    """Set steps outside the mask to 1, to avoid divisions by 0."""
     return torch.where(batch.mask > 0, values.double(), 1.0)
 
 
@@ -43,13 +43,13 @@ def gaussian_kl(
 ) -> Tensor:
     """KL divergence of two Gaussian steps with one deviation s (Flow-GRPO, arXiv 2505.05470).
 
-    It is the squared distance of the means over 2 s^2.
+    The squared distance of the means over 2 s^2.
 
     Args:
         coef: Weight of the penalty.
         against: Name of the other policy.
-        kl_dt: Take s as std itself, the divergence proper and the older form; Flow-CPS needs it. Otherwise
-            s is the noise per root of time, std / sqrt(-dt), as in the code since July 2025.
+        kl_dt: Whether s is std, which is the exact divergence, the older form, and needed by Flow-CPS.
+            Otherwise s is std / sqrt(-dt), as in the code since July 2025.
     """
     variance = _counted(new.extra["std"], batch).square()
     if not kl_dt:
@@ -68,16 +68,14 @@ def velocity_mse(
     weighting: Literal["uniform", "elbo"] = "uniform",
     noise_level: PositiveFloat = 0.7,
 ) -> Tensor:
-    """Mean squared distance of velocities to another policy (AWM, arXiv 2509.25050).
-
-    DiffusionNFT (arXiv 2509.16117) uses it too.
+    """Mean squared distance of velocities to another policy (AWM, arXiv 2509.25050; DiffusionNFT).
 
     Args:
         coef: Weight of the penalty.
         against: Name of the other policy.
-        weighting: `elbo` divides by 2 s_t^2 with s_t = noise_level sqrt(t / (1 - t)), t at most 0.99 in the
-            divisor; `uniform` divides by nothing.
-        noise_level: Noise level in s_t, above 0; read by `elbo` alone.
+        weighting: `elbo` divides by 2 s_t^2 with s_t = noise_level sqrt(t / (1 - t)), t clamped at 0.99 in
+            1 - t; `uniform` does not divide.
+        noise_level: Noise level in s_t of `elbo`, above 0.
     """
     gap = _distance("velocity", new, batch.by(against, new))
     if weighting == "elbo":
@@ -110,17 +108,16 @@ def diffusion_nft(
 ) -> Tensor:
     """DiffusionNFT: regress to the velocity of good samples, away from bad ones (arXiv 2509.16117).
 
-    The ratio is not read. With r = 1/2 + A / (2 max_advantage) in [0, 1] and v+- = v_old +- beta (v -
+    It does not read the ratio. With r = 1/2 + A / (2 max_advantage) in [0, 1] and v+- = v_old +- beta (v -
     v_old), the loss is max_advantage (r L+ + (1 - r) L-) / beta. L+- is the squared distance of x_t - t v+-
-    from the image over its mean absolute distance w+-, which carries no gradient and is at least 1e-5.
+    from the image, divided by its mean absolute distance (no gradient, at least 1e-5).
 
     Args:
         beta: Strength of the mirrored velocity, above 0.
         max_advantage: Size of the advantage at which r reaches 0 or 1.
-        adv_mode: As in the released code: advantages below (above) 0 count as 0 with `positive_only`
-            (`negative_only`); `one_only` makes 1 of those above 0 and 0 of the others; `binary` takes the
-            sign.
-        against: Policy that sampled. The paper's is a moving average: `rollout: {policy: ema}`.
+        adv_mode: As in the released code: `positive_only` (`negative_only`) sets advantages below (above) 0
+            to 0; `one_only` sets positive ones to 1 and others to 0; `binary` takes the sign.
+        against: Policy that sampled; in the paper a moving average: `rollout: {policy: ema}`.
     """
     velocity, target = new.extra["velocity"].double(), new.extra["target"].double()
     old = batch.by(against, new).extra["velocity"].double()
@@ -129,7 +126,7 @@ def diffusion_nft(
     share = (0.5 + advantage / (2 * max_advantage)).clamp(0, 1)  # the paper's r, a probability of optimality
 
     def matched(sign: float) -> Tensor:
-        # x_t - t v is away from x_0 by t times what v is away from its target
+        # The distance of x_t - t v from x_0 is t times that of v from its target.
         away = time[(..., *[None] * (velocity.dim() - 2))] * (old + sign * beta * (velocity - old) - target)
         norm = away.detach().abs().flatten(2).mean(-1).clamp(min=1e-5)
         return mean_square(away) / norm
@@ -143,10 +140,10 @@ def diffusion_nft(
 
 @ratio(extra={"mean", "std"}, of_others={"mean"})
 def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
-    """Log-ratio of Gaussian steps, centred and in one scale for all steps (GRPO-Guard, arXiv 2510.22319).
+    """Centred log-ratio of Gaussian steps with one scale for all steps (GRPO-Guard, arXiv 2510.22319).
 
-    (log-ratio + gap / (2 std^2)) std, with gap the mean squared distance of the means: under the policy
-    that sampled, the mean of the log-ratio is minus that term. Both published codes agree in this exponent.
+    (log-ratio + gap / (2 std^2)) std with gap the mean squared distance of the means: the expected log-ratio
+    under the sampling policy is -gap / (2 std^2). Both published codes have this form.
     """
     old = batch.by(against, new)
     std = _counted(new.extra["std"], batch)
@@ -156,10 +153,7 @@ def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> 
 
 @step_weight(others={"old"}, of_others={"dt"})
 def by_step_size(batch: Batch) -> Tensor:
-    """Divide by the squared mean of sqrt(-dt) over the steps of a row (GRPO-Guard, arXiv 2510.22319).
-
-    This is the second published form of GRPO-Guard.
-    """
+    """Divide by the squared mean of sqrt(-dt) of a row, the second form of GRPO-Guard (arXiv 2510.22319)."""
     mean = masked_mean((-batch.others["old"].extra["dt"]).sqrt(), batch.mask, -1)
-    mean = torch.where(mean > 0, mean, 1.0)  # of rows without a step
+    mean = torch.where(mean > 0, mean, 1.0)  # rows without a step
     return (1 / mean.square())[:, None].expand_as(batch.mask)

@@ -34,8 +34,8 @@ def kto(
 
     Args:
         beta: Scale of implicit rewards, above 0.
-        delta: beta times the paper's z_0, the mean implicit reward of mismatched answers; a negative value
-            counts as 0. Our reading: it is that of the step before, `{name: last_metric, metrics:
+        delta: beta times z_0 of the paper, the mean implicit reward of mismatched answers; negative values
+            count as 0. Our reading: its value in the step before, `{name: last_metric, metrics:
             [rewards/unrelated]}`.
         desirable_weight: Weight of rows of positive advantage.
         undesirable_weight: Weight of rows of negative advantage.
@@ -60,13 +60,13 @@ def bco_pair(
 ) -> Tensor:
     """BCO loss: classify chosen and rejected rows, each alone (arXiv 2404.04656; MPO, arXiv 2411.10442).
 
-    The costs -log sigmoid(+-(beta g - delta)), g the implicit reward, of a group's rows add up. It is MPO's
-    quality loss.
+    The sum of -log sigmoid(+-(beta g - delta)) over the rows of a group, g the implicit reward. It is the
+    quality loss of MPO.
 
     Args:
         beta: Scale of implicit rewards, above 0.
-        delta: Shift of the reward: its mean so far, `{name: running_mean}`, which TRL has left out since
-            1.0. Our reading: it is that of the step before.
+        delta: Shift of the reward: its running mean, `{name: running_mean}`, which TRL omits since 1.0. Our
+            reading: the value of the step before.
         level: Label rows (`row`) or single steps (`step`).
     """
     reward, label = labelled(beta * implicit_reward, batch, level)
@@ -94,9 +94,9 @@ def nca_pair(
 def apo_zero(
     implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
 ) -> Tensor:
-    """APO-zero: raise the chosen row and lower the rejected one (arXiv 2408.06266).
+    """APO-zero: raise the chosen row and lower the rejected one, for data better than the model.
 
-    For data that is better than the model.
+    arXiv 2408.06266.
     """
     reward, label = labelled(beta * implicit_reward, batch, level)
     return sum_over_labelled(torch.sigmoid(-label * reward) * label.abs(), label, batch)
@@ -106,9 +106,9 @@ def apo_zero(
 def apo_down(
     implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
 ) -> Tensor:
-    """APO-down: lower both rows, the rejected one more (arXiv 2408.06266).
+    """APO-down: lower both rows, the rejected one more, for data worse than the model.
 
-    For data that is worse than the model.
+    arXiv 2408.06266.
     """
     reward, label = labelled(beta * implicit_reward, batch, level)
     better = sum_over_labelled(torch.sigmoid(reward) * (label > 0), label, batch)  # lowers the chosen row
@@ -151,10 +151,7 @@ def exo_pair(
 
 
 def labelled(reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
-    """Compute rewards and labels (1, -1, or 0 without a label): (N, C) each.
-
-    C is 1, or the number of steps.
-    """
+    """Rewards and labels (1, -1, or 0 without a label): (N, C) each, C is 1 or the number of steps."""
     label = (batch.advantage * batch.mask).sign()
     if level == "step":
         return reward, label
@@ -163,9 +160,9 @@ def labelled(reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor
 
 
 def sum_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:
-    """Sum (N, C) losses over the rows of each group, and average over its columns and over groups.
+    """Sum of losses (N, C) over the rows of each group, averaged over columns and groups.
 
-    A column counts where it has labels of both signs.
+    Only columns with labels of both signs count.
     """
     index = group_index([batch.group])
     better, worse = (group_sum((sign * label > 0).to(loss.dtype), index) for sign in (1, -1))

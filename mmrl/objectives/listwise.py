@@ -1,7 +1,7 @@
-"""Comparisons of all rows of a group with each other: pairs, sets and sorted values.
+"""Comparisons of all rows of a group: pairs and sorted values.
 
-Like those of `compare`, they give the sum over groups of a micro-batch, divided by the groups of the update.
-The steps of a row are added up first.
+As in `compare`, the result is the sum over the groups of a micro-batch, divided by the number of groups of
+the update. Implicit rewards are summed over the steps of a row.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def aot(
 ) -> Tensor:
     """DPO loss between sorted implicit rewards of chosen and of rejected rows (AOT, arXiv 2406.05882).
 
-    Chosen rows have positive advantages, rejected ones negative: the whole distribution of the first is
-    raised above that of the second. Our reading: rows are sorted within their group, where TRL's
-    `aot_unpaired` sorts a micro-batch; values of the smaller side are repeated. For a pair it is `sigmoid`.
+    Chosen rows have positive advantages, rejected ones negative. The loss raises the distribution of chosen
+    rewards above that of rejected ones; for a pair it is `sigmoid`. Our reading: rows are sorted within their
+    group (TRL's `aot_unpaired`: a micro-batch); values of the smaller side are repeated.
 
     Args:
         beta: Scale of implicit rewards, above 0.
-        label_smoothing: Share of labels taken to be flipped, in [0, 1].
+        label_smoothing: Assumed share of flipped labels, in [0, 1].
     """
     score, merit = implicit_reward.sum(-1), masked_mean(batch.advantage, batch.mask, -1)
     losses, decided = [], []
@@ -54,7 +54,7 @@ def aot(
 
 
 def pairs_of_rows(implicit_reward: Tensor, batch: Batch) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Compute scores and rewards of rows (N,) each, and both indices of every pair (P,) inside a group."""
+    """Scores and rewards of rows, (N,) each, and both indices (P,) of every pair inside a group."""
     counted = batch.mask.sum(-1) > 0
     pair = (batch.group[:, None] == batch.group) & counted[:, None] & counted
     i, j = pair.triu(1).nonzero(as_tuple=True)
@@ -62,7 +62,7 @@ def pairs_of_rows(implicit_reward: Tensor, batch: Batch) -> tuple[Tensor, Tensor
 
 
 def mean_over_pairs(loss: Tensor, first: Tensor, batch: Batch) -> Tensor:
-    """Average (P,) losses over the pairs of each group, given the first row of each, then over groups."""
+    """Mean of pair losses (P,) over each group, then over groups; `first` (P,) indexes their first rows."""
     index = group_index([batch.group])
     num_groups = int(index.max()) + 1
     total, count = (group_sum(part, index[first], num_groups) for part in (loss, torch.ones_like(loss)))

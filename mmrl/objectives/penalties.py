@@ -16,19 +16,19 @@ from mmrl.objectives.surrogates import step_ratio
 
 @penalty
 def k1(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
-    """KL estimator k1, the log-ratio: unbiased in value, but with the gradient of the log-probability."""
+    """KL estimator k1, the log-ratio: unbiased, but its gradient is that of the log-probability."""
     return coef * step_ratio(new, batch, against=against)
 
 
 @penalty
 def kl_abs(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
-    """Size of the log-ratio (verl's kl_penalty abs): it pulls each step back, the same however far it is."""
+    """Absolute log-ratio (verl's kl_penalty abs): its gradient has the same size at any distance."""
     return coef * step_ratio(new, batch, against=against).abs()
 
 
 @penalty
 def k2(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
-    """KL estimator k2, half the squared log-ratio: on-policy, its gradient is that of the divergence."""
+    """KL estimator k2, half the squared log-ratio: its on-policy gradient is that of the KL."""
     return coef * 0.5 * step_ratio(new, batch, against=against).square()
 
 
@@ -44,17 +44,16 @@ def k3(
 ) -> Tensor:
     """KL estimator k3, exp(-d) + d - 1 of the log-ratio d: unbiased and never negative (GRPO).
 
-    Below -20, d counts as -20, because exp(-d) would exceed float32; the ratio to `old` is at most exp(20).
+    d is clamped at -20, where exp(-d) would overflow float32; the ratio to `old` at exp(20).
 
     Args:
         coef: Weight of the penalty (TRL's `beta`).
         against: Name of the other policy.
         use_bias_correction_kl: Multiply by the ratio to `old` (DeepSeek-V3.2, arXiv 2512.02556).
-        clip_max: Upper bound of the estimate; a step above it has no gradient. verl's bound is 10, TRL has
-            none.
+        clip_max: Upper bound of the estimate, above which a step has no gradient; verl: 10, TRL: none.
     """
     gap = step_ratio(new, batch, against=against).clamp(min=-20.0)
-    estimate = (-gap).exp() + gap - 1  # r - 1 - log r, r the other policy's probability over the new one's
+    estimate = (-gap).exp() + gap - 1  # r - 1 - log r with r = p_other / p_new
     if clip_max is not None:
         estimate = estimate.clamp(max=clip_max)
     if use_bias_correction_kl:
@@ -64,7 +63,7 @@ def k3(
 
 @penalty(extra={"entropy"})
 def entropy_bonus(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001) -> Tensor:
-    """Reward entropy: minus the entropy of every step's distribution."""
+    """Entropy bonus: minus the entropy of the distribution of every step."""
     return -coef * new.extra["entropy"]
 
 
@@ -74,8 +73,8 @@ def reverse_kl(
 ) -> Tensor:
     """KL from the policy to a teacher over the whole vocabulary, at every step (arXiv 2306.13649).
 
-    On the policy's own answers this is on-policy distillation: its gradient has no variance from the sampled
-    token, unlike that of `k2`. `against` names a reference with a model of its own (`vision.teacher`).
+    On answers of the policy this is on-policy distillation. Unlike `k2`, its gradient has no variance from
+    the sampled token. `against` names a reference with its own model (`vision.teacher`).
     """
     return coef * new.extra["reverse_kl"]
 
@@ -87,9 +86,9 @@ def reverse_kl(
 def sft(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.5) -> Tensor:
     """Raise the log-probability of the best row of every group (GDRO, arXiv 2601.02036).
 
-    `coef` is the paper's gamma. For implicit rewards that are matching errors this is the error of the best
-    image; `group_mean` adds it up as the paper does. Best is the first row of the largest mean advantage.
-    Our reading: a group in which all are equal has no best row.
+    `coef` is gamma of the paper. For a flow policy this is the matching error of the best image, and
+    `group_mean` sums it as the paper does. The best row is the first one of the largest mean advantage. Our
+    reading: a group of equal advantages has no best row.
     """
     index, counted = group_index([batch.group]), batch.mask.sum(-1) > 0
     merit = masked_mean(batch.advantage, batch.mask, -1)

@@ -1,4 +1,4 @@
-"""The objective of the GRPO family: a surrogate of ratio and advantage, and penalties."""
+"""The objective of the GRPO family: a surrogate of ratio and advantage, plus penalties."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class PolicyGradient:
 
     Args:
         surrogate: Loss of a step from log-ratio and advantage.
-        aggregation: Weights of steps, division included.
+        aggregation: Weights of steps, including the division.
         ratio: Log-ratio to the policy that sampled.
-        step_weight: Further factors of every step, applied after the division.
-        penalty: Per-step penalties that are added to the surrogate.
+        step_weight: Further factors of steps, applied after the division.
+        penalty: Per-step penalties, added to the surrogate.
     """
 
     surrogate: Callable
@@ -37,18 +37,18 @@ class PolicyGradient:
 
     @property
     def needs(self) -> Needs:
-        """Union of what the pieces need of the batch."""
+        """Union of the needs of the pieces."""
         return needs_of(self.ratio, self.surrogate, self.aggregation, self.step_weight, self.penalty)
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Weigh every step: (N, T), division included."""
+        """Weights of steps: (N, T), including the division."""
         weight = self.aggregation(batch)
         for step_weight in as_list(self.step_weight):  # after the division: a weight of 2 must count twice
             weight = weight * step_weight(batch)
         return weight
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Compute the loss of a micro-batch and its metrics, both as shares of the whole update."""
+        """Loss and metrics of a micro-batch, as shares of the update."""
         log_ratio = self.ratio(new, batch)
         loss = self.surrogate(log_ratio, new, batch)
         for penalty in as_list(self.penalty):
@@ -58,13 +58,13 @@ class PolicyGradient:
 
 
 def needs_of(*pieces: Callable | tuple[Callable, ...]) -> Needs:
-    """Unite what pieces need of a batch."""
+    """Union of the needs of pieces."""
     return reduce(Needs.__or__, (piece.needs for several in pieces for piece in as_list(several)), Needs())
 
 
 @torch.no_grad()
 def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
-    """Report mean KL (k3) to every reference, and how far the policy is from `old` and from the engine."""
+    """Mean KL (k3) to every reference, and the distance of the policy from `old` and from the engine."""
     steps = batch.totals.steps or 1.0
     metrics = {}
     if "old" in batch.others:
@@ -78,11 +78,11 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
             ).sum() / steps
     if "logp" in batch.notes:
         old, noted = batch.by("old", new).logp, batch.notes["logp"]
-        known = batch.mask * ~noted.isnan()  # demonstrations have no notes
+        known = batch.mask * ~noted.isnan()  # (N, T); demonstrations have no notes
         known = known * batch.notes.get("replayed", torch.full_like(known, torch.nan)).isnan()
         gap = torch.where(known > 0, old - noted.nan_to_num(), 0.0)
         metrics["sampling/sampling_logp_difference/mean"] = gap.abs().sum() / steps
-        # k3 of engine from policy, both as of the rollout: what a cheaper engine costs.
+        # k3 of engine and policy at the time of the rollout: the price of a cheaper engine.
         bounded = gap.clamp(max=20)
         metrics["sampling/kl"] = ((bounded.exp() - bounded - 1) * known).sum() / steps
         metrics |= _moments(gap, known, batch)
@@ -90,11 +90,10 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
 
 
 def _moments(gap: Tensor, known: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """Average powers 0, 1 and 2 of the importance weights over steps and over answers.
+    """Moments 0, 1 and 2 of the importance weights p_policy / p_engine, over steps and over answers.
 
-    The weights are the policy's probability over the engine's, of steps with log-probabilities of both. The
-    effective sample size is computed from the three moments of the whole update. Where answers may be cut,
-    there are none of whole answers.
+    The effective sample size follows from the moments of the whole update. Micro-batches that may split rows
+    have no moments over answers.
     """
     inside, rows = known > 0, (known > 0).any(-1)
     weighed = [("steps", gap.clamp(max=20).exp()[inside], batch.totals.steps)]
@@ -108,16 +107,16 @@ def _moments(gap: Tensor, known: Tensor, batch: Batch) -> dict[str, Tensor]:
 
 
 def clipped_share(surrogate: Callable, log_ratio: Tensor, new: StepOutput, batch: Batch) -> dict[str, Tensor]:
-    """Report the share of steps with an advantage whose gradient is clipped, below and above ratio 1.
+    """Share of steps with an advantage whose gradient is clipped, for ratios below and above 1.
 
-    A surrogate that does not depend on the ratio reports nothing.
+    Empty for a surrogate that does not depend on the ratio.
     """
     with torch.enable_grad():
         leaf = log_ratio.detach().requires_grad_()
         moved = surrogate(leaf, new.detach(), batch)
         if not moved.requires_grad:
             return {}
-        slope = torch.autograd.grad(moved.sum(), leaf)[0]  # exactly 0 where a clip of any form holds
+        slope = torch.autograd.grad(moved.sum(), leaf)[0]  # exactly 0 where a clip is active
     still = ((slope == 0) & (batch.advantage != 0) & (batch.mask > 0)).to(leaf.dtype)
     steps = batch.totals.steps or 1.0
     low, high = (still * (leaf < 0)).sum() / steps, (still * (leaf > 0)).sum() / steps

@@ -1,4 +1,4 @@
-"""Objectives of critics: regression of values, or of probabilities, on what the chain gives every step."""
+"""Objectives of critics: regression of values or probabilities on the targets of the advantage chain."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from mmrl.core.step_table import Batch, StepOutput
 @objective
 @dataclass(frozen=True, kw_only=True)
 class ValueRegression:
-    """Minimise half the squared distance of a critic's values to what its chain gives (PPO's value loss).
+    """Half the squared error of a critic's values against the targets of its chain (PPO's value loss).
 
-    The targets are usually those of `lambda_returns`. The metrics are the means of values, of targets and of
-    squared distances.
+    Targets usually come from `lambda_returns`. The metrics are the means of values, targets and squared
+    errors.
 
     Args:
-        cliprange_value: A value that moves further than this from that of the rollout costs at least as much
-            as if it had not (arXiv 1707.06347, as OpenAI's code has it; TRL's name); None: no limit.
-        aggregation: Weights of steps, division included.
+        cliprange_value: Clip range of the change of a value since the rollout; the larger error of the
+            clipped and the unclipped value counts (arXiv 1707.06347, OpenAI's code; TRL's name). None: no
+            clipping.
+        aggregation: Weights of steps, including the division.
     """
 
     cliprange_value: PositiveFloat | None = None
@@ -34,16 +35,16 @@ class ValueRegression:
 
     @property
     def needs(self) -> Needs:
-        """The values of now and, with a limit, those of the rollout."""
+        """Current values and, with clipping, those of the rollout."""
         old = {} if self.cliprange_value is None else {"old": frozenset({"value"})}
         return Needs(outputs=frozenset({"value"}), others=old) | self.aggregation.needs
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Weigh every step: (N, T), division included."""
+        """Weights of steps: (N, T), including the division."""
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Compute the loss of a micro-batch and its metrics, both as shares of the whole update."""
+        """Loss and metrics of a micro-batch, as shares of the update."""
         value, target = new.extra["value"], batch.advantage
         error = (value - target).square()
         if self.cliprange_value is not None:
@@ -59,26 +60,26 @@ class ValueRegression:
 @objective
 @dataclass(frozen=True, kw_only=True)
 class ValueCrossEntropy:
-    """Minimise the cross-entropy between a critic's probabilities of success and what its chain gives.
+    """Cross-entropy of a critic's success probabilities against the targets of its chain.
 
-    For `vision.critic` with `probability: true`. A target is a reward from 0 to 1, or a mean of such, as
-    `value_targets` gives them: PAV's verifier (arXiv 2410.08146), V_0 (arXiv 2602.03584; without its ranking
-    loss, which compares prompts of a batch). The metrics are the means of probabilities, of targets, of their
-    squared distances (the Brier score) and of the cross-entropy.
+    For `vision.critic` with `probability: true`. Targets are rewards from 0 to 1 or their means, as from
+    `value_targets`: the verifier of PAV (arXiv 2410.08146), V_0 (arXiv 2602.03584; without its ranking loss
+    over prompts). The metrics are the means of probabilities, targets, squared errors (Brier score) and
+    cross-entropy.
 
     Args:
-        aggregation: Weights of steps, division included.
+        aggregation: Weights of steps, including the division.
     """
 
     aggregation: Callable = Piece("step_mean")
 
     @property
     def needs(self) -> Needs:
-        """The logits of now."""
+        """Current logits."""
         return Needs(outputs=frozenset({"value_logit"})) | self.aggregation.needs
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Weigh every step: (N, T), division included. Raises `ValueError` for targets outside 0 to 1."""
+        """Weights of steps (N, T), including the division; raises `ValueError` for targets outside [0, 1]."""
         targets = batch.advantage[batch.mask > 0]
         if len(targets) and not (targets.min() >= 0 and targets.max() <= 1):
             raise ValueError(
@@ -88,7 +89,7 @@ class ValueCrossEntropy:
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Compute the loss of a micro-batch and its metrics, both as shares of the whole update."""
+        """Loss and metrics of a micro-batch, as shares of the update."""
         logit, target = new.extra["value_logit"], batch.advantage
         # - t log s(z) - (1 - t) log(1 - s(z)) = log(1 + e^z) - t z
         loss = softplus(logit) - target * logit

@@ -27,11 +27,11 @@ from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.ray_rewards import with_actors
 from mmrl.runtime.reward_calls import call_all, checked
 from mmrl.runtime.scoring import Scoring
-from mmrl.vision.conversation import CALL, INSTEAD, Conversation, copied, images_of
 from mmrl.vision.decoding.decoding import inverse_cdf
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.tool_replies import shrunk
+from mmrl.vision.tools.conversation import CALL, INSTEAD, Conversation, copied, images_of
+from mmrl.vision.tools.replies import shrunk
 
 SCORE = "step_reward"  # under which the sum of the rewards of a step is recorded
 

@@ -27,8 +27,8 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN
 from mmrl.core.reward_table import RewardTable, name_id
 from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
-from mmrl.vision.conversation import INSTEAD, Conversation, copied
 from mmrl.vision.engines.with_tools import WithTools
+from mmrl.vision.tools.conversation import INSTEAD, Conversation, copied
 
 
 @engine(scope="vision", sets_tags={EPISODE, TURN, "state", "finish", "branch", CHANGED})

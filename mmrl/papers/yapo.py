@@ -8,10 +8,13 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmrl.config.loading import ConfigError
@@ -19,7 +22,7 @@ from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import Needs, objective, transform
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.runtime.modules import record_transform, twin
-from mmrl.vision.models.steering import Steered, Steering, load_steering
+from mmrl.vision.models.trained_part import ReadSteps, TrainedPart
 
 
 @objective
@@ -58,7 +61,108 @@ class Bidirectional:
         }
 
 
+FILE = "steering.safetensors"
 ENCODER = ("W_enc", "b_enc", "W_dec", "b_dec")  # as Gemma Scope and SAELens name them; perhaps a `threshold`
+
+
+class Steering(TrainedPart, nn.Module):
+    """Adds a trained vector to hidden states (..., W), or to their features in a sparse autoencoder.
+
+    `sign` is 1, or -1 inside `reversed`. The weights of the autoencoder are constants.
+    """
+
+    name = "a steering vector"
+    cannot_merge = (
+        "a model with a steering vector cannot be written as a model of its own, which has no place for it; "
+        "keep the checkpoint, and name its folder in `weights` of `vision.steering`"
+    )
+    outputs = frozenset({"reversed_logp"})
+
+    def __init__(self, width: int, layer: int, scale: float, encoder: dict[str, Tensor], dtype: Any) -> None:
+        super().__init__()
+        self.layer, self.scale, self.sign = layer, scale, 1.0
+        for name, weight in encoder.items():
+            self.register_buffer(name, weight.to(dtype), persistent=False)
+        features = encoder["W_enc"].shape[1] if encoder else width
+        self.vector = nn.Parameter(torch.zeros(features))
+
+    def forward(self, hidden: Tensor, sign: float) -> Tensor:
+        """Return the steered states.
+
+        h + s v; with an autoencoder h + dec(relu(z + s v)) - dec(z), where z are the features of h.
+        """
+        added = (sign * self.scale * self.vector).to(hidden.dtype)
+        buffers = dict(self.named_buffers())
+        if not buffers:
+            return hidden + added
+        features = (hidden @ buffers["W_enc"] + buffers["b_enc"]).relu()
+        if "threshold" in buffers:  # JumpReLU
+            features = features * (features > buffers["threshold"])
+        # dec(a) - dec(b) = (a - b) W_dec: the bias cancels, and a vector of zeros changes nothing.
+        return hidden + ((features + added).relu() - features) @ buffers["W_dec"]
+
+    @contextmanager
+    def reversed(self) -> Iterator[None]:
+        """Subtract the vector inside the block instead of adding it."""
+        self.sign = -self.sign
+        try:
+            yield
+        finally:
+            self.sign = -self.sign
+
+    def read(self, read: ReadSteps, steps: Any, outputs: Any, teacher: Any) -> dict[str, Tensor]:
+        """Compute the outputs, and `reversed_logp`: log-probabilities with the vector subtracted."""
+        values = read(steps, outputs, teacher)
+        if "reversed_logp" in outputs:
+            with self.reversed():
+                values["reversed_logp"] = read(steps, frozenset())["logp"]
+        return values
+
+    def save(self, folder: Path) -> None:
+        """Write the vector and the number of its layer."""
+        from safetensors.torch import save_file
+
+        vector = self.vector.detach().cpu().contiguous()
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({"vector": vector}, folder / FILE, metadata={"layer": str(self.layer)})
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Load the vector that `save` wrote, bit for bit.
+
+        Raises `ConfigError` without one, and for a vector of another layer or size.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(folder / FILE, "pt") as file:
+                vector, layer = file.get_tensor("vector"), (file.metadata() or {}).get("layer")
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"cannot read the steering vector '{folder / FILE}': {error}") from error
+        if vector.shape != self.vector.shape or layer != str(self.layer):
+            raise ConfigError(
+                f"the steering vector in '{folder}' has {len(vector)} numbers and is for layer {layer}, but "
+                f"the transform's has {len(self.vector)} and is for layer {self.layer}; set `layer` and "
+                "`sae` as they were"
+            )
+        self.vector.copy_(vector)
+
+
+class Steered:
+    """Mixin for the class of a layer of transformers: applies the layer's `steering` to its output.
+
+    The sign is an argument, so that gradient checkpointing recomputes the layer with the same sign.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, steering_sign=self.steering.sign, **kwargs)  # pyright: ignore
+
+    def forward(self, *args: Any, steering_sign: float, **kwargs: Any) -> Any:
+        """Run the layer, and steer the hidden states that it returns."""
+        output = super().forward(*args, **kwargs)  # pyright: ignore
+        if isinstance(output, tuple):
+            return (self.steering(output[0], steering_sign), *output[1:])  # pyright: ignore
+        return self.steering(output, steering_sign)  # pyright: ignore
 
 
 @transform(scope="vision")
@@ -86,7 +190,7 @@ def steering(
     encoder = read_encoder(Path(sae), embedding.shape[1]) if sae else {}
     added = Steering(embedding.shape[1], layer, scale, encoder, embedding.dtype).to(embedding.device)
     if weights:
-        load_steering(added, Path(weights))
+        added.load(Path(weights))
     kind = type(chosen)
     chosen.__class__ = type(f"Steered{kind.__name__}", (Steered, kind), {})
     chosen.steering = added

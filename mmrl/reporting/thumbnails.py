@@ -39,7 +39,8 @@ def strip(frames: Tensor, *, height: int = 72, most: int = 4) -> bytes:
 def of_prompt(prompt: Prompt) -> bytes | None:
     """Thumbnail of the first image or video of a prompt; None without one, or where it cannot be read."""
     try:
-        return strip(prompt.media[0].load().pixels) if prompt.media else None
+        pixels = getattr(prompt.media[0].load(), "pixels", None) if prompt.media else None
+        return None if pixels is None else strip(pixels)
     except MediaError:
         return None
 

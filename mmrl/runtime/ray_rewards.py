@@ -1,4 +1,4 @@
-"""Rewards with `workers`: computed by Ray actors, in an environment of their own where one is asked for."""
+"""Rewards with `workers`: computed by Ray actors, perhaps in an environment of their own."""
 
 from __future__ import annotations
 
@@ -14,18 +14,11 @@ from mmrl.config.binding import Bound, Elsewhere, Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock, Outcome, Prompt
-from mmrl.runtime.ray_actors import Actors, check_environments
+from mmrl.runtime.ray_actors import Actors, ActorsLost, check_environments
+from mmrl.runtime.reward_calls import RemoteFault, RemoteReward
 from mmrl.runtime.scoring import SCORING, NotNumbers, Scoring, by_prompt, called
 
 _ACTORS: WeakValueDictionary[str, Actors] = WeakValueDictionary()  # of training and evaluation together
-
-
-class RemoteFault(Exception):
-    """What a reward raised in an actor; `kind` is the name of its class there."""
-
-    def __init__(self, kind: str, words: str, trace: str) -> None:
-        super().__init__(words)
-        self.kind, self.trace = kind, trace
 
 
 @dataclass(frozen=True)
@@ -72,16 +65,20 @@ class RewardWorker:
 
 
 @dataclass(frozen=True)
-class RayReward:
+class RayReward(RemoteReward):
     """A reward whose answers come from actors; groups stay whole, since rewards may compare them."""
 
     source: Elsewhere
     actors: Actors
 
+    def wait(self) -> None:
+        """Wait until the actors have started."""
+        self.actors.ready()
+
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome], **_: Any) -> list:
         """Score outcomes, as the reward would in this process.
 
-        Raises what the reward raises, as `NotNumbers` or `RemoteFault`, and `ActorsLost`.
+        Raises what the reward raises, as `NotNumbers` or `RemoteFault`.
         """
         check_environments(outcomes)
         call, stream = SCORING.get(None) or Scoring([None] * len(outcomes)), self.source.stream
@@ -101,7 +98,10 @@ class RayReward:
             )
             for rows in shares
         ]
-        answers: list[Scored] = self.actors.collect(self.actors.begin(requests, method="score"), left)
+        try:
+            answers: list[Scored] = self.actors.collect(self.actors.begin(requests, method="score"), left)
+        except ActorsLost as error:
+            raise RemoteFault("ActorsLost", str(error), lasting=True) from error
         values: list[Any] = [None] * len(outcomes)
         columns: dict[str, list[Any]] = {}
         for rows, answer in zip(shares, answers, strict=True):
@@ -118,13 +118,6 @@ class RayReward:
                 values[i] = value
         call.columns |= columns
         return values
-
-
-def ready(rewards: Sequence[Bound]) -> None:
-    """Wait until the actors of rewards are there, before the clocks of the rewards' time-outs start."""
-    for bound in rewards:
-        if isinstance(bound.function, RayReward):
-            bound.function.actors.ready()
 
 
 def shared(prompts: Sequence[Prompt], number: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Calls rewards: all at the same time, about the outcomes that each applies to, again where it raised."""
+"""Concurrent calls of rewards, with time-outs and retries, for the outcomes that each applies to."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from mmrl.config.binding import Bound
 from mmrl.core.types import Outcome, Prompt
-from mmrl.runtime.ray_actors import ActorsLost
-from mmrl.runtime.ray_rewards import RemoteFault, ready
 from mmrl.runtime.scoring import NotNumbers, Scoring, called, shown, to_float
 
 TIMEOUT = 600.0  # seconds a reward may take for one round, unless its `timeout` says otherwise
@@ -25,15 +23,37 @@ class RewardFault(RuntimeError):
     """A reward raised an exception, timed out, or returned something else than finite numbers or None."""
 
 
+class RemoteFault(Exception):
+    """The error of a reward that runs in another process.
+
+    Args:
+        kind: Name of the exception's class there.
+        message: Message of the exception.
+        trace: Its traceback.
+        lasting: Whether later calls would fail as well, because the processes are lost.
+    """
+
+    def __init__(self, kind: str, message: str, trace: str = "", *, lasting: bool = False) -> None:
+        super().__init__(message)
+        self.kind, self.trace, self.lasting = kind, trace, lasting
+
+
+class RemoteReward:
+    """Base class of rewards that run in other processes."""
+
+    def wait(self) -> None:
+        """Wait until the processes have started."""
+
+
 @dataclass(frozen=True)
 class Result:
-    """What a reward returned: one entry per outcome, or what it did instead."""
+    """The return value of a reward, one entry per outcome, or its failure."""
 
     values: list = field(default_factory=list)
     logged: Scoring = field(default_factory=Scoring)
     failure: str = ""
     cause: BaseException | None = None
-    lasting: bool = False  # later calls would fail as well, so the setting `on_error: skip` would drop all
+    lasting: bool = False  # `on_error: skip` would drop all, because later calls fail as well
 
 
 def call_all(
@@ -44,18 +64,16 @@ def call_all(
     scoring: Scoring,
 ) -> list[Result]:
     """Call every reward in a thread of its own, so that one that hangs delays no other."""
-    ready(rewards)
+    for bound in rewards:  # before the clocks of time-outs start
+        if isinstance(bound.function, RemoteReward):
+            bound.function.wait()
     limits = [bound.call.get("timeout", TIMEOUT) for bound in rewards]
     results = [Result(failure=f"raised TimeoutError: no answer within {limit:g} s") for limit in limits]
     began = time.monotonic()
 
     def work(place: int) -> None:
         deadline = began + limits[place]
-        asked = [
-            _applies(rewards[place], prompt, outcome, last)
-            for prompt, outcome, last in zip(prompts, outcomes, final, strict=True)
-        ]
-        result = _where_it_applies(rewards[place], prompts, outcomes, asked, deadline, scoring)
+        result = _call_where_it_applies(rewards[place], prompts, outcomes, final, deadline, scoring)
         if time.monotonic() < deadline:
             results[place] = result
 
@@ -68,22 +86,23 @@ def call_all(
     return list(results)  # a late thread still writes into the other list
 
 
-def _where_it_applies(
+def _call_where_it_applies(
     bound: Bound,
     prompts: list[Prompt],
     outcomes: list[Outcome],
-    asked: list[bool],
+    final: list[bool],
     deadline: float,
     scoring: Scoring,
 ) -> Result:
-    """Call a reward for some of the outcomes; the others get None."""
-    if all(asked):
+    """Call a reward for the outcomes that its settings `where` and `at` select; the others get None."""
+    triples = enumerate(zip(prompts, outcomes, final, strict=True))
+    rows = [i for i, triple in triples if _applies(bound, *triple)]
+    if len(rows) == len(outcomes):
         return _with_retries(bound, prompts, outcomes, deadline, scoring)
-    rows = [i for i, it_is in enumerate(asked) if it_is]
     if not rows:
         return Result([None] * len(outcomes), Scoring(scoring.tokens))
-    given, made = [prompts[i] for i in rows], [outcomes[i] for i in rows]
-    result = _with_retries(bound, given, made, deadline, scoring.about(rows))
+    chosen = [prompts[i] for i in rows], [outcomes[i] for i in rows]
+    result = _with_retries(bound, *chosen, deadline, scoring.about(rows))
 
     def spread(values: Sequence[Any]) -> list[Any]:
         by_row = dict(zip(rows, values, strict=True))
@@ -95,7 +114,7 @@ def _where_it_applies(
 
 
 def _applies(bound: Bound, prompt: Prompt, outcome: Outcome, final: bool) -> bool:
-    """Whether a reward is asked about an outcome, by its settings `where` and `at`."""
+    """Whether a reward scores an outcome, by its settings `where` and `at`."""
     where, at = bound.call.get("where"), bound.call.get("at", "last")
     if where and not matches(prompt, where):
         return False
@@ -106,33 +125,28 @@ def _applies(bound: Bound, prompt: Prompt, outcome: Outcome, final: bool) -> boo
 
 
 def matches(prompt: Prompt, where: Mapping[str, Any]) -> bool:
-    """Whether a prompt has the value, or one of the values, that is wanted in every column."""
-    for name, wanted in where.items():
-        value = prompt.columns.get(name)
-        match wanted:
-            case [*several]:
-                if value not in several:
-                    return False
-            case _ if value != wanted:
-                return False
-    return True
+    """Whether a prompt has the wanted value, or one of a list of values, in every column of `where`."""
+
+    def fits(value: Any, wanted: Any) -> bool:
+        return value in wanted if isinstance(wanted, list | tuple) else value == wanted
+
+    return all(fits(prompt.columns.get(name), wanted) for name, wanted in where.items())
 
 
 def _with_retries(
     bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], deadline: float, scoring: Scoring
 ) -> Result:
-    """Call a reward, and again up to `retries` times while it raises."""
-
+    """Call a reward, and up to `retries` times again while it raises."""
     for left in reversed(range(1 + bound.call.get("retries", 0))):
-        # What a try logs that fails is dropped.
+        # Values that a failing try logs are dropped.
         call = replace(scoring, metrics={}, columns={}, deadline=deadline)
         try:
             return Result(called(bound, prompts, outcomes, call, deadline - time.monotonic()), call)
         except NotNumbers as error:
             return Result(failure=str(error))
-        except ActorsLost as error:
-            return Result(failure=f"cannot go on: {error}", cause=error, lasting=True)
         except RemoteFault as error:
+            if error.lasting:
+                return Result(failure=f"cannot go on: {error}", cause=error, lasting=True)
             if not left or time.monotonic() >= deadline:
                 return Result(failure=f"raised {error.kind}: {error}", cause=error)
         # Whatever it raises ends this reward alone, SystemExit and CancelledError included.
@@ -145,7 +159,7 @@ def _with_retries(
 def checked(
     bound: Bound, result: Result, prompts: list[Prompt], outcomes: list[Outcome]
 ) -> tuple[Tensor, list[int]]:
-    """Convert what a reward returned to (M,) float64, NaN for None, and list the faulty outcomes."""
+    """Convert the values of a reward to (M,) float64, NaN for None, and list the faulty outcomes."""
     if result.failure:
         what, numbers, broken = result.failure, [math.nan] * len(outcomes), list(range(len(outcomes)))
     else:

@@ -1,1 +1,1 @@
-"""Samplers: they choose the prompts of a collection and repeat them into groups."""
+"""Samplers choose the prompts of a training step and repeat them into groups."""

@@ -1,4 +1,4 @@
-"""Budgets of rollouts: more for the prompts where they pay."""
+"""A sampler that gives more rollouts to the prompts that gain most from them."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from mmrl.samplers.prior_value import PriorValue
 
 @sampler
 class Allocate:
-    """Divide the rollouts of a draw unevenly over its prompts, by what is known of each.
+    """Divide the rollouts of a step unevenly over its prompts, by their estimated pass rates.
 
-    It wraps a sampler, which chooses the prompts. Every prompt gets `at_least` rollouts; then, one by one,
-    each further rollout goes where it gains most, until the draw has as many as the sampler asked for:
+    The wrapped sampler chooses the prompts. Every prompt gets `at_least` rollouts; each further rollout goes
+    to the prompt with the largest gain, until the budget of the step is spent:
 
-    - `v0`: utility n (1 - p) (1 - (1 - p)^(n - 1)) of n rollouts at the pass rate p (V_0, arXiv 2602.03584).
-    - `v05`: fall of the squared error of a baseline that is shrunk to the value of `prior_column` (V_0.5,
-      arXiv 2603.10848); none is made that gains `rollout_cost` or less, so a draw may have fewer than asked.
-    - `xrpo`: fall of the half-width of the 95% interval of the mean reward, plus `exploration`
+    - `v0`: increase of the utility n (1 - p) (1 - (1 - p)^(n - 1)) of n rollouts at pass rate p (V_0,
+      arXiv 2602.03584).
+    - `v05`: decrease of the squared error of a baseline shrunk to `prior_column` (V_0.5, arXiv 2603.10848).
+      Rollouts with a gain of at most `rollout_cost` are not made, so a step may have fewer than the budget.
+    - `xrpo`: decrease of the half-width of the 95% interval of the mean reward, plus `exploration`
       sqrt(ln(1 + rollouts) / n) (XRPO, arXiv 2510.06672).
 
-    Our readings: what earlier steps saw of a prompt stands for what a sequential rule would see in this one;
-    pass rates are those of all its rollouts, shrunk to the prior, which without a column is Beta(1, 1). Those
-    that a second model predicts stand alone, as V_0's do; it learns while the policy does, where V_0 is
-    trained before and reads earlier results as context.
+    Our readings: results of earlier steps replace those of a sequential rule inside a step. Pass rates are
+    means over all rollouts of a prompt, shrunk to the prior, Beta(1, 1) without a column. Predictions of a
+    second model are used as they are, as in V_0; ours learns with the policy, V_0 is trained before.
 
     Args:
-        rule: What a further rollout gains.
-        of: Name of the reward, by its part in [0, 1]; "": the weighted sum.
-        prior_column: Column with a predicted pass rate of each prompt, such as V_0's; "": 1/2 for all.
-        value_model: Name in `references` of a critic with `probability: true`, whose value of a prompt is its
-            predicted pass rate, in place of a column; "": none.
-        prior_count: Rollouts that the prior counts as.
-        at_least: Fewest rollouts of a prompt (V_0: 2, V_0.5: 4).
-        at_most: Most rollouts of a prompt (V_0: 128, V_0.5: 16).
-        rollout_cost: Of a rollout, in squared units of a reward from -1 to 1: `v05`.
-        exploration: Factor of the bonus: `xrpo`.
+        rule: Gain of a further rollout.
+        of: Name of the reward, clamped to [0, 1]; "": the weighted sum.
+        prior_column: Column with a predicted pass rate per prompt, such as V_0's; "": 1/2 for all.
+        value_model: Critic in `references` with `probability: true` that predicts pass rates instead of a
+            column; "": none.
+        prior_count: Weight of the prior, in rollouts.
+        at_least: Minimum rollouts per prompt (V_0: 2, V_0.5: 4).
+        at_most: Maximum rollouts per prompt (V_0: 128, V_0.5: 16).
+        rollout_cost: Smallest useful gain of `v05`, in squared units of a reward from -1 to 1.
+        exploration: Factor of the bonus of `xrpo`.
     """
 
     def __init__(
@@ -64,29 +64,29 @@ class Allocate:
     ) -> None:
         if value_model and prior_column:
             raise ConfigError(
-                f"sampler 'allocate': predictions are those of the column '{prior_column}' or of the second "
-                f"model '{value_model}'; leave `prior_column` or `value_model` out"
+                f"sampler 'allocate': both the column '{prior_column}' and the second model '{value_model}' "
+                "predict pass rates; leave `prior_column` or `value_model` out"
             )
         self.sampler, self.of, self.gain = sampler, of, GAINS[rule]
         self.value_model = value_model
         self.values: Callable[[Sequence[Prompt]], list[float]] | None = None
-        self.floor = rollout_cost if rule == "v05" else -math.inf  # a rollout has to gain more
+        self.floor = rollout_cost if rule == "v05" else -math.inf  # smallest gain, exclusive
         self.exploration, self.at_least, self.at_most = exploration, at_least, at_most
         self.value = PriorValue(prior_column, prior_count)
-        self.given: dict[str, int] = {}  # rollouts by uid, at the last draw
+        self.given: dict[str, int] = {}  # rollouts by uid in the last step
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Draw the prompts of the sampler inside, each as often as the budget says."""
-        drawn = self.sampler.draw(num_prompts, num_generations)
-        prompts = list({prompt.uid: prompt for prompt in drawn}.values())
-        if len(drawn) < self.at_least * len(prompts):
+        """Draw the prompts of the wrapped sampler, each repeated by its number of rollouts."""
+        budget = self.sampler.draw(num_prompts, num_generations)
+        prompts = list({prompt.uid: prompt for prompt in budget}.values())
+        if len(budget) < self.at_least * len(prompts):
             raise ConfigError(
-                f"sampler 'allocate': {len(drawn)} rollouts are too few for {len(prompts)} prompts with "
+                f"sampler 'allocate': {len(budget)} rollouts are too few for {len(prompts)} prompts with "
                 f"`at_least` {self.at_least} each; raise rollout.num_generations ({num_generations}), or "
                 "lower `at_least`"
             )
         self._predict(prompts)
-        counts = self.divide(prompts, len(drawn))
+        counts = self.divide(prompts, len(budget))
         self.given = {prompt.uid: count for prompt, count in zip(prompts, counts, strict=True)}
         return [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
 
@@ -95,7 +95,7 @@ class Allocate:
         self.values = values
 
     def _predict(self, prompts: Sequence[Prompt]) -> None:
-        """Ask the second model, where there is one, for the pass rates of prompts."""
+        """Let the second model, if any, predict the pass rates of prompts."""
         if not self.value_model or not prompts:
             return
         if self.values is None:
@@ -109,8 +109,7 @@ class Allocate:
         self.value.predicted = {p.uid: rate for p, rate in zip(prompts, predicted, strict=True)}
 
     def divide(self, prompts: Sequence[Prompt], budget: int) -> list[int]:
-        """Count the rollouts of every prompt; of equal gains that of the prompt with fewest rollouts comes
-        first."""
+        """Number of rollouts of every prompt; of equal gains the prompt with fewest rollouts comes first."""
         counts = [self.at_least] * len(prompts)
         for total in range(sum(counts), budget):
             gains = [
@@ -124,7 +123,7 @@ class Allocate:
         return counts
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Add the rewards of a round."""
+        """Add the rewards of a round to the pass rates."""
         reward = reward_of(table, self.of)
         if not len(table):
             return
@@ -138,33 +137,33 @@ class Allocate:
         return {"sampler/rollouts_min": float(min(given)), "sampler/rollouts_max": float(max(given))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of every prompt, and the last draw."""
+        """Pass rates of prompts, and the rollouts of the last step."""
         return {"value": self.value.state_dict(), "given": dict(self.given)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what was known of every prompt."""
+        """Restore the pass rates and the rollouts of the last step."""
         self.value.load_state_dict(state["value"])
         self.given = dict(state["given"])
 
 
-# ---- what a further rollout of a prompt gains that has n of a draw's `total`
+# ---- gain of one more rollout for a prompt that has n of the `total` rollouts of a step
 
 
 def of_utility(value: PriorValue, prompt: Prompt, n: int, total: int, exploration: float) -> float:
-    """Return the gain of V_0's utility."""
+    """Increase of V_0's utility."""
     rate = value.rate(prompt)
     return utility(n + 1, rate) - utility(n, rate)
 
 
 def of_baseline(value: PriorValue, prompt: Prompt, n: int, total: int, exploration: float) -> float:
-    """Return the fall of the squared error D s / (D + s) of V_0.5's baseline: s = 1 / n, D its prior's."""
+    """Decrease of the squared error D s / (D + s) of V_0.5's baseline, s = 1 / n, D that of the prior."""
     bias = value.bias(prompt)
     # D (1 / n) / (D + 1 / n) = D / (n D + 1)
     return bias / (n * bias + 1) - bias / ((n + 1) * bias + 1)
 
 
 def of_interval(value: PriorValue, prompt: Prompt, n: int, total: int, exploration: float) -> float:
-    """Return XRPO's priority: the fall of the half-width of the mean's interval, and a bonus."""
+    """XRPO's priority: decrease of the half-width of the interval of the mean, plus a bonus."""
     spread = value.spread(prompt)
     falls = half_width(spread, n) - half_width(spread, n + 1)
     return falls + exploration * math.sqrt(math.log(1 + total) / n)
@@ -174,18 +173,18 @@ GAINS = {"v0": of_utility, "v05": of_baseline, "xrpo": of_interval}
 
 
 def utility(n: int, rate: float) -> float:
-    """Return V_0's utility of n rollouts at a pass rate: n (1 - p) (1 - (1 - p)^(n - 1))."""
+    """V_0's utility of n rollouts at pass rate p: n (1 - p) (1 - (1 - p)^(n - 1))."""
     return n * (1 - rate) * (1 - (1 - rate) ** (n - 1))
 
 
 def half_width(spread: float, n: int) -> float:
-    """Return the half-width of the 95% interval of the mean of n >= 2 values with a standard deviation."""
+    """Half-width of the 95% interval of the mean of n >= 2 values with standard deviation `spread`."""
     return student_quantile(n - 1) * spread / math.sqrt(n)
 
 
 @lru_cache(maxsize=1024)
 def student_quantile(freedom: int, inside: float = 0.95) -> float:
-    """Return t for which |T| < t has the probability `inside`, T of Student's distribution, by bisection."""
+    """Quantile t of Student's distribution with P(|T| < t) = `inside`, by bisection."""
     low, high = 0.0, 1e3
     for _ in range(80):
         middle = (low + high) / 2
@@ -194,7 +193,7 @@ def student_quantile(freedom: int, inside: float = 0.95) -> float:
 
 
 def _student(t: float, freedom: int) -> float:
-    """Return the probability of |T| < t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """P(|T| < t) of Student's distribution (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan(t / math.sqrt(freedom))
     odd = freedom % 2
     term = math.cos(angle) if odd else 1.0

@@ -1,4 +1,4 @@
-"""The texts of the answers of all processes, for samplers that remember them."""
+"""Base class of samplers that read the answers of all processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmrl.core.types import Prompt, Rollouts
 
 
 class ReadsAnswers:
-    """Base class of samplers that read what was answered on every process."""
+    """Base class of samplers that read the answers of all processes."""
 
     tell_all: Callable[[Any], list[Any]] | None = None  # None: there are no other processes
 

@@ -1,4 +1,4 @@
-"""What samplers with a memory share: prompts by uid, draws without repetition, results of a round."""
+"""Shared code of samplers with a memory: prompts by uid, draws without repetition, results of a round."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mmrl.data.row_prompts import uids_of
 
 @dataclass
 class Candidates:
-    """The prompts of a run, and which of them were asked in the current step.
+    """The prompts of a run, and those already used in the current step.
 
-    A later round of a collection stands in for groups that a filter dropped, so it asks other prompts. Those
-    of earlier rounds are asked again only where there are no others.
+    Later rounds of a step replace groups that a filter dropped, so they use other prompts. Used prompts come
+    again only if there are no others.
     """
 
     data: Sequence[Prompt]
     stream: Stream
     place: dict[str, int] = field(init=False)  # uid to index in `data`
-    asked: Tensor = field(init=False)  # (M,) bool
-    step: int | None = None  # that `asked` is about
+    asked: Tensor = field(init=False)  # (M,) bool: used in `step`
+    step: int | None = None
 
     def __post_init__(self) -> None:
         self.place = {uid: i for i, uid in enumerate(uids_of(self.data))}
@@ -37,7 +37,7 @@ class Candidates:
         return len(self.data)
 
     def begins(self) -> bool:
-        """Whether this is the first draw of a step; then nothing has been asked yet."""
+        """Whether this is the first draw of a step; then marks all prompts as unused."""
         if self.step == self.stream.step:
             return False
         self.step = self.stream.step
@@ -45,10 +45,10 @@ class Candidates:
         return True
 
     def highest(self, scores: Tensor, num: int, name: str, among: Tensor | None = None) -> list[int]:
-        """Choose up to `num` places by the highest scores (M,), and note them as asked.
+        """Choose up to `num` indices by the highest scores (M,), and mark them as used.
 
-        Ties are broken at random. Places that were asked in this step, and then those outside `among` (M,)
-        bool, come last; -inf is never chosen.
+        Ties are broken at random. Indices outside `among` (M,) bool, and then those used in this step, come
+        last; a score of -inf is never chosen.
         """
         num = min(num, int((scores > -math.inf).sum()))
         order = torch.randperm(len(scores), generator=self.stream.generator(name, "ties"))
@@ -61,33 +61,33 @@ class Candidates:
         return chosen.tolist()
 
     def weighted(self, weights: Tensor, num: int, name: str) -> list[int]:
-        """Draw up to `num` places without replacement in proportion to weights (M,), and note them as asked.
+        """Draw up to `num` indices without replacement, proportional to weights (M,); marks them as used.
 
-        Places of weight 0 come only after all others.
+        Indices of weight 0 come after all others.
         """
-        # Efraimidis and Spirakis: the largest of u^(1/w) are such a draw; here log(-log(u^(1/w))), negated.
+        # Efraimidis and Spirakis: take the largest u^(1/w), in logarithms.
         uniform = torch.rand(len(weights), generator=self.stream.generator(name), dtype=torch.float64)
         keys = weights.double().log() - (-uniform.clamp(min=1e-300).log()).log()
         return self.highest(keys.clamp(min=-1e300), num, name, among=weights > 0)
 
     def fitting(self, saved: Tensor) -> Tensor:
-        """Copy a saved column (M, ...); raise where it is about other data."""
+        """Copy a saved column (M, ...); raises ValueError if its length differs from the data."""
         if len(saved) != len(self):
             raise ValueError(
                 f"the sampler's saved memory is about {len(saved)} prompts, but the data have {len(self)}; "
-                "give the same data, or begin with an empty memory"
+                "use the same data, or start with an empty memory"
             )
         return saved.clone()
 
     def prompts(self, places: Sequence[int], num_generations: int) -> list[Prompt]:
-        """Repeat every chosen prompt into a group."""
+        """Prompts at these indices, each repeated into a group."""
         return [self.data[i] for i in places for _ in range(num_generations)]
 
     def rows(self, table: RewardTable, known: Tensor) -> dict[int, Tensor]:
-        """List the rows of every prompt of the data, by place, in the order of the table.
+        """Rows of the table by index of their prompt, in the order of the table.
 
-        Only rows that the policy sampled itself and that are `known` (N,) bool count: neither recorded nor
-        replayed answers tell how hard a prompt is for it now.
+        Only `known` (N,) rows that the policy sampled: recorded and replayed answers do not measure how hard
+        a prompt is for the current policy.
         """
         rows: dict[int, list[int]] = {}
         counts = known & table.ids["on_policy"][:, 0].bool() if len(table) else known
@@ -98,12 +98,12 @@ class Candidates:
 
 
 def reward_of(table: RewardTable, of: str) -> Tensor:
-    """Return a reward of each row by name, or without a name the weighted sum: (N,), NaN where unknown."""
+    """Reward of each row by name, or the weighted sum without a name: (N,), NaN where unknown."""
     return table.at_end(of) if of else table.reward()
 
 
 def evenness(weights: Tensor) -> float:
-    """Compute the entropy of weights (M,) over that of equal ones: 1 where all are alike, 0 for only one."""
+    """Normalised entropy of weights (M,): 1 for equal weights, 0 for a single one."""
     shares = weights.double() / weights.sum().clamp(min=1e-300)
     entropy = -torch.special.xlogy(shares, shares).sum().item()
     return entropy / math.log(len(weights)) if len(weights) > 1 and weights.sum() > 0 else 1.0

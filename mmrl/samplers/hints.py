@@ -1,4 +1,4 @@
-"""A sampler that shows hints to prompts that are too hard: where a group failed."""
+"""A sampler that adds hints to prompts whose answers all failed."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.hints import TAG, TEMPLATE, check_hints, tiers, wanting_hint, with_hint
 from mmrl.samplers.answers import ReadsAnswers
 
-PATIENCE = 10  # steps with failures that a filter may keep, because another reward varies
+PATIENCE = 10  # steps with failures but without a second round before an error
 
 
 def rewards_of(table: RewardTable, of: str) -> list[float]:
-    """List the reward of every row that a group is judged by: a named one, or the weighted sum."""
+    """Reward of every row by name, or the weighted sum without a name."""
     return (table.at_end(of) if of else table.reward()).tolist()
 
 
 @dataclass
 class Failed:
-    """A prompt that failed, with one of its answers, and the number of hints that it was shown since."""
+    """A failed prompt, one of its answers, and the number of hints shown since."""
 
     prompt: Prompt
-    answer: str = ""  # where hints are written for it
+    answer: str = ""  # input for written hints
     shown: int = 0
 
 
 @sampler(sets_tags={TAG})
 class WithHints(ReadsAnswers):
-    """Ask prompts that failed again with hints, from the weakest to the strongest (Scaf-GRPO).
+    """Repeat failed prompts with hints, from the weakest to the strongest (Scaf-GRPO, arXiv 2510.19807).
 
-    arXiv 2510.19807. A prompt fails when none of its answers has a reward above `threshold`. With `when:
-    next_round` it is asked again in the next rounds of the step, `num_hinted` times with each hint, until an
-    answer succeeds; that needs `rollout.max_rounds` of 2 or more and a `group_filter` that drops failed
-    groups, such as `varied`. The id stays, so plain and hinted answers are one group, in which the advantage
-    `first_success` makes the exchange of the paper. With `when: next_time` all rollouts have the next hint
-    when the prompt is drawn again, and none after it succeeded. Either way the answers are learned given the
-    hint, unless the engine `vision.without_hints` is the last one.
+    A prompt fails if none of its answers has a reward above `threshold`. With `when: next_round` it comes
+    again in the next rounds of the step, `num_hinted` times per hint, until an answer succeeds; this needs
+    `rollout.max_rounds` of 2 or more and a `group_filter` that drops failed groups, such as `varied`. Plain
+    and hinted answers share an id and form one group, in which the advantage `first_success` replaces a
+    failure as in the paper. With `when: next_time` all rollouts have the next hint when the prompt is drawn
+    again, until it succeeds. The policy learns the answers given the hint, unless `vision.without_hints` is
+    the last engine.
 
-    A hint column holds a list of texts, or one text (a solution) of which a growing share of sentences is
-    given. Without a column, the engine `with_hinter` writes `written` hints, each from the first answer that
-    failed (HiLL, arXiv 2604.00698); the advantage `best_hint` chooses among hints.
+    A hint column holds a list of texts, or one text (a solution) that is revealed sentence by sentence.
+    Without a column, the engine `with_hinter` writes `written` hints from the first failed answer (HiLL,
+    arXiv 2604.00698), and the advantage `best_hint` chooses among them.
 
     Args:
         sampler: The wrapped sampler.
-        hint_column: Column of the data with the hints; a prompt whose cell is empty gets none.
-        written: Hints that are written for a prompt in place of a column; HiLL's code: 4.
+        hint_column: Column of the data with the hints; an empty cell means no hints.
+        written: Number of hints to write for a prompt instead of a column; HiLL's code: 4.
         hint_template: Text after the question; `{hint}` is the hint.
-        cuts: Hints that one text is cut into.
-        when: Whether hints are shown in the next round of the step, or the next time a prompt is drawn.
-        num_hinted: Rollouts for each hint, in a round.
-        hints_per_round: Hints of a prompt that are tried in one round; Scaf-GRPO has 12 in all.
+        cuts: Number of hints that one text is cut into.
+        when: Show hints in the next round of the step, or the next time the prompt is drawn.
+        num_hinted: Rollouts per hint in a round.
+        hints_per_round: Hints of a prompt per round; Scaf-GRPO has 12 in all.
         start: Steps without hints at the start; Scaf-GRPO: 50.
         of: Name of the reward that must be above `threshold`; empty: the weighted sum.
-        threshold: The highest reward that counts as a failure.
+        threshold: Largest reward that counts as a failure.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class WithHints(ReadsAnswers):
         self.hint_template, self.cuts, self.when = hint_template, cuts, when
         self.num_hinted, self.hints_per_round = num_hinted, hints_per_round
         self.start, self.of, self.threshold = start, of, threshold
-        self.asked: dict[str, Prompt] = {}  # of this step, without hints
-        self.failed: dict[str, Failed] = {}  # of this step, while hints are left
-        self.level: dict[str, int] = {}  # hints that were not enough, by id, for `next_time`
-        self.ignored = 0  # steps with failures since a second round came, for `next_round`
+        self.asked: dict[str, Prompt] = {}  # prompts of this step, without hints
+        self.failed: dict[str, Failed] = {}  # failed prompts of this step with hints left
+        self.level: dict[str, int] = {}  # insufficient hints by id, for `next_time`
+        self.ignored = 0  # steps with failures since the last second round, for `next_round`
         self.counts = {"hints/prompts": 0.0, "hints/solved": 0.0}
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Draw prompts that failed in this step with their next hints, and new ones for the rest."""
+        """Draw failed prompts of this step with their next hints, and new prompts for the rest."""
         if self.stream.round == 0:
             self.asked, self.failed = {}, {}
         else:
@@ -114,7 +114,7 @@ class WithHints(ReadsAnswers):
         return hinted + fresh
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Note which prompts failed, and which hints helped."""
+        """Record which prompts failed and which hints helped."""
         texts = self.texts(rollouts, table) if self.written else [""] * len(table)
         best: dict[str, float] = {}
         first: dict[str, str] = {}
@@ -137,20 +137,20 @@ class WithHints(ReadsAnswers):
             self._expect_a_round()
 
     def metrics(self) -> Mapping[str, float]:
-        """Report how many prompts were asked with hints, and how many of them had a success."""
+        """Number of prompts with hints, and how many of them succeeded."""
         counts, self.counts = self.counts, dict.fromkeys(self.counts, 0.0)
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hints that prompts get next; a step is never saved between its rounds."""
+        """Next hints of prompts; checkpoints are never written between rounds."""
         return {"level": dict(self.level), "ignored": self.ignored}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the hints that prompts get next."""
+        """Restore the next hints of prompts."""
         self.level, self.ignored = dict(state["level"]), state["ignored"]
 
     def _expect_a_round(self) -> None:
-        """Count a step with failures until its second round comes, and raise where it never does."""
+        """Count steps with failures but without a second round; raises after `PATIENCE` of them."""
         self.ignored += 1
         if self.ignored > PATIENCE:
             raise ConfigError(
@@ -166,12 +166,12 @@ class WithHints(ReadsAnswers):
         return failed.shown < len(self._hints(failed.prompt))
 
     def _hinted(self, prompt: Prompt, level: int) -> Prompt:
-        """Show hint number `level`, from 1."""
+        """Prompt with hint number `level`, from 1."""
         hint = self._hints(prompt)[level - 1]
         return with_hint(prompt, hint, tag=str(level), template=self.hint_template)
 
     def _next(self, failed: Failed) -> list[Prompt]:
-        """Show the next hints of a prompt, and count them."""
+        """Prompts with the next hints of a failed prompt; counts them."""
         self.counts["hints/prompts"] += failed.shown == 0
         first, most = failed.shown, len(self._hints(failed.prompt))
         failed.shown = min(first + self.hints_per_round, most)
@@ -183,12 +183,12 @@ class WithHints(ReadsAnswers):
         return [prompt for prompt in shown for _ in range(self.num_hinted)]
 
     def _remembered(self, prompt: Prompt) -> Prompt:
-        """Show the hint that a prompt has earned by failing before."""
+        """Prompt with the hint of its level, for `next_time`."""
         level = min(self.level.get(prompt.uid, 0), len(self._hints(prompt)))
         return self._hinted(prompt, level) if level else prompt
 
     def _remember(self, solved: Mapping[str, bool]) -> None:
-        """Step to the next hint of prompts that failed, and forget those of prompts that succeeded."""
+        """Raise the hint level of failed prompts, and reset that of solved prompts."""
         for uid, success in solved.items():
             hinted = bool(self.level.get(uid))
             self.counts["hints/prompts"] += hinted

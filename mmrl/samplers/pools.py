@@ -1,4 +1,4 @@
-"""The selection of prompts by difficulty."""
+"""A sampler that selects prompts by difficulty."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from mmrl.samplers.uniform import Uniform
 
 @sampler
 class SelectedByDifficulty(Uniform):
-    """Draw only prompts of a suitable difficulty, selected once (Time-R1, arXiv 2503.13377).
+    """Draw a fixed selection of prompts of suitable difficulty (Time-R1, arXiv 2503.13377).
 
-    The difficulty is a number from 0, never solved, to 1, always solved: a model's score without training,
-    such as the IoU of its answer. Selected prompts come once per epoch.
+    The difficulty is the score of an untrained model from 0 (never solved) to 1 (always solved), such as the
+    IoU of its answer. Selected prompts come once per epoch.
 
     Args:
         by: Column with the score.
-        rule: `gaussian_03` draws prompts with a score above 0 by exp(-(score - 0.3)^2 / (2 0.2^2)), without
-            replacement. `0070_all` takes those with a score above 0 and up to 0.7, at equal distances in the
-            order of their scores.
-        num_selected: Prompts to select (the paper: 2500), or all suitable ones where there are fewer.
+        rule: `gaussian_03` draws prompts with a score above 0 in proportion to exp(-(score - 0.3)^2 / (2
+            0.2^2)), without replacement. `0070_all` takes scores in (0, 0.7], evenly spaced in sorted order.
+        num_selected: Number of prompts (the paper: 2500); all suitable ones if there are fewer.
         shuffle: Reshuffle every epoch; false: in the order of the data.
     """
 

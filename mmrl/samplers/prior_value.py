@@ -1,4 +1,4 @@
-"""What is known of the value of a prompt before it is asked: a prior, and the rewards of earlier steps."""
+"""Estimated pass rates of prompts: a prior, and the rewards of earlier steps."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 from mmrl.config.loading import ConfigError
 from mmrl.core.types import Prompt
 
-EVEN = 0.5  # the prior pass rate of a prompt of which nothing is known
+EVEN = 0.5  # prior pass rate without a column
 
 
 class PriorValue:
-    """Running pass rates of prompts, shrunk to a prior that counts as `prior_count` rollouts.
+    """Running pass rates of prompts, shrunk to a prior with the weight of `prior_count` rollouts.
 
-    It stands where V_0 (arXiv 2602.03584) has a value model: its predictions may be a column of the data, or
-    those of a second model, which are taken as they are.
+    The prior replaces the value model of V_0 (arXiv 2602.03584): a column of the data. Predictions of a
+    second model are used without shrinkage.
     """
 
     def __init__(self, column: str = "", prior_count: float = 2.0) -> None:
         self.column, self.prior_count = column, prior_count
-        self.predicted: dict[str, float] = {}  # of a second model, for the prompts of the last draw
+        self.predicted: dict[str, float] = {}  # by a second model, for the last draw
         self.sums: dict[str, tuple[float, float, float]] = {}  # uid to count, sum and sum of squares
 
     def prior(self, prompt: Prompt) -> float:
-        """Return the prior pass rate of a prompt; raises `ConfigError` where its column has none."""
+        """Prior pass rate of a prompt; raises `ConfigError` where its column has no number in [0, 1]."""
         if prompt.uid in self.predicted:
             return self.predicted[prompt.uid]
         if not self.column:
@@ -39,13 +39,13 @@ class PriorValue:
         )
 
     def add(self, uid: str, rewards: list[float]) -> None:
-        """Add rewards in [0, 1] of a prompt."""
+        """Add rewards in [0, 1] to a prompt."""
         count, total, squares = self.sums.get(uid, (0.0, 0.0, 0.0))
         more = (count + len(rewards), total + sum(rewards), squares + sum(reward**2 for reward in rewards))
         self.sums[uid] = more
 
     def rate(self, prompt: Prompt) -> float:
-        """Return the pass rate of a prompt: with `prior_count` 2 and no column it is that of Beta(1, 1)."""
+        """Estimated pass rate; with `prior_count` 2 and no column the posterior mean of Beta(1, 1)."""
         if prompt.uid in self.predicted:
             return self.predicted[prompt.uid]
         count, total, _ = self.sums.get(prompt.uid, (0.0, 0.0, 0.0))
@@ -65,7 +65,7 @@ class PriorValue:
         return max(0.0, (2 * (total / count - self.prior(prompt))) ** 2 - 1 / count)
 
     def spread(self, prompt: Prompt) -> float:
-        """Return the sample standard deviation of the rewards of a prompt; 0 for fewer than two."""
+        """Sample standard deviation of the rewards of a prompt; 0 for fewer than two."""
         count, total, squares = self.sums.get(prompt.uid, (0.0, 0.0, 0.0))
         return max(0.0, (squares - total**2 / count) / (count - 1)) ** 0.5 if count > 1 else 0.0
 

@@ -1,4 +1,4 @@
-"""Sources of the data, and draws of prompts by probabilities of sources."""
+"""Draws of prompts by probabilities of their sources."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Sources:
     """The prompts of a run by source, and draws without repetition by probabilities of the sources."""
 
     def __init__(self, data: Sequence[Prompt], stream: Stream, named: Sequence[str], name: str) -> None:
-        self.candidates, self.name = Candidates(data, stream), name  # `named`: the source of every prompt
+        self.candidates, self.name = Candidates(data, stream), name  # `named` has the source of every prompt
         self.names = tuple(dict.fromkeys(named))
         numbers = {source: i for i, source in enumerate(self.names)}
         self.source = torch.tensor([numbers[source] for source in named])  # (M,)
 
     def draw(self, probabilities: Tensor, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Draw a source for every prompt by probabilities (S,), and a prompt of it, uniformly.
+        """Draw sources by probabilities (S,), and a uniform prompt of each.
 
-        Sources of which all prompts were asked in this step leave their part to the others. Where too few
-        prompts were not asked yet, all may come again.
+        A source whose prompts were all used in this step passes its probability to the others. If too few
+        unused prompts are left, all prompts may come again.
         """
         usable = probabilities > 0
         left = self._sizes(~self.candidates.asked)
@@ -48,14 +48,14 @@ class Sources:
         return torch.bincount(self.source[counted], minlength=len(self.names))
 
     def of(self, column: Tensor) -> dict[str, float]:
-        """Lay a column (S,) out by source."""
+        """Values of a column (S,) by source."""
         return dict(zip(self.names, column.tolist(), strict=True))
 
 
 def sources_of(data: Sequence[Prompt], by: str, name: str) -> list[str]:
-    """Read the source of every prompt: the text of its column `by`, or without one its split.
+    """Source of every prompt: its column `by`, or without one its split.
 
-    Raises `ConfigError` where a prompt lacks the column, or where no prompt has a split.
+    Raises `ConfigError` if a prompt lacks the column, or no prompt has a split.
     """
     if by:
         return [str(value) for value in column_of(data, by, name)]
@@ -70,7 +70,7 @@ def sources_of(data: Sequence[Prompt], by: str, name: str) -> list[str]:
 
 
 def column_of(data: Sequence[Prompt], by: str, name: str) -> list:
-    """Read a column of every prompt; raises `ConfigError` where one lacks it."""
+    """Values of a column; raises `ConfigError` if a prompt lacks it."""
     values = []
     for prompt in data:
         if prompt.columns.get(by) is None:
@@ -83,7 +83,7 @@ def column_of(data: Sequence[Prompt], by: str, name: str) -> list:
 
 
 def numbers_of(data: Sequence[Prompt], by: str, name: str) -> list[float]:
-    """Read a column of finite numbers; raises `ConfigError` where a prompt has none."""
+    """Finite numbers of a column; raises `ConfigError` for any other value."""
     values = column_of(data, by, name)
     for place, value in enumerate(values):
         if type(value) not in (int, float) or not math.isfinite(value):

@@ -22,19 +22,20 @@ class Uniform:
         self._epoch, self._order = -1, range(len(data))
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Draw the next prompts, `num_generations` entries each; no prompt twice in one draw."""
-        chosen: dict[int, None] = {}  # an ordered set: at the seam of epochs a prompt may come twice
+        """Draw the next prompts, `num_generations` entries each; no prompt comes twice in one draw."""
+        chosen: dict[int, None] = {}  # ordered set: a draw may span two epochs
         while len(chosen) < min(num_prompts, len(self.data)):
             epoch, place = divmod(self.drawn, len(self.data))
             if self.shuffle and epoch != self._epoch:
-                generator = self.stream.fixed("uniform", epoch)  # not of a step: a resume shuffles alike
+                # It depends on the epoch only, so that a resumed run shuffles equally.
+                generator = self.stream.fixed("uniform", epoch)
                 self._epoch, self._order = epoch, torch.randperm(len(self.data), generator=generator).tolist()
             chosen[self._order[place]] = None
             self.drawn += 1
         return [self.data[i] for i in chosen for _ in range(num_generations)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of prompts drawn so far."""
+        """Number of prompts drawn so far."""
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

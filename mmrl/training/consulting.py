@@ -1,13 +1,11 @@
-"""Gives pieces the values that a second model assigns to prompts before they are answered."""
+"""Values of prompts by a second model, before the prompts are answered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-from mmrl.config.binding import Pieces
 from mmrl.config.registry import Needs
-from mmrl.core.protocols import LogProbs, Policy, UsesValueModel
+from mmrl.core.protocols import LogProbs, Policy
 from mmrl.core.types import Outcome, Prompt, PromptError, Trajectory
 from mmrl.runtime.distributed import Processes
 from mmrl.training.loop import evaluate_references
@@ -43,25 +41,3 @@ def values_of(
     read = dict(zip(rows, processes.all_gather_object(values.tolist())[0], strict=True))
     mean = sum(read.values()) / len(read)
     return [read.get(place, mean) for place in range(len(prompts))]
-
-
-def connect(
-    pieces: Pieces,
-    policy: Policy,
-    references: Mapping[str, LogProbs],
-    processes: Processes,
-    micro_batch_steps: int,
-) -> None:
-    """Pass every piece that names a second model a function that computes its values of prompts."""
-    for piece in pieces.that_are(UsesValueModel).values():
-        if piece.value_model:
-            model = references[piece.value_model]
-            piece.connect_value_model(
-                partial(
-                    values_of,
-                    policy=policy,
-                    model=model,
-                    processes=processes,
-                    micro_batch_steps=micro_batch_steps,
-                )
-            )

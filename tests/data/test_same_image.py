@@ -20,7 +20,7 @@ from mmrl.vision.datasets.boxes import boxes
 from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.media.media_reader import MediaReader, film
 from mmrl.vision.rewards.boxes import box_iou
-from mmrl.vision.tool_replies import Limits, as_parts
+from mmrl.vision.tools.replies import Limits, as_parts
 
 PIXELS = numpy.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=numpy.uint8)
 GREY16 = numpy.random.default_rng(1).integers(0, 65536, (6, 9), dtype=numpy.uint16)

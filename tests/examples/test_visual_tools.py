@@ -16,14 +16,14 @@ from examples.visual_tools.photo_signs import PhotoSigns, name_of, search_call
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import parse_calls
 from mmrl.core.types import Message
-from mmrl.vision.call_formats import encode_with_tools, parser_of
 from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.datasets.visual_qa import visual_qa
 from mmrl.vision.policies.tokens import Tokens
-from mmrl.vision.tool_calls import Tool
-from mmrl.vision.tool_pool import run_calls
-from mmrl.vision.tool_replies import Limits
+from mmrl.vision.tools.call_formats import encode_with_tools, parser_of
+from mmrl.vision.tools.functions import Tool
 from mmrl.vision.tools.images import crop, zoom
+from mmrl.vision.tools.pool import run_calls
+from mmrl.vision.tools.replies import Limits
 from mmrl.vision.tools.search import search
 
 SHADES = {"red": (250, 20, 20), "blue": (20, 20, 250), "green": (10, 200, 10)}

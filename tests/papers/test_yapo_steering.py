@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from mmrl.build import build
 from mmrl.config.schema import Config, ConfigError, parse
 from mmrl.core.rng import Stream
-from mmrl.papers.yapo import steering
+from mmrl.papers.yapo import Steering, steering
 from mmrl.training.loop import train
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.models.steering import Steering, reversed_steering, steering_of
+from mmrl.vision.models.trained_part import part_of
 from tests.vision import mixed
 from tests.vision.test_inner_runs import plan, questions
 from tests.vision.test_tokens import EVERY, learning, loaded, recorded, said
@@ -32,8 +32,8 @@ def steered(checkpoint, family=FAMILY, *, values=None, policy=None, **options):
     made = loaded(checkpoint, family, transform=(transform,), **(policy or {}))
     if values is not None:
         with torch.no_grad():
-            noise = torch.randn(made.steering.vector.shape, generator=torch.Generator().manual_seed(1))
-            made.steering.vector.copy_(noise if values is True else values)
+            noise = torch.randn(made.part.vector.shape, generator=torch.Generator().manual_seed(1))
+            made.part.vector.copy_(noise if values is True else values)
     return made
 
 
@@ -84,7 +84,7 @@ def test_the_hidden_states_after_the_layer_are_moved_by_the_vector(checkpoint, f
         policy.model.get_decoder()(input_ids=ids, output_hidden_states=True).hidden_states[1]
         for policy in (plain, moved)
     ]
-    torch.testing.assert_close(states[1] - states[0], (0.5 * moved.steering.vector).expand(1, 3, -1))
+    torch.testing.assert_close(states[1] - states[0], (0.5 * moved.part.vector).expand(1, 3, -1))
 
 
 def test_only_the_vector_learns(checkpoint):
@@ -93,7 +93,7 @@ def test_only_the_vector_learns(checkpoint):
     policy(recorded(policy, FAMILY)).logp.sum().backward()
     reached = [name for name, weight in policy.module.named_parameters() if weight.grad is not None]
     assert reached == learning(policy)
-    assert policy.steering.vector.grad.abs().max() > 0
+    assert policy.part.vector.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("encoder", [False, True])
@@ -117,7 +117,7 @@ def test_a_saved_vector_is_loaded_bit_for_bit(checkpoint, tmp_path, encoder):
 def test_an_adapter_may_learn_beside_a_vector_that_stays(checkpoint, tmp_path):
     steered(checkpoint, values=True).save(tmp_path)
     policy = steered(checkpoint, weights=str(tmp_path), policy={"lora_rank": 2})
-    assert policy.steering is None and steering_of(policy.model) is not None
+    assert policy.part is None and part_of(policy.model) is not None
     assert all("lora_" in name for name in learning(policy))
 
 
@@ -139,15 +139,15 @@ def test_what_does_not_fit_is_named(checkpoint, tmp_path):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_other_direction_is_that_of_the_negated_vector(checkpoint, checkpointed):
     policy = steered(checkpoint, values=True, policy={"gradient_checkpointing": checkpointed})
-    negated = steered(checkpoint, values=-policy.steering.vector.detach())
+    negated = steered(checkpoint, values=-policy.part.vector.detach())
     output = policy(recorded(policy, FAMILY), frozenset({"reversed_logp"}))
     reversed_logp = output.extra["reversed_logp"]
     torch.testing.assert_close(reversed_logp.detach(), said(negated, FAMILY))
-    assert policy.steering.sign == 1.0
+    assert policy.part.sign == 1.0
     # d/dv f(-v) = -f'(-v); the layers that checkpointing runs again must keep their direction.
     reversed_logp.sum().backward()
     negated(recorded(negated, FAMILY)).logp.sum().backward()
-    torch.testing.assert_close(policy.steering.vector.grad, -negated.steering.vector.grad)
+    torch.testing.assert_close(policy.part.vector.grad, -negated.part.vector.grad)
 
 
 def test_answers_are_sampled_from_the_steered_model(checkpoint):
@@ -156,7 +156,7 @@ def test_answers_are_sampled_from_the_steered_model(checkpoint):
     batch = policy.collate(rows)
     with torch.no_grad():
         logp = policy(batch).logp
-        with reversed_steering(policy.model):
+        with policy.part.reversed():
             other = policy(batch).logp
     noted = torch.where(batch.mask > 0, batch.notes["logp"], 0.0)
     torch.testing.assert_close(logp * batch.mask, noted, rtol=1e-4, atol=1e-4)
@@ -182,7 +182,7 @@ def test_yapo_trains_the_vector_alone(questions, checkpoint, tmp_path, monkeypat
     changed = [n for n, w in run.policy.module.state_dict().items() if not torch.equal(w, before[n])]
     assert [name.rsplit(".", 1)[1] for name in changed] == ["vector"]
     saved = load_file(tmp_path / "run" / "checkpoint-2" / "model" / "steering.safetensors")
-    assert torch.equal(saved["vector"], run.policy.steering.vector.detach())
+    assert torch.equal(saved["vector"], run.method.policy.part.vector.detach())
 
 
 @pytest.mark.slow

@@ -102,10 +102,11 @@ def folder_of(blocks: Sequence[Block], folder: Path) -> Iterator[None]:
             path = folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text)
-    from mmrl.vision.models import model_families
+    from mmrl.core.modalities import MODALITIES
+    from mmrl.vision.models.model_families import FAMILIES
 
-    modules, families = set(sys.modules), dict(model_families.FAMILIES)
-    homes = dict(registry.HOMES)
+    modules = set(sys.modules)
+    tables = [(table, dict(table)) for table in (FAMILIES, MODALITIES, registry.HOMES)]
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
@@ -116,10 +117,9 @@ def folder_of(blocks: Sequence[Block], folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(folder))
-        model_families.FAMILIES.clear()
-        model_families.FAMILIES.update(families)
-        registry.HOMES.clear()
-        registry.HOMES.update(homes)
+        for table, before in tables:
+            table.clear()
+            table.update(before)
         for name in set(sys.modules) - modules:
             if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
                 del sys.modules[name]

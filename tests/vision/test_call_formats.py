@@ -20,11 +20,11 @@ from mmrl.core.tool_calls import (
 )
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.rewards.tool_calls import tool_calls
-from mmrl.vision.call_formats import parser_of
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_tools import WithTools
 from mmrl.vision.policies.tokens import Tokens
-from mmrl.vision.tool_calls import Tool
+from mmrl.vision.tools.call_formats import parser_of
+from mmrl.vision.tools.functions import Tool
 from tests.vision import tiny
 
 WEATHER = Call("get_current_weather", {"location": "Paris, France", "format": "celsius"})

@@ -13,10 +13,10 @@ from tokenizers.processors import TemplateProcessing
 from mmrl.config.schema import ConfigError
 from mmrl.core.tool_calls import parse_calls
 from mmrl.core.types import Prompt
-from mmrl.vision.call_formats import encode_with_tools, parser_of
 from mmrl.vision.checks.prompt_agreement import prompt_agreement
 from mmrl.vision.models import processor
 from mmrl.vision.models.processor import PromptEncoder
+from mmrl.vision.tools.call_formats import encode_with_tools, parser_of
 from tests.vision.template_cases import encoder_of, medium, plain, says, templates
 from tests.vision.test_media_conditioning import examined
 

@@ -18,10 +18,10 @@ from mmrl.filters import varied
 from mmrl.reporting.metrics import describe_lengths
 from mmrl.training.method import through_chain
 from mmrl.training.score import score
-from mmrl.vision.conversation import recent_media
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_environments import WithEnvironments
 from mmrl.vision.policies.tokens import Tokens
+from mmrl.vision.tools.conversation import recent_media
 from mmrl.vision.tools.images import crop
 from tests.vision import tiny
 from tests.vision.playing import Ladder

@@ -16,6 +16,7 @@ from examples.video_grounding.spliced_videos import write_video
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.data.media import locate, read_image
 from mmrl.vision.media import media_root as media_module
+from mmrl.vision.media import video
 from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.video import FrameSampling, MediaError
 
@@ -152,7 +153,7 @@ def counted(root, monkeypatch):
         decoded.append(path.name)
         return media_module.Frames(torch.zeros(1, 3, 10, 10, dtype=torch.uint8), torch.zeros(1))
 
-    monkeypatch.setattr(media_module, "read_video", read_video)
+    monkeypatch.setattr(video, "read_video", read_video)
     for name in "abc":
         (root.root / name).touch()
     return decoded
@@ -176,7 +177,7 @@ def test_another_sampling_and_a_changed_file_are_decoded_again(root, counted):
 
 
 def test_what_was_not_looked_at_longest_makes_room(root, counted):
-    small = MediaRoot(root.root, cache_bytes=600)  # two videos of 300 bytes
+    small = MediaRoot(root.root, cache_bytes=608)  # two videos of 300 bytes of pixels and 4 of times
     for name in "aba":
         small.video(name, FrameSampling()).load()
     small.video("c", FrameSampling()).load()  # b was not looked at longest

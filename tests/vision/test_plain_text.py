@@ -17,10 +17,10 @@ from mmrl.data.dataset_io import write_rows
 from mmrl.data.hints import with_hint
 from mmrl.reporting.answers import write_columns
 from mmrl.rewards.asking import judge_prompt
-from mmrl.vision.call_formats import encode_with_tools
-from mmrl.vision.environment_calls import observed
 from mmrl.vision.models.processor import PromptEncoder
-from mmrl.vision.tool_replies import Limits, as_parts
+from mmrl.vision.tools.call_formats import encode_with_tools
+from mmrl.vision.tools.environments import observed
+from mmrl.vision.tools.replies import Limits, as_parts
 from tests.vision import tiny
 
 TOOLS = "{% if tools %}<tools>\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}</tools>\n{% endif %}"

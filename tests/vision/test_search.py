@@ -11,9 +11,9 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.data.fields import RowError
-from mmrl.vision.tool_calls import Tool
-from mmrl.vision.tool_pool import run_calls
-from mmrl.vision.tool_replies import Limits
+from mmrl.vision.tools.functions import Tool
+from mmrl.vision.tools.pool import run_calls
+from mmrl.vision.tools.replies import Limits
 from mmrl.vision.tools.search import read_index, search
 
 CAPTIONS = ("a red crab on a rocket", "a crab, a crab and a book", "the sky")

@@ -7,7 +7,7 @@ import torch
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.rng import Stream
-from mmrl.vision.decoding.branching import Branch
+from mmrl.vision.decoding.branching import Branch, grow_with
 from mmrl.vision.decoding.stop_strings import StopStrings
 from mmrl.vision.engines.generate import Generate
 from tests.vision import mixed
@@ -54,7 +54,7 @@ def test_branches_end_with_them_too(policy):
         engine = Generate(policy, stream=Stream(0), stop_strings=strings)
         branches = [Branch(encoded, numbers[0])]
         branches += [Branch(encoded, numbers[i], parent=0, start=3 * i) for i in (1, 2)]
-        return engine.grow(branches)
+        return grow_with(engine, branches)
 
     plain = grow()
     strings = [encoder.text(plain[1].ids[5:8])[:-1], encoder.text(plain[2].ids[4:9])]

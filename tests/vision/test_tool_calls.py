@@ -14,7 +14,7 @@ from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import CallError, parse_calls
 from mmrl.vision.environments.grid_world import GridWorld
-from mmrl.vision.tool_calls import ShownImage, Tool
+from mmrl.vision.tools.functions import ShownImage, Tool
 from tests.vision import tiny
 
 IMAGES = [tiny.picture(seed=0), tiny.picture(seed=1)]

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.vision import tool_pool
-from mmrl.vision.tool_calls import Owner, Tool
-from mmrl.vision.tool_pool import Pool, begin_calls, run_calls
-from mmrl.vision.tool_replies import Limits
+from mmrl.vision.tools import pool as tool_pool
+from mmrl.vision.tools.functions import Owner, Tool
+from mmrl.vision.tools.pool import Pool, begin_calls, run_calls
+from mmrl.vision.tools.replies import Limits
 
 LIMITS = Limits(100, 100)
 BUSY, MOST, LOCK = [0], [0], threading.Lock()
@@ -52,6 +52,10 @@ def pool(monkeypatch):
     return make
 
 
+def answers_of(collect):
+    return [answer for _, answer in collect()]
+
+
 def said(answers):
     return [answer.fault or answer.parts[0].text for answer in answers]
 
@@ -62,7 +66,7 @@ def test_calls_of_several_turns_share_a_number_of_threads(pool):
     before = threading.active_count()
     begun = [begin_calls([(tool, [i]), (tool, [i + 1])], LIMITS) for i in range(0, 12, 2)]
     assert threading.active_count() <= before + 3
-    assert [said(collect()) for collect in begun] == [[f"{i}", f"{i + 1}"] for i in range(0, 12, 2)]
+    assert [said(answers_of(collect)) for collect in begun] == [[f"{i}", f"{i + 1}"] for i in range(0, 12, 2)]
     assert 0 < MOST[0] <= 3
 
 
@@ -79,5 +83,5 @@ def test_a_call_that_hangs_gives_its_place_to_the_next(pool):
     mine = replace(hangs, owner=owner), replace(Tool.of(busy), owner=owner, timeout=7)
     last = begin_calls([(tool, [0]) for tool in mine], LIMITS)
     first = begin_calls([(Tool.of(busy), [1])], LIMITS)
-    assert said(first()) == ["1"]  # which is asked for before the one that hangs
-    assert said(last()) == ["no answer within 0.2 s", "no answer within 7 s"] and owner.lost
+    assert said(answers_of(first)) == ["1"]  # which is asked for before the one that hangs
+    assert said(answers_of(last)) == ["no answer within 0.2 s", "no answer within 7 s"] and owner.lost

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from mmrl.vision import tool_replies
-from mmrl.vision.tool_replies import Limits, ToolFault, as_answer, as_parts
+from mmrl.vision.tools import replies as tool_replies
+from mmrl.vision.tools.replies import Limits, ToolFault, as_answer, as_parts
 
 IMAGE = Image.new("RGB", (4, 3))
 
@@ -25,10 +25,10 @@ def test_a_reply_of_too_many_parts_is_a_fault():
 
 
 def test_images_that_cannot_be_shown_are_counted_and_not_decoded(monkeypatch):
-    decoded, make = [], tool_replies._as_media
-    monkeypatch.setattr(tool_replies, "_as_media", lambda *args: (decoded.append(1), make(*args))[1])
+    decoded, make = [], tool_replies._to_media
+    monkeypatch.setattr(tool_replies, "_to_media", lambda *args: (decoded.append(1), make(*args))[1])
     blocks = [IMAGE, "a", {"type": "image", "image": IMAGE}, {"type": "video", "video": [IMAGE] * 2}]
     answer = as_answer(blocks, "tool", Limits(4000, 100, images=2))
     assert (answer.shown, answer.parts, decoded) == (3, (), [])
     answer = as_answer(blocks, "tool", Limits(4000, 100, images=3))
-    assert (answer.shown, len(answer.parts), decoded) == (3, 4, [1, 1])
+    assert (answer.shown, len(answer.parts), decoded) == (3, 4, [1, 1, 1])

@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 
 from mmrl.core.types import Frames, Media
-from mmrl.vision.tool_replies import shrunk
 from mmrl.vision.tools.images import crop, pixel_box, zoom
+from mmrl.vision.tools.replies import shrunk
 
 
 def gradient():

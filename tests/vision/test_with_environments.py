@@ -7,7 +7,6 @@ import math
 import pickle
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy
 import pytest
@@ -23,7 +22,7 @@ from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_environments import WithEnvironments
 from mmrl.vision.environments.grid_world import GridWorld
-from mmrl.vision.tool_replies import ToolFault
+from mmrl.vision.tools.replies import ToolFault
 from tests.vision import tiny
 from tests.vision.playing import Broken, Echo, Ladder, SlowLadder, rungs_left
 
@@ -135,48 +134,6 @@ def test_a_coroutine_that_begins_an_environment_draws_the_same_on_every_try(engi
 class Late:
     async def reset(self):
         await asyncio.sleep(30)
-
-
-class Reader:
-    """Reads files in its methods."""
-
-    def __init__(self, *, path: str = "") -> None:
-        self.path = path
-
-    def reset(self, place: str = "") -> str:
-        return Path(place or self.path).read_text()
-
-    def open(self, place: str) -> str:
-        """Read a file.
-
-        Args:
-            place: Which.
-        """
-        return Path(place).read_text()
-
-    def get_reward(self) -> float:
-        return float(Path(self.path).read_text() == "inside")
-
-
-def test_an_environment_has_the_rights_that_it_declares(engine, tmp_path):
-    (tmp_path / "a.txt").write_text("inside")
-    (tmp_path / "b.txt").write_text("outside")
-    piece = Piece(f"{__name__}:Reader", {"path": str(tmp_path / "a.txt"), "reads": []})
-    reader = Pieces(Stream(0)).make("environment", piece)
-    calls = [Call("open", {"place": str(tmp_path / name)}) for name in ("a.txt", "b.txt")]
-    (row, _) = engine(reader, calls=calls).rollout(asked(1))
-    shown = row.logged["conversation"]
-    assert "PermissionError: the tool has no right to this: it reads" in shown and "inside" in shown
-    assert "outside" not in shown and row.outcomes[-1].recorded == {"Reader": 1.0}
-    with pytest.raises(ToolFault, match="`reset` of the environment 'Reader' failed .* PermissionError"):
-        engine(reader).rollout(asked(1, place=str(tmp_path / "b.txt")))
-    free = Pieces(Stream(0)).make(
-        "environment", Piece(f"{__name__}:Reader", {"path": str(tmp_path / "a.txt")})
-    )
-    assert "outside" in engine(free, calls=calls).rollout(asked(1))[0].logged["conversation"]
-    grid = Pieces(Stream(0)).make("environment", Piece("vision.grid_world"))
-    (row, _) = engine(grid, calls=(Call("move", {"direction": "up"}),)).rollout(asked(1))
-    assert "arrived" in row.logged["conversation"] or "not yet" in row.logged["conversation"]
 
 
 def test_rewards_in_trls_form_read_the_environments(engine):

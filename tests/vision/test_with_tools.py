@@ -24,9 +24,9 @@ from mmrl.vision.engines import generate as generate_module
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_tools import WithTools
 from mmrl.vision.media.media_reader import MediaReader
-from mmrl.vision.tool_calls import Tool
-from mmrl.vision.tool_replies import ToolFault
+from mmrl.vision.tools.functions import Tool
 from mmrl.vision.tools.images import crop
+from mmrl.vision.tools.replies import ToolFault
 from tests.rewards import trl_style
 from tests.vision import tiny
 

@@ -12,17 +12,17 @@ import torch
 
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call
-from mmrl.vision import tool_pool
 from mmrl.vision.decoding.decoding import GenerationRequest
 from mmrl.vision.engines import generate as generate_module
 from mmrl.vision.engines import with_tools
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_environments import WithEnvironments
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.tool_calls import Owner, Tool
-from mmrl.vision.tool_pool import begin_calls
-from mmrl.vision.tool_replies import Limits
+from mmrl.vision.tools import pool as tool_pool
+from mmrl.vision.tools.functions import Owner, Tool
 from mmrl.vision.tools.images import crop
+from mmrl.vision.tools.pool import begin_calls
+from mmrl.vision.tools.replies import Limits
 from tests.vision import tiny
 from tests.vision.playing import Ladder
 from tests.vision.talking import Talkative, ruled
@@ -162,7 +162,7 @@ def test_an_answer_in_time_counts_however_late_it_is_read(clock):
     for thread in threads:
         thread.join(30)
     clock[0] = 1000
-    (answer,) = collect()
+    ((_, answer),) = collect()
     assert not answer.fault and not owner.lost and answer.parts[0].text == "called"
 
 
@@ -170,7 +170,7 @@ def test_a_time_out_counts_from_the_beginning_of_the_call(clock):
     collect, _ = begin(hang, owner := Owner())
     assert CALLED.wait(300)
     clock[0] = 61
-    (answer,) = collect()  # at once: counted from here, it would wait for the tool
+    ((_, answer),) = collect()  # at once: counted from here, it would wait for the tool
     assert answer.fault == "no answer within 60 s" and owner.lost
 
 

@@ -11,7 +11,7 @@ from mmrl.build import build, load_engine
 from mmrl.config.schema import Config, parse
 from mmrl.reporting import html
 from mmrl.training.loop import train
-from mmrl.vision.tool_replies import ToolFault
+from mmrl.vision.tools.replies import ToolFault
 from tests.runtime.test_real_processes import SPEAKING, TALKING
 from tests.vision.talking import BROKEN
 

@@ -13,23 +13,22 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any, Literal
 
+from mmrl.core.modalities import MODALITIES, media_columns, media_marks
 from mmrl.data.fields import RowError, listed, mapping, short, text
-from mmrl.data.messages import MARKS, as_turns, asked_of, kept_keys, plain_part
+from mmrl.data.messages import as_turns, asked_of, kept_keys, plain_part
 from mmrl.data.row_fields import has_content
 from mmrl.vision.media.prompts import answer_of, answers_of, lettered
 
-LEADING = re.compile(r"^(?:\s*<(?:image|video)>)+\n?")  # first marks, and the line break after them
 PLACES = re.compile("<ref-object>|<bbox>")  # of ms-swift's `objects`
 # The names of ShareGPT (human, gpt) and of OpenAI (user, assistant).
 ROLES = {"human": "user", "gpt": "assistant"} | {
     name: name for name in ("user", "assistant", "system", "tool")
 }
 SOUND = ("audio", "audios")
-MEDIA = ("images", "videos")
-# Columns of mmrl that other toolkits rename or move.
+# Columns of mmrl that other toolkits name or place otherwise.
 OURS = ("question", "prompt", "messages", "system", "answer", "answers", "completion", "chosen", "rejected")
-OURS = (*OURS, "label", "choices", "images", "image", "videos", "video")
-Slots = list[tuple[str, Any]]  # places of media in a text: the kind, and the file given there, else None
+OURS = (*OURS, "label", "choices")  # and `media_columns`
+Slots = list[tuple[str, Any]]  # places of media in a text: the kind, and what the place itself holds
 Row = Mapping[str, Any]
 Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
 SUFFIXES: dict[Toolkit, str] = {
@@ -75,7 +74,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     _refuse_sound(row)
     if toolkit == "mmrl":
         ours = dict(row) | _media(row)  # `image` and `video` move into the lists
-        return {key: value for key, value in ours.items() if key not in ("image", "video")}
+        return {key: value for key, value in ours.items() if key not in MODALITIES}
     conversation, used = _conversation(row, *CONVERSATIONS[toolkit])
     ours = _from_messages(row, conversation)
     answer = row.get("answer")
@@ -113,7 +112,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     converted = set(CONVERTED[toolkit].split())
     if beside := sorted(name for name in converted - used if has_content(row.get(name))):
         raise RowError(f"the row has `{beside[0]}` beside {', '.join(sorted(used))}; keep what is meant")
-    converted |= {*MEDIA, "image", "video", "system", "answer"}
+    converted |= {*media_columns(), "system", "answer"}
     return ours | {key: value for key, value in row.items() if key not in converted and value is not None}
 
 
@@ -177,12 +176,13 @@ def _for_verl(row: Row, messages: list[Any], media: Row, completion: str | None)
 
 
 def _others(row: Row) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in OURS and has_content(value)}
+    ours = (*OURS, *media_columns())
+    return {key: value for key, value in row.items() if key not in ours and has_content(value)}
 
 
 def _refuse_sound(row: Row) -> None:
     for name in SOUND:
-        if has_content(row.get(name)):
+        if has_content(row.get(name)) and name not in media_columns():
             raise RowError(f"the row has sound, `{name}`, which nothing here reads")
 
 
@@ -242,9 +242,11 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     answer = _answer(turns.pop(), "answer") if turns and turns[-1]["role"] == "assistant" else None
     match turns:
         case [{"role": "user", "content": asked, **extra}] if not extra:
-            leading, marks = LEADING.match(asked), len(MARKS.findall(asked))
-            # Drop marks that all precede the text: media without a mark come first anyway.
-            if leading and marks == sum(map(len, media.values())) == len(MARKS.findall(leading[0])):
+            # The first marks, and the line break after them.
+            leading = re.match(rf"(?:\s*(?:{media_marks().pattern}))+\n?", asked)
+            marks = len(media_marks().findall(asked))
+            # Marks that all precede the text carry no information: media without a mark come first anyway.
+            if leading and marks == sum(map(len, media.values())) == len(media_marks().findall(leading[0])):
                 asked = asked[leading.end() :]
             ours["question"] = asked
         case _ if any(turn["role"] == "user" for turn in turns):
@@ -279,7 +281,7 @@ def _text_of(content: Any) -> tuple[str, Slots]:
                 words.append(piece)
             case {"type": "text", "text": str(piece), **rest} if not has_content(rest):
                 words.append(piece)
-            case {"type": "image" | "video" as kind, **rest} if not has_content(
+            case {"type": str(kind), **rest} if kind in MODALITIES and not has_content(
                 {key: value for key, value in rest.items() if key != kind}
             ):
                 words.append(f"<{kind}>")
@@ -287,17 +289,18 @@ def _text_of(content: Any) -> tuple[str, Slots]:
                 continue
             case _:
                 raise RowError(f"wanted a text or parts as the content of a message, got {short(part)}")
-        if "<audio>" in piece:
+        if "<audio>" in piece and "audio" not in MODALITIES:
             raise RowError(f"the text marks <audio>, but nothing here reads sound: {short(piece)}")
-        slots += [(kind, None) for kind in MARKS.findall(piece)]
+        slots += [(kind, None) for kind in media_marks().findall(piece)]
     return "".join(words), slots
 
 
 def _filled(media: dict[str, list[Any]], slots: Slots) -> dict[str, list[Any]]:
     """Merge the media of columns and of messages, in the order of their places."""
     merged: dict[str, list[Any]] = {}
-    for name in MEDIA:
-        own, left = [value for kind, value in slots if f"{kind}s" == name], iter(media.get(name, []))
+    for modality in MODALITIES.values():
+        name = modality.columns[1]
+        own, left = [value for kind, value in slots if kind == modality.kind], iter(media.get(name, []))
         if own.count(None) == len(media.get(name, [])):
             files = [next(left) if value is None else value for value in own]
         else:
@@ -332,8 +335,8 @@ def _messages(row: Row) -> tuple[list[dict[str, Any]], dict[str, list[Any]], str
         raise RowError("the row has no `question` and no message of a user")
     media = _filled(_media(row), slots)
     if not slots:  # other toolkits need a mark for every file
-        marks = "<image>" * len(media.get("images", ())) + "<video>" * len(media.get("videos", ()))
-        first["content"] = marks + first["content"]
+        marks = (f"<{kind}>" * len(media.get(m.columns[1], ())) for kind, m in MODALITIES.items())
+        first["content"] = "".join(marks) + first["content"]
     if row.get("choices") is not None:
         last = [turn for turn in messages if turn["role"] == "user"][-1]
         last["content"] = "\n".join([last["content"], *lettered(row["choices"])])
@@ -375,7 +378,8 @@ def _first(value: Any) -> Any:
 
 
 def _media(row: Row) -> dict[str, list[Any]]:
-    media = {name: _listed(row.get(name)) + _listed(row.get(name[:-1])) for name in MEDIA}
+    columns = (modality.columns for modality in MODALITIES.values())
+    media = {several: _listed(row.get(several)) + _listed(row.get(one)) for one, several in columns}
     return {name: files for name, files in media.items() if files}
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.config.registry import builder
+from mmrl.core.modalities import media_columns
 from mmrl.data.dataset_io import DataRow, write_rows
 from mmrl.data.fields import plain
 from mmrl.vision.benchmarks.conversions import (
-    MEDIA,
     SUFFIXES,
     Toolkit,
     describe_llama_factory,
@@ -73,9 +73,9 @@ class Converted:
 
     def _row(self, row: DataRow, number: int, media: MediaWriter) -> dict[str, Any]:
         ours = read_row(row.columns, self.theirs)
-        for name in MEDIA:
+        for name, kind in media_columns().items():
             if ours.get(name):
-                ours[name] = [media.put(medium) for medium in media_refs(ours[name], name[:-1], name)]
+                ours[name] = [media.put(medium) for medium in media_refs(ours[name], kind, name)]
         converted = plain(write_row(ours, self.ours), "row")  # before bytes of images, which JSON lacks
         if self.ours == "verl":
             # `split` and `index` as in the scripts of verl; entries of the row itself win.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import builder
+from mmrl.core.modalities import media_columns
 from mmrl.data.dataset_io import DataRow
 from mmrl.data.fields import RowError, listed, plain, text, uid_of
 from mmrl.data.row_fields import ALWAYS, has_content, warn_unread
@@ -17,7 +18,7 @@ from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, SplitFiles, 
 from mmrl.vision.media.media_root import media_refs
 from mmrl.vision.media.prompts import answer_of, answers_of
 
-OURS = ("id", "question", "answer", "answers", "choices", "image", "images", "video", "videos")
+OURS = ("id", "question", "answer", "answers", "choices")  # and columns of media
 
 
 @builder
@@ -51,13 +52,17 @@ class VisualQa:
 
     def __post_init__(self) -> None:
         self.columns = dict(self.columns or {})
-        if unknown := sorted(set(self.columns) - set(OURS)):
-            raise ValueError(f"`columns` maps {unknown}, but rows have only {', '.join(OURS)}")
+        targets = (*OURS, *media_columns())
+        if unknown := sorted(set(self.columns) - set(targets)):
+            raise ValueError(f"`columns` maps {unknown}, but rows have only {', '.join(targets)}")
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write media and rows; return the number of rows by split."""
         log, files = BuildLog(self.bad_rows), SplitFiles(output, f".{self.form}")
-        read = {(self.columns or {}).get(name, name) for name in OURS} | {*self.keep, *ALWAYS}
+        read = {(self.columns or {}).get(name, name) for name in (*OURS, *media_columns())} | {
+            *self.keep,
+            *ALWAYS,
+        }
         unread: Counter[str] = Counter()
         rows, root = readable_rows(self.source, self.root, log, self.subset)
         media = MediaWriter(root, output)
@@ -73,7 +78,8 @@ class VisualQa:
         return log.finish(output, {"source": self.source, "columns": self.columns})
 
     def _row(self, row: DataRow, media: MediaWriter, number: int) -> dict[str, Any]:
-        fields = {name: row.columns.get(self.columns.get(name, name)) for name in OURS}
+        names = (*OURS, *media_columns())
+        fields = {name: row.columns.get(self.columns.get(name, name)) for name in names}
         try:
             question, answers = text(fields["question"], "question"), answers_of(fields)
             choices = [] if fields["choices"] is None else listed(fields["choices"], "choices")
@@ -83,8 +89,8 @@ class VisualQa:
         written["answer" if type(answers) is str else "answers"] = answers
         if choices:
             written["choices"] = [answer_of(choice, f"choices[{i}]") for i, choice in enumerate(choices)]
-        for name in ("image", "images", "video", "videos"):
-            paths = [media.put(medium) for medium in media_refs(fields[name], name.rstrip("s"), name)]
+        for name, kind in media_columns().items():
+            paths = [media.put(medium) for medium in media_refs(fields[name], kind, name)]
             if paths:
                 # A column of one image may hold a list of them.
                 written[name] = paths if name.endswith("s") or len(paths) > 1 else paths[0]

@@ -8,16 +8,17 @@ from typing import Any, Literal
 
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import data
+from mmrl.core.modalities import media_columns
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, is_number, listed, mapping, short, uid_of
 from mmrl.data.messages import ASKED, as_turns, asked_of, read_messages, recorded_turn
 from mmrl.data.row_fields import declared, has_content
-from mmrl.vision.media.media_root import COLUMNS, MediaRoot, media_refs
+from mmrl.vision.media.media_root import MediaRoot, media_refs
 from mmrl.vision.media.video import FrameSampling
 
 TARGETS = ("solution", "answer", "target")
-READS = (ASKED, "messages", TARGETS, "system", "completion", "environment", *COLUMNS)
+READS = (ASKED, "messages", TARGETS, "system", "completion", "environment")
 
 
 @data
@@ -64,20 +65,24 @@ def conversations(
             turns = as_turns(question, "prompt")
             if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
                 turns = [{"role": "system", "content": system_prompt}, *turns]
-            question = turns
-        refs = (ref for name, kind in COLUMNS.items() for ref in media_refs(fields.get(name), kind, name))
-        shown = [media.medium(ref, row.place, sampling) for ref in refs]
-        if question == "" and fields.get("environment"):
+            asked = turns
+
+        shown = [
+            media.medium(ref, row.place, sampling)
+            for name, kind in media_columns().items()
+            for ref in media_refs(fields.get(name), kind, name)
+        ]
+        if asked == "" and fields.get("environment"):
             messages = (Message("user", tuple(Part(media=medium) for medium in shown) or (Part(),)),)
         else:
             messages = read_messages(question, shown, media.reader(row.place, sampling))
         # Encoded media would be stored twice.
-        left_out = (*COLUMNS, "messages", "completion", "system")
+        left_out = (*media_columns(), "messages", "completion", "system")
         kept = {key: value for key, value in {**row.others, **fields}.items() if key not in left_out}
         kept["prompt"] = question if type(question) is str and question else _as_rewards_see(messages)
         return Prompt(uid_of(fields, f"{row.split}#{number}"), messages, _target(fields), answers, kept)
 
-    rows, reads = Rows(source, media.root), declared(READS, columns)
+    rows, reads = Rows(source, media.root), declared((*READS, *media_columns()), columns)
     return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
 
 
@@ -118,13 +123,15 @@ def _target(fields: Mapping[str, Any]) -> Any:
 
 
 def _as_rewards_see(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
-    """Write messages in the form of TRL's rewards: with media, contents are lists of parts."""
-    with_media, written = any(part.media for message in messages for part in message.parts), []
-    for message in messages:
-        parts = [
-            {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
-            for part in message.parts
-        ]
-        content = parts if with_media else "".join(part.text for part in message.parts)
-        written.append({**message.keys, "role": message.role, "content": content})
-    return written
+    """Write messages as TRL's rewards get them: with media, contents are lists of parts."""
+    parts = any(part.media for message in messages for part in message.parts)
+    return [
+        {
+            **message.keys,
+            "role": message.role,
+            "content": [part.block for part in message.parts]
+            if parts
+            else "".join(part.text for part in message.parts),
+        }
+        for message in messages
+    ]

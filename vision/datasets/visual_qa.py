@@ -9,18 +9,19 @@ from typing import Literal
 
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import data
+from mmrl.core.modalities import media_columns
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import fill_template, template_fields, text, uid_of
 from mmrl.data.messages import interleaved
 from mmrl.data.row_fields import declared, has_content
-from mmrl.vision.media.media_root import COLUMNS, EITHER, MediaRoot, media_of
+from mmrl.vision.media.media_root import EITHER, MediaRoot, media_of
 from mmrl.vision.media.prompts import answers_of, lettered
 from mmrl.vision.media.video import FrameSampling
 
 log = logging.getLogger("mmrl")
 DRAWN = tuple(name for name in EITHER if name not in ("chosen", "rejected"))  # answers are no media here
-READS = ("question", ("answer", "answers"), "choices", "system", *COLUMNS, *DRAWN)
+READS = ("question", ("answer", "answers"), "choices", "system", *DRAWN)
 
 
 @data
@@ -73,12 +74,15 @@ def visual_qa(
         uid, first = uid_of(fields, f"{row.split}#{number}"), target if type(target) is str else target[0]
         answers = (Outcome(text=fill_template(demo, {**words, "answer": first})),) if demo else ()
         # Encoded media would be stored twice.
-        kept = {key: v for key, v in {**row.others, **fields}.items() if key not in COLUMNS}
+        kept = {key: v for key, v in {**row.others, **fields}.items() if key not in media_columns()}
         system = fields.get("system")
         head = (Message("system", (Part(text(system, "system")),)),) if has_content(system) else ()
         return Prompt(uid, (*head, Message("user", interleaved(question, shown))), target, answers, kept)
 
-    rows, reads = Rows(source, media.root), declared((*READS, *template_fields(prompt, demo)), columns)
+    rows, reads = (
+        Rows(source, media.root),
+        declared((*READS, *media_columns(), *template_fields(prompt, demo)), columns),
+    )
     prompts = read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
     if hidden:
         wanted = "the prompt does not show the `choices` of %d rows of '%s'; write {choices} into `prompt`"

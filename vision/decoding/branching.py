@@ -57,6 +57,37 @@ class Grown:
     stopped: bool  # by an end token or a stop string
 
 
+@torch.no_grad()
+def grow_with(
+    engine: Any,
+    branches: Sequence[Branch],
+    *,
+    temperature: float | None = None,
+    batch_size: int = 0,
+) -> list[Grown | None]:
+    """Sample branches with the settings of an engine; what they share is computed once.
+
+    Args:
+        engine: The engine `vision.generate`.
+        branches: Rows to sample; parents before their children.
+        temperature: Replaces the temperature of the engine, unless None.
+        batch_size: Replaces the batch size of the engine, unless 0.
+    """
+    device = engine.policy.core.get_input_embeddings().weight.device
+    ends = torch.tensor(engine.policy.prompt_encoder.end, device=device)
+    options: dict[str, Any] = {"top_p": engine.top_p, "top_k": engine.top_k, "min_p": engine.min_p}
+    options["temperature"] = engine.temperature if temperature is None else temperature
+    grown: list[Grown | None] = [None] * len(branches)
+    with engine.running():
+        for batch in families(branches, batch_size or engine.batch_size):
+            chosen = renumbered(branches, batch)
+            reader = engine.reader([branch.encoded for branch in chosen if branch.parent is None])
+            results = grow(reader, chosen, ends, engine.stops, **options)
+            for number, result in zip(batch, results, strict=True):
+                grown[number] = result
+    return grown
+
+
 def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
     """Split branch numbers into batches of at most `size` (0: all); descendants of a root stay together."""
     root: list[int] = []

@@ -1,10 +1,11 @@
-"""An adapter for every role over one base model: rows are read and written with that of their tag."""
+"""LoRA adapters of several roles over one base model; the tag `role` of a row selects its adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +13,21 @@ from torch import Tensor, nn
 from mmrl.config.loading import ConfigError
 from mmrl.core.types import Trajectory
 from mmrl.vision.decoding.token_steps import TokenSteps
+from mmrl.vision.models import loading
+from mmrl.vision.models.trained_part import ReadSteps, TrainedPart
 
 ROLE = "role"  # tag of outcomes and of prompts
-Read = Callable[[TokenSteps, Set[str], object], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class RoleSteps(TokenSteps):
-    """Steps whose rows belong to roles: `role` (N,) is the number of the adapter that reads each."""
+    """Steps whose rows belong to roles: `role` (N,) is the number of each row's adapter."""
 
     role: Tensor = field(kw_only=True)
 
     @staticmethod
     def of(steps: TokenSteps, role: Tensor) -> RoleSteps:
-        """Give steps their roles (N,)."""
+        """Add the roles (N,) to steps."""
         return RoleSteps(
             **{place.name: getattr(steps, place.name) for place in fields(TokenSteps)}, role=role
         )
@@ -35,7 +37,7 @@ class RoleSteps(TokenSteps):
 
 
 def check_roles(names: Sequence[str], *, new: bool) -> None:
-    """Raise ConfigError for roles of one name, and without `new` adapters for them."""
+    """Raise ConfigError for equal names, and unless every role gets a `new` adapter."""
     if not new or len(set(names)) < len(names):
         raise ConfigError(
             "`roles` of vision.tokens are different names, each of which gets a new adapter, not "
@@ -43,18 +45,21 @@ def check_roles(names: Sequence[str], *, new: bool) -> None:
         )
 
 
-class RoleAdapters:
-    """Switches a model between the LoRA adapters of its roles, all of which learn.
+class RoleAdapters(TrainedPart):
+    """The LoRA adapters of several roles, all of which learn; one at a time is active.
 
     Args:
-        adapted: The model of peft, with an adapter of every role's name.
+        adapted: The model of peft, with one adapter a role, named as the role.
         names: The roles.
     """
+
+    name = "adapters of several roles"
+    cannot_merge = "adapters of several roles cannot be merged into one model; use them with peft"
 
     def __init__(self, adapted: nn.Module, names: Sequence[str]) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        self.names = tuple(names)
+        self.adapted, self.names = adapted, tuple(names)
         self.layers = [layer for layer in adapted.modules() if isinstance(layer, BaseTunerLayer)]
         self.weights: dict[str, list[nn.Parameter]] = {name: [] for name in names}
         for key, weight in adapted.named_parameters():
@@ -65,7 +70,7 @@ class RoleAdapters:
         self._activate(self.names[0])
 
     def of(self, tags: Mapping[str, str], uid: str) -> int:
-        """Return the number of the role that tags name; raises ValueError for none of the roles."""
+        """Return the number of the role in the tag `role`; raises ValueError for another role."""
         if tags.get(ROLE) not in self.names:
             raise ValueError(
                 f"the policy has adapters of the roles {', '.join(self.names)}, but the tag `role` of prompt "
@@ -75,13 +80,13 @@ class RoleAdapters:
         return self.names.index(tags[ROLE])
 
     def of_rows(self, rollouts: Sequence[Trajectory]) -> Tensor:
-        """Return the number of the role of every row (N,)."""
+        """Number of the role of every row: (N,)."""
         tags = [{**row.prompt.tags, **row.outcomes[-1].tags} for row in rollouts]
         return torch.tensor([self.of(t, row.prompt.uid) for t, row in zip(tags, rollouts, strict=True)])
 
     @contextmanager
     def acting(self, number: int) -> Iterator[None]:
-        """Read and write with the adapter of a role inside the block."""
+        """Activate the adapter of a role inside the block."""
         self._activate(self.names[number])
         try:
             yield
@@ -93,20 +98,35 @@ class RoleAdapters:
         for layer in self.layers:
             layer._active_adapter = [name]
 
-    def read(self, read: Read, steps: RoleSteps, extra: Set[str]) -> dict[str, Tensor]:
-        """Read the rows of every role with its adapter; outputs are those of all rows, in order."""
-        outputs: dict[str, Tensor] = {}
+    def collate(self, steps: TokenSteps, rollouts: Sequence[Trajectory]) -> RoleSteps:
+        """Add the roles of rows to their steps."""
+        return RoleSteps.of(steps, self.of_rows(rollouts))
+
+    def save(self, folder: Path) -> None:
+        """Write every adapter to a folder of its own."""
+        loading.save_adapter(self.adapted, folder)
+
+    def load(self, folder: Path) -> None:
+        """Load the adapters that `save` wrote, bit for bit."""
+        for name in self.names:
+            loading.load_adapter_weights(self.adapted, folder / name, name)
+
+    def read(
+        self, read: ReadSteps, steps: RoleSteps, outputs: Set[str], teacher: object
+    ) -> dict[str, Tensor]:
+        """Compute the outputs of all rows, each with the adapter of its role."""
+        joined: dict[str, Tensor] = {}
         for number in sorted(set(steps.role.tolist())):
             rows = (steps.role == number).nonzero()[:, 0]
             with self.acting(number):
-                values = read(steps[rows, slice(None)], extra, None)
+                values = read(steps[rows, slice(None)], outputs, None)
             for name, value in values.items():
                 shape = (len(steps.role), steps.longest, *value.shape[2:])
-                whole = outputs.setdefault(name, value.new_zeros(shape))
+                whole = joined.setdefault(name, value.new_zeros(shape))
                 at = rows.to(value.device)[:, None], torch.arange(value.shape[1], device=value.device)[None]
-                outputs[name] = whole.index_put(at, value)
+                joined[name] = whole.index_put(at, value)
         if torch.is_grad_enabled():
-            # Every process must have a gradient for every parameter, those of absent roles too.
+            # Every process must have a gradient for every parameter, also of roles without a row.
             absent = [w for name in self.names for w in self.weights[name]]
-            outputs["logp"] = outputs["logp"] + 0.0 * sum(weight.sum() for weight in absent)
-        return outputs
+            joined["logp"] = joined["logp"] + 0.0 * sum(weight.sum() for weight in absent)
+        return joined

@@ -20,7 +20,6 @@ from mmrl.vision.decoding.inner_outputs import (
     of_logits,
     of_states,
 )
-from mmrl.vision.decoding.role_adapters import RoleAdapters
 from mmrl.vision.decoding.token_steps import (
     FORBIDDEN,
     TokenSteps,
@@ -30,7 +29,7 @@ from mmrl.vision.decoding.token_steps import (
     shares_prompts,
 )
 from mmrl.vision.decoding.tree_reading import reads_trees
-from mmrl.vision.models.steering import reversed_steering
+from mmrl.vision.models.trained_part import TrainedPart
 
 LOGIT_BYTES = 256 << 20  # memory of the float32 logits that may exist at once
 
@@ -39,14 +38,14 @@ class StepModel(nn.Module):
     """Computes log-probabilities and other outputs for the tokens of a batch of answers.
 
     Args:
-        model: The language or vision-language model.
-        forbidden: Token ids with probability 0, such as placeholders of images.
-        compute: Precision of autocast.
-        checkpointed: The layers use gradient checkpointing.
-        share: Compute shared prompts once.
-        blank: Inputs of a blank image for a vision tower that learns, used in batches without media.
+        model: The model.
+        forbidden: Token ids that get probability 0.
+        compute: Precision of the computation.
+        checkpointed: Whether layers are recomputed in the backward pass.
+        share: Whether rows share the keys and values of their prompt.
+        blank: Inputs of a blank image, for batches without media where the vision tower learns.
         inner: Options of further outputs.
-        roles: LoRA adapters by role.
+        part: Weights that are trained instead of the model.
     """
 
     def __init__(
@@ -59,29 +58,24 @@ class StepModel(nn.Module):
         share: bool,
         blank: dict[str, Tensor] | None = None,
         inner: InnerOptions = USUAL,
-        roles: RoleAdapters | None = None,
+        part: TrainedPart | None = None,
     ) -> None:
         super().__init__()
-        self.roles = roles
+        self.read = part.read if part else None  # not `part`, a module that would be registered twice
         self.model, self.forbidden, self.compute = model, forbidden, compute
         self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank, inner
 
     def forward(
         self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
     ) -> dict[str, Tensor]:
-        """Compute "logp" and the outputs named in `extra`: (N, longest) or (N, longest, ...) each.
+        """Compute "logp" and the outputs in `extra`: (N, longest) each, or (N, longest, ...).
 
-        The names are `OF_LOGITS` and `OF_STATES` of `inner_outputs`; "reverse_kl" needs a `teacher`.
-        "reversed_logp" is the log-probability with the steering vector subtracted. Output heads are only
-        called inside this module, because data parallelism wraps it.
+        `inner_outputs` lists the outputs; "reverse_kl" needs a `teacher`. Heads are called inside this method
+        only, because data parallelism wraps this module.
         """
-        if self.roles is not None:
-            return self.roles.read(self.values, steps, extra)
-        values = self.values(steps, extra, teacher)
-        if "reversed_logp" in extra:
-            with reversed_steering(self.model):
-                values["reversed_logp"] = self.values(steps, frozenset())["logp"]
-        return values
+        if self.read is not None:
+            return self.read(self.values, steps, extra, teacher)
+        return self.values(steps, extra, teacher)
 
     def values(
         self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None

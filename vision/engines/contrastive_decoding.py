@@ -22,7 +22,7 @@ from mmrl.vision.engines.generate import Generate
 from mmrl.vision.media.prompts import add_noise, map_frames, random_crop, without_media
 from mmrl.vision.models.processor import EncodedPrompt
 
-TRIES = 1000  # draws of a ratio that is `gap` above the one before
+TRIES = 1000  # draws until a ratio is `gap` above the one before
 LATEST = 20.0  # decay_gamma times position at which a ratio stops growing: exp(20) is far beyond any logit
 
 Mix = Literal["log", "prob"]
@@ -44,10 +44,10 @@ class ContrastiveDecoding:
 
     Args:
         engine: The wrapped engine.
-        contrast_alpha: Means of h, at most 1 and rising; the answers to a prompt take them in turn. h stays
-            on the side of its mean: in [0, 1], or below 0.
-        contrast_alpha_std: Standard deviations of h, one for each mean.
-        gap: The least distance between the ratios of one turn.
+        contrast_alpha: Means of h, at most 1, in rising order; the answers to a prompt cycle through them. h
+            is clamped to the side of its mean: [0, 1], or below 0.
+        contrast_alpha_std: Standard deviations of h, one a mean.
+        gap: The least distance between neighbouring ratios of one cycle.
         mix: "log" mixes log-probabilities; "prob" mixes probabilities, (1 - h) p + h q.
         against: What q sees: "blind" no media, "noised" VCD's noise, "cropped" a small crop.
         noise_step: Diffusion step of the noise, 0 to 999; VCD: 500.
@@ -87,7 +87,7 @@ class ContrastiveDecoding:
         self.policy = self.engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry, in order, and record its ratio."""
+        """Answer every entry, in order, and record the ratios."""
         counters: dict[str, count[int]] = defaultdict(count)
         rows = []
         for row in self.engine.decode(prompts, self._begin):
@@ -97,9 +97,9 @@ class ContrastiveDecoding:
         return tuple(rows)
 
     def ratio(self, uid: str, index: int) -> float:
-        """Draw the ratio of one answer to a prompt, after those of the same turn before it."""
+        """Draw the ratio of one answer to a prompt, after the smaller ratios of its cycle."""
         turn, place = divmod(index, len(self.contrast_alpha))
-        generator = self.stream.generator("contrast_alpha", uid, turn)  # anew, whatever was drawn before
+        generator = self.stream.generator("contrast_alpha", uid, turn)  # independent of earlier draws
         last = -math.inf
         for mean, std in list(zip(self.contrast_alpha, self.contrast_alpha_std, strict=True))[: place + 1]:
             low, high = (0.0, 1.0) if mean >= 0 else (-math.inf, 0.0)
@@ -109,15 +109,15 @@ class ContrastiveDecoding:
                 if value - last >= self.gap:
                     break
             else:
-                value = last + self.gap  # no draw left the gap: the least ratio that does
+                value = last + self.gap  # no draw kept the distance: take the smallest ratio that does
             last = value
         return last
 
     def _begin(self, rows: Sequence[GenerationRequest]) -> LogitsReader:
-        """Make a reader that runs each row with the image, without it, or both, as its ratio needs."""
+        """Make a reader that runs each row with the image, without it, or both, depending on its ratio."""
         device = self.policy.core.get_input_embeddings().weight.device
         ratio = torch.tensor([self.ratio(row.prompt.uid, row.index) for row in rows], device=device)
-        # The plausible tokens and the confidence are those of p, whatever the ratio.
+        # Plausible tokens and confidence need p for every ratio.
         needs_p = self.plausibility_threshold > 0 or self.decay_gamma > 0 or self.confidence_threshold < 1
         distinct = {row.prompt.uid: row for row in rows}
         corrupted = {uid: self._corrupted(row) for uid, row in distinct.items()}
@@ -131,7 +131,7 @@ class ContrastiveDecoding:
         return MixtureReader(halves, ratio, self)
 
     def _corrupted(self, row: GenerationRequest) -> EncodedPrompt:
-        """Encode a prompt as q sees it."""
+        """Encode the prompt of q: without media, with noise, or with a crop."""
         generator = self.stream.generator("distortion", row.prompt.uid)  # one for all answers to a prompt
         encode = self.policy.prompt_encoder.encode
         if self.against == "blind":
@@ -146,9 +146,9 @@ class ContrastiveDecoding:
 
 
 class MixtureReader:
-    """Runs rows with and without the image, each only where its ratio needs it, and mixes the logits.
+    """Runs rows with and without the image, where their ratio needs it, and mixes the logits.
 
-    `halves` has for either the rows that need it, (n,) bool, and the reader of these rows or None.
+    `halves` has, for p and for q, the rows that need it, (n,) bool, and the reader of these rows or None.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class MixtureReader:
         return mixture.index_fill(-1, self.forbidden, FORBIDDEN)
 
     def _logp(self, needed: Tensor, reader: LogitsReader | None, token: Tensor | None) -> Tensor | float:
-        """Read the rows that need it: log-probabilities (n, V), 0 for other rows; the number 0 for none."""
+        """Log-probabilities (n, V) of rows that need them, 0 for others; the number 0 without a reader."""
         if reader is None:
             return 0.0
         logp = reader.read(token if token is None else token[needed]).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Engines that make half of the answers to a prompt from the other half, as sides of preference pairs."""
+"""Engines that derive half of the answers to a prompt from the other half, for preference pairs."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def answer_half(engine: Engine, prompts: Sequence[Prompt]) -> tuple[Rollouts, di
 @engine(sets_tags={"twin"})
 @dataclass(eq=False)
 class DropoutNtp:
-    """Cut half of a prompt's answers after a share of their tokens, and continue them without the image.
+    """Derive answers that keep the first part of another answer and continue it without the image.
 
-    Dropout-NTP of MPO, arXiv 2411.10442. The first half of the answers to a prompt stays whole; each of the
-    others starts as one of them. Continued answers record `contrast_alpha` 1 (whole ones 0), are off-policy,
-    and note log-probability 0 for the tokens that they start with. The engine wraps `vision.generate`.
+    Dropout-NTP of MPO, arXiv 2411.10442. The first half of the answers to a prompt is sampled as usual; each
+    answer of the second half begins as one of them. Derived answers record `contrast_alpha` 1 (others 0), are
+    off-policy, and have log-probability 0 for the copied tokens. The engine wraps `vision.generate`.
 
     Args:
         engine: The wrapped engine.
-        share: The share of an answer's tokens that is kept, in [0, 1).
+        share: Share of an answer's tokens that is copied, in [0, 1).
     """
 
     engine: Generate
@@ -59,16 +59,16 @@ class DropoutNtp:
         self.policy = self.engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer half of the entries of every prompt, and continue those answers for the other half."""
+        """Sample half of the answers to every prompt, and derive the other half."""
         whole, cut = answer_half(self.engine, prompts)
 
         def begin(rows: Sequence[GenerationRequest]) -> LogitsReader:
             encode = self.policy.prompt_encoder.encode
             device = self.policy.core.get_input_embeddings().weight.device
             reader = self.engine.reader([encode(without_media(row.prompt)) for row in rows])
-            # The i-th continuation starts as the i-th answer.
+            # The i-th derived answer begins as the i-th answer.
             answers = [cut[row.prompt.uid][row.index].steps.ids.to(device) for row in rows]
-            # Rounded down: at least the last token is drawn anew.
+            # Rounded down, so that at least the last token is sampled.
             return ForcedPrefixReader(reader, [ids[: int(self.share * len(ids))] for ids in answers])
 
         continued = self.engine.decode([row.prompt for rows in cut.values() for row in rows], begin)
@@ -79,20 +79,20 @@ class DropoutNtp:
 
 
 class ForcedPrefixReader:
-    """Forces rows to start with given tokens: until those end, every other token has probability 0."""
+    """Forces rows to start with given tokens, by probability 0 for every other token."""
 
     def __init__(self, reader: LogitsReader, forced: Sequence[Tensor]) -> None:
         self.reader = reader
         self.forced = pad_sequence(list(forced), batch_first=True, padding_value=-1)  # (n, T); -1 after them
         self.length = 0
-        self.logits = torch.empty(0)  # of the last token, as they were read
+        self.logits = torch.empty(0)  # of the last token, before the mask
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Read a token, and mask all logits but that of the next forced token of a row."""
+        """Read a token; mask the logits of all tokens but the next forced one."""
         self.logits = logits = self.reader.read(token)
         if self.length < self.forced.shape[1]:
             wanted = self.forced[:, self.length, None]
-            # One logit of 0 among FORBIDDEN ones is a log-probability of exactly 0.
+            # A logit of 0 among FORBIDDEN ones gives a log-probability of exactly 0.
             only = torch.full_like(logits, FORBIDDEN).scatter(1, wanted.clamp(min=0), 0.0)
             logits = torch.where(wanted >= 0, only, logits)
         self.length += 1

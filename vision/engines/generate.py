@@ -25,7 +25,6 @@ from mmrl.core.progress import advance
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.runtime.modules import LOW, evaluating
-from mmrl.vision.decoding.branching import Branch, Grown, families, grow, renumbered
 from mmrl.vision.decoding.decoding import (
     COMPACT,
     BeginReading,
@@ -50,18 +49,18 @@ class Generate:
     Args:
         policy: The policy.
         max_completion_length: The most tokens of an answer.
-        temperature: Divides the logits; 0 takes the most likely token.
-        top_p: Nucleus sampling: the most likely tokens of this total probability.
-        top_k: The most likely k tokens; 0: all.
-        min_p: Tokens of at least this share of the highest probability.
-        batch_size: Rows generated at the same time; 0: all.
-        stop_strings: Strings that end an answer, which keeps them, as an end token does.
-        confidence_top_k: Record "confidence" of every answer, which votes can be weighted by (SCOPE, arXiv
-            2512.15146): minus the mean log-probability of the k most likely tokens, averaged over the tokens
-            between blank lines, then over these parts. 0: not recorded.
+        temperature: Divides the logits; 0: greedy decoding.
+        top_p: Nucleus sampling: keeps the most likely tokens up to this total probability.
+        top_k: Keeps the k most likely tokens; 0: all.
+        min_p: Keeps tokens of at least this share of the highest probability.
+        batch_size: Rows of a batch; 0: all.
+        stop_strings: Strings that end an answer and stay in it.
+        confidence_top_k: Record "confidence" of every answer, as a weight of votes (SCOPE, arXiv 2512.15146):
+            minus the mean log-probability of the k most likely tokens, averaged over the tokens between blank
+            lines, then over these parts. 0: not recorded.
         cache: The KV cache; it gets masks of visual tokens and of padding.
-        transform: Transforms of the engine's own model, which keeps the policy's weights; the policy itself
-            stays exact.
+        transform: Transforms of the engine's model, which shares the policy's weights; the policy is not
+            transformed.
     """
 
     policy: TokenPolicy
@@ -94,11 +93,11 @@ class Generate:
         return self.decode(prompts)
 
     def reader(self, prompts: Sequence[EncodedPrompt]) -> CachedReader:
-        """Make a reader of one row per prompt, with the engine's model and cache."""
+        """Make a reader with one row a prompt, and the engine's model and cache."""
         return CachedReader(self.rollout_policy, prompts, self.cache)
 
     def turns(self) -> Turns:
-        """Make the readers of a batch of conversations, with the engine's model and cache."""
+        """Make the reader of a batch of conversations, with the engine's model and cache."""
         return Turns(self.rollout_policy, self.cache)
 
     @contextmanager
@@ -112,15 +111,12 @@ class Generate:
             self.rollout_policy, self.cache = before
 
     def decode(self, prompts: Sequence[Prompt], begin: BeginReading | None = None) -> Rollouts:
-        """Answer every entry, in order, with the logits of a reader that `begin` makes for every batch.
-
-        Without `begin`, readers are those of the engine's model and cache.
-        """
+        """Answer every entry, in order. `begin` makes the reader of a batch; by default `reader` does."""
         counters: dict[str, count[int]] = defaultdict(count)
         rows = []
         for prompt in prompts:
             index = next(counters[prompt.uid])
-            # A number per token and row: a draw depends on neither the batch nor the other rows.
+            # One number a token and row, so that draws do not depend on the batch or on other rows.
             generator = self.stream.generator(prompt.uid, index)
             uniform = torch.rand(self.max_completion_length, generator=generator)
             encoded = self.policy.prompt_encoder.encode(prompt)
@@ -129,11 +125,11 @@ class Generate:
 
     @torch.no_grad()
     def answer(self, rows: Sequence[GenerationRequest], begin: BeginReading | None = None) -> Rollouts:
-        """Answer requests, in order, each in at most as many tokens as it has random numbers."""
+        """Answer requests, in order; the random numbers of a request limit its tokens."""
         begin = begin or (lambda rows: self.reader([row.encoded for row in rows]))
         size = self.batch_size or len(rows) or 1
         finished: list[Trajectory] = []
-        with self._running():
+        with self.running():
             for at in range(0, len(rows), size):
                 work = f"generating, batch {at // size + 1} of {-(-len(rows) // size)}, tokens"
                 finished += self._answer(rows[at : at + size], begin, work)
@@ -141,55 +137,33 @@ class Generate:
 
     @torch.no_grad()
     def first_words(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
-        """Return the probability that an answer to each prompt begins with a word of each list.
+        """Probability that an answer to each prompt begins with a word of each list.
 
-        It is that of the model as it stands, whatever the temperature and the limits. Of the words of a list
-        those count that are one token; raises `ConfigError` where none is, or a token stands in two lists.
+        Sampling options have no effect. Only words of a single token count. Raises `ConfigError` for a list
+        without such a word, and for a token in two lists.
         """
         encode = self.policy.prompt_encoder.tokenizer
         ids = [[encode(word, add_special_tokens=False)["input_ids"] for word in listed] for listed in words]
-        tokens = [sorted({found[0] for found in listed if len(found) == 1}) for listed in ids]
+        tokens = [sorted({word[0] for word in listed if len(word) == 1}) for listed in ids]
         if not all(tokens) or len({t for listed in tokens for t in listed}) < sum(map(len, tokens)):
             raise ConfigError(
                 f"one of each of {[list(w) for w in words]} must be a token of its own, so that the first "
                 "token of an answer tells them apart"
             )
         encoded = [self.policy.prompt_encoder.encode(prompt) for prompt in prompts]
-        size, found = self.batch_size or len(prompts) or 1, []
-        with self._running():
+        size, shares = self.batch_size or len(prompts) or 1, []
+        with self.running():
             for at in range(0, len(prompts), size):
                 share = self.reader(encoded[at : at + size]).read(None).float().softmax(-1).cpu()
-                found += torch.stack([share[:, listed].sum(-1) for listed in tokens], -1).tolist()
-        return found
-
-    @torch.no_grad()
-    def grow(
-        self, branches: Sequence[Branch], *, temperature: float | None = None, batch_size: int = 0
-    ) -> list[Grown | None]:
-        """Sample answers that part from each other, with the settings of the engine; what they share is once.
-
-        `temperature` stands for the engine's own, and so does a `batch_size` above 0.
-        """
-        device = self.policy.core.get_input_embeddings().weight.device
-        ends = torch.tensor(self.policy.prompt_encoder.end, device=device)
-        options: dict[str, Any] = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        options["temperature"] = self.temperature if temperature is None else temperature
-        grown: list[Grown | None] = [None] * len(branches)
-        with self._running():
-            for batch in families(branches, batch_size or self.batch_size):
-                asked = renumbered(branches, batch)
-                reader = self.reader([branch.encoded for branch in asked if branch.parent is None])
-                results = grow(reader, asked, ends, self.stops, **options)
-                for number, result in zip(batch, results, strict=True):
-                    grown[number] = result
-        return grown
+                shares += torch.stack([share[:, listed].sum(-1) for listed in tokens], -1).tolist()
+        return shares
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Prepare the model for decoding inside the block."""
         model, compute = self.rollout_policy.model, self.rollout_policy.compute
         autocast = torch.autocast(model.get_input_embeddings().weight.device.type, compute, compute in LOW)
-        # Layers with gradient checkpointing refuse a KV cache in training mode.
+        # In training mode, layers with gradient checkpointing refuse a KV cache.
         with (
             evaluating(model),
             autocast,
@@ -199,17 +173,17 @@ class Generate:
             yield
 
     def _answer(self, rows: Sequence[GenerationRequest], begin: BeginReading, work: str) -> list[Trajectory]:
-        """Sample one batch, a token of every row at a time, until all rows have ended."""
+        """Sample one batch token by token, until all rows have ended."""
         device, encoder = self.policy.core.get_input_embeddings().weight.device, self.policy.prompt_encoder
         options: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
         options |= {"top_k": self.top_k, "min_p": self.min_p}
         uniform = pad_sequence([row.uniform for row in rows]).to(device)  # (T, n)
         limits, ends = [len(row.uniform) for row in rows], torch.tensor(encoder.end, device=device)
         notes = SampledNotes(len(rows), len(uniform), device)
-        length = torch.tensor(limits, device=device)  # of rows that never end
+        length = torch.tensor(limits, device=device)  # (n,) until a row ends earlier
         ended, stopped = (torch.zeros(len(rows), dtype=torch.bool, device=device) for _ in range(2))
         reader, token, stops = begin(rows), None, self.stops.rows(len(rows))
-        batch = torch.arange(len(rows), device=device)  # the rows that the reader still has
+        batch = torch.arange(len(rows), device=device)  # (b,) rows that the reader still has
         soonest, limit = min(limits, default=0), length.clone()
         awaited = any(row.on_stop for row in rows)
         for t in range(len(uniform)):
@@ -217,28 +191,30 @@ class Generate:
             advance(work, t, len(uniform))
             token, *values = draw_tokens(logits, uniform[t], **options)
             notes.append(token, *values, *([self._confidence(logits)] if self.confidence_top_k else []))
-            found = torch.isin(token, ends)
+            ends_now = torch.isin(token, ends)  # (b,)
             if self.stop_strings:
                 alive = (~ended[batch]).nonzero()[:, 0]
-                found[alive] |= stops.append(batch[alive], token[alive])
-            if t + 1 < soonest and not found.any():
+                ends_now[alive] |= stops.append(batch[alive], token[alive])
+            if t + 1 < soonest and not ends_now.any():
                 continue  # no row ends
-            # Rows that ended stay until `keep` pays off: it copies the cache.
-            done = batch[found & ~ended[batch]]
-            length[done], stopped[done] = t + 1, True  # what ends it is part of the answer
+            # Rows that ended stay in the batch until `keep` pays off, because it copies the cache.
+            done = batch[ends_now & ~ended[batch]]
+            length[done], stopped[done] = t + 1, True  # the end token is part of the answer
             if awaited and len(done):
                 notes.write(batch)
-                report_stops(rows, done.tolist(), notes.columns[0][:, : t + 1])
+                for i in done.tolist():
+                    if on_stop := rows[i].on_stop:
+                        on_stop(notes.columns[0][i, : t + 1].cpu())
             ended = stopped | (limit <= t + 1)
             finished = ended[batch]
             if finished.all():
                 break
             soonest = int(limit[~ended].min())
             if int(finished.sum()) * COMPACT >= len(finished):
-                kept = (~finished).nonzero()[:, 0]
+                live = (~finished).nonzero()[:, 0]
                 notes.write(batch)
-                reader.keep(kept)
-                batch, token, uniform = batch[kept], token[kept], uniform[:, kept]
+                reader.keep(live)
+                batch, token, uniform = batch[live], token[live], uniform[:, live]
         notes.write(batch)
         ids, logp, entropy, confidence = notes.columns
         columns = {"logp": logp.cpu(), "entropy": entropy.cpu(), "token": ids.cpu()}
@@ -261,60 +237,59 @@ class Generate:
         chosen: Tensor | None = None,
         recorded: Mapping[str, float] = MappingProxyType({}),
     ) -> Trajectory:
-        """Make the row of an answer from its notes (T,); `stopped` by an end, or at the limit.
+        """Make the row of an answer.
 
-        `chosen` (T,) is False for tokens that were not sampled, None where all were.
+        Args:
+            prompt: The prompt.
+            encoded: The encoded prompt.
+            notes: Notes (T,) by name, with the `token` ids.
+            stopped: Whether an end token or a stop string ended the answer, instead of the limit.
+            chosen: (T,) bool, False for tokens that were not sampled; None: all were sampled.
+            recorded: Numbers recorded with the outcome.
         """
         ids = notes["token"]
         text, finish = self.policy.prompt_encoder.text(ids), "stop" if stopped else "length"
         outcome = Outcome(text=text, end=len(ids), tags={"finish": finish}, recorded=recorded)
-        # Greedy answers are trained on at temperature 1, at which their `logp` was noted.
+        # Greedy answers are trained on at temperature 1, and their `logp` is of temperature 1.
         temperature = self.temperature or 1.0
         notes = {**notes, "temperature": torch.full((len(ids),), temperature)}
         steps = TokenRow(encoded, ids, temperature, chosen)
         return Trajectory(prompt, prompt.uid, (outcome,), steps, len(ids), notes)
 
     def _confidence(self, logits: Tensor) -> Tensor:
-        """Compute minus the mean log-probability of the most likely tokens: (n, V) to (n,) float32."""
+        """Minus the mean log-probability of the k most likely tokens: (n, V) to (n,) float32."""
         logp = (logits / (self.temperature or 1.0)).log_softmax(-1)
         return -logp.topk(min(self.confidence_top_k, logp.shape[-1])).values.float().mean(-1)
 
 
 class SampledNotes:
-    """What is noted of every token while a batch is sampled: columns (n, T) of ids and of float32 values.
+    """Notes of every sampled token of a batch: columns (n, T) of ids and of float32 values.
 
-    Steps are kept as they come and written together, since a write costs as much as an operator of the model.
+    Steps are buffered and written together, because a write costs as much as an operator of the model.
     """
 
     def __init__(self, rows: int, longest: int, device: torch.device) -> None:
         ids = torch.zeros(rows, longest, dtype=torch.int64, device=device)
         self.columns = (ids, *(torch.zeros(ids.shape, device=device) for _ in range(3)))
         self.steps: list[tuple[Tensor, ...]] = []
-        self.written = 0  # steps
+        self.written = 0  # number of written steps
 
     def append(self, *values: Tensor) -> None:
-        """Add a step: tokens, log-probabilities and entropies, and what else there is, (b,) each."""
+        """Add a step: tokens, log-probabilities, entropies and perhaps confidences, (b,) each."""
         self.steps.append(values)
 
     def write(self, batch: Tensor) -> None:
-        """Write the latest steps to the rows (b,) that they were of."""
+        """Write the buffered steps to the rows (b,) of the batch."""
         end = self.written + len(self.steps)
         for column, values in zip(self.columns, zip(*self.steps, strict=True), strict=False):
             column[batch, self.written : end] = torch.stack(values, 1).to(column)
         self.steps, self.written = [], end
 
 
-def report_stops(rows: Sequence[GenerationRequest], stopped: Sequence[int], ids: Tensor) -> None:
-    """Call `on_stop` of the requests whose answers have just stopped, with their tokens of `ids` (n, t)."""
-    for i in stopped:
-        if on_stop := rows[i].on_stop:
-            on_stop(ids[i].cpu())
-
-
 def mean_over_parts(words: Sequence[str], values: Sequence[float]) -> float:
-    """Average numbers of tokens within the parts between blank lines, then over the parts.
+    """Average values of tokens within the parts between blank lines, then over the parts.
 
-    `words` are the texts of the tokens; the token that ends a blank line belongs to the part before it.
+    `words` are the texts of the tokens. The token that completes a blank line belongs to the part before it.
     """
     ends = list(accumulate(map(len, words)))
     blanks = [match.end() for match in re.finditer(r"\n[^\S\n]*\n\s*", "".join(words))]

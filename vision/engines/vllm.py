@@ -1,4 +1,4 @@
-"""An engine whose answers are sampled by vLLM servers, in an environment and on machines of their own."""
+"""An engine that samples from vLLM servers, in another environment or on other machines."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ MODEL = "policy"  # name of the model on the servers
 
 @dataclass(frozen=True)
 class Group:
-    """The answers that were asked of one prompt: the places of their entries, and what the server is sent."""
+    """A pending request: a prompt, the places of its entries, and the future of its answers."""
 
     prompt: Prompt
     encoded: EncodedPrompt
     places: list[int]
     request: Mapping[str, Any]
-    asked: Future[tuple[list[Answer], Source]]
+    answers: Future[tuple[list[Answer], Source]]
 
 
 class ServedPolicy(TokenPolicy, Protocol):
-    """A token policy whose weights servers get."""
+    """A token policy whose weights are sent to servers."""
 
     module: nn.Module
-    adapter: Any  # of LoRA; None where the model itself learns
+    adapter: Any  # of LoRA; None if the model is trained
 
 
 @engine(sets_tags={"finish"})
@@ -64,26 +64,26 @@ class ServedPolicy(TokenPolicy, Protocol):
 class Vllm:
     """Sample answers from vLLM servers, which get the weights of the policy after each update.
 
-    `mmrl serve-command` prints the line that starts a server, in an environment of its own (vLLM 0.32). Sent
-    are the policy's own token ids and images as tensors, so that template and preprocessing cannot differ.
-    What a server that dies was asked is asked of another with the same seed; one that comes back gets the
-    weights first. Answers to every kind of media are compared with the policy at the start, after 1, 2, 4
-    and so on updates of the weights, and when a server has joined: log-probabilities that differ by more than
-    rounding end the run. Entropies are not noted, and stop strings not known.
+    `mmrl serve-command` prints the command that starts a server, in an environment of its own (vLLM 0.32).
+    Requests have token ids and image tensors, so that template and preprocessing cannot differ. Requests to a
+    server that dies go to another one with the same seed; a server that returns gets the weights first. The
+    log-probabilities of answers to every kind of media are compared with the policy at the start, after 1, 2,
+    4, ... updates of the weights, and when a server joins: a difference beyond rounding ends the run. There
+    are no notes of entropies and no stop strings.
 
     Args:
         policy: The policy: Qwen2-VL, Qwen2.5-VL, Qwen3-VL (without videos), LLaVA, or a language model.
         servers: Addresses of the servers, such as http://localhost:8000.
         max_completion_length: The most tokens of an answer.
-        temperature: Divides the logits; 0 takes the most likely token.
-        top_p: Nucleus sampling: the most likely tokens of this total probability.
-        top_k: The most likely k tokens; 0: all.
-        min_p: Tokens of at least this share of the highest probability.
-        parallel: Prompts that are asked at the same time.
-        request_timeout: Seconds within which the answers to a prompt must arrive.
-        timeout: Seconds to wait for a server where none is alive.
-        weights_folder: Where weights are written, for learner and servers to see; empty: a folder of this
-            user on this machine.
+        temperature: Divides the logits; 0: greedy decoding.
+        top_p: Nucleus sampling: keeps the most likely tokens up to this total probability.
+        top_k: Keeps the k most likely tokens; 0: all.
+        min_p: Keeps tokens of at least this share of the highest probability.
+        parallel: Concurrent requests; each has one prompt.
+        request_timeout: Seconds until the answers to a prompt must have arrived.
+        timeout: Seconds to wait for a server while none is alive.
+        weights_folder: Folder for weights, which learner and servers can read; empty: a folder of this user
+            on this machine.
     """
 
     policy: ServedPolicy
@@ -101,7 +101,7 @@ class Vllm:
     timeout: PositiveFloat = 300.0
     weights_folder: str = ""
     notes: ClassVar[frozenset[str]] = frozenset({"logp", "token", "temperature"})
-    answers_elsewhere: ClassVar[bool] = True  # nothing can decode with it token by token
+    answers_elsewhere: ClassVar[bool] = True  # other engines cannot decode token by token with it
 
     def __post_init__(self) -> None:
         if not self.servers or len({*self.servers}) < len(self.servers):
@@ -117,9 +117,9 @@ class Vllm:
         limits = {"request_timeout": self.request_timeout, "timeout": self.timeout}
         self.asking = Servers(self.servers, self.folder, parallel=self.parallel, **limits)
         self.begun: tuple[list[Prompt], list[Group], str] | None = None
-        self.compared: set[tuple] = set()  # kinds of media, with the moments at which answers were compared
-        self.to_compare: list[tuple[str, str, Rollouts]] = []  # kind, server and answers
-        self.stand_in: Rollouts = ()  # an answer, for a pass that another process needs
+        self.compared: set[tuple] = set()  # comparisons that were made: kind of media and moment
+        self.to_compare: list[tuple[str, str, Rollouts]] = []  # pending: kind of media, server, answers
+        self.stand_in: Rollouts = ()  # an answer, for a forward pass that only other processes need
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order."""
@@ -135,17 +135,17 @@ class Vllm:
         return tuple(rows[place] for place in range(len(prompts)))
 
     def to_send(self) -> Iterable[torch.Tensor]:
-        """List the parameters of the adapter, or of the whole model."""
+        """Parameters of the adapter, or of the whole model."""
         return self.writer.tensors().values()
 
     def send(self) -> None:
-        """Write the weights of this moment, which `ask` brings to the servers."""
+        """Write the current weights, which `ask` loads into the servers."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with locked(self.folder / LOCK):
             self.writer()
 
     def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
-        """Compare the answers that are due with a policy in shards, whose passes every process makes."""
+        """Compare pending answers with a sharded policy, with the same forward passes on every process."""
         due, self.to_compare = self.to_compare, []
         for (kind, url, rows), counts, _ in even(due, ("", "", self.stand_in)):
             if counts:
@@ -154,7 +154,7 @@ class Vllm:
                 gap(self.policy, rows)
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
-        """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
+        """Send requests for the current weights, step and round; `rollout` collects the answers."""
         check_media(self.policy.prompt_encoder.core.config, prompts)
         self._check_adapter(prompts)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -168,18 +168,18 @@ class Vllm:
         self.begun = list(prompts), groups, version
 
     def metrics(self) -> Mapping[str, float]:
-        """Return how many servers live, requests that were asked again, and seconds of work."""
+        """Number of living servers, repeated requests, and seconds of work."""
         return self.asking.take()
 
     @staticmethod
     def serve_commands(policy: Piece, options: Mapping[str, Any], *, cpu: bool = False) -> list[str]:
-        """Write the line that starts each of the servers."""
+        """Command lines that start the servers."""
         return command_lines(policy, options, MODEL, cpu=cpu)
 
     def _check_adapter(self, prompts: Sequence[Prompt]) -> None:
-        """Raise for images and videos in one round with an adapter of the vision tower, which end a server.
+        """Raise for images and videos in one round with an adapter of the vision tower.
 
-        vLLM 0.32 encodes both in one step, with the adapter laid out as if they were one batch.
+        vLLM 0.32 crashes: it encodes both in one step, with the adapter's inputs arranged for one batch.
         """
         if self.policy.adapter is None or self.recipe.policy.options.get("freeze_vision_tower", True):
             return
@@ -208,9 +208,9 @@ class Vllm:
         return Group(prompt, encoded, places, request, self.asking.ask(prompt.uid, request))
 
     def _rows(self, group: Group) -> list[Trajectory]:
-        """Make the rows of a prompt when its answers are there."""
-        answers, _ = group.asked.result()
-        # Of a greedy request there is one answer, whatever the number.
+        """Wait for the answers to a prompt, and make their rows."""
+        answers, _ = group.answers.result()
+        # A greedy request has one answer for all entries.
         return [self._row(group, answers[number % len(answers)]) for number in range(len(group.places))]
 
     def _row(self, group: Group, answer: Answer) -> Trajectory:
@@ -223,32 +223,32 @@ class Vllm:
         return Trajectory(group.prompt, group.prompt.uid, (outcome,), steps, len(ids), notes)
 
     def _compare(self, groups: Sequence[Group], version: str) -> None:
-        """Compare answers to every kind of media by every server with the policy, where that is due.
+        """Compare the answers of every server to every kind of media with the policy, if due.
 
-        It is at the start, after 1, 2, 4, ... updates of the weights, and after a server has joined. A fresh
-        adapter adds nothing, and an update very little, so one that a server leaves out shows only later.
+        Comparisons are due at the start, after 1, 2, 4, ... updates of the weights, and after a server joins.
+        A new adapter is 0, and an update small, so an adapter that a server ignores shows only later.
         """
         end = torch.tensor(self.policy.prompt_encoder.end[:1])
         self.stand_in = (self._row(groups[0], Answer(end, torch.zeros(1), True)),)
         moment = self.writer.updates.bit_length(), tuple(server.joins for server in self.asking.servers)
         due = {(media_of(group.encoded), *moment) for group in groups} - self.compared
-        if not due or self.writer.version() != version:  # asked of older weights
+        if not due or self.writer.version() != version:  # answers of older weights
             return
-        seen: set[tuple[str, Source]] = set()
+        seen: set[tuple[str, Source]] = set()  # one group a kind of media and server
         for group in groups:
-            kind, (answers, source) = media_of(group.encoded), group.asked.result()
+            kind, (answers, source) = media_of(group.encoded), group.answers.result()
             if (kind, source) not in seen:
                 seen.add((kind, source))
-                if self.top_p < 1 or self.top_k or self.min_p:  # of a smaller distribution than the policy's
+                if self.top_p < 1 or self.top_k or self.min_p:  # sampling truncates the policy's distribution
                     answers, source = self._undistorted(group)
                 rows = tuple(self._row(group, answer) for answer in answers)
                 self.to_compare.append((kind, source.url, rows))
         self.compared |= due
-        if not in_shards(self.policy.module):  # else the loop lets all processes compare together
+        if not in_shards(self.policy.module):  # else the training loop calls `compare` on all processes
             self.compare(lambda due, stand_in: ((one, True, False) for one in due))
 
     def _undistorted(self, group: Group) -> tuple[list[Answer], Source]:
-        """Ask for the beginning of one answer that is drawn from all tokens."""
+        """Request the first tokens of one answer without truncated sampling."""
         settings = {**group.request["sampling_params"], "top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1}
         settings["max_tokens"] = min(16, self.max_completion_length)
         request = {**group.request, "sampling_params": settings}

@@ -1,4 +1,4 @@
-"""Conversations with environments in TRL's form: objects that keep the state of one rollout each."""
+"""An engine for conversations with environments in TRL's form: one stateful object a rollout."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ import torch
 
 from mmrl.config.registry import engine
 from mmrl.config.schema import ConfigError
-from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.vision.call_formats import parser_of
-from mmrl.vision.conversation import CALL, Conversation, Replies, images_of
+from mmrl.core.types import Part, Prompt, Rollouts, Trajectory
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.environment_calls import Episode, LostEnvironment, Shown, choose, named, observed
-from mmrl.vision.tool_calls import Owner, Tool
-from mmrl.vision.tool_pool import run_calls
-from mmrl.vision.tool_replies import Answer, Limits, ToolFault
+from mmrl.vision.tools.call_formats import parser_of
+from mmrl.vision.tools.conversation import CALL, Conversation, images_of
+from mmrl.vision.tools.environments import Episode, LostEnvironment, choose, named, observed
+from mmrl.vision.tools.functions import Owner, Tool
+from mmrl.vision.tools.pool import Replies, run_calls
+from mmrl.vision.tools.replies import Answer, Limits, ToolFault, content_of
 
 
 @dataclass(eq=False)
 class Played(Conversation):
-    """A conversation with an environment; `reward` is NaN where the environment failed, None without one."""
+    """A conversation with an environment.
+
+    `reward` is the result of `get_reward`, None without one, and NaN where the call failed.
+    """
 
     episode: Episode = field(kw_only=True)
     reward: float | None = math.nan
@@ -34,39 +37,38 @@ class Played(Conversation):
 class WithEnvironments(WithTools):
     """Let the policy act in environments in TRL's form, whose public methods are its tools.
 
-    Every rollout has an object of its own: `reset(**columns)` begins the episode with the columns of the row,
-    and what it returns is appended to the prompt; all public methods but `reset` and `get_reward` are tools,
-    which may change the state of the object; `get_reward()`, if there is one, is recorded under the name of
-    the environment, for the reward `precomputed`. Calls of a conversation are made in order, those of
-    different conversations at the same time, also while others still generate. Rewards in TRL's form get the
-    objects as `environments`; one that did not come back in time is false there, and reading it an error.
-    All else is as `vision.with_tools` does it.
+    Every rollout has an object of its own. `reset(**columns)` gets the columns of the row, and its result is
+    appended to the prompt. All public methods but `reset` and `get_reward` are tools, and may change the
+    object. The result of `get_reward()`, if the class has it, is recorded under the name of the environment,
+    for the reward `precomputed`. Calls of one conversation run in order, calls of different conversations
+    concurrently, also while others still generate. Rewards in TRL's form get the objects as `environments`;
+    an object whose call timed out is false there, and reading its attributes is an error. Everything else is
+    as in `vision.with_tools`.
 
     Args:
         environment: Classes, or functions that make an object; each may have `label` (its name), `timeout`
-            (seconds of each method), `retries` of `reset`, and `on_error` and what it may do (`reads`,
-            `writes`, `network`, `process`) as tools have them. Of several, the column `environment` of a row
-            names the one that it is for.
+            (seconds of each method), `retries` of `reset`, and `on_error` as tools have it. With several
+            environments, the column `environment` of a row names the one to use.
         tool: Further functions that the model may call, in every environment.
-        seed_rollouts: Draw what an environment begins with for every rollout by itself; else once for all
-            rollouts of a prompt, so that a group is compared on the same task.
-        max_turns: The most turns of the policy; a call in the last one is not made.
-        max_completion_length: The most tokens that the policy chooses in a conversation.
+        seed_rollouts: Seed `reset` differently for every rollout; otherwise all rollouts of a prompt get one
+            seed, so that a group is compared on the same task.
+        max_turns: The most turns of the policy; calls in the last turn are not run.
+        max_completion_length: The most tokens that the policy samples in a conversation.
         max_images: The most images and videos that tools show in a conversation.
-        only_n_most_recent_images: Images and videos of calls that stay in the prompt; 0: all. What `reset`
-            shows belongs to the prompt, and stays.
-        max_context: The most tokens of a conversation, read and chosen; 0: the positions of the model.
+        only_n_most_recent_images: Images and videos of calls that stay in the prompt; 0: all. Media from
+            `reset` belong to the prompt, and stay.
+        max_context: The most tokens of a conversation, read and sampled; 0: the positions of the model.
         max_reply_chars: The most characters of the texts that a tool returns at once; the rest is cut off.
-        max_image_pixels: The most pixels of an image, or of all of a video, that a tool returns; more are an
-            error of the tool.
-        turn_outcomes: Make an outcome of every turn, all of which rewards score, instead of the last alone.
+        max_image_pixels: The most pixels of an image, or of all frames of a video, that a tool returns; more
+            are an error of the tool.
+        turn_outcomes: Make an outcome of every turn, which rewards score, instead of the last turn alone.
     """
 
     _: KW_ONLY
     environment: Callable | tuple[Callable, ...]
     tool: tuple[Callable, ...] = ()
     seed_rollouts: bool = False
-    has_others: ClassVar[bool] = True
+    needs_tool: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,8 +82,9 @@ class WithEnvironments(WithTools):
         self.read_calls = parser_of(self.policy.prompt_encoder, tuple(schemas), self.parse)
 
     def begin(self, asked: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
-        """Make and reset an environment for every conversation, and show what it shows first."""
-        serial, shown = Owner(), Shown()
+        """Make and reset an environment for every conversation; extend its prompt by the observation."""
+        serial = Owner()
+        shown: dict[tuple, Part] = {}  # by content: equal images become one object, encoded once
         episodes, calls = [], []
         for prompt, index in asked:
             key = (prompt.uid, index) if self.seed_rollouts else (prompt.uid,)
@@ -91,9 +94,9 @@ class WithEnvironments(WithTools):
             calls.append(episodes[-1].begin(columns, images_of(prompt), serial))
         talks = []
         for (prompt, index), episode, answer in zip(asked, episodes, self._run(calls), strict=True):
-            if answer.fault:  # there is nothing to converse about
+            if answer.fault:
                 raise _broken(episode, "reset", prompt, answer)
-            given = observed(prompt, shown.once(answer.parts))
+            given = observed(prompt, [shown.setdefault(content_of(part), part) for part in answer.parts])
             tools = {**episode.tools(), **self.tools}
             schemas = tuple(tool.schema for tool in tools.values())
             read = self._encode(given, schemas)
@@ -101,7 +104,7 @@ class WithEnvironments(WithTools):
         return talks
 
     def end(self, talks: Sequence[Played]) -> Rollouts:
-        """Ask the environments for their rewards, and make the rows."""
+        """Call `get_reward` of the environments, and make the rows."""
         asked = [talk for talk in talks if talk.episode.kind.scores and not talk.episode.lost]
         for talk, answer in zip(asked, self._run([talk.episode.ask() for talk in asked]), strict=True):
             if not answer.fault:
@@ -115,7 +118,7 @@ class WithEnvironments(WithTools):
         return run_calls([(call, []) for call in calls], limits)
 
     def _continue(self, talk: Played, replies: Replies) -> None:
-        """Append the replies, or end a conversation whose environment still runs an earlier call."""
+        """Append the replies, or end a conversation with an environment whose call timed out."""
         if talk.episode.lost and talk.episode.kind.on_error != "raise":
             self.counts["errors"] += 1
             talk.finish = "tool_error"
@@ -134,6 +137,7 @@ class WithEnvironments(WithTools):
 
 
 def _broken(episode: Episode, method: str, prompt: Prompt, answer: Answer) -> ToolFault:
+    """Make the error of a failed `reset` or `get_reward`."""
     where = f"`{method}` of the environment '{episode.kind.name}' failed for prompt '{prompt.uid}'"
     fault = ToolFault(f"{where}: {answer.fault}")
     fault.__cause__ = answer.cause

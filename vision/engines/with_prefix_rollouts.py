@@ -1,4 +1,4 @@
-"""The prefix engine of text: completes the beginnings of answers, to credit parts of them."""
+"""An engine that completes prefixes of answers several times, for credit of parts of an answer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mmrl.config.registry import engine
 from mmrl.core.episodes import BARE
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.branching import NO_TOKENS, Branch, Grown
+from mmrl.vision.decoding.branching import NO_TOKENS, Branch, Grown, grow_with
 from mmrl.vision.engines.generate import Generate
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A branch of the answer of a row, at a cut after `end` of its tokens."""
+    """A branch from the answer of a row, after `end` of its tokens."""
 
     row: int
     end: int
@@ -33,38 +33,37 @@ class Probe:
 @engine(sets_tags={BARE})
 @dataclass(eq=False)
 class WithPrefixRollouts:
-    """Add outcomes of an answer's prefixes, each completed several times, to credit parts of the answer.
+    """Add outcomes of an answer's prefixes, each completed several times, for credit of its parts.
 
-    The text of such an outcome is the prefix with its completion, which rewards score, and its `end` is the
-    number of tokens of the prefix: `mean_by_end` averages the rewards of one prefix (SPO, arXiv 2505.23564).
-    Prompts and prefixes are computed once for all that share them. Answers, and evaluations, are those of the
-    wrapped engine, `vision.generate`.
+    Rewards score the text of such an outcome, prefix and completion. Its `end` is the number of tokens of the
+    prefix: `mean_by_end` averages the rewards of one prefix (SPO, arXiv 2505.23564). Shared prompts and
+    prefixes are computed once. The wrapped engine, `vision.generate`, makes answers, and all of evaluations.
 
     Args:
         engine: The wrapped engine.
-        num_probes: Completions of each prefix; 0: none, where only `score_target` is wanted.
+        num_probes: Completions of each prefix; 0: none, for `score_target` alone.
         cut: Prefixes end before tokens that were sampled with a probability below `threshold`
             (`low_probability`), after tokens that complete a `separator`, or after any token (`token`).
-        interval: Cut at every so many of these, with `low_probability` beginning with the first.
+        interval: Number of such places from one cut to the next; `low_probability` cuts at the first.
         threshold: Probability for `low_probability`.
         separator: Text that ends a step, such as a full stop and an empty line.
         at_start: Complete the bare prompt too.
-        share: Share of answers whose prefixes are completed, drawn for each. Prefixes of the others are
-            outcomes without a completion, with the tag `bare` and no reward, whose values a verifier
-            predicts (`verifier_values`).
+        share: Probability that the prefixes of an answer are completed. Prefixes of other answers become
+            outcomes without a completion and without a reward, with the tag `bare`, for which a verifier
+            predicts values (`verifier_values`).
         opener: Text between prefix and completion, such as "The answer is".
         max_probe_length: The most tokens of a completion; 0: prefix and completion together have as many as
             an answer.
         probe_temperature: Temperature of completions; None: that of the answers.
-        score_target: Record on every outcome of a prefix how likely the right answer is after the opener: the
-            geometric mean over its tokens (`answer_likelihood`, IGPO, arXiv 2510.14967) and their mean
-            (`answer_probability`, SPAE, arXiv 2601.03823). It is the prompt's target, or the first of them,
-            if that is a text, and else the first recorded answer. Completions record their `confidence`:
+        score_target: Record on every outcome of a prefix the probability of the right answer after the
+            opener: the geometric mean over its tokens (`answer_likelihood`, IGPO, arXiv 2510.14967) and the
+            arithmetic mean (`answer_probability`, SPAE, arXiv 2601.03823). The right answer is the (first)
+            target if it is a text, else the first recorded answer. Completions record their `confidence`:
             exp(- mean entropy).
-        batch_size: The most rows at once; 0: that of the wrapped engine.
-        policy: Another model that completes prefixes, as PAV's prover (arXiv 2410.08146) does, such as
-            `{name: vision.tokens, model: ..., frozen: true}`: one of the policy's tokens, which does not
-            learn. None: the policy.
+        batch_size: The most rows of a batch; 0: as the wrapped engine.
+        policy: Another model that completes prefixes, such as PAV's prover (arXiv 2410.08146):
+            `{name: vision.tokens, model: ..., frozen: true}`. It must have the policy's tokens, and is not
+            trained. None: the policy.
     """
 
     engine: Generate
@@ -82,7 +81,7 @@ class WithPrefixRollouts:
     probe_temperature: NonNegativeFloat | None = None
     score_target: bool = False
     batch_size: NonNegativeInt = 0
-    policy: Any = None  # a function that makes a policy; then the policy of the wrapped engine
+    policy: Any = None  # a function that makes a policy; replaced by the policy of the wrapped engine
     notes: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -104,31 +103,33 @@ class WithPrefixRollouts:
         targets = {uid: self._target(prompt) for uid, prompt in distinct.items()}
         rows = self.engine.rollout(prompts)
         probes: list[Probe] = []
-        asked: Counter[str] = Counter()
+        counts: Counter[str] = Counter()  # rows of each prompt so far
         outcomes: list[list[Outcome]] = [[] for _ in rows]
         for number, row in enumerate(rows):
             uid = row.prompt.uid
             if ends := self.cuts(row):
-                key = (uid, asked[uid])  # draws depend on neither the batch nor the other rows
+                key = (uid, counts[uid])  # so that draws do not depend on other rows
                 if self._chosen(key):
                     probes += self._probes(number, row, ends, key, targets.get(uid), first=len(probes))
                 else:
                     outcomes[number] = [self._bare(row, end) for end in ends]
-            asked[uid] += 1
+            counts[uid] += 1
         branches = [probe.branch for probe in probes]
-        made = self.completing.grow(branches, temperature=self.probe_temperature, batch_size=self.batch_size)
-        found: list[list[tuple[Probe, Grown]]] = [[] for _ in rows]
+        made = grow_with(
+            self.completing, branches, temperature=self.probe_temperature, batch_size=self.batch_size
+        )
+        completed: list[list[tuple[Probe, Grown]]] = [[] for _ in rows]
         for probe, grown in zip(probes, made, strict=True):
-            if grown is not None:  # a prefix holds no end token, so that none is
-                found[probe.row].append((probe, grown))
-        for number, pairs in enumerate(found):
+            if grown is not None:  # never None, because a prefix has no end token
+                completed[probe.row].append((probe, grown))
+        for number, pairs in enumerate(completed):
             outcomes[number] += self._outcomes(pairs)
         return tuple(
             replace(row, outcomes=(*added, *row.outcomes)) for row, added in zip(rows, outcomes, strict=True)
         )
 
     def _chosen(self, key: tuple[str, int]) -> bool:
-        """Draw whether the prefixes of an answer are completed."""
+        """Draw whether to complete the prefixes of an answer."""
         drawn = torch.rand((), generator=self.stream.generator("share", *key))
         return float(drawn) < self.share  # below 1
 
@@ -146,19 +147,19 @@ class WithPrefixRollouts:
         return replace(self.engine, policy=model, transform=(), cache=None)
 
     def cuts(self, row: Trajectory) -> list[int]:
-        """List the numbers of tokens of an answer that its prefixes have, in order."""
+        """Lengths of the prefixes of an answer in tokens, in rising order."""
         ids = row.steps.ids
         if self.cut == "low_probability":
-            # SPO: the token that was unlikely is the first of the next part.
-            found = (row.notes["logp"].exp() < self.threshold).nonzero()[:: self.interval, 0].tolist()
+            # SPO: an unlikely token begins the next part.
+            cuts = (row.notes["logp"].exp() < self.threshold).nonzero()[:: self.interval, 0].tolist()
         else:
             each = self._after_separators(ids) if self.cut == "separator" else list(range(1, len(ids)))
-            found = each[self.interval - 1 :: self.interval]
-        return [0] * (self.at_start and found[:1] != [0]) + [end for end in found if end < len(ids)]
+            cuts = each[self.interval - 1 :: self.interval]
+        return [0] * (self.at_start and cuts[:1] != [0]) + [end for end in cuts if end < len(ids)]
 
     def _after_separators(self, ids: Tensor) -> list[int]:
-        """List the numbers of tokens with which one more separator is complete."""
-        window = len(self.separator.encode()) + 4  # tokens that it can stand in, of at least a byte each
+        """Numbers of tokens after which one more separator is complete."""
+        window = len(self.separator.encode()) + 4  # a separator has at most one token a byte
         ends, text, separator = [], self.policy.prompt_encoder.text, self.separator
         for end in range(1, len(ids) + 1):
             seen = ids[max(0, end - window) : end]
@@ -175,9 +176,9 @@ class WithPrefixRollouts:
         target: Tensor | None,
         first: int,
     ) -> list[Probe]:
-        """Make the branches of an answer with draws of a key; its own branch has the number `first`."""
+        """Make the branches of an answer; `key` seeds draws, and the answer itself is branch `first`."""
         prompt, opener, nothing = row.steps.prompt, self._tokenized(self.opener), torch.zeros(0)
-        # The answer is read up to the last cut, and nothing is sampled for it.
+        # The answer is read up to the last cut, without sampling.
         probes = [Probe(number, ends[-1], "answer", Branch(prompt, nothing, row.steps.ids[: ends[-1]]))]
         for end in ends:
             room = self.max_probe_length or self.engine.max_completion_length - end - len(opener)
@@ -192,7 +193,7 @@ class WithPrefixRollouts:
         return probes
 
     def _outcomes(self, pairs: Sequence[tuple[Probe, Grown]]) -> list[Outcome]:
-        """Make the outcomes of the prefixes of one answer from what was read and sampled after them."""
+        """Make the outcomes of the prefixes of one answer from its branches."""
         opener, text = len(self._tokenized(self.opener)), self.policy.prompt_encoder.text
         recorded = {
             probe.end: {
@@ -218,11 +219,11 @@ class WithPrefixRollouts:
         return outcomes
 
     def _tokenized(self, text: str) -> Tensor:
-        """Tokenize a text that stands inside an answer."""
+        """Tokenize a text inside an answer, without an end token."""
         return self.policy.prompt_encoder.answer(text)[:-1] if text else NO_TOKENS
 
     def _target(self, prompt: Prompt) -> Tensor:
-        """Tokenize the right answer of a prompt. Raises `ValueError` where it has none as a text."""
+        """Tokenize the right answer of a prompt. Raises `ValueError` without a text."""
         match prompt.target, prompt.answers:
             case (str(text), _) | ((str(text), *_), _) | (_, (Outcome(text=str(text)), *_)) if text:
                 return self._tokenized(text)

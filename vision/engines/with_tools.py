@@ -1,4 +1,4 @@
-"""Conversations with tools: the policy writes a call, a tool answers with text or images, it goes on."""
+"""An engine for conversations with tools: policy turns, tool calls, and replies of text or images."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from mmrl.core.episodes import EPISODE, TURN
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import CHANGED, Message, Part, Prompt, PromptError, Rollouts, Trajectory
-from mmrl.vision.call_formats import encode_with_tools, parser_of
-from mmrl.vision.conversation import CALL, Conversation, Replies, images_of
 from mmrl.vision.decoding.decoding import BeginReading, GenerationRequest
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.models.processor import EncodedPrompt, Tools
-from mmrl.vision.tool_calls import MAX_CALLS, Tool
-from mmrl.vision.tool_pool import begin_calls
-from mmrl.vision.tool_replies import Answer, Limits, ToolFault, one_line, shrunk
+from mmrl.vision.tools.call_formats import encode_with_tools, parser_of
+from mmrl.vision.tools.conversation import CALL, Conversation, images_of
+from mmrl.vision.tools.functions import MAX_CALLS, Tool, bind_call
+from mmrl.vision.tools.pool import Replies, begin_calls
+from mmrl.vision.tools.replies import Answer, Limits, ToolFault, one_line, shrunk
 
 UNREADABLE = (Part("Error: the reply of the tool cannot be shown"),)
 
@@ -37,37 +37,35 @@ UNREADABLE = (Part("Error: the reply of the tool cannot be shown"),)
 @engine(sets_tags={EPISODE, TURN, "state", "finish", CHANGED})
 @dataclass(eq=False)
 class WithTools:
-    """Let the policy call tools, whose texts and images it reads before it goes on.
+    """Let the policy call tools in a conversation, and read their replies before its next turn.
 
-    It wraps `vision.generate`, whose `max_completion_length` limits one turn. A rollout is one row whose
-    steps are the tokens that the policy chose; what tools say stands between them and is not learned. Its
-    answer is the last turn; the tag `turn` is the number of that turn, from 0, and `finish` is `stop`,
-    `length`, `turns`, `images`, `context` or `tool_error`. The columns `conversation` and `finish` of
-    completions show all turns, and why they ended. A call that cannot be made as it is written is always
-    answered by an error in one line. The calls of a turn begin when its end is drawn, while other
-    conversations of the batch still generate; their replies are read together, in the next turn. `replay`
-    keeps none of these rows.
+    It wraps `vision.generate`, whose `max_completion_length` limits one turn. A rollout is one row. Its steps
+    are the sampled tokens; tool replies between them are not trained on. Its answer is the last turn, with
+    the tags `turn` (number of that turn, from 0) and `finish`: `stop`, `length`, `turns`, `images`, `context`
+    or `tool_error`. The columns `conversation` and `finish` of completions show the whole conversation and
+    why it ended. A malformed call is answered by an error in one line. The calls of a turn start as soon as
+    the turn ends, while other conversations of the batch still generate. `replay` stores none of these rows.
 
     With `only_n_most_recent_images` a conversation begins a new row wherever older images leave its prompt.
-    Its rows have the tag `episode`, count as one answer in rewards and statistics, and come in the order of
-    the prompts but for earlier rows, which come after all answers; no token is learned twice.
+    Its rows have the tag `episode` and count as one answer in rewards and statistics. Last rows come first,
+    in the order of the prompts, then all earlier rows. No token is trained on twice.
 
     Args:
         tool: Functions that the model may call; each may have `label` (its name), `timeout` (seconds),
-            `retries`, what it may do (`reads`, `writes`, `network`, `process`), and `on_error`: `tell` the
-            model in one line (the default), `skip` the rest of the conversation, or `raise`.
-        max_turns: The most turns of the policy; a call in the last one is not made.
-        max_completion_length: The most tokens that the policy chooses in a conversation.
+            `retries`, and `on_error`: `tell` the model in one line (the default), `skip` the rest of the
+            conversation, or `raise`.
+        max_turns: The most turns of the policy; calls in the last turn are not run.
+        max_completion_length: The most tokens that the policy samples in a conversation.
         max_images: The most images and videos that tools show in a conversation.
         only_n_most_recent_images: Images and videos of tools that stay in the prompt, for long conversations
-            about screenshots; a text stands for older ones, which tools may still be called with. Those of
-            the prompt itself stay. 0: all.
-        max_context: The most tokens of a conversation, read and chosen; 0: the positions of the model.
+            about screenshots. A text replaces older ones; tools can still be called with them. Media of the
+            prompt itself stay. 0: all.
+        max_context: The most tokens of a conversation, read and sampled; 0: the positions of the model.
         max_reply_chars: The most characters of the texts that a tool returns at once; the rest is cut off.
-        max_image_pixels: The most pixels of an image, or of all of a video, that a tool returns; more are an
-            error of the tool.
-        turn_outcomes: Make an outcome of every turn, all of which rewards score, instead of the last alone.
-            Their tag `state` names the prompt and the replies read last, for `gigpo` and its relatives.
+        max_image_pixels: The most pixels of an image, or of all frames of a video, that a tool returns; more
+            are an error of the tool.
+        turn_outcomes: Make an outcome of every turn, which rewards score, instead of the last turn alone. The
+            tag `state` names the prompt and the latest replies, for `gigpo` and similar advantages.
     """
 
     engine: Generate
@@ -83,14 +81,14 @@ class WithTools:
     max_image_pixels: PositiveInt = 1 << 24
     turn_outcomes: bool = False
     notes: ClassVar[frozenset[str]] = frozenset()
-    has_others: ClassVar[bool] = False  # whether conversations have tools of their own
-    parse: ClassVar[Callable[[str], list[Call | CallError]]] = staticmethod(parse_calls)  # a form of calls
+    needs_tool: ClassVar[bool] = True  # False in engines whose conversations bring tools of their own
+    parse: ClassVar[Callable[[str], list[Call | CallError]]] = staticmethod(parse_calls)  # parser of calls
 
     def __post_init__(self) -> None:
         self.policy = self.engine.policy
         tools = [Tool.of(function) for function in self.tool]
         self.tools = {tool.name: tool for tool in tools}
-        if not (tools or self.has_others) or len(self.tools) < len(tools):
+        if (self.needs_tool and not tools) or len(self.tools) < len(tools):
             raise ConfigError(
                 f"`tool` of vision.with_tools must name tools of different names, not "
                 f"{[tool.name for tool in tools]}"
@@ -103,7 +101,7 @@ class WithTools:
         self.counts: Counter[str] = Counter()
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Hold a conversation about every entry, in the batches of the engine."""
+        """Run a conversation for every entry, in the batches of the engine."""
         counters: dict[str, count[int]] = defaultdict(count)
         talks = self.begin([(prompt, next(counters[prompt.uid])) for prompt in prompts])
         size = self.engine.batch_size or len(talks) or 1
@@ -113,29 +111,25 @@ class WithTools:
         return self.end(talks)
 
     def begin(self, asked: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
-        """Begin a conversation about every prompt, for the answer of this index."""
+        """Begin a conversation for every pair of a prompt and an answer number."""
         return [
             Conversation(prompt, index, self._encode(prompt, self.schemas), images_of(prompt), self.tools)
             for prompt, index in asked
         ]
 
     def end(self, talks: Sequence[Conversation]) -> Rollouts:
-        """Make the rows of conversations that have ended: first the last one of each, in order."""
+        """Make the rows of finished conversations: first the last row of each, in order."""
         rows = [[self._row(part) for part in talk.rows(self.only_n_most_recent_images)] for talk in talks]
-        return (*(made[-1] for made in rows), *(row for made in rows for row in made[:-1]))
+        return (*(parts[-1] for parts in rows), *(row for parts in rows for row in parts[:-1]))
 
     def metrics(self) -> Mapping[str, float]:
-        """Return turns, calls and errors of calls per conversation since the last call."""
+        """Mean turns, calls and failed calls of a conversation since the last report."""
         number, counts = max(1, self.counts["conversations"]), self.counts
         self.counts = Counter()
-        return {
-            "tools/turns": counts["turns"] / number,
-            "tools/calls": counts["calls"] / number,
-            "tools/errors": counts["errors"] / number,
-        }
+        return {f"tools/{what}": counts[what] / number for what in ("turns", "calls", "errors")}
 
     def _encode(self, prompt: Prompt, schemas: Tools) -> EncodedPrompt:
-        """Encode a prompt with tools; raises PromptError where it leaves no place for an answer."""
+        """Encode a prompt with tools; raises PromptError if it fills the context."""
         read = encode_with_tools(self.policy.prompt_encoder, prompt, schemas)
         if len(read.ids) >= self.context:
             raise PromptError(
@@ -146,8 +140,8 @@ class WithTools:
         return read
 
     def _converse(self, live: Sequence[Conversation]) -> None:
-        """Hold conversations to their ends; in every turn, all that go on are continued together."""
-        begin = self.engine.turns().begin  # keeps what was computed in the turns before
+        """Run conversations to their ends; each turn samples all unfinished ones in one batch."""
+        begin = self.engine.turns().begin  # keeps the KV cache of earlier turns
         for turn in range(self.max_turns):
             self._choose(live, turn, begin)
             self._reply([talk for talk in live if not talk.finish], turn + 1 == self.max_turns)
@@ -156,10 +150,10 @@ class WithTools:
                 break
 
     def _choose(self, talks: Sequence[Conversation], turn: int, begin: BeginReading) -> None:
-        """Let the policy take a turn in every conversation; end those without a call."""
+        """Sample a turn of every conversation; end those without a call."""
         requests = []
         for talk in talks:
-            # The first turn draws as `vision.generate` does; no order of completion changes a draw.
+            # The first turn draws as `vision.generate` does. Draws do not depend on the order of completion.
             key = ("turn", turn) if turn else ()
             generator = self.stream.generator(talk.prompt.uid, talk.index, *key)
             left = self.max_completion_length - talk.length, self.context - len(talk.read.ids)
@@ -176,17 +170,17 @@ class WithTools:
                 talk.finish = "length"
 
     def _begin_early(self, talk: Conversation, ids: Tensor) -> None:
-        """Begin the calls of a turn (t,) whose end was drawn, where the conversation goes on after it."""
+        """Start the calls of a turn (t,) that has just ended, unless the conversation ends with it."""
         if talk.length + len(ids) < self.max_completion_length:
             talk.collect = self._begin_calls(talk, self.policy.prompt_encoder.text(ids))
 
     def _reply(self, talks: Sequence[Conversation], last: bool) -> None:
-        """Answer the calls of all conversations at the same time; `last` ends them instead."""
+        """Run the calls of all conversations concurrently and append the replies; end after the `last`."""
         if last:
             for talk in talks:
                 talk.finish = "turns"
             return
-        # Some have not begun: an engine may leave `on_stop` alone.
+        # An engine may ignore `on_stop`, so that calls have not started.
         begun = [talk.collect or self._begin_calls(talk, talk.outcomes[-1].text or "") for talk in talks]
         answered = [collect() for collect in begun]
         for talk, replies in zip(talks, answered, strict=True):
@@ -195,87 +189,44 @@ class WithTools:
             self._continue(talk, replies)
 
     def _begin_calls(self, talk: Conversation, text: str) -> Callable[[], Replies]:
-        """Begin the calls of a turn at the same time; returns a function that gets their replies."""
-        found = self.read_calls(text)
-        if len(found) > MAX_CALLS:
-            found = [*found[:MAX_CALLS], CallError(f"only {MAX_CALLS} calls of a turn are answered")]
-        calls: list[tuple[Tool, list[Any]]] = []
-        places: list[CallError | int] = []  # for every call an error, or its place in `calls`
-        for call in found:
-            try:
-                calls.append(self._bound(call, talk))
-            except CallError as error:
-                places.append(error)
-                continue
-            places.append(len(calls) - 1)
-        shown = self.max_images - talk.shown
-        begun = begin_calls(calls, Limits(self.max_reply_chars, self.max_image_pixels, shown))
-
-        def collect() -> Replies:
-            answers = begun()
-            return [
-                (None, Answer(fault=str(place)))
-                if isinstance(place, CallError)
-                else (calls[place][0], answers[place])
-                for place in places
-            ]
-
-        return collect
-
-    def _bound(self, call: Call | CallError, talk: Conversation) -> tuple[Tool, list[Any]]:
-        """Find the tool of a call and its arguments; raises CallError."""
-        if isinstance(call, CallError):
-            raise call
-        if call.name not in talk.tools:
-            raise CallError(f"there is no tool {call.name!r:.40}; there are {', '.join(talk.tools)}")
-        tool = talk.tools[call.name]
-        return tool, tool.bind(call.arguments, talk.images)
+        """Start the calls of a turn concurrently; return a function that waits for the replies."""
+        calls = self.read_calls(text)
+        if len(calls) > MAX_CALLS:
+            calls = [*calls[:MAX_CALLS], CallError(f"only {MAX_CALLS} calls of a turn are answered")]
+        limits = Limits(self.max_reply_chars, self.max_image_pixels, self.max_images - talk.shown)
+        return begin_calls([bind_call(call, talk.tools, talk.images) for call in calls], limits)
 
     def _continue(self, talk: Conversation, replies: Replies) -> None:
-        """Append the replies of a turn's calls to a conversation, or end it."""
+        """Append the replies to a turn's calls, or end the conversation."""
         for tool, answer in replies:
-            if answer.fault and tool and not self._told(talk, tool, answer):
+            if answer.fault and tool and not self._shows_fault(talk, tool, answer):
                 return
         if talk.shown + sum(answer.shown for _, answer in replies) > self.max_images:
             talk.finish = "images"
             return
         errors = [answer.fault for _, answer in replies]
-        observed = [self._message(*reply) for reply in replies]
+        observed = [reply_message(*reply) for reply in replies]
+        encoder, most = self.policy.prompt_encoder, self.only_n_most_recent_images
         try:
-            reads = self._extend(talk, observed)
-        except ValueError:  # an image that the model cannot read: each reply is judged by itself
+            reads = talk.extended(encoder, observed, most)
+        except ValueError:  # the model cannot read an image: try each reply by itself
             for place, (tool, _) in enumerate(replies):
-                fault = self._unreadable(talk, observed[place])
-                if fault and tool and not self._told(talk, tool, fault):
-                    return
-                if fault:
+                try:
+                    talk.extended(encoder, [observed[place]], most)
+                except ValueError as error:
+                    fault = Answer(fault=str(error), cause=error)
+                    if tool and not self._shows_fault(talk, tool, fault):
+                        return
                     errors[place], observed[place] = fault.fault, replace(observed[place], parts=UNREADABLE)
-            reads = self._extend(talk, observed)
+            reads = talk.extended(encoder, observed, most)
         self.counts["errors"] += sum(map(bool, errors))
         if len(reads[-1].ids) >= self.context:
             talk.finish = "context"
         else:
             talk.go_on(reads, observed)
 
-    def _message(self, tool: Tool | None, answer: Answer) -> Message:
-        """Write a reply as a message, with the name of its tool, which some chat templates show."""
-        extra = json.dumps({"name": tool.name}) if tool else ""
-        return Message("tool", (Part(one_line(answer.fault)),) if answer.fault else answer.parts, extra)
-
-    def _extend(self, talk: Conversation, observed: Sequence[Message]) -> list[EncodedPrompt]:
-        """Append replies to what a conversation has read; raises ValueError for an unfit image."""
-        return talk.extended(self.policy.prompt_encoder, observed, self.only_n_most_recent_images)
-
-    def _unreadable(self, talk: Conversation, reply: Message) -> Answer | None:
-        """Return the fault of a reply that the model cannot read."""
-        try:
-            self._extend(talk, [reply])
-        except ValueError as error:
-            return Answer(fault=str(error), cause=error)
-        return None
-
-    def _told(self, talk: Conversation, tool: Tool, answer: Answer) -> bool:
-        """Return whether the model reads of a tool's fault; otherwise end the conversation, or raise."""
+    def _shows_fault(self, talk: Conversation, tool: Tool, answer: Answer) -> bool:
+        """Whether the model reads the error of a tool; otherwise end the conversation, or raise."""
         if tool.on_error == "raise":
             raise ToolFault(
                 f"the tool '{tool.name}' failed for prompt '{talk.prompt.uid}': {answer.fault}. Mend it, or "
@@ -287,11 +238,11 @@ class WithTools:
         return tool.on_error == "tell"
 
     def _row(self, talk: Conversation) -> Trajectory:
-        """Make the row of a conversation, or of a part; its steps are the tokens of its turns."""
+        """Make the row of a conversation, or of a part of one; its steps are the sampled tokens."""
         steps = TokenRow.of_turns(talk.turns, talk.temperature)
         ends = torch.tensor([len(ids) for _, ids in talk.turns]).cumsum(0).tolist()
         tags = {"finish": CALL, CHANGED: "yes"}
-        if len(talk.begins) > 1:  # unlike any other conversation of the step
+        if len(talk.begins) > 1:  # a name that no other conversation of the step has
             tags[EPISODE] = f"{talk.prompt.uid}/{self.stream.round}/{talk.index}"
         outcomes = [
             replace(outcome, end=end, tags={TURN: str(turn), **tags})
@@ -320,3 +271,9 @@ class WithTools:
             turns=tuple(talk.messages),
             shown=tuple(map(shrunk, talk.images[len(images_of(talk.prompt)) :])),
         )
+
+
+def reply_message(tool: Tool | None, answer: Answer) -> Message:
+    """Write a reply as a message, with the name of its tool, which some chat templates show."""
+    extra = json.dumps({"name": tool.name}) if tool else ""
+    return Message("tool", (Part(one_line(answer.fault)),) if answer.fault else answer.parts, extra)

@@ -14,16 +14,16 @@ FLOOR, LINE, GOAL, AGENT = "#f2f2f2", "#b0b0b0", "#2a9d3a", "#d62828"
 
 @environment
 class GridWorld:
-    """Bring a red dot to a green square on a grid, which is shown as an image after every move.
+    """Move a red dot to a green square on a grid; every move returns an image.
 
-    The reward is 1 on the green square and 0 elsewhere. The `seed` of `reset` draws both places.
+    The reward is 1 on the green square and 0 elsewhere. The `seed` of `reset` draws both positions.
     """
 
     def __init__(self, *, size: Annotated[int, Range(2)] = 4, cell_pixels: PositiveInt = 28) -> None:
         self.size, self.cell = size, cell_pixels
 
     def reset(self, seed: int | None = None, **columns: Any) -> list:
-        """Draw where the dot and the square are, and show the grid."""
+        """Draw the positions of dot and square, and show the grid."""
         places = [(x, y) for y in range(self.size) for x in range(self.size)]
         self.agent, self.goal = random.Random(seed).sample(places, 2)
         return [{"type": "text", "text": "Bring the red dot to the green square."}, self._image()]

@@ -20,9 +20,9 @@ from mmrl.core.games import PAYOFF, Game, Turn
 from mmrl.core.types import Frames, Media, Message, Part, Prompt
 from mmrl.data.templates import TextTemplate, quoted
 
-OPEN, INVALID = 0, -1  # votes for nobody: left open, and unreadable
+OPEN, INVALID = 0, -1  # votes for nobody: an open vote, and one that cannot be parsed
 RIGHT_VOTE, OPEN_VOTE, CAUGHT = "right_vote", "open_vote", "spy_caught"
-THOUGHT = 10  # characters of reasoning that the format of the code asks for
+THOUGHT = 10  # least characters of reasoning in the format of the paper's code
 SPEAK = """\
 You play "Who is the spy?" with {{ players }} players, and you are player {{ player }}. Every civilian sees \
 the same image; in the image of the spy something was replaced.
@@ -66,8 +66,8 @@ class Spy(Game):
     """Who is the spy: players describe images, one of which differs, and vote (arXiv 2509.25541, VL 12).
 
     A prompt has two images, the original and one in which something was replaced; the spy sees the second.
-    Clues are given one after another, votes at the same time. Clues and votes stand in \\boxed{}; without it
-    the last line counts. Rows have the tags `stage` (`clue`, `decide`), `role` (`spy`, `civilian`, and
+    Players give clues in turn, and vote at the same time. Clues and votes are in \\boxed{}, or else in the
+    last line. Rows have the tags `stage` (`clue`, `decide`), `role` (`spy`, `civilian`, and
     `voter` for votes) and `player`. Recorded are `payoff` (the zero-sum clue reward, or that of the vote),
     for votes `right_vote` and `open_vote`, and at every turn `spy_caught`: whether the spy alone has the most
     votes. Our reading: a game without a readable vote has no clue rewards.
@@ -76,7 +76,7 @@ class Spy(Game):
         civilians: Players beside the spy (the paper: 4, its code 3).
         rounds: Clues of every player.
         spy_sees: The `changed` image, as in the paper's first version and its code, or a `blank` one, as in
-            the second version, for which one image is enough.
+            the second version, which needs only one image a prompt.
         voters: The `civilians`, as in the paper, or `num_votes` answers of a neutral `judge` who sees the
             original, as in the code.
         num_votes: Answers of the judge.
@@ -167,23 +167,23 @@ class Spy(Game):
         return replace(state, votes=(*state.votes, vote))
 
     def counted(self, state: SpyState) -> tuple[int, list[int]]:
-        """Count the votes for the spy, and for every civilian."""
+        """Numbers of votes for the spy, and for every civilian."""
         votes = Counter(vote for _, vote, _ in state.votes)
         return votes[state.spy], [votes[number] for number in self.numbers if number != state.spy]
 
     def caught(self, state: SpyState) -> bool:
-        """Return whether the spy alone has the most votes."""
+        """Whether the spy alone has the most votes."""
         spy, civilians = self.counted(state)
         return spy > max(civilians)
 
     def payoff(self, state: SpyState) -> Mapping[str, float]:
-        """Return the clue rewards of all players."""
+        """Clue rewards of all players."""
         spy, civilians = clue_rewards(*self.counted(state), beta=self.beta, lam=self.lam)
         others = iter(civilians)
         return {str(number): spy if number == state.spy else next(others) for number in self.numbers}
 
     def record(self, state: SpyState, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return the rewards of clues and votes, and whether the spy was caught."""
+        """Rewards of every turn's clue or vote, and whether the spy was caught."""
         spy, civilians = self.counted(state)
         of_clues = self.payoff(state) if spy + sum(civilians) else {}
         votes = {voter: (vote, form) for voter, vote, form in state.votes}
@@ -222,12 +222,12 @@ def clue_rewards(
 
 
 def decision_reward(vote: int, spy: int) -> float:
-    """Return 1 for a vote for the spy, -0.5 for one that was left open, -1 for any other (eq. 4)."""
+    """1 for a vote for the spy, -0.5 for an open vote, -1 for any other vote (eq. 4)."""
     return 1.0 if vote == spy else -0.5 if vote == OPEN else -1.0
 
 
 def code_reward(worth: float, form: bool) -> float:
-    """Return the reward of a vote in the paper's code, with a part for its form and one for its accuracy."""
+    """Reward of a vote in the paper's code: a part for its form plus a part for its accuracy."""
     return 0.3 * (1.0 if form else -1.0) + 1.2 * worth + 0.99 * (worth > 0)
 
 
@@ -235,23 +235,23 @@ def code_reward(worth: float, form: bool) -> float:
 
 
 def public(answer: str) -> str:
-    """Return what all players hear: the last box, or the last line without one."""
+    """The public part of an answer: the last box, or the last line without a box."""
     box = last_box(answer)
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
     return answer[box[1] : box[2]].strip() if box else lines[-1] if lines else ""
 
 
 def reasoning(answer: str) -> str:
-    """Return what stands before the part that all players hear."""
+    """The part of an answer before its public part."""
     box = last_box(answer)
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
     return answer[: box[0]].strip() if box else "\n".join(lines[:-1])
 
 
 def vote_of(answer: str, players: int) -> int:
-    """Read a vote: the number of a player, `OPEN` for N/A, or `INVALID`.
+    """Parse a vote: the number of a player, `OPEN` for N/A, or `INVALID`.
 
-    The first whole number counts, or the first after the word player: 12, -1 and 1.5 are no votes for 1.
+    The first number after the word player counts, else the first number. 12, -1 and 1.5 are not votes for 1.
     """
     text = plain(public(answer))
     written = r"-?(?:[.,/%^*]|\d|e(?=\d))*\d(?:[.,/%^*]|\d|e(?=\d))*"
@@ -266,12 +266,12 @@ def vote_of(answer: str, players: int) -> int:
 
 
 def well_formed(answer: str) -> bool:
-    """Return whether there is reasoning of more than 10 characters, and an answer."""
+    """Whether an answer has more than 10 characters of reasoning, and a public part."""
     return len(reasoning(answer)) > THOUGHT and bool(public(answer))
 
 
 def blank(image: Media) -> Media:
-    """Make a white image of the size of another."""
+    """Make a white image with the size of another image."""
 
     def load() -> Frames:
         frames = image.load()

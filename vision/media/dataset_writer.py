@@ -12,22 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmrl.core.modalities import MODALITIES
 from mmrl.data.dataset_io import FORMS, DataRow, RowError, Rows, SourceError, hub_rows, write_rows
-from mmrl.vision.media.media_root import ENDINGS, MediaRef, MediaRoot
-from mmrl.vision.media.video import FrameSampling, video_duration
+from mmrl.vision.media.media_root import MediaRef, MediaRoot
+from mmrl.vision.media.video import FrameSampling
 
-IMAGE_SIGNATURES = {  # the first bytes of an image file, and its suffix
+IMAGE_SIGNATURES = {  # first bytes of image files, and their suffix
     b"\x89PNG": ".png",
     b"\xff\xd8\xff": ".jpg",
     b"GIF8": ".gif",
-    b"RIFF": ".webp",  # also of WAV and AVI, which no image reader accepts
+    b"RIFF": ".webp",  # WAV and AVI begin so too, but no image reader accepts them
     b"BM": ".bmp",
 }
 
 
 @dataclass
 class BuildLog:
-    """Counts the rows that a builder kept, and lists every row that it dropped, with the reason."""
+    """Counts the rows that a builder keeps, and lists the rows that it drops, with the reason."""
 
     bad_rows: str = "error"  # or "drop"
     kept: Counter = field(default_factory=Counter)  # by split
@@ -41,14 +42,14 @@ class BuildLog:
 
     @contextmanager
     def dropping(self, place: str) -> Iterator[None]:
-        """Drop a row if the block, which converts it, raises a `RowError`."""
+        """Drop a row if its conversion inside the block raises a `RowError`."""
         try:
             yield
         except RowError as error:
             self.drop(place, str(error))
 
     def finish(self, output: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write `manifest.json` with `facts` and counts; returns the counts. No row at all is an error."""
+        """Write `manifest.json` with `facts` and counts; return the counts. Raises without any row."""
         counts: dict[str, Any] = dict(sorted(self.kept.items()))
         if not counts:
             shown = "; ".join(self.dropped[:3]) or "the source is empty"
@@ -62,7 +63,7 @@ class BuildLog:
 
 @dataclass
 class MediaWriter:
-    """Copies media into the folder `media/` of a dataset, each once, after checking that they can be read."""
+    """Validates media and copies each once into the folder `media/` of a dataset."""
 
     root: MediaRoot
     output: Path
@@ -71,13 +72,13 @@ class MediaWriter:
 
     def put(self, ref: MediaRef) -> str:
         """Copy a file, or write the bytes of a row, and return the path relative to the dataset."""
-        # Bytes are known by their hash: many rows of a dataset may contain the same image.
+        # Many rows of a dataset may contain the same image, so bytes are identified by their hash.
         key = hashlib.sha256(ref.data).hexdigest() if ref.data else ref
         if key in self.written:
             return self.written[key]
         path = None if ref.data else self.root.locate(ref.path)
-        if path and ref.kind == "video":
-            video_duration(path)  # raises for a file that cannot be opened; frames are not decoded
+        if path:
+            MODALITIES[ref.kind].check_file(path)
         else:
             self.root.medium(ref, "the row", FrameSampling()).load()
         if path:
@@ -97,9 +98,9 @@ class MediaWriter:
 def readable_rows(
     source: str, root: str, build_log: BuildLog, subset: str = ""
 ) -> tuple[Iterator[DataRow], MediaRoot]:
-    """Read a file, a folder or a dataset of the hub, and find the root of its media.
+    """Read a file, a folder or a dataset of the hub; return its rows and the root of its media.
 
-    Rows that cannot be read go to the log of the build.
+    The build log drops unreadable rows.
     """
     path = Path(source)
     media = MediaRoot.of_rows(path, root, cache_bytes=0)  # every file is copied once
@@ -117,7 +118,7 @@ def readable_rows(
 
 
 class SplitFiles:
-    """Writes rows as they come, one file per split; `form` is `.jsonl`, `.json` or `.parquet`.
+    """Writes rows to one file per split, as `.jsonl`, `.json` or `.parquet`.
 
     Until `close`, rows are in `{split}.jsonl.part`, so that an aborted build leaves no complete file.
     """
@@ -134,7 +135,7 @@ class SplitFiles:
         self._files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        """Finish the files: rename them, or convert them to the form that was asked for."""
+        """Rename the files, or convert them to `form`."""
         for split, file in self._files.items():
             file.close()
             part, path = Path(file.name), self.output / f"{split}{self.form}"
@@ -147,10 +148,10 @@ class SplitFiles:
 
 
 def image_suffix(data: bytes) -> str:
-    """Return the suffix of an image file by its first bytes."""
+    """Choose the suffix of an image file by its first bytes."""
     return next((suffix for start, suffix in IMAGE_SIGNATURES.items() if data.startswith(start)), ".img")
 
 
 def is_image_file(path: Path) -> bool:
     """Whether a path has the suffix of an image format."""
-    return path.suffix.lower() in ENDINGS["image"]
+    return path.suffix.lower() in MODALITIES["image"].endings

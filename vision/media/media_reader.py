@@ -1,4 +1,4 @@
-"""Reading of images and videos that a user or a program gives, of any usual form."""
+"""Reading of media that a user or a program gives: paths, bytes, and objects in memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mmrl.core.modalities import MODALITIES
 from mmrl.core.types import Frames, Media
 from mmrl.data.fields import RowError, short
 from mmrl.data.media import MediaError, as_rgb, held_or_named, is_image, to_image
@@ -16,16 +17,16 @@ from mmrl.data.object_rows import as_png
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image
 from mmrl.vision.media.video import FrameSampling
 
-LISTED = 2.0  # frames a second of a video that is a list of images
+LISTED = 2.0  # frames per second of a video that is given as a list of images
 
 
 @dataclass(frozen=True)
 class MediaReader:
-    """Turns what names or is an image or a video into lazily decoded media.
+    """Converts paths, bytes and objects in memory to lazily decoded media.
 
     Args:
-        sampling: Which frames of videos are read.
-        root: Folder that paths are relative to and may not leave; None for paths that the caller chose.
+        sampling: Frames to read of videos.
+        root: Folder that paths are relative to and cannot leave; None: any path.
     """
 
     sampling: FrameSampling = FrameSampling(max_frames=64)
@@ -33,34 +34,27 @@ class MediaReader:
 
     @classmethod
     def of_data(cls, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
-        """Read videos as a data set with these options does; others of its options do not matter."""
-        known = {field.name for field in fields(FrameSampling)}
-        sampling = {"max_frames": 64, **{name: value for name, value in options.items() if name in known}}
+        """Read videos with the sampling options of a data set; its other options are ignored."""
+        names = {field.name for field in fields(FrameSampling)}
+        sampling = {"max_frames": 64, **{name: value for name, value in options.items() if name in names}}
         return cls(FrameSampling(**sampling), None if root is None else MediaRoot(root))
 
     def __call__(self, kind: str, value: Any, place: str) -> Media:
-        """Make a medium of a path, bytes, or an image in memory: of PIL, an array or a tensor.
+        """Make a medium of a path, of bytes, or of an object in memory (`Modality.from_value`).
 
-        A video may also be a list of images of one size, `LISTED` of which are a second. Raises `RowError`
-        for anything else, and for a file that is missing.
+        Raises `RowError` for other objects and for missing files.
         """
         match value:
-            case str() | Path() if isinstance(held := held_or_named(str(value)), str):
-                return self._file(kind, held, place)
-            case str():
-                return self(kind, held_or_named(value), place)
+            case str() | Path():
+                named = held_or_named(str(value))
+                return self._file(kind, named, place) if isinstance(named, str) else self(kind, named, place)
             case bytes(data) | {"bytes": bytes(data)}:
                 return (self.root or MediaRoot(Path())).medium(MediaRef(kind, "", data), place, self.sampling)
             case {"path": str(path)}:
                 return self._file(kind, path, place)
-            case [*images] if kind == "video" and images and all(map(is_image, images)):
-                frames = film(images)
-                return Media("video", place, lambda: frames)
-        if kind != "image" or not is_image(value):
-            forms = "a path" if kind == "video" else "a path, a PIL image, an array or a tensor"
-            raise RowError(f"wanted {forms} as {place}, got {short(value)}")
-        data = as_png(value, place)["bytes"]
-        return Media("image", place, lambda: decode_image(data, place), data)
+        if medium := MODALITIES[kind].from_value(value, place):
+            return medium
+        raise RowError(f"wanted {MODALITIES[kind].forms} as {place}, got {short(value)}")
 
     def _file(self, kind: str, path: str, place: str) -> Media:
         root, name = self.root, path
@@ -72,8 +66,24 @@ class MediaReader:
         return replace(root.medium(MediaRef(kind, name), place, self.sampling), name=path)
 
 
+def image_in_memory(value: Any, place: str) -> Media | None:
+    """Convert a PIL image, an array or a tensor to a medium; None for other objects."""
+    if not is_image(value):
+        return None
+    data = as_png(value, place)["bytes"]
+    return Media("image", place, lambda: decode_image(data, place), data)
+
+
+def video_in_memory(value: Any, place: str) -> Media | None:
+    """Convert a list of images of one size to a medium, with `LISTED` frames per second."""
+    if not isinstance(value, list | tuple) or not value or not all(map(is_image, value)):
+        return None
+    frames = film(value)
+    return Media("video", place, lambda: frames)
+
+
 def film(images: Sequence[Any]) -> Frames:
-    """Make a video of images in memory of one size, `LISTED` of which are a second."""
+    """Make a video of images of one size, with `LISTED` frames per second."""
     import numpy
 
     arrays = [numpy.array(as_rgb(to_image(x, f"frame {i}"), f"frame {i}")) for i, x in enumerate(images)]

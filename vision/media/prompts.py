@@ -1,4 +1,4 @@
-"""Prompts with images and videos: making them, attaching recorded answers, corrupting their media."""
+"""Prompts with media: construction, recorded answers, and corrupted versions of their images."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mmrl.data.fields import RowError, is_number, listed, short, text, unpacked
 from mmrl.vision.media.media_root import MediaRoot
 
 NOISE_STEPS = 1000
-TRIES = 10  # draws of a box that fits, as in torchvision's RandomResizedCrop
+TRIES = 10  # attempts to find a box that fits, as in torchvision's RandomResizedCrop
 log = logging.getLogger("mmrl")
 
 
 def ask(uid: str, media: Sequence[Media], asked: str, target: Any, columns: Mapping[str, Any]) -> Prompt:
-    """Make a prompt of one user message: media, then a question."""
+    """Make a prompt of one user message with media and a question."""
     message = Message("user", (*(Part(media=medium) for medium in media), Part(asked)))
     return Prompt(uid, (message,), target, columns=columns)
 
@@ -32,31 +32,27 @@ def ask(uid: str, media: Sequence[Media], asked: str, target: Any, columns: Mapp
 def with_answers(prompts: Sequence[Prompt], answers: Mapping[str, str], source: str) -> list[Prompt]:
     """Attach recorded answers to prompts by id.
 
-    Prompts without an answer are counted in the log and left out; raises ValueError for an answer without
-    a prompt.
+    Drops prompts without an answer and logs their number; raises ValueError for an answer without a prompt.
     """
     unknown = sorted(set(answers) - {prompt.uid for prompt in prompts})
     if unknown:
         raise ValueError(f"'{source}' answers {len(unknown)} unknown prompts, such as '{unknown[0]}'")
-    kept = [
-        replace(prompt, answers=(Outcome(text=answers[prompt.uid]),))
-        for prompt in prompts
-        if prompt.uid in answers
-    ]
-    if len(kept) < len(prompts):
-        log.warning("'%s' answers %d of %d prompts; the others are left out", source, len(kept), len(prompts))
-    return kept
+    answered = [p for p in prompts if p.uid in answers]
+    if len(answered) < len(prompts):
+        counts = len(answered), len(prompts)
+        log.warning("'%s' answers %d of %d prompts; the others are left out", source, *counts)
+    return [replace(prompt, answers=(Outcome(text=answers[prompt.uid]),)) for prompt in answered]
 
 
 def root_of(root: str, answers: str, what: str) -> MediaRoot:
-    """Make the root of the media; it is optional if there are recorded `answers`."""
+    """Make the root of the media; raises ValueError without `root`, unless there are recorded `answers`."""
     if not root and not answers:
         raise ValueError(f"{what}: name the folder of the images (`root`), or recorded `answers`")
     return MediaRoot(Path(root))
 
 
 def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
-    """Read the reference answer of a row (`answer`), or all of them (`answers`)."""
+    """Read the reference answer of a row from `answer`, or all of its reference answers from `answers`."""
     name = "answers" if columns.get("answer") is None and columns.get("answers") is not None else "answer"
     given = columns.get(name)
     match unpacked(given) if name == "answers" else given:
@@ -71,7 +67,7 @@ def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
 
 
 def _contested(choices: Any) -> list[int]:
-    """List the places of choices whose number is the text of another choice: a number there is the place."""
+    """List the indices of choices that are also the text of another choice; such a number is an index."""
     texts = choices if isinstance(choices, list) and all(type(choice) is str for choice in choices) else []
     return [
         place for place in range(min(len(texts), 26)) if str(place) in texts and texts[place] != str(place)
@@ -79,8 +75,8 @@ def _contested(choices: Any) -> list[int]:
 
 
 def answer_of(value: Any, name: str) -> str:
-    """Convert a text, number, boolean (yes, no), or one answer of VQAv2, to a text."""
-    if isinstance(value, Mapping) and "answer" in value:  # beside the confidence and number of who gave it
+    """Convert a text, a number, a boolean (yes, no) or an answer of VQAv2 to a text."""
+    if isinstance(value, Mapping) and "answer" in value:  # VQAv2: with confidence and annotator
         value = value["answer"]
     if value is True or value is False:
         return "yes" if value else "no"
@@ -88,7 +84,7 @@ def answer_of(value: Any, name: str) -> str:
 
 
 def lettered(choices: Any) -> list[str]:
-    """Write the choices of a question as lines, `A. a cat`; raises RowError for more than 26."""
+    """Format the choices of a question as lines like `A. a cat`; raises RowError for more than 26."""
     texts = [answer_of(choice, f"choices[{i}]") for i, choice in enumerate(listed(choices, "choices"))]
     if len(texts) > len(ascii_uppercase):
         raise RowError(f"wanted at most {len(ascii_uppercase)} `choices`, one a letter, got {len(texts)}")
@@ -98,36 +94,37 @@ def lettered(choices: Any) -> list[str]:
 # ---- corrupted versions: without media, with a random crop, or with diffusion noise
 
 
-def without_media(prompt: Prompt) -> Prompt:
-    """Remove all images and videos, with their placeholders, from a prompt."""
-    messages = []
-    for message in prompt.messages:
-        texts = tuple(part for part in message.parts if part.media is None)
-        messages.append(replace(message, parts=texts or (Part(""),)))
+def map_parts(prompt: Prompt, change: Callable[[tuple[Part, ...]], tuple[Part, ...]]) -> Prompt:
+    """Apply a function to the parts of every message."""
+    messages = (replace(message, parts=change(message.parts)) for message in prompt.messages)
     return replace(prompt, messages=tuple(messages))
 
 
+def without_media(prompt: Prompt) -> Prompt:
+    """Remove all media and their placeholders from a prompt."""
+    return map_parts(prompt, lambda parts: tuple(p for p in parts if p.media is None) or (Part(""),))
+
+
 def map_frames(prompt: Prompt, change: Callable[[Frames], Frames]) -> Prompt:
-    """Apply a function to the frames of every image and video of a prompt, when they are loaded."""
+    """Apply a function to the frames of every image and video of a prompt at load time."""
 
     def changed(media: Media) -> Media:
         return replace(media, load=lambda: change(media.load()))
 
-    messages = []
-    for message in prompt.messages:
-        parts = (replace(part, media=part.media and changed(part.media)) for part in message.parts)
-        messages.append(replace(message, parts=tuple(parts)))
-    return replace(prompt, messages=tuple(messages))
+    return map_parts(
+        prompt, lambda parts: tuple(replace(p, media=p.media and changed(p.media)) for p in parts)
+    )
 
 
 def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, ...]) -> Frames:
-    """Cut a random box out of all frames and enlarge it to their size (mDPO, arXiv 2406.11839).
+    """Crop all frames to one random box and resize it to their size (mDPO, arXiv 2406.11839).
 
-    The box has a share of the area drawn from `scale` (low, high), and an aspect ratio between 3:4 and 4:3.
+    The box has a fraction of the area between the two numbers of `scale` and an aspect ratio between 3:4 and
+    4:3.
     """
     height, width = frames.pixels.shape[-2:]
 
-    # torchvision draws from the global generator, which a keyed stream must not depend on.
+    # torchvision uses the global random generator, so its crop would not be reproducible.
     def between(low: float, high: float) -> float:
         return low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
 
@@ -139,7 +136,7 @@ def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, 
             top, left = int(between(0, height - tall + 1)), int(between(0, width - wide + 1))
             break
     else:
-        # No box fitted: a square of the largest share, in the middle.
+        # No box fitted: the largest square of the allowed area, in the middle.
         wide = tall = max(1, min(height, width, round(math.sqrt(height * width * scale[1]))))
         top, left = (height - tall) // 2, (width - wide) // 2
     part = frames.pixels[..., top : top + tall, left : left + wide].float()
@@ -148,8 +145,8 @@ def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, 
 
 
 def add_noise(values: Tensor, generator: torch.Generator, noise_step: int) -> Tensor:
-    """Noise normalised pixels to one step of a 1000-step diffusion (VCD, arXiv 2311.16922)."""
-    # The schedule of VCD: betas rise from 1e-5 to 5e-3 along a sigmoid; x_t = sqrt(a) x_0 + sqrt(1 - a) n.
+    """Add the noise of one step of a 1000-step diffusion to normalised pixels (VCD, arXiv 2311.16922)."""
+    # Schedule of VCD: betas rise from 1e-5 to 5e-3 along a sigmoid; x_t = sqrt(a) x_0 + sqrt(1 - a) n.
     beta = torch.sigmoid(torch.linspace(-6, 6, NOISE_STEPS)) * (0.5e-2 - 1e-5) + 1e-5
     signal = float((1 - beta).cumprod(0)[noise_step])
     noise = torch.randn(values.shape, generator=generator).to(values)  # on the CPU, where the generator is
@@ -157,15 +154,15 @@ def add_noise(values: Tensor, generator: torch.Generator, noise_step: int) -> Te
 
 
 def add_frame_noise(frames: Frames, generator: torch.Generator, noise_step: int) -> Frames:
-    """Apply VCD's noise to frames. Our reading: to pixels scaled to [-1, 1], clamped to that range."""
+    """Add VCD's noise to frames. Our reading: to pixels scaled to [-1, 1], clamped to that range."""
     values = add_noise(frames.pixels.float() / 127.5 - 1, generator, noise_step)
     return replace(frames, pixels=((values + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
 
 
 def add_gaussian_noise(frames: Frames, generator: torch.Generator, sigma: float) -> Frames:
-    """Add independent Gaussian noise to every pixel and colour of every frame.
+    """Add independent Gaussian noise to every value of every frame.
 
-    `sigma` is its standard deviation for pixels scaled to [-1, 1]; the sum is clamped to that range.
+    `sigma` is the standard deviation for pixels scaled to [-1, 1]; results are clamped to that range.
     """
     noise = torch.randn(frames.pixels.shape, generator=generator) * (sigma * 127.5)
     return replace(frames, pixels=(frames.pixels.float() + noise).round().clamp(0, 255).to(torch.uint8))

@@ -15,23 +15,23 @@ from torch import Tensor
 from mmrl.core.types import Frames
 from mmrl.data.media import MediaError, opened_video, upright
 
-LATEST = 1 << 62  # a time after all frames: seeking it finds the last key frame
+LATEST = 1 << 62  # a time after all frames; seeking it finds the last key frame
 
 
 @dataclass(frozen=True)
 class FrameSampling:
-    """Which frames of a video are sampled, at equal distances, and how large they are.
+    """Number and size of the frames sampled from a video, at equal distances.
 
     Args:
         frames_per_second: Sampling rate, within the bounds on the number of frames.
-        min_frames: The fewest frames.
-        max_frames: The most frames.
+        min_frames: Fewest frames.
+        max_frames: Most frames.
         multiple_of: The number of frames is a multiple of this.
-        max_pixels: The most pixels (width x height) of a frame; larger ones shrink, with their aspect ratio
+        max_pixels: Most pixels (width x height) of a frame; larger frames shrink, with their aspect ratio
             kept. 0: no limit.
-        total_pixels: The most pixels of all frames together. 0: no limit.
-        start: The first second; None: the start of the video.
-        end: The last second; None: the end of the video.
+        total_pixels: Most pixels of all frames together. 0: no limit.
+        start: First second; None: the start of the video.
+        end: Last second; None: the end of the video.
     """
 
     frames_per_second: float = 2.0
@@ -45,10 +45,10 @@ class FrameSampling:
 
 
 def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
-    """Decode the sampled frames of a video as upright (F, 3, height, width) uint8, with their seconds.
+    """Decode the sampled frames of a video, upright.
 
     Variable frame rates, rotated videos and files without a duration are read as a player shows them. Raises
-    `MediaError` for a file that is damaged, or that ends before the duration in its header.
+    `MediaError` for a damaged file, and for a file that ends before the duration in its header.
     """
     from av.video.reformatter import VideoReformatter
 
@@ -58,11 +58,10 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
         zero, duration = _timing(path, container)
         times = _times_within(path, duration, sampling)
         if times[0] > 1:
-            container.seek(
-                int((times[0] + zero) / stream.time_base), stream=stream
-            )  # to a key frame before it
-        scaler = VideoReformatter()  # setting one up takes longer than scaling a small frame
-        images: list[Tensor] = []
+            # Seeks the key frame before it.
+            container.seek(int((times[0] + zero) / stream.time_base), stream=stream)
+        scaler = VideoReformatter()  # one for all frames: its setup takes longer than scaling a small frame
+        images: list[Tensor] = []  # (3, height, width) each
         last = None
         for frame, until in _with_end(container.decode(stream), zero):
             while len(images) < len(times) and times[len(images)] < until:
@@ -72,13 +71,13 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
                 break
         if last is None:
             raise MediaError(f"'{path}' holds no frame that can be decoded")
-        # A sound track that is a little longer than the frames is common; anything more is a cut-off file.
+        # A sound track is often slightly longer than the frames; a larger difference means a truncated file.
         if len(images) < len(times) and times[-1] - (last.time - zero) > max(1.0, 0.05 * duration):
             raise MediaError(
                 f"'{path}' is cut short: its header has {duration:.2f} s, but its frames end at "
                 f"{last.time - zero:.2f} s; copy the file again"
             )
-        # A player shows the last frame up to the end, too.
+        # Players show the last frame until the end.
         images += [_scaled(last, sampling, len(times), scaler)] * (len(times) - len(images))
     sizes = {tuple(image.shape[1:]) for image in images}
     if len(sizes) > 1:
@@ -86,6 +85,12 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
             f"'{path}' changes its size: its frames have {sorted(sizes)} as height and width; encode it anew"
         )
     return Frames(torch.stack(images), torch.tensor(times, dtype=torch.float64), duration)
+
+
+def load_video(source: Path | bytes, name: str, sampling: FrameSampling | None = None) -> Frames:
+    """Decode the sampled frames of a video file: `load` of the kind "video"."""
+    assert isinstance(source, Path), "a video inside a row"
+    return read_video(source, sampling or FrameSampling())
 
 
 def _times_within(path: Path, duration: float, sampling: FrameSampling) -> list[float]:
@@ -99,9 +104,9 @@ def _times_within(path: Path, duration: float, sampling: FrameSampling) -> list[
 
 
 def sampled_size(path: Path, sampling: FrameSampling) -> tuple[int, int, int, float]:
-    """Find how many frames `read_video` samples, their height and width, and the seconds they cover.
+    """Return number of frames, height, width and covered seconds of `read_video` without decoding.
 
-    Nothing is decoded. A video that is shown turned has its height and width the other way round.
+    For rotated videos, height and width are swapped.
     """
     with opened_video(path) as container:
         _, duration = _timing(path, container)
@@ -111,7 +116,7 @@ def sampled_size(path: Path, sampling: FrameSampling) -> tuple[int, int, int, fl
 
 
 def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[float]:
-    """Compute the seconds of the sampled frames: the first at `begin`, all at equal distances."""
+    """Compute the seconds of the sampled frames, from `begin` at equal distances."""
     step = sampling.multiple_of
     count = min(
         max(round((end - begin) * sampling.frames_per_second), sampling.min_frames), sampling.max_frames
@@ -125,17 +130,17 @@ def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[floa
 
 
 def _timing(path: Path, container: Any) -> tuple[float, float]:
-    """Find the first second of the frames and their duration: from the stream, container or packets."""
+    """Return first second and duration of the frames, from the stream, the container or the packets."""
     stream = container.streams.video[0]
     zero = float(stream.start_time * stream.time_base) if stream.start_time else 0.0
     if stream.duration:
         duration = float(stream.duration * stream.time_base)
-        if "mp4" in container.format.name:  # its header adds up times of decoding, and may end too early
+        if "mp4" in container.format.name:  # its header sums decoding times, and may end too early
             container.seek(LATEST, stream=stream)
             duration = max(duration, _last_end(container) - zero)
             container.seek(stream.start_time or 0, stream=stream)
         return zero, duration
-    # Where frames start late, formats differ in whether a header counts from 0; packets are unambiguous.
+    # If frames start late, some headers count from 0, others from the first frame; packets are unambiguous.
     if container.duration and abs(zero) < 0.1:
         return zero, container.duration / 1e6  # microseconds
     last = _last_end(container)
@@ -146,14 +151,14 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
 
 
 def _last_end(container: Any) -> float:
-    """Compute the second at which the last frame ends, by the packets from here on; 0 without times."""
+    """Return the second at which the last remaining packet ends; 0 without times."""
     packets = (packet for packet in container.demux(container.streams.video[0]) if packet.pts is not None)
     ends = (float((packet.pts + (packet.duration or 0)) * packet.time_base) for packet in packets)
     return max(ends, default=0.0)
 
 
 def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]:
-    """Pair every frame with the second at which the next one replaces it."""
+    """Pair every frame with the second until which it is displayed."""
     timed = (frame for frame in frames if frame.time is not None)
     for frame, following in pairwise(chain(timed, [None])):
         if following is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from mmrl.core.modalities import MODALITIES
 from mmrl.core.plain_text import block_after
 
 Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
@@ -217,7 +218,7 @@ class ChatTemplate:
         """Find the kinds of media that the template writes in the last message of a role."""
         place = max(n for n, message in enumerate(messages) if message["role"] == role)
         shown = set[str]()
-        for kind in ("image", "video"):
+        for kind in MODALITIES:
             texts = list[str]()
             for blocks in (_texts(FIRST + SECOND), [{"type": kind}, *_texts(FIRST + SECOND)]):
                 probe = [*messages[:place], {**messages[place], "content": blocks}, *messages[place + 1 :]]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.loading import ConfigError
+from mmrl.core.modalities import MODALITIES
 from mmrl.kv_cache.layout import placeholders
 
 Inputs = Mapping[str, Tensor]
@@ -268,10 +269,10 @@ def check_length(length: int, limit: int) -> None:
 
 
 def token_types(config: Any, ids: Tensor) -> Tensor:
-    """Map token ids to types of the same shape: 1 for placeholders of images, 2 for videos, 0 otherwise."""
-    known, types = placeholders(config), torch.zeros_like(ids)
-    for number, kind in enumerate(("image", "video"), 1):
-        types[ids == known.get(kind, -1)] = number
+    """Mark the placeholders of media by the number of their kind, as processors do, of any shape."""
+    types = torch.zeros_like(ids)
+    for kind, token in placeholders(config).items():
+        types[ids == token] = MODALITIES[kind].token_type
     return types
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.loading import ConfigError
+from mmrl.core.modalities import MODALITIES
 from mmrl.core.types import Prompt
 
 AROUND = 8  # tokens shown on each side of a difference
@@ -28,7 +29,10 @@ def plain_inputs(
         tools: JSON schemas of functions.
         media: The images and videos of the blocks, in order, as arguments of the processor.
     """
-    given = {"image": [*media.get("images", [[]])[0]], "video": [*media.get("videos", ())]}
+    given = {}  # media by kind, in order
+    for kind, modality in MODALITIES.items():
+        values = media.get(modality.argument) or [[]] * modality.nested
+        given[kind] = [*(values[0] if modality.nested else values)]
     filled = []
     for message in messages:
         content = message["content"]
@@ -43,7 +47,10 @@ def plain_inputs(
         # Video options are passed at the top level, where the processor of SmolVLM adds its own.
         videos = dict(media.get("videos_kwargs", {}))
         size = {"videos_kwargs": {"size": videos.pop("size")}} if "size" in videos else {}
-        options["processor_kwargs"] = {"images_kwargs": media.get("images_kwargs", {}), **videos, **size}
+        values = {"images_kwargs", "videos_kwargs", *(modality.argument for modality in MODALITIES.values())}
+        others = {name: value for name, value in media.items() if name not in values}
+        images = {"images_kwargs": media.get("images_kwargs", {})}
+        options["processor_kwargs"] = {**images, **videos, **size, **others}
     options |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     return dict(processor.apply_chat_template(filled, return_tensors="pt", **options))
 

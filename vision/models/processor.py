@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.byte_lru import ByteLRU
+from mmrl.core.modalities import MODALITIES, digest_of
 from mmrl.core.plain_text import PlainText, each_text, inside
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Message, Outcome, Part, Prompt, reading
-from mmrl.kv_cache.layout import placeholder_ids
+from mmrl.kv_cache.layout import media_ids, placeholders
 from mmrl.vision.models.chat_template import ChatTemplate, Tools
-from mmrl.vision.models.media_arguments import EDGES, digest_of, media_arguments, size_limits
+from mmrl.vision.models.media_arguments import EDGES, media_arguments, size_limits
 from mmrl.vision.models.model_families import check_length, family_of, num_positions, token_types
 from mmrl.vision.models.plain_inputs import check_ids, plain_inputs
 from mmrl.vision.models.recorded_keys import check_keys
@@ -73,7 +74,7 @@ class PromptEncoder:
                 )
             self.pixels = {**size, **pixels}
         # No answer may contain these: the model would expect media for them.
-        self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
+        self.placeholders = media_ids(core.config)
         self.limit = num_positions(core.config)  # of this model, and of others that read its prompts
         self._words = self._media_words()
         self._answer_words = list(map(self.tokenizer.decode, self.placeholders))
@@ -228,9 +229,8 @@ class PromptEncoder:
         return self.transcript(self.encode(prompt).ids)
 
     def transcript(self, ids: Tensor) -> str:
-        """Decode tokens (S,) with special tokens; placeholders of media become `<image: 64 tokens>`."""
-        config = self.core.config
-        kinds = {token: kind for kind in ("image", "video") for token in placeholder_ids(config, (kind,))}
+        """Decode tokens (S,) with the marks of the template; media become `<image: 64 tokens>`."""
+        kinds = {token: kind for kind, token in placeholders(self.core.config).items()}
         parts = []
         for kind, tokens in groupby(ids.tolist(), kinds.get):
             run = list(tokens)
@@ -265,7 +265,7 @@ class PromptEncoder:
             if word in text:
                 raise ValueError(
                     f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
-                    "add the image or video as a part of the message instead"
+                    "add the medium as a part of the message instead"
                 )
 
     def written(self, prompt: Prompt, tools: Tools = ()) -> str:
@@ -344,16 +344,13 @@ class PromptEncoder:
     def _media_words(self) -> list[str]:
         """Texts of the placeholders of media, of the model and of the processor."""
         words = [self.tokenizer.decode(token) for token in self.placeholders]
-        words += [getattr(self.processor, f"{kind}_token", None) or "" for kind in ("image", "video")]
+        words += [getattr(self.processor, f"{kind}_token", None) or "" for kind in MODALITIES]
         return [word for word in dict.fromkeys(words) if word]
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """Convert a message to the dictionary that chat templates read."""
-    content = [
-        {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
-        for part in message.parts
-    ]
+    """Convert a message to the form that chat templates read."""
+    content = [part.block for part in message.parts]
     return {"role": message.role, "content": content, **message.keys}
 
 

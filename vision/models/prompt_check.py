@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from mmrl.core.modalities import MODALITIES
 from mmrl.core.types import Media, Prompt, reading
 from mmrl.data.media import upright_size
 from mmrl.vision.media.media_root import MediaFile
@@ -31,7 +32,7 @@ class PromptCheck:
         self.encoder = encoder
         self.limit = encoder.limit
         self._forms: set[Any] = set()
-        self._features = lru_cache(SIZES)(self._features_of)
+        self.image_features = lru_cache(SIZES)(self._features_of)  # (height, width) to a number
 
     def __call__(self, prompt: Prompt) -> None:
         """Check a prompt and its recorded answers."""
@@ -51,7 +52,7 @@ class PromptCheck:
             if form not in self._forms:
                 self.encoder.written(prompt)
                 self._forms.add(form)
-            features = sum(map(self._media_features, prompt.media))
+            features = sum(MODALITIES[one.kind].most_tokens(self, one) for one in prompt.media)
             longest_answer = max((len(text.encode()) for text in answers), default=0)
             texts = len(prompt.text.encode()) + sum(len(m.extra) for m in prompt.messages)
             around = self._around * len(prompt.messages)
@@ -67,44 +68,44 @@ class PromptCheck:
         message = {"role": "user", "content": [{"type": "text", "text": "x"}]}
         return len(self.encoder._render([message]).encode())
 
-    def _media_features(self, medium: Media) -> int:
-        """Count the features of an image or bound those of a video; ValueError if it is not supported."""
-        processor = self.encoder.processor
-        if medium.kind == "video":
-            if getattr(processor, "video_processor", None) is None:
-                raise ValueError("it shows a video, but this model takes images only")
-            return self._video_features(medium)
-        if getattr(processor, "image_processor", None) is None:
-            return 0  # rendering the prompt raises an error: the model reads text only
-        if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
-            return 0  # a table with the images of many rows, whose headers cannot be read one by one
-        if medium.source is None:
-            height, width = medium.load().pixels.shape[-2:]
-        else:
-            width, height = upright_size(medium.source, medium.name)
-        return self._features(height, width)
-
-    def _video_features(self, medium: Media) -> int:
-        """Bound the features, positions and time stamps of a video; 0 if that needs decoding."""
-        processor = self.encoder.processor.video_processor
-        count = getattr(processor, "get_num_of_video_patches", None)
-        if not self.limit or count is None or not isinstance(medium.load, MediaFile):
-            return 0
-        frames, height, width, seconds = medium.load.video_size()
-        vision = getattr(self.encoder.core.config, "vision_config", None)
-        ticks = getattr(vision, "tokens_per_second", None) or 0  # positions per second, if any
-        patches = count(frames, height, width, video_size_options(processor))
-        return patches // processor.merge_size**2 + int(seconds * ticks) + frames * STAMP
-
     def _features_of(self, height: int, width: int) -> int:
+        """Count the features of an image by its size; the context length if the processor cannot tell."""
         processor = self.encoder.processor.image_processor
         merge = getattr(processor, "merge_size", None)
         if merge and hasattr(processor, "get_number_of_image_patches"):
             pixels = self.encoder.pixels
             limits = {"min_pixels": pixels.get("shortest_edge"), "max_pixels": pixels.get("longest_edge")}
-            options = {name: value for name, value in limits.items() if value}
-            return int(processor.get_number_of_image_patches(height, width, options)) // merge**2
+            limits = {name: value for name, value in limits.items() if value}
+            return int(processor.get_number_of_image_patches(height, width, limits)) // merge**2
         count = getattr(self.encoder.processor, "_get_num_multimodal_tokens", None)
         if count is None:
             return self.limit  # so the prompt is encoded
         return int(count(image_sizes=[[height, width]])["num_image_tokens"][0])
+
+
+def most_image_tokens(check: PromptCheck, medium: Media) -> int:
+    """Count the features of an image, or raise ValueError if the processor takes none of its size."""
+    if getattr(check.encoder.processor, "image_processor", None) is None:
+        return 0  # the template says that the model reads text only
+    if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
+        return 0  # a table of many rows: the headers of its images cannot be read one by one
+    if medium.source is None:
+        height, width = medium.load().pixels.shape[-2:]
+    else:
+        width, height = upright_size(medium.source, medium.name)
+    return check.image_features(height, width)
+
+
+def most_video_tokens(check: PromptCheck, medium: Media) -> int:
+    """Bound the features, positions and time stamps of a video; 0 where only decoding would tell."""
+    processor = getattr(check.encoder.processor, "video_processor", None)
+    if processor is None:
+        raise ValueError("it shows a video, but this model takes images only")
+    count = getattr(processor, "get_num_of_video_patches", None)
+    if not check.limit or count is None or not isinstance(medium.load, MediaFile):
+        return 0
+    frames, height, width, seconds = medium.load.video_size()
+    vision = getattr(check.encoder.core.config, "vision_config", None)
+    ticks = getattr(vision, "tokens_per_second", None) or 0  # positions count time where it is given
+    patches = count(frames, height, width, video_size_options(processor))
+    return patches // processor.merge_size**2 + int(seconds * ticks) + frames * STAMP

@@ -1,4 +1,4 @@
-"""A critic: a vision-language model that predicts a value at every step of an answer."""
+"""A critic: a vision-language model that predicts a value for every step of an answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAD = "value_head.safetensors"
 
 
 class ValueModel(nn.Module):
-    """The trainable module: maps batches of answers to the value before every token."""
+    """The trainable module: maps a batch of answers to the value before every token."""
 
     def __init__(self, reader: StepModel) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, steps: TokenSteps) -> Tensor:
-        """Compute values: (N, longest), those of padding too."""
+        """Compute values (N, longest), also at padding."""
         compute = self.reader.compute
         with torch.autocast(self.head.weight.device.type, compute, enabled=compute in LOW):
             hidden = self.reader.states(steps)
@@ -45,17 +45,17 @@ class ValueModel(nn.Module):
 class Critic:
     """A critic of token policies: the value of an answer before each of its tokens.
 
-    For `second_model`. Its value is read from the last hidden states by a linear layer, which is 0 at the
-    start. It has no log-probabilities: they are 0. Saved as the model's folder with one more file.
+    For `second_model`. A linear layer, initialised to 0, reads the value from the last hidden states. All
+    log-probabilities are 0. A checkpoint is the model's folder with one more file.
 
     Args:
-        policy: The model and how it is trained, such as `{name: vision.tokens, model: ..., lora_rank: 16}`,
-            of the family of the policy that it judges; None: one like the run's policy.
-        probability: Values are probabilities of success, 1/2 at the start: the layer says their logits,
-            from which `value_cross_entropy` learns (PAV's verifier, V_0).
+        policy: The model and its training options, such as `{name: vision.tokens, model: ..., lora_rank:
+            16}`, of the model family of the run's policy; None: a copy of the run's policy.
+        probability: Values are probabilities of success, 1/2 at the start. The layer computes logits, on
+            which `value_cross_entropy` trains (PAV's verifier, V_0).
     """
 
-    outputs = frozenset({"value", "value_logit"})  # when a piece asks; the logit of probabilities alone
+    outputs = frozenset({"value", "value_logit"})  # the logit with `probability` alone
 
     def __init__(self, *, policy: Callable[[], Tokens] | None = None, probability: bool = False) -> None:
         if policy is None:
@@ -66,21 +66,21 @@ class Critic:
         self.tokens = policy()
         inputs = self.tokens.model.get_input_embeddings().weight
         for weight in self.tokens.model.get_output_embeddings().parameters():
-            if weight is not inputs:  # tied weights are read as embeddings
+            if weight is not inputs:  # tied weights are the input embeddings
                 weight.requires_grad_(False)
         self.module: nn.Module = ValueModel(self.tokens.module)
 
     @property
     def head(self) -> nn.Linear:
-        """The layer that reads values."""
+        """The linear layer of values."""
         return next(part.head for part in self.module.modules() if isinstance(part, ValueModel))
 
     def check_steps_of(self, policy: Tokens) -> None:
-        """Raise `ValueError` where the policy's tokens mean something else to this model."""
+        """Raise `ValueError` if the policy's token ids mean something else to this model."""
         self.tokens.check_steps_of(policy)
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Turn a recorded answer into a row."""
+        """Encode a recorded answer as a row."""
         return self.tokens.encode(prompt, outcome)
 
     def collate(self, rollouts: Rollouts) -> Batch:
@@ -93,7 +93,7 @@ class Critic:
         return StepOutput(torch.zeros_like(logit), {name: outputs[name] for name in outputs.keys() & extra})
 
     def save(self, folder: Path) -> None:
-        """Write the model's folder and the layer of values."""
+        """Write the model's folder and the linear layer of values."""
         from safetensors.torch import save_file
 
         self.tokens.save(folder)
@@ -102,7 +102,7 @@ class Critic:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote, bit for bit."""
+        """Load the weights that `save` wrote, bit for bit."""
         from safetensors.torch import load_file
 
         self.tokens.load(folder)

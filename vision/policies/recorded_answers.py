@@ -1,4 +1,4 @@
-"""A policy without a model, to measure recorded answers."""
+"""A policy without a model, to evaluate recorded answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 
 @policy
 class RecordedAnswers:
-    """No model: with the engine `offline`, evaluations measure recorded answers. A step is a word."""
+    """No model: an evaluation with the engine `offline` scores recorded answers. A step is a word."""
 
     outputs: frozenset[str] = frozenset()
 
@@ -26,13 +26,13 @@ class RecordedAnswers:
         return Trajectory(prompt, prompt.uid, (outcome,), None, len((outcome.text or "").split()))
 
     def collate(self, rollouts: Rollouts) -> Batch:
-        """Raise ValueError: there is nothing to train."""
+        """Raise ValueError, because there is nothing to train."""
         raise ValueError(
             "`vision.recorded_answers` measures answers and learns nothing; name a model to train"
         )
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        """Raise ValueError: without a model there are no probabilities."""
+        """Raise ValueError, because without a model there are no probabilities."""
         raise ValueError("`vision.recorded_answers` gives no step a probability; name a model")
 
     def save(self, folder: Path) -> None:

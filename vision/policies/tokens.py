@@ -31,7 +31,7 @@ from mmrl.vision.decoding.inner_outputs import (
     InnerOptions,
     teacher_of,
 )
-from mmrl.vision.decoding.role_adapters import RoleAdapters, RoleSteps, check_roles
+from mmrl.vision.decoding.role_adapters import RoleAdapters, check_roles
 from mmrl.vision.decoding.step_model import StepModel
 from mmrl.vision.decoding.token_steps import (
     TokenRow,
@@ -40,20 +40,20 @@ from mmrl.vision.decoding.token_steps import (
 )
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.media.media_reader import MediaReader
-from mmrl.vision.models import loading, steering
+from mmrl.vision.models import loading
 from mmrl.vision.models.chat_template import ChatTemplate
 from mmrl.vision.models.model_families import check_length
 from mmrl.vision.models.processor import PromptEncoder, pixel_limits
 from mmrl.vision.models.prompt_check import PromptCheck
-from mmrl.vision.models.steering import load_steering, save_steering, steering_of
+from mmrl.vision.models.trained_part import TrainedPart, holds_part, part_of
 
 
 @policy
 class Tokens:
     """A vision-language or language model of transformers; a step is one token of an answer.
 
-    Trained weights are in float32 and computed with in `dtype`; dropout is off. Media placeholders have
-    probability 0.
+    Trained weights are stored in float32 and computed with in `dtype`. Dropout is off. Media placeholders
+    have probability 0.
 
     Args:
         model: Hub id or folder.
@@ -61,28 +61,28 @@ class Tokens:
         attn_implementation: Attention of transformers, such as "sdpa", "eager" or "flash_attention_2".
         lora_rank: Rank of a LoRA adapter that is trained instead of the model; 0: no adapter.
         lora_alpha: Scale of the adapter; None: twice the rank.
-        lora_target_modules: Names of the linear layers that get an adapter, such as "q_proj"; empty: all of
-            them. Those of the vision tower count where it is not frozen.
+        lora_target_modules: Names of the linear layers that get an adapter, such as "q_proj"; empty: all,
+            including the vision tower unless it is frozen.
         adapter: Folder or hub id of a saved adapter, to train it further.
-        roles: Each gets an adapter of its own over one base; a row is read with that of its tag `role`, and
-            the engine `vision.by_role` writes with it.
+        roles: Names of roles; each gets a LoRA adapter over one base. The tag `role` of a row selects its
+            adapter, in training and in the engine `vision.by_role`.
         freeze_vision_tower: Train the language model only; otherwise the vision tower too.
-        frozen: Train nothing, so that all weights stay in `dtype`: for a model that only answers, as a judge.
+        frozen: Train nothing and keep all weights in `dtype`, for a model that only answers, such as a judge.
         gradient_checkpointing: Recompute layers in the backward pass: less memory, more time.
-        share_prefix: Rows share the keys and values of their prompt, and of longer beginnings where that
-            saves a twentieth of all tokens; without it, every row gets a copy.
+        share_prefix: Rows share the keys and values of their prompt, and of longer common prefixes if that
+            saves a twentieth of all tokens. Without it, every row gets a copy.
         min_pixels: Smallest image after the image processor, in pixels; None: the processor's own.
         max_pixels: Largest image after the image processor, in pixels; None: the processor's own.
         hot_temperature: Temperature of the output `logp_hot`, in units of the sampling temperature.
         cold_temperature: Temperature of the output `logp_cold`, in the same units.
         top_k: Number of tokens in the outputs `top_k_ids` and `top_k_logp`.
         rank_stride: Steps between the prefixes whose `effective_rank` is measured.
-        transform: Transforms of the model, such as pruning or quantisation. The vector of `vision.steering`
-            is trained instead of the model.
+        transform: Transforms of the model, such as pruning or quantisation. A trained part that a transform
+            adds, such as the vector of `vision.steering`, is trained instead of the model.
     """
 
-    outputs: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # when a piece asks
-    makes = "text"  # what outcomes hold, for commands that write them
+    outputs: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # computed only if a piece reads them
+    makes = "text"  # kind of outcomes, for commands that write them
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Tokens:
         transform: tuple[Callable, ...] = (),
     ) -> None:
         self.processor = loading.load_processor(model)
-        ChatTemplate(self.processor).ends()  # refused by name before a weight is loaded
+        ChatTemplate(self.processor).ends()  # fails before weights are loaded
         self.model = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = pixel_limits({"min_pixels": min_pixels, "max_pixels": max_pixels})
@@ -117,15 +117,14 @@ class Tokens:
         if roles:
             check_roles(roles, new=bool(lora_rank) and not adapter and not transform)
         self.adapter = self._adapted(adapter, roles, **shape, tower=not freeze_vision_tower)
-        self.steering = None if self.adapter else steering_of(self.model)
-        if not self.steering:
-            self.outputs = self.outputs - {"reversed_logp"}
+        self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
+        self.part: TrainedPart | None = self.roles if self.adapter else part_of(self.model)
+        self.outputs = self.outputs - {"reversed_logp"} | (self.part.outputs if self.part else frozenset())
         self._choose_weights(freeze_vision_tower, frozen)
         if gradient_checkpointing:
             loading.checkpoint_layers(self.model)
         self.compute, self.share_prefix, self.packed = DTYPES[dtype], share_prefix, gradient_checkpointing
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
-        self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
         self.teacher_head: OutputHead | None = None
         self.module: nn.Module = StepModel(
             self.model,
@@ -135,29 +134,31 @@ class Tokens:
             share=share_prefix,
             blank={} if freeze_vision_tower else self._blank_image(),
             inner=self.inner,
-            roles=self.roles,
+            part=self.part,
         )
 
     @staticmethod
     def check_folders(options: Mapping[str, Any], start: str = "") -> None:
-        """Raise `ValueError` where weights that options name, or in `start`, are missing or of another model.
+        """Raise `ValueError` if weights are missing or belong to another model.
 
-        `start` is a folder of first weights.
+        Args:
+            options: Options of the policy.
+            start: Folder of initial weights.
         """
         model, adapter = str(options.get("model", "")), str(options.get("adapter") or "")
         loading.check_folders(model, adapter)
         if start and (adapter or options.get("lora_rank")):
             loading.check_folders(model, start)
-        elif start and not (Path(start) / steering.FILE).is_file():
+        elif start and not holds_part(Path(start)):
             loading.check_same_shapes(model, start)
 
     @staticmethod
     def prompt_check(options: Mapping[str, Any]) -> Callable[[Prompt], None]:
-        """Make what raises `PromptError` for a prompt that a policy of these options cannot read."""
+        """Make a check that raises `PromptError` for a prompt that a policy of these options cannot read."""
         return PromptCheck(loading.load_encoder(str(options["model"]), pixel_limits(options)))
 
     def _blank_image(self) -> dict[str, Tensor]:
-        """Make the inputs of a black image; none for a language model."""
+        """Model inputs of a black image; empty for a language model."""
         if self.processor.image_processor is None:
             return {}
         black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # 2 x 2 features of Qwen2-VL
@@ -165,7 +166,7 @@ class Tokens:
         return {name: torch.as_tensor(value) for name, value in inputs.items()}
 
     def _adapted(self, adapter: str, roles: tuple[str, ...], **shape: Any) -> Any:
-        """Load an adapter, or add new ones; None where the model itself learns."""
+        """Load an adapter, or add new ones; None without adapters."""
         rank, alpha = shape["rank"], shape["alpha"]
         if adapter:
             return loading.load_adapter(self.model, adapter, rank=rank, alpha=alpha)
@@ -173,10 +174,10 @@ class Tokens:
         return loading.add_adapter(self.model, **shape) if rank else None
 
     def _choose_weights(self, freeze_vision_tower: bool, frozen: bool) -> None:
-        """Choose the weights that learn, those of an adapter apart; they become float32."""
-        if self.steering is not None:
+        """Choose the trained weights, except adapters, and convert them to float32."""
+        if isinstance(self.part, nn.Module):
             self.model.requires_grad_(False)
-            self.steering.requires_grad_(True)
+            self.part.requires_grad_(True)
         elif self.adapter is None and freeze_vision_tower:
             self.model.requires_grad_(False)
             self.model.get_decoder().requires_grad_(True)
@@ -186,13 +187,13 @@ class Tokens:
         keep_training_precision(self.model)
 
     def check_steps_of(self, policy: Tokens) -> None:
-        """Raise `ValueError` where another policy's tokens mean something else to this one."""
+        """Raise `ValueError` if another policy's token ids mean something else here."""
         loading.check_same_tokens(self.processor.tokenizer, self.model, policy)
 
     def reading_with(self, model: nn.Module, dtype: str) -> StepModel:
-        """Make a module that reads this policy's steps with another model, which does not learn.
+        """Make a module that computes this policy's steps with another, frozen model.
 
-        Its head is the one that `reverse_kl` compares with.
+        The output `reverse_kl` uses the head of that model.
         """
         self.teacher_head = OutputHead(model)
         return StepModel(
@@ -210,15 +211,15 @@ class Tokens:
         return self.model.base_model
 
     def render(self, prompt: Prompt) -> str:
-        """Write a prompt as the chat template gives it to the model; media as `<image: 64 tokens>`."""
+        """Render a prompt with the chat template; media become `<image: 64 tokens>`."""
         return self.prompt_encoder.render(prompt)
 
     def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
-        """Make the function that reads images and videos for prompts (`ReadsMedia` of the session)."""
+        """Make the reader of images and videos of prompts."""
         return MediaReader.of_data(options, root)
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Turn a recorded answer into a row, its end token included."""
+        """Encode a recorded answer, with its end token, as a row."""
         with reading(prompt):
             text, ids = self.prompt_encoder.recorded(prompt, outcome)
             encoded = self.prompt_encoder.encode(prompt)
@@ -229,26 +230,26 @@ class Tokens:
         return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
 
     def restore_rows(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
-        """Make a row again from the notes (T,) of the engine: its tokens and its temperature."""
+        """Restore a row from the engine's notes (T,): tokens and temperature."""
         ids, temperature = notes["token"].long(), float(notes["temperature"][0])
         outcome = Outcome(text=self.prompt_encoder.text(ids), end=len(ids))
         row = TokenRow(self.prompt_encoder.encode(prompt), ids, temperature)
-        kept = {name: note.float() for name, note in notes.items()} | {"token": ids}
-        return Trajectory(prompt, prompt.uid, (outcome,), row, len(ids), kept, on_policy=False)
+        restored = {name: note.float() for name, note in notes.items()} | {"token": ids}
+        return Trajectory(prompt, prompt.uid, (outcome,), row, len(ids), restored, on_policy=False)
 
     def pack(self, row: Trajectory) -> Trajectory:
-        """Leave out the encoded prompt, with its pixels, of a row for another process, which has it too."""
-        known = row.steps.prompt is self.prompt_encoder.encode(row.prompt)
-        return replace(row, steps=replace(row.steps, prompt=None)) if known else row
+        """Remove the encoded prompt of a row that is sent to another process, which can encode it again."""
+        encodable = row.steps.prompt is self.prompt_encoder.encode(row.prompt)
+        return replace(row, steps=replace(row.steps, prompt=None)) if encodable else row
 
     def unpack(self, row: Trajectory) -> Trajectory:
-        """Complete a row that another process packed."""
+        """Add the encoded prompt to a row that another process packed."""
         if row.steps.prompt is not None:
             return row
         return replace(row, steps=replace(row.steps, prompt=self.prompt_encoder.encode(row.prompt)))
 
     def collate(self, rollouts: Rollouts) -> Batch:
-        """Pad answers on the right; distinct prompts are stored once."""
+        """Pad answers on the right, and store every distinct prompt once."""
         rows: list[TokenRow] = [row.steps for row in rollouts]
         length = torch.tensor([len(row.ids) for row in rows])
         mask = (torch.arange(int(length.max()))[None] < length[:, None]).float()
@@ -262,9 +263,9 @@ class Tokens:
         steps = TokenSteps(distinct, which, ids, length, temperature, suffixes if any(suffixes) else ())
         if self.share_prefix and reads_trees(self.model, packed=self.packed):
             steps = steps.with_tree(self.core)
-        if self.roles:
-            steps = RoleSteps.of(steps, self.roles.of_rows(rollouts))
-        # NaN where a row has no such note, and after its end. `steps` has what `token` and `temperature` say.
+        if self.part:
+            steps = self.part.collate(steps, rollouts)
+        # NaN for missing notes and after the end. `token` and `temperature` are in `steps`.
         missing = torch.full((mask.shape[1],), torch.nan)
         notes = {
             name: cat_padded(
@@ -289,26 +290,20 @@ class Tokens:
     def merge(self) -> None:
         """Merge the adapter into the weights, so that `save` writes the whole model.
 
-        Raises `ConfigError` for adapters of several roles, and for a steering vector, for which a model of
-        transformers has no weights.
+        Raises `ConfigError` for other trained parts, for which a model of transformers has no weights.
         """
-        if self.roles:
-            raise ConfigError("adapters of several roles cannot be merged into one model; use them with peft")
-        if steering_of(self.model) is not None:
-            raise ConfigError(
-                "a model with a steering vector cannot be written as a model of its own, which has no place "
-                "for it; keep the checkpoint, and name its folder in `weights` of `vision.steering`"
-            )
+        if part := self.part or part_of(self.model):
+            raise ConfigError(part.cannot_merge)
         if self.adapter is not None:
             self.model, self.adapter = self.adapter.merge_and_unload(), None
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers (or peft, for an adapter) loads, with the processor.
 
-        Of a policy whose steering vector learns it has the vector alone.
+        For a trained part, such as a steering vector, it has that part alone.
         """
-        if self.steering is not None:
-            save_steering(self.steering, folder)
+        if self.part is not None:
+            self.part.save(folder)
         elif self.adapter is not None:
             loading.save_adapter(self.adapter, folder)
         else:
@@ -317,16 +312,12 @@ class Tokens:
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
-        if self.roles:
-            for name in self.roles.names:
-                loading.load_adapter_weights(self.adapter, folder / name, name)
+        if self.part is not None:
+            self.part.load(folder)
             return
         if self.adapter is not None:
             loading.load_adapter_weights(self.adapter, folder)
             return
-        if self.steering is not None:
-            load_steering(self.steering, folder)
-            return
-        # The folder names one dtype, that of the frozen weights; the widest loses nothing of trained weights.
+        # The config of the folder names the dtype of frozen weights; the widest keeps trained weights exact.
         widest = widest_dtype(self.model, folder)
         copy_weights(self.model, load_whole(type(self.model), folder, dtype=widest))

@@ -1,1 +1,1 @@
-"""Rollouts by vLLM servers: the requests, the servers and their weights, and the command that starts them."""
+"""Rollouts by vLLM servers: requests, servers, weights, and the command lines that start servers."""

@@ -1,4 +1,4 @@
-"""Whether a server samples from the policy: compares their log-probabilities, and looks for causes."""
+"""A check that a vLLM server samples from the policy, by comparing log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmrl.core.types import Rollouts
 from mmrl.runtime.fsdp import in_shards
 from mmrl.runtime.modules import LOW
 
-LIMITS = {False: 1e-3, True: 5e-2}  # nats on average, for computation in low precision (True) and in float32
+LIMITS = {False: 1e-3, True: 5e-2}  # mean nats per token: in 16 bits (True), else in float32
 CAUSES = {
     "text": "do `policy.model` and `policy.dtype` agree with what it serves, and was it started with "
     "`--logprobs-mode processed_logprobs`?",
@@ -24,23 +24,24 @@ CAUSES = {
 
 @torch.no_grad()
 def gap(policy: Any, rows: Rollouts) -> float:
-    """Average |log-probability of the policy - that of the engine| over the tokens of answers."""
+    """Mean absolute difference of the policy's and the engine's log-probabilities over answer tokens."""
     batch = policy.collate(rows)
-    # Without data parallelism, whose forward pass would wait for processes that compare nothing.
+    # Unwrap data parallelism, whose forward pass would wait for processes that do not compare.
     module = getattr(policy.module, "module", policy.module)
-    found = module(batch.steps, frozenset(), None)["logp"].cpu().double()
+    logp = module(batch.steps, frozenset(), None)["logp"].cpu().double()  # (N, T)
     noted, mask = batch.notes["logp"].double(), batch.mask > 0
-    return float((found - noted[:, : found.shape[1]])[mask[:, : found.shape[1]]].abs().mean())
+    return float((logp - noted[:, : logp.shape[1]])[mask[:, : logp.shape[1]]].abs().mean())
 
 
 def check_agreement(policy: Any, kind: str, url: str, rows: Rollouts) -> float:
-    """Return the gap of answers about one kind of media; raise `RuntimeError` where it is too large.
+    """Return the gap of answers about one kind of media; raise `RuntimeError` if it is too large.
 
-    The limit is 1e-3 nats a token, 5e-2 where the policy computes in 16 bits.
+    The limit is 1e-3 nats a token, or 5e-2 for a policy that computes in 16 bits. The error names the part of
+    an adapter that the server ignores, if that explains the gap.
     """
-    limit, found, name = LIMITS[policy.compute in LOW], gap(policy, rows), rows[0].prompt.uid
-    if found <= limit:
-        return found
+    limit, difference, name = LIMITS[policy.compute in LOW], gap(policy, rows), rows[0].prompt.uid
+    if difference <= limit:
+        return difference
     for what, chosen in _parts(policy).items():
         with without_adapter(policy.adapter, chosen):
             if gap(policy, rows) <= limit:
@@ -51,14 +52,14 @@ def check_agreement(policy: Any, kind: str, url: str, rows: Rollouts) -> float:
     cause = CAUSES["video" if "video" in kind else "image" if "image" in kind else "text"]
     raise RuntimeError(
         f"the server '{url}' does not sample from the policy: log-probabilities of answers to prompt "
-        f"'{name}' ({kind}) differ by {found:.2g} nats a token, where {limit:g} are rounding; {cause}"
+        f"'{name}' ({kind}) differ by {difference:.2g} nats a token, where {limit:g} are rounding; {cause}"
     )
 
 
 def _parts(policy: Any) -> Mapping[str, Callable[[str], bool]]:
-    """List the parts of an adapter that a server may leave out, by name; none of shards.
+    """Parts of an adapter that a server may ignore: name to a test of layer names.
 
-    A pass over shards waits for other processes, which look for no cause.
+    Empty for a sharded model, whose forward pass would wait for processes that do not compare.
     """
     if policy.adapter is None or in_shards(policy.module):
         return {}
@@ -72,7 +73,7 @@ def _parts(policy: Any) -> Mapping[str, Callable[[str], bool]]:
 
 @contextmanager
 def without_adapter(model: Any, chosen: Callable[[str], bool]) -> Iterator[None]:
-    """Scale the adapter of chosen layers by 0 inside the block."""
+    """Scale the adapter of some layers by 0 inside the block."""
     scales = {}
     for name, module in model.get_base_model().named_modules():
         if hasattr(module, "lora_A") and chosen(name):

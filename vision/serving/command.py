@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Piece
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 has room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank in vLLM 0.32
 PORT = 8000
 
 
@@ -20,13 +20,13 @@ def command_lines(policy: Piece, options: Mapping[str, Any], name: str, *, cpu: 
 
     Args:
         policy: The policy of the run, `vision.tokens`.
-        options: Those of the engine.
-        name: Of the model on the server.
-        cpu: Whether the servers run on CPUs, where a prompt must be read at once.
+        options: Options of the engine.
+        name: Name of the model on the server.
+        cpu: Whether the servers run on CPUs, which must prefill a prompt in one step.
     """
     given = policy.options
     environment = {
-        "VLLM_SERVER_DEV_MODE": "1",  # weights, caches and versions are changed by requests
+        "VLLM_SERVER_DEV_MODE": "1",  # requests may change weights, caches and versions
         "PYTHONPATH": str(Path(__file__).parent / "worker"),
     }
     flags = {
@@ -42,7 +42,7 @@ def command_lines(policy: Piece, options: Mapping[str, Any], name: str, *, cpu: 
         rank = _rank_of(str(given["adapter"]))
     if rank:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        room = next((room for room in RANKS if room >= rank), None)
+        room = next((size for size in RANKS if size >= rank), None)
         if room is None:
             raise ConfigError(f"`policy.lora_rank` is {rank}, and vLLM has room for at most {RANKS[-1]}")
         flags |= {"--enable-lora": None, "--max-lora-rank": str(room)}
@@ -50,7 +50,7 @@ def command_lines(policy: Piece, options: Mapping[str, Any], name: str, *, cpu: 
             flags["--enable-tower-connector-lora"] = None
     if cpu:
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "4"}
-        # A prompt with a seed that is read in two parts ends the server.
+        # A prompt with a seed that is prefilled in two parts crashes the server.
         flags |= {"--max-num-batched-tokens": "32768", "--block-size": "32"}
     lines = []
     for url in options["servers"]:

@@ -1,4 +1,4 @@
-"""vLLM servers with the weights of the policy: bringing them weights, and asking those that live."""
+"""A pool of vLLM servers: weight updates, requests, and retries on other servers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from mmrl.vision.serving.wire import Answer, WrongAnswer, WrongWeights, answers_
 
 ADAPTER = "policy-adapter"  # name of the adapter on the servers
 HINT = "start it with the line that `mmrl serve-command` prints"
-PROBE = 10.0  # seconds within which a server says which weights it has
-LOCK, ASKING = ".lock", ".asking"  # held while servers are brought weights, and while they answer
+PROBE = 10.0  # seconds until a server must report its version of the weights
+LOCK, ASKING = ".lock", ".asking"  # files: locked during weight updates, and while requests are pending
 TRIES = 3  # of a request at each server
-PAUSE = 1.0  # seconds before a server is asked again, and between two looks at servers of which none answers
+PAUSE = 1.0  # seconds before a retry, and between probes while no server answers
 log = logging.getLogger("mmrl")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights as a folder that the servers read: an adapter, or a whole model, and their version."""
+    """A folder with an adapter or a whole model, which servers load, and its version."""
 
     folder: Path
     version: str
@@ -40,7 +40,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Source:
-    """Where an answer comes from: the address of a server, and how often it had joined by then."""
+    """Origin of an answer: the address of a server, and how often the server had joined by then."""
 
     url: str
     joins: int
@@ -51,19 +51,19 @@ class Server:
 
     def __init__(self, url: str, request_timeout: float) -> None:
         self.url, self.request_timeout = url.rstrip("/"), request_timeout
-        self.alive, self.asked, self.last_words = True, 0, ""
-        self.brought, self.joins = "", 0  # the version it was brought last, and how often it had another
-        self.sums: tuple[str, str] = ("", "")  # what they are of, and the hash of its weights
-        self.busy, self.since = 0.0, 0.0  # seconds of work, up to this moment
+        self.alive, self.pending, self.last_error = True, 0, ""
+        self.loaded, self.joins = "", 0  # last version that this run loaded, and how often it had another
+        self.sums: tuple[str, str] = ("", "")  # version (or "base") and the hash of the weights
+        self.busy, self.since = 0.0, 0.0  # seconds of work, counted up to `since`
 
     def count(self, more: int) -> None:
-        """Count requests that are under way, and the seconds in which there are any."""
+        """Change the number of pending requests, and add up the seconds in which there are any."""
         now = time.monotonic()
-        self.busy += now - self.since if self.asked else 0.0
-        self.since, self.asked = now, self.asked + more
+        self.busy += now - self.since if self.pending else 0.0
+        self.since, self.pending = now, self.pending + more
 
     def version(self) -> str | None:
-        """Ask which weights the server has; None where it does not answer."""
+        """Version of the server's weights; None if it does not answer."""
         try:
             return json.loads(self._at("weight_info", PROBE).get())["weight_version"]
         except StatusError as error:
@@ -71,42 +71,39 @@ class Server:
                 raise RuntimeError(
                     f"the server '{self.url}' does not tell the version of its weights; {HINT}"
                 ) from error
-            self.last_words = str(error)
+            self.last_error = str(error)
         except OSError as error:
-            self.last_words = str(error)
+            self.last_error = str(error)
         except (ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"'{self.url}' is no vLLM server of version 0.32: {error!r}") from error
         return None
 
     def generate(self, request: bytes) -> bytes:
-        """Ask for answers by JSON; raises `ConnectionError` where none come."""
+        """Send a request for answers as JSON; raises `ConnectionError` without a response."""
         return self._at("inference/v1/generate", self.request_timeout).post(request)
 
     def load(self, weights: Weights) -> None:
-        """Bring the server weights, when it has answered what it was asked.
-
-        What it has computed with other weights is forgotten: keys and values, and images that were encoded.
-        """
-        self._tell("pause?mode=wait", {})
+        """Load weights after all pending requests, and clear caches of keys, values and encoded images."""
+        self._post("pause?mode=wait", {})
         try:
             if weights.adapter:
                 load = {"lora_name": ADAPTER, "lora_path": str(weights.folder), "load_inplace": True}
-                self._tell("v1/load_lora_adapter", load)
+                self._post("v1/load_lora_adapter", load)
             else:
                 where = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.folder)}}
-                self._tell("collective_rpc", where)
+                self._post("collective_rpc", where)
             for cache in ("prefix", "mm", "encoder"):
-                self._tell(f"reset_{cache}_cache", {})
-            self._tell("update_weight_version", {"new_version": weights.version})
+                self._post(f"reset_{cache}_cache", {})
+            self._post("update_weight_version", {"new_version": weights.version})
         finally:
-            self._tell("resume", {})
+            self._post("resume", {})
 
     def checksum(self) -> str:
-        """Hash all weights that the server has, but those of adapters."""
-        sums = json.loads(self._tell("weight_checker", {"action": "checksum"}))["checksums"]
+        """Hash all weights of the server except adapters."""
+        sums = json.loads(self._post("weight_checker", {"action": "checksum"}))["checksums"]
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
-    def _tell(self, path: str, content: Mapping[str, Any]) -> bytes:
+    def _post(self, path: str, content: Mapping[str, Any]) -> bytes:
         try:
             return self._at(path, self.request_timeout).post(content)
         except StatusError as error:
@@ -117,14 +114,14 @@ class Server:
 
 
 class Servers:
-    """Several servers of the same model. What one that dies was asked is asked of another with the same seed.
+    """Several servers of one model. Requests to a server that dies go to another one, with the same seed.
 
     Args:
-        urls: Their addresses.
-        folder: Where weights are written for them.
-        request_timeout: Seconds within which a request must be answered.
-        timeout: Seconds to wait for a server where none is alive.
-        parallel: Requests that are under way at the same time.
+        urls: Addresses of the servers.
+        folder: Folder for weights and lock files.
+        request_timeout: Seconds until a request must be answered.
+        timeout: Seconds to wait for a server while none is alive.
+        parallel: Concurrent requests.
     """
 
     def __init__(
@@ -133,24 +130,24 @@ class Servers:
         self.servers = [Server(url, request_timeout) for url in urls]
         self.folder, self.timeout = folder, timeout
         self.slots = threading.Semaphore(max(parallel, len(self.servers)))
-        self.given_up = threading.Event()  # set where nobody will collect what was asked so far
+        self.given_up = threading.Event()  # set when nobody will collect the pending answers
         self.counting = threading.Lock()
         self.weights: Weights | None = None
-        self.outstanding = 0  # requests that were begun
-        self.asking: TextIO | None = None  # is locked, shared with other processes, while there are any
-        self.again, self.seconds = 0, 0.0  # requests that were asked again, and time to bring weights
+        self.outstanding = 0  # pending requests
+        self.asking: TextIO | None = None  # lock file, locked in shared mode while requests are pending
+        self.again, self.seconds = 0, 0.0  # repeated requests, and seconds of weight updates
         self.sent: list[int] = []  # bytes of requests, each counted once
-        self.since = 0.0  # from when times count; 0: nothing was asked yet
+        self.since = 0.0  # start of the metrics' period; 0: no request yet
 
     @property
     def alive(self) -> list[Server]:
-        """The servers that answered when they were last asked."""
+        """The servers that answered last time."""
         return [server for server in self.servers if server.alive]
 
     def bring(self, write: Callable[[], Weights]) -> Weights:
-        """Make all servers that live have the weights that `write` writes, and return them.
+        """Load the weights that `write` writes into all living servers, and return the weights.
 
-        Waits where none lives, at most `timeout` seconds.
+        Waits up to `timeout` seconds while no server is alive.
         """
         began = time.monotonic()
         self.since = self.since or began
@@ -158,8 +155,8 @@ class Servers:
             self.weights = weights = write()
         with ThreadPoolExecutor(len(self.servers)) as pool:
             other = {*pool.map(Server.version, self.servers)} - {None, weights.version}
-            # No weights are changed while answers with others are under way, in any process. This lock comes
-            # first: who asks may have to take the other, for a server that was started again.
+            # No weights change while any process has pending requests with other weights. This lock comes
+            # first, because a pending request may need the other lock, for a server that was restarted.
             with locked(self.folder / ASKING) if other else nullcontext(), locked(self.folder / LOCK):
                 list(pool.map(self._join, self.servers))
         self._compare()
@@ -169,7 +166,7 @@ class Servers:
         return weights
 
     def take(self) -> dict[str, float]:
-        """Return metrics since the last call; seconds of work are averaged over servers."""
+        """Metrics since the last call; seconds of work are averaged over servers."""
         now = time.monotonic()
         with self.counting:
             for server in self.servers:
@@ -189,7 +186,7 @@ class Servers:
         return metrics
 
     def ask(self, uid: str, request: Mapping[str, Any]) -> Future[tuple[list[Answer], Source]]:
-        """Begin to ask a server for the answers to a prompt; weights stay until they are there."""
+        """Send the request for a prompt to a server; weights do not change until it is answered."""
         with self.counting:
             if not self.outstanding:
                 self.asking = (self.folder / ASKING).open("a")
@@ -197,14 +194,14 @@ class Servers:
             self.outstanding += 1
         future: Future[tuple[list[Answer], Source]] = Future()
         future.add_done_callback(self._answered)
-        # At its end Python waits for all that a ThreadPoolExecutor was given, but not for daemons.
+        # Daemon threads: Python's exit waits for the threads of a ThreadPoolExecutor.
         work = threading.Thread(target=self._work, args=(future, uid, request, self.given_up), daemon=True)
         work.start()
         return future
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Give up what was asked where the block fails: requests that wait are not sent any more."""
+        """Cancel all unsent requests if the block fails."""
         try:
             yield
         except BaseException:
@@ -231,9 +228,9 @@ class Servers:
     def _answers(
         self, uid: str, request: Mapping[str, Any], given_up: threading.Event
     ) -> tuple[list[Answer], Source]:
-        """Ask one server after another until one answers, each `TRIES` times at most.
+        """Send a request to one server after another until one answers, at most `TRIES` times to each.
 
-        Raises `WrongAnswer` for an answer to something else, `ConnectionError` where no server answers.
+        Raises `WrongAnswer` for an answer to another request, `ConnectionError` if no server answers.
         """
         assert self.weights is not None
         written = as_json(request)
@@ -243,24 +240,24 @@ class Servers:
         while able := [server for server in self.servers if len(faults[server.url]) < TRIES]:
             with self._least_busy(able, faults) as server:
                 if server is not None:
-                    # What is wrong with a server may be over soon; one that did not fail is asked at once.
+                    # The fault of a server may be over soon; a server without faults gets no pause.
                     pause(PAUSE * len(faults[server.url]), given_up)
                     source = Source(server.url, server.joins)
                     try:
                         data = server.generate(written)
                         return answers_of(data, request, uid, self.weights.version), source
                     except (OSError, WrongWeights) as error:
-                        fault, server.last_words = error, str(error)
+                        fault, server.last_error = error, str(error)
                         faults[server.url].append(str(error))
             if server is not None:
                 self._look_at(server, fault, uid)
             else:
                 self._wait(able, given_up)
-        words = "; ".join(words[-1] for words in faults.values())
-        raise ConnectionError(f"no server answers prompt '{uid}', asked {TRIES} times each: {words}")
+        errors = "; ".join(listed[-1] for listed in faults.values())
+        raise ConnectionError(f"no server answers prompt '{uid}', asked {TRIES} times each: {errors}")
 
     def _look_at(self, server: Server, fault: Exception, uid: str) -> None:
-        """Find out why a server did not answer; raise where another one would not either."""
+        """Check a server that did not answer; raise if the request is at fault."""
         assert self.weights is not None
         log.warning("%s did not answer prompt '%s', which is asked again: %s", server.url, uid, fault)
         with self.counting:
@@ -276,10 +273,10 @@ class Servers:
             raise WrongAnswer(f"the server refuses prompt '{uid}': {fault}{hint}") from fault
 
     def _join(self, server: Server) -> None:
-        """Bring a server that lives the weights, if it has others."""
+        """Load the weights into a living server, unless it has them."""
         assert self.weights is not None
         wanted, has = self.weights.version, server.version()
-        if has not in (None, wanted, server.brought):  # it is new, was started again, or serves others too
+        if has not in (None, wanted, server.loaded):  # it is new, was restarted, or serves other runs too
             server.joins += 1
             server.sums = ("", "")
         if has not in (None, wanted):
@@ -289,17 +286,17 @@ class Servers:
                 if len(self.servers) > 1 and server.sums[0] != held:
                     server.sums = held, server.checksum()
                 has = server.version()
-            except OSError as error:  # it died while it loaded them
-                server.last_words, has = str(error), None
+            except OSError as error:  # it died during the update
+                server.last_error, has = str(error), None
         if has not in (None, wanted):
             raise RuntimeError(f"'{server.url}' has the weights '{has}' after it was brought '{wanted}'")
-        server.alive, server.brought = has is not None, has or server.brought
+        server.alive, server.loaded = has is not None, has or server.loaded
 
     def _compare(self) -> None:
-        """Raise unless all servers hold the same weights, as far as they were asked."""
-        known = {server.sums for server in self.alive if server.sums[0]}
+        """Raise if the known hashes of the servers' weights differ."""
+        hashes = {server.sums for server in self.alive if server.sums[0]}
         newest = "base" if self.weights and self.weights.adapter else self.weights and self.weights.version
-        if len({sums for held, sums in known if held == newest}) > 1:
+        if len({sums for held, sums in hashes if held == newest}) > 1:
             urls = ", ".join(server.url for server in self.alive)
             raise RuntimeError(f"the servers {urls} hold different weights; do all serve the policy's model?")
 
@@ -307,10 +304,10 @@ class Servers:
     def _least_busy(
         self, able: Sequence[Server], faults: Mapping[str, Sequence[str]]
     ) -> Iterator[Server | None]:
-        """Choose the living server that failed least often, and of those the one that is asked least."""
+        """Choose the living server with the fewest faults, and among equals the fewest pending requests."""
         with self.counting:
             living = [server for server in able if server.alive]
-            server = min(living, key=lambda server: (len(faults[server.url]), server.asked), default=None)
+            server = min(living, key=lambda server: (len(faults[server.url]), server.pending), default=None)
             if server:
                 server.count(1)
         try:
@@ -321,7 +318,7 @@ class Servers:
                     server.count(-1)
 
     def _wait(self, able: Sequence[Server], given_up: threading.Event) -> None:
-        """Wait until one of some servers is back, and bring it the weights.
+        """Wait until one of some servers answers, and load the weights into it.
 
         Raises `ConnectionError` after `timeout` seconds.
         """
@@ -334,16 +331,16 @@ class Servers:
                 self._compare()
             elif time.monotonic() > end:
                 other = "" if len(able) == len(self.servers) else "other "
-                words = "; ".join(server.last_words for server in self.servers)
+                errors = "; ".join(server.last_error for server in self.servers)
                 raise ConnectionError(
-                    f"no {other}server was alive for `timeout: {self.timeout:g}` seconds: {words}"
+                    f"no {other}server was alive for `timeout: {self.timeout:g}` seconds: {errors}"
                 )
             else:
                 pause(PAUSE, given_up)
 
 
 def pause(seconds: float, given_up: threading.Event) -> None:
-    """Wait for some seconds; raises `ConnectionError` where nobody waits for the answer any more."""
+    """Wait for some seconds; raises `ConnectionError` if the answer is not wanted any more."""
     if given_up.wait(seconds):
         raise ConnectionError("the answer was given up, because the run has failed")
 

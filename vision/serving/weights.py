@@ -1,4 +1,4 @@
-"""Writing the weights of a policy as folders that vLLM reads, named by what they hold."""
+"""Folders with the weights of a policy, named by a hash, for vLLM servers to load."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ DIGITS = 16  # of a version
 
 
 class WeightsWriter:
-    """Writes the trained weights of a policy whenever they changed: an adapter, or else the whole model.
+    """Writes the trained weights of a policy after every change: the adapter, or else the whole model.
 
-    A folder is named by a hash of its weights, so that learners with the same weights share it, and a server
-    that was started again cannot be taken for one that has them. The latest two stay, until the program ends;
-    a folder that another learner serves too stays for that one.
+    A folder is named by a hash of its weights. So learners with equal weights share it, and a server that was
+    restarted is recognised by its version. The latest two folders stay until the program ends; a folder that
+    another learner uses is not removed.
     """
 
     def __init__(self, policy: Any, folder: Path) -> None:
-        if policy.roles or policy.steering is not None:
-            what = "adapters of several roles" if policy.roles else "a steering vector"
-            raise ConfigError(f"`vision.vllm` cannot bring {what} to a server; use `vision.generate`")
+        if policy.part is not None:
+            raise ConfigError(
+                f"`vision.vllm` cannot bring {policy.part.name} to a server; use `vision.generate`"
+            )
         self.policy, self.folder = policy, folder
         self.latest: Weights | None = None
-        self.updates = -1  # how often weights were others than before
-        # The folders, each with a file that is locked while the folder is in use.
+        self.updates = -1  # changes of the weights; the first write is 0
+        # Folder to a lock file, which is locked while the folder is in use.
         self.written: OrderedDict[Path, TextIO] = OrderedDict()
         weakref.finalize(self, _let_go_of_all, self.written)
 
     def __call__(self) -> Weights:
-        """Write the weights of this moment, if no one has; shards were written while they were whole."""
+        """Write the current weights, unless they are written; for shards return the latest weights."""
         version = self.version()
         if self.latest is None or self.latest.version != version:
             self.updates += 1
@@ -50,14 +51,14 @@ class WeightsWriter:
         return self.latest
 
     def version(self) -> str:
-        """Hash the weights of this moment.
+        """Hash the current weights.
 
-        Neither identities nor versions of tensors tell that weights changed: FSDP2 gathers into the same
-        tensors, ZeRO-1 writes to a flat copy, and a reference that acts is swapped in as `.data`.
+        Identities and versions of tensors do not show changes: FSDP2 gathers into the same tensors, ZeRO-1
+        writes to a flat copy, and a reference that samples is swapped in as `.data`.
         """
         if self.latest and any(map(is_shard, self.tensors().values())):
             return self.latest.version
-        # With the settings of an adapter: its scale is none of its tensors.
+        # Include the settings of an adapter, because its scale is not a tensor.
         settings = self.policy.adapter.peft_config if self.policy.adapter else self.policy.model.config
         content = f"{of_tensors(self.tensors().values())} {settings}"
         return hashlib.sha256(content.encode()).hexdigest()[:DIGITS]
@@ -74,7 +75,7 @@ class WeightsWriter:
         if not path.is_dir():
             part = self.folder / f"{version}.{os.getpid()}.part"
             save(self.policy.adapter or self.policy.model, part)
-            part.rename(path)  # a folder that is there is whole
+            part.rename(path)  # so that no folder is incomplete
         used = self.written.pop(path, None) or path.with_suffix(".used").open("a")
         flock(used, fcntl.LOCK_SH)
         self.written[path] = used
@@ -84,8 +85,8 @@ class WeightsWriter:
 
 
 def save(model: Any, folder: Path) -> None:
-    """Write a model from any process; its weights are whole, and stay so."""
-    # Of several processes, transformers would write weights on the first only, and here one writes for all.
+    """Write a model with unsharded weights, from any process."""
+    # transformers would write on the first process only, but here any process may write for all.
     model.should_save_on_this_rank = lambda is_main_process: True
     try:
         model.save_pretrained(str(folder), state_dict=state_of(model))
@@ -94,7 +95,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """List the weights and saved buffers of a model; before `state_dict` FSDP2 would shard them."""
+    """Weights and persistent buffers of a model; `state_dict` would make FSDP2 shard them."""
     state: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
@@ -115,6 +116,7 @@ def _let_go(folder: Path, used: TextIO) -> None:
 
 
 def _let_go_of_all(written: Mapping[Path, TextIO]) -> None:
+    """Remove all folders that no other learner uses."""
     for folder, used in written.items():
         if not folder.exists():  # a user removed it before the process ended
             used.close()

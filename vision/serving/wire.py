@@ -1,6 +1,7 @@
-"""Requests to a vLLM server, and its answers: token ids and tensors, so that no template is applied twice.
+"""Requests to vLLM servers and their answers, as token ids and tensors.
 
-The format is that of `POST /inference/v1/generate` of vLLM 0.32 (`--enable-scale-out`).
+So the template and the image processor are applied once, here. The format is `POST /inference/v1/generate` of
+vLLM 0.32 (`--enable-scale-out`).
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ import torch
 from torch import Tensor
 
 from mmrl.config.loading import ConfigError
+from mmrl.core.modalities import MODALITIES
 from mmrl.core.types import Prompt
 from mmrl.kv_cache.layout import placeholders
 from mmrl.vision.models.model_families import family_of
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
 
-# Families whose media vLLM takes as tensors, and the kinds of media. Frames of Qwen3-VL have their times in
-# between as text, which the format has no words for.
+# Model families whose media vLLM takes as tensors, with the kinds of media. Videos of Qwen3-VL have texts
+# with times between frames, which the format cannot express.
 KINDS = {
     "qwen2_vl": {"image", "video"},
     "qwen2_5_vl": {"image", "video"},
     "qwen3_vl": {"image"},
     "llava": {"image"},
 }
-PATCHES = ("pixel_values", "pixel_values_videos")  # of Qwen: rows of one tensor, in bytes
-FLOOR = -9999.0  # written by the server for a log-probability that is not finite
-FINAL_ONLY = 2  # an answer that is sent in parts loses those of n > 1
+PATCHES = ("pixel_values", "pixel_values_videos")  # of Qwen: patches as rows of one tensor, sent as bytes
+FLOOR = -9999.0  # the server's value for a log-probability that is not finite
+FINAL_ONLY = 2  # output kind; streamed parts would lose all but one of n answers
 RAW_VIEW = 3  # the extension type of bytes in vLLM's msgpack
 NEVER = -100.0  # added to the logits of placeholders
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One of the answers to a prompt: tokens `ids` (T,), `logp` (T,), and whether an end token ended it."""
+    """An answer to a prompt: token ids (T,), log-probabilities (T,), and whether it has an end token."""
 
     ids: Tensor
     logp: Tensor
@@ -49,7 +51,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled, as `vision.generate` has it."""
+    """Sampling options, as in `vision.generate`."""
 
     max_completion_length: int
     temperature: float
@@ -59,11 +61,11 @@ class Sampling:
 
 
 class WrongAnswer(ValueError):
-    """A server answered something else than it was asked."""
+    """An answer does not belong to its request."""
 
 
 class WrongWeights(WrongAnswer):
-    """A server answered with other weights than those that were published."""
+    """An answer comes from other weights than the published ones."""
 
 
 # ---- requests
@@ -79,16 +81,16 @@ def request_of(
     n: int,
     salt: str,
 ) -> dict[str, Any]:
-    """Write the request for `n` answers to a prompt.
+    """Make the request for `n` answers to a prompt.
 
     Args:
-        encoder: Knows the ends of answers, the placeholders, and how images are normalised.
+        encoder: Encoder of the policy, for end tokens, placeholders and the normalisation of images.
         encoded: The prompt.
-        sampling: Temperature and the like.
+        sampling: Sampling options.
         model: Name of the model, or of the adapter, on the server.
-        seed: Of the first answer; the next has the next number.
+        seed: Seed of the first answer; the next answer has the next seed.
         n: Number of answers.
-        salt: Version of the weights; nothing that another version computed is taken from a cache.
+        salt: Version of the weights, so that caches of other versions are not used.
     """
     settings = {
         "n": n,
@@ -100,7 +102,7 @@ def request_of(
         "min_p": sampling.min_p,
         "logprobs": 0,
         "stop_token_ids": list(encoder.end),
-        "ignore_eos": True,  # the ends are ours, and not those of a generation_config
+        "ignore_eos": True,  # use `stop_token_ids`, not the generation_config
         "logit_bias": {str(token): NEVER for token in encoder.placeholders},
         "output_kind": FINAL_ONLY,
         "detokenize": False,
@@ -118,7 +120,7 @@ def request_of(
 
 
 def check_media(config: Any, prompts: Iterable[Prompt]) -> None:
-    """Raise `ConfigError` for an image or a video that servers do not take as tensors."""
+    """Raise `ConfigError` for media that servers do not take as tensors."""
     able = KINDS.get(config.model_type, set())
     for prompt in prompts:
         if other := {medium.kind for medium in prompt.media} - able:
@@ -131,7 +133,7 @@ def check_media(config: Any, prompts: Iterable[Prompt]) -> None:
 
 
 def features(encoder: PromptEncoder, encoded: EncodedPrompt, salt: str) -> dict[str, Any]:
-    """Write the media of a prompt: their hashes, their places among the tokens, and their tensors."""
+    """Encode the media of a prompt: hashes, placeholder ranges, and tensors."""
     config = encoder.core.config
     split = family_of(config).split
     assert split is not None  # `check_media` has refused the others
@@ -139,7 +141,7 @@ def features(encoder: PromptEncoder, encoded: EncodedPrompt, salt: str) -> dict[
     ranges: dict[str, list[dict[str, int]]] = {}
     data: dict[str, list[str]] = {}
     for part in split(encoded.media):
-        kind = "video" if any("video" in name for name in part) else "image"
+        kind = next((kind for kind in MODALITIES if any(kind in name for name in part)), "image")
         item = {name: element(encoder, name, value, encoded.uid) for name, value in part.items()}
         content = packed(item)
         digest = hashlib.blake2b(content + salt.encode(), digest_size=16).hexdigest()
@@ -147,25 +149,25 @@ def features(encoder: PromptEncoder, encoded: EncodedPrompt, salt: str) -> dict[
         data.setdefault(kind, []).append(base64.b64encode(content).decode())
         size = sum(family_of(config).features(encoder.core, part).values())
         ranges.setdefault(kind, []).append({"length": size})
-    for kind, found in ranges.items():
-        _place(found, encoded, placeholders(config)[kind], kind)
+    for kind, spans in ranges.items():
+        _place(spans, encoded, placeholders(config)[kind], kind)
     return {"mm_hashes": hashes, "mm_placeholders": ranges, "kwargs_data": data}
 
 
 def _place(ranges: Sequence[dict[str, int]], encoded: EncodedPrompt, token: int, kind: str) -> None:
-    """Find where the placeholders of every medium begin; each medium's stand together."""
+    """Set the offset of every medium's placeholders; raises ValueError if they are not contiguous."""
     at = (encoded.ids == token).nonzero()[:, 0].tolist()
-    for found in ranges:
-        mine, at = at[: found["length"]], at[found["length"] :]
-        if len(mine) < found["length"] or mine[-1] - mine[0] + 1 != len(mine):
+    for span in ranges:
+        mine, at = at[: span["length"]], at[span["length"] :]
+        if len(mine) < span["length"] or mine[-1] - mine[0] + 1 != len(mine):
             raise ValueError(f"the placeholders of a {kind} of prompt '{encoded.uid}' do not stand together")
-        found["offset"] = mine[0]
+        span["offset"] = mine[0]
     if at:
         raise ValueError(f"prompt '{encoded.uid}' has {len(at)} placeholders of a {kind} too many")
 
 
 def element(encoder: PromptEncoder, name: str, value: Tensor, uid: str) -> dict[str, Any]:
-    """Write a tensor of one medium, and how the server joins it with those of others."""
+    """Encode a tensor of one medium, with the way in which the server batches it."""
     config: Any = encoder.core.config
     if name in PATCHES and config.model_type != "llava":
         value = as_bytes(encoder.processor.image_processor, value, uid)
@@ -177,9 +179,9 @@ def element(encoder: PromptEncoder, name: str, value: Tensor, uid: str) -> dict[
 
 
 def as_bytes(processor: Any, patches: Tensor, uid: str) -> Tensor:
-    """Undo the normalisation of patches (S, 3 * pixels), which the server repeats: uint8 of the same shape.
+    """Undo the normalisation of patches (S, 3 * pixels), which the server repeats; returns uint8.
 
-    Raises ValueError where the patches are not bytes that were normalised as the image processor does.
+    Raises ValueError if the patches are not normalised bytes of this image processor.
     """
     scale = processor.rescale_factor if processor.do_rescale else 1.0
     shape = (1, len(processor.image_mean), 1)
@@ -196,9 +198,9 @@ def as_bytes(processor: Any, patches: Tensor, uid: str) -> Tensor:
 
 
 def packed(value: Any) -> bytes:
-    """Write a value as msgpack, tensors as vLLM has them: (dtype, shape, bytes).
+    """Encode a value as msgpack, a tensor as vLLM does: (dtype, shape, bytes).
 
-    Lengths take four bytes, and numbers eight, whatever their size.
+    All lengths take four bytes, and all integers eight.
     """
     match value:
         case None:
@@ -219,20 +221,20 @@ def packed(value: Any) -> bytes:
         case Mapping():
             pairs = (packed(part) for pair in value.items() for part in pair)
             return b"\xdf" + struct.pack(">I", len(value)) + b"".join(pairs)
-    raise TypeError(f"a {type(value).__name__} does not travel")
+    raise TypeError(f"cannot encode a {type(value).__name__}")
 
 
 # ---- answers
 
 
 def answers_of(data: bytes, request: Mapping[str, Any], uid: str, version: str) -> list[Answer]:
-    """Read the answers to a request; raises `WrongAnswer`, with the name of the prompt, for any others."""
+    """Parse the answers to a request; raises `WrongAnswer`, with the uid of the prompt, for others."""
     settings, wrong = request["sampling_params"], f"the answer of the server to prompt '{uid}'"
     try:
         reply = json.loads(data)
         echoed, choices = reply["prompt_token_ids"], reply["choices"]
         choices = sorted(choices, key=lambda choice: choice["index"])
-        found = [_answer(choice, settings) for choice in choices]
+        answers = [_answer(choice, settings) for choice in choices]
         versions = [{span["version"] for span in choice["weight_versions"] or ()} for choice in choices]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WrongAnswer(f"{wrong} is not as vLLM 0.32 writes it ({error!r}): {data[:200]!r}") from None
@@ -247,12 +249,13 @@ def answers_of(data: bytes, request: Mapping[str, Any], uid: str, version: str) 
         raise WrongWeights(f"{wrong} comes from the weights {sorted(other)} instead of '{version}'")
     if not all(versions):
         raise WrongWeights(f"{wrong} does not say which weights it comes from")
-    for number, answer in enumerate(found):
+    for number, answer in enumerate(answers):
         _check(answer, settings, f"answer {number} of the server to prompt '{uid}'")
-    return found
+    return answers
 
 
 def _answer(choice: Mapping[str, Any], settings: Mapping[str, Any]) -> Answer:
+    """Parse one answer."""
     content = choice["logprobs"]["content"]
     ids, logp = choice["token_ids"], [float(token["logprob"]) for token in content]
     if ids != [token["token_id"] for token in content]:
@@ -262,7 +265,7 @@ def _answer(choice: Mapping[str, Any], settings: Mapping[str, Any]) -> Answer:
 
 
 def _check(answer: Answer, settings: Mapping[str, Any], name: str) -> None:
-    """Raise unless an answer ends as it should, has no placeholder, and finite log-probabilities."""
+    """Raise for a cut answer, a media placeholder in it, or a log-probability that is not finite."""
     ids, logp = answer.ids.tolist(), answer.logp.tolist()
     if held := {str(token) for token in ids} & settings["logit_bias"].keys():
         raise WrongAnswer(f"{name} holds the placeholder of a medium, token {min(held)}")
@@ -277,7 +280,7 @@ def _check(answer: Answer, settings: Mapping[str, Any], name: str) -> None:
 
 def media_of(encoded: EncodedPrompt) -> str:
     """Name the media of a prompt: "text", "image", "2 images", "video" and the like."""
-    counts = {kind: len(encoded.media.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
+    counts = {kind: len(encoded.media.get(f"{kind}_grid_thw", ())) for kind in MODALITIES}
     if not any(counts.values()):
         counts["image"] = len(encoded.media.get("pixel_values", ()))
     parts = [kind if number == 1 else f"several {kind}s" for kind, number in counts.items() if number]

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import tool
-from mmrl.vision.tool_calls import ShownImage
+from mmrl.vision.tools.functions import ShownImage
 
 
 @tool

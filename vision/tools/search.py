@@ -14,7 +14,7 @@ from mmrl.config.registry import tool
 from mmrl.data.dataset_io import valid_rows
 from mmrl.data.fields import RowError, text
 
-K1, B = 1.2, 0.75  # how soon a word that comes again stops to count, and how much length counts
+K1, B = 1.2, 0.75  # BM25: saturation of repeated words, and normalisation by length
 
 
 @tool
@@ -28,21 +28,21 @@ def search(query: str, *, path: str, column: str = "caption", most: PositiveInt 
         most: The most texts that are listed.
     """
     index = read_index(path, column, Path(path).stat().st_mtime_ns)
-    found = index.search(query)[:most]
-    return "\n".join(index.texts[place] for place in found) or "nothing was found"
+    places = index.search(query)[:most]
+    return "\n".join(index.texts[place] for place in places) or "nothing was found"
 
 
 @dataclass(frozen=True)
 class Index:
-    """Texts, how often each has every word, in how many texts a word is, and their mean number of words."""
+    """An index of texts for BM25."""
 
     texts: tuple[str, ...]
-    counts: tuple[Counter[str], ...]
-    having: Counter[str]
-    average: float
+    counts: tuple[Counter[str], ...]  # words of each text
+    having: Counter[str]  # number of texts with a word
+    average: float  # mean number of words
 
     def search(self, query: str) -> list[int]:
-        """List the places of the texts that share a word with a query, the best first, ties as they stand."""
+        """Indices of the texts that share a word with a query, the best first; ties by index."""
         scores = [self.score(query, place) for place in range(len(self.texts))]
         return sorted((i for i, score in enumerate(scores) if score), key=lambda i: -scores[i])
 
@@ -59,13 +59,13 @@ class Index:
 
 
 def words_of(text: str) -> list[str]:
-    """List the words of a text in lower case, without punctuation."""
+    """Words of a text in lower case, without punctuation."""
     return re.findall(r"[^\W_]+", text.lower())
 
 
 @lru_cache(maxsize=8)
 def read_index(path: str, column: str, changed: int) -> Index:
-    """Read the texts of a column; `changed` is when the file changed, so that it is then read anew.
+    """Read and index the texts of a column; `changed`, the file's time stamp, is a key of the cache.
 
     Raises RowError for a row without the text, and for a file without rows.
     """

@@ -1,4 +1,7 @@
-"""Runs in the workers of vLLM servers, without mmrl: `--worker-extension-cls mmrl_vllm_worker.Reloadable`."""
+"""Worker extension of vLLM servers: `--worker-extension-cls mmrl_vllm_worker.Reloadable`.
+
+It runs in the environment of vLLM, without mmrl.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ import torch
 
 
 def plain_linear(layer: Any, remove_weight: bool) -> None:
-    """Let a layer multiply with its weights as they are."""
+    """Make a layer use its weights without packing them."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
 class Reloadable:
-    """Makes a server on a CPU take new weights, where packed copies would keep the old ones in silence.
+    """Worker extension without methods; importing it switches off the packing of weights on CPUs.
 
-    A server on a GPU packs nothing.
+    A CPU server would go on to use the packed copies of old weights. GPU servers do not pack weights.
     """
 
 

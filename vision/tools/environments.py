@@ -1,4 +1,4 @@
-"""Environments of conversations, in TRL's form: how one is begun, called and asked for a reward."""
+"""Environments of conversations in TRL's form: creation, `reset`, tool calls and `get_reward`."""
 
 from __future__ import annotations
 
@@ -16,28 +16,24 @@ from typing import Any
 from mmrl.config.binding import Bound
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Media, Part, Prompt
-from mmrl.vision.tool_calls import TIMEOUT, Owner, Tool
-from mmrl.vision.tool_functions import check_environment, tool_names
-from mmrl.vision.tool_replies import Answer, Limits, ToolFault, as_parts, content_of, to_pil
-from mmrl.vision.tool_rights import Rights
-
-NOTHING = inspect.Signature()
+from mmrl.vision.tools.declarations import check_environment, tool_names
+from mmrl.vision.tools.functions import TIMEOUT, Owner, Tool
+from mmrl.vision.tools.replies import Answer, Limits, ToolFault, as_parts, to_pil
 
 
 @dataclass(frozen=True, eq=False)
 class Environment:
-    """A kind of environment: how one is made, what a model may call, and how faults are met.
+    """A kind of environment: its constructor, tools and error handling.
 
     Args:
-        name: What its reward and rows are called: the label, or else the name of the class.
-        make: Makes one.
+        name: Name in rewards and rows: the label, or else the name of the class.
+        make: Makes an environment.
         takes: The parameters of its `reset`.
-        tools: Its tools, of an environment that was made to look at.
+        tools: Its tools, bound to a probe object.
         scores: Whether it has `get_reward`.
         timeout: Seconds for each of its methods.
         retries: Further tries of `reset` after an exception, each with a new environment.
-        on_error: As that of a tool.
-        rights: What its methods may do, as those of a tool.
+        on_error: As in `Tool`.
     """
 
     name: str
@@ -48,18 +44,13 @@ class Environment:
     timeout: float = TIMEOUT
     retries: int = 0
     on_error: str = "tell"
-    rights: Rights | None = None
 
     @staticmethod
     def of(factory: Callable[[], Any]) -> Environment:
-        """Make a kind of environment of a class or a function, or of one that a configuration named."""
+        """Make a kind of environment from a class or function, or from one that a configuration names."""
         name, call = getattr(factory, "__name__", type(factory).__name__), {}
-        match factory:
-            case Bound(entry=entry, options=options, call=given):
-                name = factory.name
-                call = {key: given[key] for key in ("timeout", "retries", "on_error") if key in given}
-                shipped = entry.target.__module__.startswith("mmrl.")
-                call["rights"] = Rights.declared(given, options, shipped=shipped)
+        if isinstance(factory, Bound):
+            name, call = factory.name, dict(factory.call)
         probe = factory()
         check_environment(type(probe), name)
         tools = [Tool.of(getattr(probe, method)) for method in tool_names(type(probe))]
@@ -76,12 +67,12 @@ class Environment:
 
 @dataclass(eq=False)
 class Episode(Owner):
-    """An environment of one conversation; `lost` once a call of it has not come back in time.
+    """The environment of one conversation.
 
     Args:
         kind: The kind of environment.
-        seed: What its beginning draws from.
-        environment: The object, made by `begin`.
+        seed: Seed of `reset`.
+        environment: The object, made by the call that `begin` prepares.
     """
 
     kind: Environment = field(kw_only=True)
@@ -89,17 +80,17 @@ class Episode(Owner):
     environment: Any = None
 
     def tools(self) -> dict[str, Tool]:
-        """List what the model may call, by name."""
+        """List the methods that the model may call, by name."""
         own = ((tool, getattr(self.environment, tool.name)) for tool in self.kind.tools)
         return {tool.name: replace(tool, function=method, owner=self) for tool, method in own}
 
     def begin(self, columns: Mapping[str, Any], images: Sequence[Media], others: Owner) -> Tool:
-        """Prepare the call that makes the environment and resets it, in turn with those of `others`.
+        """Prepare the call that makes and resets the environment.
 
-        One whose `reset` takes no `seed` draws from the global generators of Python and numpy, so it is begun
-        by itself, with these seeded.
+        A `reset` without the parameter `seed` draws from the global generators of Python and numpy. So these
+        are seeded, and the calls of all such environments, which share the owner `others`, run in order.
         """
-        given = self._given(columns, images)
+        given = self._reset_arguments(columns, images)
 
         def reset() -> Any:
             self.environment = self.kind.make()
@@ -113,24 +104,21 @@ class Episode(Owner):
         async def awaited(shown: Awaitable[Any]) -> Any:
             return await asyncio.wait_for(shown, self.kind.timeout)
 
-        own = "seed" in given
-        return self._call("reset", reset if own else seeded, as_observation, None if own else others)
+        takes_seed = "seed" in given
+        call = self._call("reset", reset if takes_seed else seeded, as_observation)
+        return replace(call, retries=self.kind.retries, owner=None if takes_seed else others)
 
     def ask(self) -> Tool:
-        """Prepare the call that asks the environment for its reward."""
+        """Prepare the call of `get_reward`."""
         return self._call("get_reward", self.environment.get_reward, as_reward)
 
-    def _call(
-        self, name: str, function: Callable, convert: Callable[..., Answer], owner: Owner | None = None
-    ) -> Tool:
-        kind = self.kind
-        retries = kind.retries if name == "reset" else 0
-        limits: dict[str, Any] = {"timeout": kind.timeout, "retries": retries, "on_error": kind.on_error}
-        limits["rights"] = kind.rights
-        return Tool(name, function, NOTHING, {}, frozenset(), {}, **limits, owner=owner, convert=convert)
+    def _call(self, name: str, function: Callable, convert: Callable[..., Answer]) -> Tool:
+        """Prepare a call without arguments."""
+        limits: dict[str, Any] = {"timeout": self.kind.timeout, "on_error": self.kind.on_error}
+        return Tool(name, function, inspect.Signature(), {}, frozenset(), {}, **limits, convert=convert)
 
-    def _given(self, columns: Mapping[str, Any], images: Sequence[Media]) -> dict[str, Any]:
-        """Collect what `reset` takes: copies of the columns of the row and of its images, and `seed`."""
+    def _reset_arguments(self, columns: Mapping[str, Any], images: Sequence[Media]) -> dict[str, Any]:
+        """Collect the arguments of `reset`: copies of the row's columns and images, and `seed`."""
         takes = self.kind.takes
         everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
         given = {key: copy.deepcopy(v) for key, v in columns.items() if everything or key in takes}
@@ -143,9 +131,9 @@ class Episode(Owner):
 
 @dataclass(frozen=True)
 class LostEnvironment:
-    """Stands for an environment that did not come back in time: its late call may change it at any moment.
+    """Placeholder for an environment with a call that timed out and may still change it.
 
-    It is false, and reading anything else of it raises ToolFault.
+    It is false, and reading an attribute raises ToolFault.
     """
 
     kind: str
@@ -155,7 +143,7 @@ class LostEnvironment:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # which Python itself asks for, as in pickling
+        if name.startswith("__"):  # Python itself reads these, as in pickling
             raise AttributeError(name)
         raise ToolFault(
             f"the environment '{self.kind}' of prompt '{self.uid}' did not come back in time, so that nobody "
@@ -165,7 +153,7 @@ class LostEnvironment:
 
 @contextmanager
 def global_seed(seed: int) -> Iterator[None]:
-    """Seed the global generators of Python and numpy inside the block; outside they stay as they were."""
+    """Seed the global generators of Python and numpy inside the block, and restore their state after it."""
     import numpy
 
     before = random.getstate(), numpy.random.get_state()
@@ -179,12 +167,12 @@ def global_seed(seed: int) -> Iterator[None]:
 
 
 def as_observation(result: Any, name: str, limits: Limits) -> Answer:
-    """Convert what `reset` returned: as that of a tool, but None shows nothing."""
+    """Convert the result of `reset`: as the result of a tool, but None shows nothing."""
     return Answer() if result is None else Answer(as_parts(result, name, limits))
 
 
 def as_reward(result: Any, name: str, limits: Limits) -> Answer:
-    """Convert what `get_reward` returned: a number, or None where there is no reward."""
+    """Convert the result of `get_reward`: a number, or None for no reward."""
     match result:
         case None:
             return Answer()
@@ -196,7 +184,7 @@ def as_reward(result: Any, name: str, limits: Limits) -> Answer:
 
 
 def observed(prompt: Prompt, parts: Sequence[Part]) -> Prompt:
-    """Append what an environment shows first to the last message of a prompt."""
+    """Append the observation of `reset` to the last message of a prompt."""
     if not parts:
         return prompt
     *before, last = prompt.messages
@@ -204,35 +192,20 @@ def observed(prompt: Prompt, parts: Sequence[Part]) -> Prompt:
     message = replace(last, parts=(*own, *parts))
     words = "".join(part.text for part in parts)
     columns = dict(prompt.columns)
-    match columns.get("prompt"):  # what rewards in TRL's form read
-        case str(asked):
-            columns["prompt"] = asked + words
-        case [*asked, {"content": str(content)} as turn]:
-            columns["prompt"] = [*asked, {**turn, "content": content + words}]
-        case [*asked, {"content": [*content]} as turn]:
-            columns["prompt"] = [*asked, {**turn, "content": [*content, *map(_as_block, parts)]}]
+    match columns.get("prompt"):  # rewards in TRL's form read this column
+        case str(text):
+            columns["prompt"] = text + words
+        case [*turns, {"content": str(content)} as turn]:
+            columns["prompt"] = [*turns, {**turn, "content": content + words}]
+        case [*turns, {"content": [*content]} as turn]:
+            columns["prompt"] = [*turns, {**turn, "content": [*content, *(part.block for part in parts)]}]
     return replace(prompt, messages=(*before, message), columns=columns)
 
 
-def _as_block(part: Part) -> dict[str, Any]:
-    return {"type": "image"} if part.media else {"type": "text", "text": part.text}
-
-
-class Shown:
-    """Makes equal images one object, so that a group that sees the same is encoded once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple, Part] = {}
-
-    def once(self, parts: Sequence[Part]) -> list[Part]:
-        """Return the parts that were seen first of those that are equal."""
-        return [self._known.setdefault(content_of(part), part) for part in parts]
-
-
 def choose(kinds: Mapping[str, Environment], prompt: Prompt) -> tuple[Environment, dict[str, Any]]:
-    """Choose the environment of a prompt, the only one or that which its column `environment` names.
+    """Choose the environment of a prompt by its column `environment`, unless there is only one.
 
-    Returns the other columns too, which are for `reset`.
+    Returns the environment and the other columns, the arguments of `reset`.
     """
     columns = dict(prompt.columns)
     if len(kinds) == 1:
@@ -247,12 +220,12 @@ def choose(kinds: Mapping[str, Environment], prompt: Prompt) -> tuple[Environmen
 
 
 def named(factories: Sequence[Callable]) -> dict[str, Environment]:
-    """Make the kinds of environments, by name. Raises ConfigError for two of one name."""
+    """List the kinds of environments by name. Raises ConfigError for equal names."""
     kinds = [Environment.of(factory) for factory in factories]
-    found = {kind.name: kind for kind in kinds}
-    if not kinds or len(found) < len(kinds):
+    by_name = {kind.name: kind for kind in kinds}
+    if not kinds or len(by_name) < len(kinds):
         raise ConfigError(
             f"`environment` must name environments of different names, not {[kind.name for kind in kinds]}; "
             "give each a `label`"
         )
-    return found
+    return by_name

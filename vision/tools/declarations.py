@@ -82,7 +82,7 @@ def argument_types(tool: Callable, name: str) -> tuple[dict[str, Any], frozenset
     except NameError as error:
         raise ConfigError(
             f"cannot read the types of the tool '{name}': {error}; import it where the module is imported, "
-            "or take images as `mmrl.vision.tool_calls.ShownImage`"
+            "or take images as `mmrl.vision.tools.functions.ShownImage`"
         ) from error
     found, images = {argument: hints[argument] for argument in parameters_of(tool)}, set()
     for argument, hint in found.items():

@@ -1,4 +1,4 @@
-"""A conversation of a policy with tools, as it grows: its turns, the replies, and why it ended."""
+"""The state of a conversation with tools: next prompt, turns, replies, and the reason it ended."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from mmrl.core.tool_calls import Call, CallError
 from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Trajectory
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
-from mmrl.vision.tool_calls import Tool
-from mmrl.vision.tool_replies import Answer, content_of
+from mmrl.vision.tools.functions import Tool
+from mmrl.vision.tools.pool import Replies
+from mmrl.vision.tools.replies import content_of
 
-Replies = list[tuple[Tool | None, Answer]]  # to the calls of a turn, with the tools that were found
 CALL = "call"  # tag `finish` of a turn after which the conversation goes on
-# Engines that part conversations.
+# In docstrings of engines that branch conversations.
 INSTEAD = (
     "it takes the place of `vision.with_tools`, with the same `tool`; the state of an environment cannot be "
     "copied, so that conversations with environments cannot part"
@@ -28,38 +28,38 @@ INSTEAD = (
 
 @dataclass(eq=False)
 class Conversation:
-    """A conversation that grows: what the policy reads next, and its turns so far."""
+    """A running conversation: the encoded prompt of the next turn, and the turns so far."""
 
     prompt: Prompt
-    index: int  # of this answer to the prompt
-    read: EncodedPrompt
-    images: list[Media]
+    index: int  # number of this answer to the prompt
+    read: EncodedPrompt  # prompt of the next turn
+    images: list[Media]  # that tools may be called with, by number
     tools: Mapping[str, Tool]
-    turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)
-    notes: list[Mapping[str, Tensor]] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)  # of the turns
+    turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)  # prompt and token ids (t,)
+    notes: list[Mapping[str, Tensor]] = field(default_factory=list)  # (t,) of every turn
+    outcomes: list[Outcome] = field(default_factory=list)  # of every turn
     messages: list[Message] = field(default_factory=list)  # turns and replies
     temperature: float = 1.0
-    shown: int = 0  # images and videos that tools showed
-    finish: str = ""  # why it ended
-    reads: list[EncodedPrompt] = field(default_factory=list)  # before each turn, as it is read now
-    replies: list[Sequence[Message]] = field(default_factory=list)  # to each turn, as tools gave them
-    begins: list[int] = field(default_factory=lambda: [0])  # turns from which on another prompt was read
-    first: int = 0  # the number of the first turn, of a part
-    collect: Callable[[], Replies] | None = None  # gets the replies to the calls that were begun
+    shown: int = 0  # images and videos from tools
+    finish: str = ""  # reason why it ended
+    reads: list[EncodedPrompt] = field(default_factory=list)  # prompt of every turn, as encoded last
+    replies: list[Sequence[Message]] = field(default_factory=list)  # to every turn, with all their media
+    begins: list[int] = field(default_factory=lambda: [0])  # turns with a rewritten prompt
+    first: int = 0  # number of the first turn, where this is a part of a conversation
+    collect: Callable[[], Replies] | None = None  # waits for the replies to calls that have started
 
     @property
     def schemas(self) -> Tools:
-        """What the chat template tells the model about tools."""
+        """JSON schemas of the tools, for the chat template."""
         return tuple(tool.schema for tool in self.tools.values())
 
     @property
     def length(self) -> int:
-        """Tokens that the policy chose."""
+        """Number of tokens that the policy sampled."""
         return sum(len(ids) for _, ids in self.turns)
 
     def add(self, answer: Trajectory, calls: Sequence[Call | CallError]) -> None:
-        """Append a turn of the policy, and the calls in it."""
+        """Append a turn of the policy with its calls."""
         self.turns.append((self.read, answer.steps.ids))
         self.reads.append(self.read)
         self.notes.append(answer.notes)
@@ -69,10 +69,11 @@ class Conversation:
         self.temperature = answer.steps.temperature
 
     def extended(self, encoder: PromptEncoder, observed: Sequence[Message], most: int) -> list[EncodedPrompt]:
-        """Append replies, with the last `most` images and videos: what stands before each turn and the next.
+        """Encode the prompts of all turns and of the next one, after the replies `observed`.
 
-        What comes before the first reply that changes is not encoded again. Raises ValueError for an unfit
-        image.
+        Prompts show the last `most` images and videos of tools; 0: all. Prompts before the first reply that
+        changed are reused. Raises ValueError for an image that the model
+        cannot read.
         """
         before, now = recent_media(self.replies, most), recent_media([*self.replies, observed], most)
         same = next((i for i, (old, new) in enumerate(zip(before, now, strict=False)) if old != new), -1)
@@ -84,7 +85,7 @@ class Conversation:
         return reads
 
     def go_on(self, reads: Sequence[EncodedPrompt], observed: Sequence[Message]) -> None:
-        """Take replies in, with what `extended` made of them."""
+        """Append replies, with the prompts that `extended` returned for them."""
         if reads[-2] is not self.reads[-1]:
             self.begins.append(len(self.turns))
         *self.reads, self.read = reads
@@ -95,9 +96,9 @@ class Conversation:
         self.shown += len(media)
 
     def rows(self, most: int) -> list[Self]:
-        """Cut it where what was read was rewritten, into parts that are a row each; else itself.
+        """Split the conversation where its prompt was rewritten; every part becomes a row of training.
 
-        A part has the messages up to its end, and those images of tools that it reads.
+        A part has the messages up to its end, and the images from tools that its prompt shows.
         """
         if len(self.begins) == 1:
             return [self]
@@ -120,55 +121,49 @@ class Conversation:
         return parts
 
     def states(self) -> list[str]:
-        """Name the state that each turn started from: the prompt, and the replies that were read last.
+        """Name the state before each turn: a hash of the prompt and of the latest replies.
 
-        Turns to the same prompt have the same state where they answer the same replies, whatever came before
-        (the anchor observation of GiGPO); before any reply the prompt alone is the state.
+        Turns on one prompt that follow the same replies have the same state, whatever came before (the anchor
+        observation of GiGPO). Before any reply the prompt alone is the state.
         """
-        begun = _content_hash(self.reads[0])
-        found, replies = [], list[Message]()
+        digest = hashlib.blake2b(self.reads[0].ids.numpy().tobytes(), digest_size=16)
+        for name, tensor in sorted(self.reads[0].media.items()):
+            digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        start, names, replies = digest.hexdigest(), [], list[Message]()
         for message in self.messages:
             if message.role != "assistant":
                 replies.append(message)
                 continue
             seen = [[content_of(part) for part in reply.parts] for reply in replies]
-            found.append(hashlib.blake2b(repr((begun, seen)).encode(), digest_size=16).hexdigest())
+            names.append(hashlib.blake2b(repr((start, seen)).encode(), digest_size=16).hexdigest())
             replies = []
-        return found[self.first :]
+        return names[self.first :]
 
 
 def recent_media(replies: Sequence[Sequence[Message]], most: int) -> list[Sequence[Message]]:
-    """Replace all but the last `most` images and videos in replies by a text; 0: none."""
+    """Replace all but the last `most` images and videos in replies by a text; 0 replaces none."""
     number = sum(part.media is not None for turn in replies for reply in turn for part in reply.parts)
     if not most or number <= most:
         return list(replies)
     left = number - most  # to be replaced, from the oldest on
 
-    def kept(part: Part) -> Part:
+    def omit(part: Part) -> Part:
         nonlocal left
         if part.media is None or not left:
             return part
         left -= 1
         return Part(f"[{part.media.kind} omitted]")
 
-    return [[replace(reply, parts=tuple(map(kept, reply.parts))) for reply in turn] for turn in replies]
+    return [[replace(reply, parts=tuple(map(omit, reply.parts))) for reply in turn] for turn in replies]
 
 
 def images_of(prompt: Prompt) -> list[Media]:
-    """List the images of a prompt, which tools know by their numbers."""
+    """List the images of a prompt; tools refer to them by number."""
     return [media for media in prompt.media if media.kind == "image"]
 
 
-def _content_hash(read: EncodedPrompt) -> str:
-    """Hash the tokens and media of a prompt."""
-    digest = hashlib.blake2b(read.ids.numpy().tobytes(), digest_size=16)
-    for name, tensor in sorted(read.media.items()):
-        digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def copied(talk: Conversation, index: int) -> Conversation:
-    """Copy a conversation between two turns, so that it can go on under another number."""
+    """Copy a conversation between two turns under another answer number; both can go on."""
     values = {field.name: getattr(talk, field.name) for field in fields(talk)}
     lists = {name: list(value) for name, value in values.items() if isinstance(value, list)}
     return replace(talk, index=index, **lists)

@@ -1,4 +1,4 @@
-"""Running the calls of tools: in threads, so many at a time, each until it answers or is out of time."""
+"""A pool of threads that runs tool calls, each until it answers or its time-out has passed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrl.vision.tool_calls import Tool
-from mmrl.vision.tool_replies import Answer, Limits, ToolFault, to_pil
+from mmrl.core.tool_calls import CallError
+from mmrl.vision.tools.functions import Tool
+from mmrl.vision.tools.replies import Answer, Limits, ToolFault, to_pil
 
 MAX_THREADS = 64  # calls of a process that run at the same time
+BoundCall = tuple[Tool, list[Any]]
+Replies = list[tuple[Tool | None, Answer]]  # to the calls of a turn; None where the call named no tool
 
 
 @dataclass(eq=False)
 class Chain:
-    """Calls that are made one after another; the one that runs has time until `deadline`."""
+    """Calls that run one after another; the running one has time until `deadline`."""
 
-    calls: Sequence[tuple[Tool, list[Any]]]
+    calls: Sequence[BoundCall]
     limits: Limits
     answers: list[Answer] = field(default_factory=list)
     deadline: float = math.inf
@@ -34,15 +36,15 @@ class Chain:
         return len(self.answers) < len(self.calls) and time.monotonic() < self.deadline
 
     def begin(self) -> None:
-        """Begin the time of the next call, if there is one."""
+        """Start the time-out clock of the next call, if any."""
         if len(self.answers) < len(self.calls):
             self.deadline = time.monotonic() + self.calls[len(self.answers)][0].timeout
 
 
 class Pool:
-    """Runs chains of calls in threads, at most `most` at a time; the others wait in their order.
+    """Runs chains of calls in threads, at most `most` at a time; the others queue.
 
-    A chain that is out of time leaves its place to the next one. Its thread ends once the call returns.
+    A chain that has timed out frees its place, although its thread lives until the call returns.
     """
 
     def __init__(self, most: int) -> None:
@@ -51,13 +53,13 @@ class Pool:
         self.waiting: deque[Chain] = deque()
 
     def add(self, chains: Sequence[Chain]) -> None:
-        """Run chains, as soon as there is place."""
+        """Queue chains, and start those for which there is a place."""
         with self.changed:
             self.waiting += chains
             self._start()
 
     def wait(self, chains: Sequence[Chain]) -> None:
-        """Wait until every call of chains has its answer or is out of time."""
+        """Wait until every call of chains has its answer or has timed out."""
         with self.changed:
             self._start()
             while any(chain.open for chain in chains):
@@ -66,7 +68,7 @@ class Pool:
                 self._start()
 
     def _start(self) -> None:
-        """Start chains that wait in the places of those that have ended or are out of time."""
+        """Start queued chains in the places of those that have ended or timed out."""
         self.running = [chain for chain in self.running if chain.open]
         while self.waiting and len(self.running) < self.most:
             self.running.append(chain := self.waiting.popleft())
@@ -75,6 +77,7 @@ class Pool:
             threading.Thread(target=self._work, args=(chain,), daemon=True).start()
 
     def _work(self, chain: Chain) -> None:
+        """Run the calls of a chain, until one of them has timed out."""
         for tool, arguments in chain.calls:
             answer = _with_retries(tool, arguments, chain.deadline, chain.limits)
             with self.changed:
@@ -89,53 +92,58 @@ class Pool:
 POOL = Pool(MAX_THREADS)
 
 
-def run_calls(calls: Sequence[tuple[Tool, list[Any]]], limits: Limits) -> list[Answer]:
+def run_calls(calls: Sequence[BoundCall], limits: Limits) -> list[Answer]:
     """Run calls as `begin_calls` does, and wait for their answers."""
-    return begin_calls(calls, limits)()
+    return [answer for _, answer in begin_calls(calls, limits)()]
 
 
-def begin_calls(calls: Sequence[tuple[Tool, list[Any]]], limits: Limits) -> Callable[[], list[Answer]]:
-    """Begin calls at the same time, those of one owner in order; returns a function that gets the answers.
+def begin_calls(calls: Sequence[BoundCall | CallError], limits: Limits) -> Callable[[], Replies]:
+    """Start calls concurrently, those of one owner in order; return a function that waits for the replies.
 
-    It waits until every call has its answer or is out of time, which is counted from the beginning of the
-    call, however late answers are asked for. Of all calls of the process `MAX_THREADS` run at a time; one
-    that hangs delays others until its time is over.
+    Time-outs count from the start of a call, however late its reply is read. At most `MAX_THREADS` calls of
+    the process run at a time. A `CallError` is its own reply.
     """
-    places: dict[int, list[int]] = {}  # the calls of every owner
-    for place, (tool, _) in enumerate(calls):
-        places.setdefault(id(tool.owner) if tool.owner else -place - 1, []).append(place)
+    places: dict[int, list[int]] = {}  # of the calls of every owner
+    for place, call in enumerate(calls):
+        if not isinstance(call, CallError):
+            places.setdefault(id(call[0].owner) if call[0].owner else -place - 1, []).append(place)
     chains = [Chain([calls[place] for place in chain], limits) for chain in places.values()]
     POOL.add(chains)
 
-    def collect() -> list[Answer]:
+    def collect() -> Replies:
         POOL.wait(chains)
-        answers = [Answer(fault=f"no answer within {tool.timeout:g} s") for tool, _ in calls]
+        replies: Replies = [
+            (None, Answer(fault=str(call)))
+            if isinstance(call, CallError)
+            else (call[0], Answer(fault=f"no answer within {call[0].timeout:g} s"))
+            for call in calls
+        ]
         for chain, at in zip(chains, places.values(), strict=True):
             for place, answer in zip(at, chain.answers, strict=False):
-                answers[place] = answer
+                replies[place] = replies[place][0], answer
             owner = chain.calls[0][0].owner
             if owner and len(chain.answers) < len(chain.calls):
                 owner.lost = True
-        return answers
+        return replies
 
     return collect
 
 
 def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Limits) -> Answer:
+    """Call a tool, and up to `retries` times again while it raises."""
+
     async def awaited(result: Awaitable[Any]) -> Any:
         return await asyncio.wait_for(result, deadline - time.monotonic())
 
     for left in reversed(range(1 + tool.retries)):
         try:
-            given = [to_pil(argument) for argument in arguments]  # images may be read from any file
-            with tool.rights.held() if tool.rights else nullcontext():
-                result = tool.function(*given)
-                if inspect.isawaitable(result):
-                    result = asyncio.run(awaited(result))
+            result = tool.function(*map(to_pil, arguments))
+            if inspect.isawaitable(result):
+                result = asyncio.run(awaited(result))
             return tool.convert(result, tool.name, limits)
         except ToolFault as fault:
             return Answer(fault=str(fault), cause=fault)
-        # Whatever it raises ends this call alone, SystemExit and CancelledError included.
+        # Every exception ends this call alone, SystemExit and CancelledError included.
         except BaseException as error:
             if not left or time.monotonic() >= deadline:
                 return Answer(fault=f"{type(error).__name__}: {error}", cause=error)

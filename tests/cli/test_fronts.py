@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from mmrl.reporting.fronts import (
+from mmrl.cli.pareto_front import (
     crowding_distance,
     front_of,
     hypervolume,

@@ -1,4 +1,4 @@
-"""How tools are described to a model, and in which form it has to write calls of them."""
+"""Tool descriptions in the prompt, and the parser for the model's form of tool calls."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
 
 Parser = Callable[[str], Sequence[Call | CallError]]
 FORMATS: tuple[Parser, ...] = (parse_calls, parse_llama_calls, parse_mistral_calls)
-# Those whose arguments are text, of a type that the schema of the tool names.
+# Forms that write every argument as text; its type stands in the schema of the tool.
 TAGGED_FORMATS = (parse_qwen_xml_calls, parse_glm_calls)
 
-# The words in which Qwen's chat templates tell a model about tools; those of Qwen2.5-VL leave them out.
+# The text in which Qwen's chat templates describe tools. Those of Qwen2.5-VL lack it.
 QWEN_TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -44,26 +44,25 @@ XML tags:
 
 
 def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> EncodedPrompt:
-    """Encode a prompt with tools: in the words of the chat template, or in Qwen's where it has none."""
+    """Encode a prompt with tools, as the chat template describes them, or in Qwen's words if it does not."""
     if not tools or encoder.knows_tools(tools):
         return encoder.encode(prompt, tools)
     schemas = inside("tools", list(map(json.dumps, tools)))
     instructions = Part(QWEN_TOOLS.format(schemas="\n".join(schemas)))
     match prompt.messages:
         case [Message(role="system", parts=parts), *others]:
-            told = "".join(part.text for part in parts) + "\n\n" + instructions.text
-            system = Message("system", (Part(told),))
+            text = "".join(part.text for part in parts) + "\n\n" + instructions.text
+            system = Message("system", (Part(text),))
         case others:
             system = Message("system", (instructions,))
     return encoder.encode(replace(prompt, messages=(system, *others)))
 
 
 def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
-    """Return the parser of calls as the chat template writes them: one of this file, or an engine's own.
+    """Find the parser that reads calls as the chat template writes them.
 
-    It is `parse` where the template tells nothing of tools, since a model then reads Qwen's words. Raises
-    ConfigError where no parser reads a call that the template has written, or where the template does not
-    write the reply of a tool.
+    A template without tools gets `parse`, because the model then reads Qwen's description. Raises ConfigError
+    if no parser reads a call that the template writes, or if the template does not write a tool's reply.
     """
     if not tools or not encoder.knows_tools(tools):
         return parse
@@ -73,11 +72,11 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
         words = f"a call as {written[-200:]!r}"
     except ValueError as error:
         written, words = "", f"no call ({error})"
-    forms = (*FORMATS, *(partial(reads, tools=tools) for reads in TAGGED_FORMATS))
-    for reads in forms if parse in FORMATS else (parse,):  # an engine's own form is used or refused
-        if reads(written) == [call]:
+    parsers = (*FORMATS, *(partial(parser, tools=tools) for parser in TAGGED_FORMATS))
+    for parser in parsers if parse in FORMATS else (parse,):  # an engine's own form is used or refused
+        if parser(written) == [call]:
             _check_reply(encoder, tools)
-            return reads
+            return parser
     raise ConfigError(
         f"the chat template of the model tells it about tools and writes {words}, but calls are read in the "
         'forms of Qwen, <tool_call>{"name": ..., "arguments": {...}}</tool_call> or '

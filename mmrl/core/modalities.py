@@ -1,0 +1,173 @@
+"""The kinds of media that a prompt can show. `MODALITIES` is the one table: a new kind is one entry.
+
+An entry names the loader of files and the arguments of a model's processor. The family of a model counts the
+features and sets the positions of its tokens (`mmrl.vision.models.model_families`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.types import Media
+
+
+@dataclass(frozen=True)
+class Late:
+    """A function by its name, `module:function`; the module is imported at the first call.
+
+    The table is in the lowest layer, so it cannot import the functions of higher ones.
+    """
+
+    name: str
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return resolve_name(self.name)(*args, **options)
+
+
+def digest_tensors(kind: str, loaded: Any) -> bytes:
+    """Hash the fields of a dataclass of tensors: shapes, values and everything else."""
+    digest = hashlib.blake2b(kind.encode())
+    for item in (getattr(loaded, field.name) for field in fields(loaded)):
+        is_tensor = isinstance(item, Tensor)
+        digest.update(repr((item.dtype, item.shape) if is_tensor else item).encode())
+        if is_tensor:
+            digest.update(item.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
+def digest_frames(kind: str, loaded: Any) -> bytes:
+    """Hash `Frames`: pixels, times and duration."""
+    digest = hashlib.blake2b(repr((kind, loaded.pixels.shape, loaded.duration)).encode())
+    for tensor in (loaded.pixels, loaded.times):
+        digest.update(tensor.contiguous().numpy())
+    return digest.digest()
+
+
+def no_chat_parts(loaded: Any) -> list[dict[str, Any]]:
+    """Raise ValueError: OpenAI's form has no parts for this kind of media."""
+    raise ValueError("chat completions take text, images and videos only")
+
+
+@dataclass(frozen=True)
+class Modality:
+    """One kind of media.
+
+    Args:
+        kind: Its name, also the type of message parts. Of "image", the columns of rows are `image` and
+            `images`, the mark in texts is `<image>`, and the placeholder token is `image_token_id` of the
+            model's configuration and `image_token` of its processor.
+        endings: Suffixes of its files, in lower case.
+        load: Maps (path or bytes, name for errors, sampling options or nothing) to a dataclass of tensors,
+            such as `Frames`. Raises `MediaError` for a file that cannot be read.
+        argument: The argument of processors that takes media of this kind.
+        arguments: Maps (processor, decoded media, pixel limits) to all arguments of the processor about them.
+            Raises ValueError where a processor takes no such media.
+        token_type: Their number in `mm_token_type_ids` of processors.
+        nested: Whether processors take a list of media for every text, instead of one list.
+        in_rows: Whether a row can contain the bytes of a file.
+        forms: What `from_value` accepts besides paths, for errors.
+        from_value: Maps (object in memory, place for errors) to a medium, or to None for unknown objects. By
+            default all objects are unknown.
+        check: Raises `MediaError` unless the file at a path can be read.
+        shown: Maps a decoded medium to the object that rewards written for TRL get; by default the same.
+        chat_parts: Maps a decoded medium to parts of a message in OpenAI's form.
+        most_tokens: Maps (`PromptCheck`, medium) to a bound on its tokens in a prompt, without decoding it.
+            By default the context length, so that prompts with such media are encoded to count their tokens.
+        digest: Maps (kind, decoded medium) to a hash of the content.
+        borders: Names in a model's configuration of more tokens that no answer may contain.
+    """
+
+    kind: str
+    endings: tuple[str, ...]
+    load: Callable[..., Any]
+    argument: str
+    arguments: Callable[[Any, Sequence[Any], Mapping[str, int]], dict[str, Any]]
+    token_type: int
+    nested: bool = False
+    in_rows: bool = True
+    forms: str = "a path"
+    from_value: Callable[[Any, str], Media | None] = lambda value, place: None
+    check: Callable[[Path], Any] | None = None
+    shown: Callable[[Any], Any] = lambda loaded: loaded
+    chat_parts: Callable[[Any], list[dict[str, Any]]] = no_chat_parts
+    most_tokens: Callable[[Any, Media], int] = lambda check, medium: check.limit
+    digest: Callable[[str, Any], bytes] = digest_tensors
+    borders: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, str]:
+        """The columns of rows that name such media: one, or a list."""
+        return self.kind, f"{self.kind}s"
+
+    def check_file(self, path: Path) -> None:
+        """Raise `MediaError` unless a file can be read."""
+        if self.check:
+            self.check(path)
+        else:
+            self.load(path, str(path))
+
+
+MODALITIES: dict[str, Modality] = {
+    "image": Modality(
+        "image",
+        (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
+        Late("mmrl.vision.media.media_root:decode_image"),
+        "images",
+        Late("mmrl.vision.models.media_arguments:image_arguments"),
+        token_type=1,
+        nested=True,
+        forms="a path, a PIL image, an array or a tensor",
+        from_value=Late("mmrl.vision.media.media_reader:image_in_memory"),
+        shown=Late("mmrl.core.chat:first_frame"),
+        chat_parts=Late("mmrl.engines.chat_completions:image_parts"),
+        most_tokens=Late("mmrl.vision.models.prompt_check:most_image_tokens"),
+        digest=digest_frames,
+        borders=("vision_start_token_id", "vision_end_token_id"),
+    ),
+    "video": Modality(
+        "video",
+        (".mp4", ".webm", ".mkv", ".avi", ".mov", ".m4v"),
+        Late("mmrl.vision.media.video:load_video"),
+        "videos",
+        Late("mmrl.vision.models.media_arguments:video_arguments"),
+        token_type=2,
+        in_rows=False,
+        from_value=Late("mmrl.vision.media.media_reader:video_in_memory"),
+        check=Late("mmrl.vision.media.video:video_duration"),
+        shown=Late("mmrl.core.chat:all_frames"),
+        chat_parts=Late("mmrl.engines.chat_completions:video_parts"),
+        most_tokens=Late("mmrl.vision.models.prompt_check:most_video_tokens"),
+        digest=digest_frames,
+        borders=("vision_start_token_id", "vision_end_token_id"),
+    ),
+}
+
+
+def media_columns() -> dict[str, str]:
+    """Map the columns of rows that hold media to their kinds."""
+    return {column: kind for kind, modality in MODALITIES.items() for column in modality.columns}
+
+
+def media_marks() -> re.Pattern[str]:
+    """Make the pattern of media marks in texts of data sets, such as <image>; its group is the kind."""
+    return re.compile(f"<({'|'.join(map(re.escape, MODALITIES))})>")
+
+
+def tensor_bytes(loaded: Any) -> int:
+    """Count the bytes of all tensors of a decoded medium."""
+    tensors = (getattr(loaded, field.name) for field in fields(loaded))
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def digest_of(medium: Media) -> bytes:
+    """Hash the content of a medium."""
+    return MODALITIES[medium.kind].digest(medium.kind, medium.load())

@@ -1,0 +1,56 @@
+"""The interface of weights that are trained instead of a policy's model, such as a steering vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from mmrl.core.types import Trajectory
+
+ReadSteps = Callable[..., dict[str, Tensor]]  # of steps, outputs and a teacher
+
+
+class TrainedPart:
+    """Base class of weights that are trained instead of the model.
+
+    A transform adds a part to a model as a module of this class; the policy then trains, saves and loads it.
+
+    Attributes:
+        name: What it is, for error messages.
+        cannot_merge: Error message of `merge`, which writes a model without the part.
+        outputs: Outputs of steps that exist only with this part.
+    """
+
+    name: ClassVar[str]
+    cannot_merge: ClassVar[str]
+    outputs: ClassVar[frozenset[str]] = frozenset()
+
+    def collate(self, steps: Any, rollouts: Sequence[Trajectory]) -> Any:
+        """Add to the steps of a batch what `read` needs."""
+        return steps
+
+    def read(self, read: ReadSteps, steps: Any, outputs: Any, teacher: Any) -> dict[str, Tensor]:
+        """Compute the outputs of a batch by calls of `read(steps, outputs, teacher)`."""
+        return read(steps, outputs, teacher)
+
+    def save(self, folder: Path) -> None:
+        """Write the weights to a folder."""
+        raise NotImplementedError
+
+    def load(self, folder: Path) -> None:
+        """Load the weights that `save` wrote, bit for bit."""
+        raise NotImplementedError
+
+
+def part_of(model: nn.Module) -> Any:
+    """Find the trained part that a transform added to a model; None without one."""
+    return next((module for module in model.modules() if isinstance(module, TrainedPart)), None)
+
+
+def holds_part(folder: Path) -> bool:
+    """Whether a checkpoint's folder has the weights of a trained part alone."""
+    names = [file.name for file in folder.glob("*.safetensors")]
+    return bool(names) and not any(name.startswith("model") for name in names)
