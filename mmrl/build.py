@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from mmrl.config.binding import Bound, Pieces
+from mmrl.config.binding import Bound, Elsewhere, Pieces
 from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece
 from mmrl.config.tags import named_in
-from mmrl.config.workers import Elsewhere
 from mmrl.core.protocols import LogProbs, Policy, Preparing, UsesEngine, UsesValueModel
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
