@@ -113,7 +113,7 @@ class Learner:
             for reference in () if self.second else self.references.values():
                 reference.update()  # moving averages follow optimizer steps of the policy, not collections
 
-    def metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; those of a second model begin with its name."""
         metrics = self.guard.meter.take()
         if not self.name:
