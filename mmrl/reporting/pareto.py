@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from mmrl.config.schema import as_plain
-from mmrl.reporting.fronts import front_of
 from mmrl.reporting.html import document
 from mmrl.reporting.html.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, chart_style, style_of, svg_of
 from mmrl.reporting.html.layout import amount, macros, table
@@ -51,11 +50,21 @@ class SettingsComparison:
     def optimal(self, cost: str) -> list[str]:
         """List the settings on the Pareto front of the metric and a cost, cheapest first."""
         sign = 1 if self.greater_is_better else -1
-        rows = self.rows.items()
-        points = {name: (-row.costs[cost], sign * row.quality[self.metric][0]) for name, row in rows}
-        values = list(points.values())
-        best = {values[i] for i in front_of(values)}
-        return sorted((name for name in points if points[name] in best), key=points.__getitem__, reverse=True)
+        points = {
+            name: (row.costs[cost], -sign * row.quality[self.metric][0])  # both to be minimised
+            for name, row in self.rows.items()
+            if not math.isnan(row.quality[self.metric][0])
+        }
+        return sorted(pareto_front(points), key=points.__getitem__)
+
+
+def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """List the points that no other dominates; smaller is better in both numbers."""
+
+    def dominated(point: tuple[float, float]) -> bool:
+        return any(x <= point[0] and y <= point[1] and (x, y) != point for x, y in points.values())
+
+    return [name for name, point in points.items() if not dominated(point)]
 
 
 def plain(compared: SettingsComparison) -> dict[str, Any]:
