@@ -45,10 +45,7 @@ log = logging.getLogger("mmrl")
 
 @dataclass(frozen=True)
 class Rows:
-    """All rows of a file or folder, read anew in every iteration; media paths are relative to `root`.
-
-    `special`: the special tokens of the model that trains on the rows, if known.
-    """
+    """All rows of a file or folder; every iteration reads them again."""
 
     path: Path
     root: Path  # media paths are relative to it

@@ -59,7 +59,7 @@ def function_calls(
     prompt: Prompt, outcome: Outcome, *, tag: str = "tool_call", think: str = "",
     allowed: Literal["value", "list"] = "value", target: str = "",
 ) -> float | None:  # fmt: skip
-    """1 if the answer calls the right functions with the right arguments, else 0.
+    """Return 1 if the answer calls the right functions with the right arguments, else 0.
 
     The strict reward of arXiv 2508.05118; our reading, since only the abstract was read: the rules of the
     Berkeley function calling leaderboard. Calls are Python (`f(x=1), g(2)`) or JSON (`{"name": ...,

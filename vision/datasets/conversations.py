@@ -65,14 +65,14 @@ def conversations(
             turns = as_turns(question, "prompt")
             if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
                 turns = [{"role": "system", "content": system_prompt}, *turns]
-            asked = turns
+            question = turns
 
         shown = [
             media.medium(ref, row.place, sampling)
             for name, kind in media_columns().items()
             for ref in media_refs(fields.get(name), kind, name)
         ]
-        if asked == "" and fields.get("environment"):
+        if question == "" and fields.get("environment"):
             messages = (Message("user", tuple(Part(media=medium) for medium in shown) or (Part(),)),)
         else:
             messages = read_messages(question, shown, media.reader(row.place, sampling))
