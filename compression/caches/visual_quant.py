@@ -80,7 +80,7 @@ def visual_quant(
     """Quantise the visual tokens of prompts; text, answers and later images stay exact.
 
     CalibQuant (arXiv 2502.14882) as published is `rule: shrunk, score_drop: 3.0`, except that `guard` keeps
-    the order of scores (our reading). Rows of one prompt share it.
+    the order of scores (our reading); its first version is `rule: quantile`. Rows of one prompt share it.
 
     Args:
         config: Config of the model.

@@ -14,12 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Rule = Literal["shrunk", "centred", "range", "fitted"]
+Rule = Literal["shrunk", "centred", "quantile", "range", "fitted"]
 Side = Literal["keys", "values"]
 FIT_ROUNDS = 6  # iterations of the rule "fitted"
 BITS = (1, 2, 4, 8)  # divisors of a byte
 FLAT = 1e-6  # groups with a smaller range count as constant
 SHRINK = {"keys": 0.5, "values": 0.3}  # factors of CalibQuant (arXiv 2502.14882) at one bit; 1 at more bits
+QUANTILE = 0.2  # share cut off either end by the rule "quantile" at one bit (our reading); 0 at more bits
 # Half the range of the uniform quantiser with the least error for a Gaussian, in standard deviations.
 GAUSSIAN = {1: 0.798, 2: 1.494, 4: 2.514, 8: 3.927}
 
@@ -61,6 +62,7 @@ def bounds(
     - "shrunk": at one bit both scaled towards zero, by 0.5 for keys and 0.3 for values (CalibQuant,
       arXiv 2502.14882, as in its code);
     - "centred": at one bit both scaled towards their midpoint, so that the mean stays (our variant);
+    - "quantile": at one bit a fifth is cut off either end (first version of CalibQuant);
     - "fitted": least squared error, by a few rounds of assigning codes and fitting levels (ours). Keys of
       more than one bit keep their range, because cutting their outliers changes answers.
     """
@@ -77,10 +79,23 @@ def bounds(
         case "centred":
             middle, half = (least + most) / 2, shrink * (most - least) / 2
             low, high = middle - half, middle + half
+        case "quantile" if nbits == 1:
+            low, high = (quantile(x, valid, dim, level) for level in (QUANTILE, 1 - QUANTILE))
         case "fitted" if nbits == 1 or side == "values":
             low, high = fit(x, valid, dim, nbits, least, most)
     flat = most - least < FLAT
     return torch.where(flat, least, low), torch.where(flat, most, high)
+
+
+def quantile(x: Tensor, valid: Tensor, dim: int, level: float) -> Tensor:
+    """Compute a quantile of the valid numbers along `dim` (kept, of size 1), linear between neighbours."""
+    # Invalid numbers sort after all others; a group without valid numbers gives 0.
+    ordered = x.masked_fill(~valid, torch.inf).sort(dim).values
+    place = level * (valid.sum(dim, keepdim=True) - 1).clamp(min=0).to(x.dtype)
+    below, above = (ordered.gather(dim, at.long()) for at in (place.floor(), place.ceil()))
+    return torch.where(
+        below.isinf(), 0, torch.lerp(below, above.where(above.isfinite(), below), place.frac())
+    )
 
 
 def fit(x: Tensor, valid: Tensor, dim: int, nbits: int, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:

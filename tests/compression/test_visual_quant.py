@@ -53,7 +53,7 @@ def test_both_paths_say_the_same_and_eight_bits_nearly_that_of_the_full_cache(mo
 OPTIONS = [
     {"nbits": 1},
     {"nbits": 1, "rule": "shrunk", "score_drop": 3.0},
-    {"nbits": 2, "value_nbits": 1, "rule": "centred"},
+    {"nbits": 2, "value_nbits": 1, "rule": "quantile"},
     {"nbits": 4, "axis_value": "token", "rotate": True},
     {"nbits": 2, "per_image": True, "rule": "centred"},
     {"nbits": 1, "q_group_size": 5, "rule": "range"},
@@ -348,4 +348,4 @@ def test_the_registry_knows_it():
 
     assert find("cache", "compression.visual_quant").target is visual_quant
     assert {"nbits", "rule", "fused"} <= set(find("cache", "compression.visual_quant").options)
-    assert set(quantization.Rule.__args__) == {"shrunk", "centred", "range", "fitted"}
+    assert set(quantization.Rule.__args__) == {"shrunk", "centred", "quantile", "range", "fitted"}

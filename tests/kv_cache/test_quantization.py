@@ -78,6 +78,21 @@ def test_centred_shrinks_towards_the_middle():
     assert back(column(8, 11, 12), 1, rule="centred") == [9, 11, 11]
 
 
+def test_quantile_cuts_a_fifth_off_either_end():
+    # of 0 1 2 3 4 5 the places are 0.2 * 5 = 1 and 0.8 * 5 = 4; 2.5 between them is the border
+    assert back(column(0, 1, 2, 3, 4, 5), 1, rule="quantile") == [1, 1, 1, 4, 4, 4]
+    # between two numbers: 0.2 * 2 = 0.4 of the way from 0 to 10, and 0.6 from 10 to 20
+    assert back(column(0, 10, 20), 1, rule="quantile") == [4, 4, 16]
+    assert back(column(0, 1, 2, 3), 2, rule="quantile") == [0, 1, 2, 3]
+
+
+def test_quantile_is_that_of_torch(generator):
+    x = torch.randn(3, 17, 5, generator=generator, dtype=torch.float64)
+    valid = torch.rand(3, 17, 1, generator=generator) > 0.3
+    expected = torch.nanquantile(x.masked_fill(~valid, torch.nan), 0.2, 1, keepdim=True)
+    assert_close(quantization.quantile(x, valid.expand(x.shape), 1, 0.2), expected)
+
+
 def test_fitted_finds_the_two_means():
     # two heaps around 1 and 5: their means
     assert back(column(0, 1, 2, 4, 5, 6), 1, rule="fitted") == pytest.approx([1, 1, 1, 5, 5, 5])
