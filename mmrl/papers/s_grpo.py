@@ -22,7 +22,7 @@ from mmrl.config.registry import advantage, engine
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.branching import Branch, Grown, grow_with
+from mmrl.vision.decoding.branching import Branch, Grown
 from mmrl.vision.engines.generate import Generate
 
 
@@ -76,7 +76,7 @@ class WithExits:
                     uniform = torch.rand(self.max_exit_length, generator=generator)
                     branches.append(Branch(prompt, uniform, text, first, place))
             exits.append(list(range(first + 1, len(branches))))
-        grown = grow_with(self.engine, branches, batch_size=self.batch_size)
+        grown = self.engine.grow(branches, batch_size=self.batch_size)
         rows: list[Trajectory] = []
         for chain, numbers in zip(chains, exits, strict=True):
             for number in numbers:

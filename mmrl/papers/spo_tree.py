@@ -24,7 +24,7 @@ from mmrl.config.registry import advantage, engine
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.branching import Branch, Grown, grow_with
+from mmrl.vision.decoding.branching import Branch, Grown
 from mmrl.vision.engines.generate import Generate
 
 
@@ -80,7 +80,7 @@ class WithBranches:
             first = len(branches)
             branches += self._tree(distinct[uid], number, first)
             trees.append((distinct[uid], range(first, len(branches))))
-        grown = grow_with(self.engine, branches, batch_size=self.batch_size)
+        grown = self.engine.grow(branches, batch_size=self.batch_size)
         return tuple(
             self._row(prompt, number, first=members[0], branches=branches, grown=grown)
             for prompt, members in trees

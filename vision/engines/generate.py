@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, count, pairwise
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.decoding.turns import Turns
 from mmrl.vision.models.loading import EngineModel, TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
+
+if TYPE_CHECKING:
+    from mmrl.vision.decoding.branching import Branch, Grown
 
 
 @engine(sets_tags={"finish"})
@@ -157,6 +160,13 @@ class Generate:
                 share = self.reader(encoded[at : at + size]).read(None).float().softmax(-1).cpu()
                 shares += torch.stack([share[:, listed].sum(-1) for listed in tokens], -1).tolist()
         return shares
+
+    @torch.no_grad()
+    def grow(self, branches: Sequence[Branch], **options: Any) -> list[Grown | None]:
+        """Sample branches, with the options of `grow_with`; what they share is computed once."""
+        from mmrl.vision.decoding.branching import grow_with  # few runs need it
+
+        return grow_with(self, branches, **options)
 
     @contextmanager
     def running(self) -> Iterator[None]:

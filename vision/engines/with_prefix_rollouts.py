@@ -16,7 +16,7 @@ from mmrl.config.registry import engine
 from mmrl.core.episodes import BARE
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.branching import NO_TOKENS, Branch, Grown, grow_with
+from mmrl.vision.decoding.branching import NO_TOKENS, Branch, Grown
 from mmrl.vision.engines.generate import Generate
 
 
@@ -115,9 +115,7 @@ class WithPrefixRollouts:
                     outcomes[number] = [self._bare(row, end) for end in ends]
             counts[uid] += 1
         branches = [probe.branch for probe in probes]
-        made = grow_with(
-            self.completing, branches, temperature=self.probe_temperature, batch_size=self.batch_size
-        )
+        made = self.completing.grow(branches, temperature=self.probe_temperature, batch_size=self.batch_size)
         completed: list[list[tuple[Probe, Grown]]] = [[] for _ in rows]
         for probe, grown in zip(probes, made, strict=True):
             if grown is not None:  # never None, because a prefix has no end token
