@@ -126,7 +126,11 @@ class WithTools:
         """Mean turns, calls and failed calls of a conversation since the last report."""
         number, counts = max(1, self.counts["conversations"]), self.counts
         self.counts = Counter()
-        return {f"tools/{what}": counts[what] / number for what in ("turns", "calls", "errors")}
+        return {
+            "tools/turns": counts["turns"] / number,
+            "tools/calls": counts["calls"] / number,
+            "tools/errors": counts["errors"] / number,
+        }
 
     def _encode(self, prompt: Prompt, schemas: Tools) -> EncodedPrompt:
         """Encode a prompt with tools; raises PromptError if it fills the context."""
