@@ -18,7 +18,7 @@ from mmrl.diffusion.model_family import Condition, PipelineFamily
 class Conditioning:
     """Text conditions and guidance of `B` rows: distinct conditions, and the index of each row's condition.
 
-    `passes` counts the network calls of one velocity: two if it is guided by an empty text.
+    `passes` is the number of network calls for one velocity: 2 with classifier-free guidance, else 1.
     """
 
     conditions: tuple[Condition, ...]

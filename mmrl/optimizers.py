@@ -211,7 +211,7 @@ class Parted(torch.optim.Optimizer):
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the parts."""
+        """Return the state of every component optimizer."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ class Resampled:
 def measure(
     evaluator: Evaluator, meters: Sequence[Bound], predictions: Path
 ) -> tuple[Resampled, dict[str, float]]:
-    """Answer all prompts with a timer, and the first `CHUNK` again with the slower cost meters.
+    """Generate answers to all prompts and time it; generate the first `CHUNK` again with the slower meters.
 
     The answers are written to the file `predictions`.
     """

@@ -195,7 +195,7 @@ class PrunedForward:
         q, k, v = self.adapter.project(attn, block.input_layernorm(text))
         q, k, rows = rotate(q, *stage.text_rotary), rotate(k, *stage.text_rotary), None
         if vis.shape[1]:
-            # Of visual rows, queries of the kept heads, and the keys and values that these read.
+            # Visual rows: only the queries of kept heads, and the keys and values that these read.
             queries = feature_index(() if i in self.pruning.frozen else split.kept, shape.head_dim)
             keys, needed = feature_index(split.needed, shape.head_dim), feature_index(split.needed)
             vis_q, vis_k, vis_v = self.adapter.project(attn, block.input_layernorm(vis), queries, keys)

@@ -30,7 +30,7 @@ class TrainOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """One answer of an evaluation: its prompt, what rewards compare it with, and its rewards."""
+    """An answer of an evaluation, with its prompt, its target and its rewards."""
 
     prompt: str
     answer: Any  # a text, an image of PIL, or the frames of a video as a list of these

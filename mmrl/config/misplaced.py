@@ -71,7 +71,7 @@ def _of_trl(key: str) -> str:
 
 
 def _places(raw: Mapping[str, Any], kind: type) -> Iterator[str]:
-    """List every key of a configuration and every option of the pieces that it names, dotted."""
+    """List the dotted paths of all keys of a configuration, including the options of its pieces."""
     keys = list(keys_of(kind))
     yield from (key.place for key in keys)
     for key in keys:

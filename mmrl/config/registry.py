@@ -81,7 +81,9 @@ class Entry:
     name: str
     target: Callable
     needs: Needs = Needs()
-    of_others: frozenset[str] = frozenset()  # what it reads of the policy that its option `against` names
+    of_others: frozenset[str] = (
+        frozenset()
+    )  # outputs that the piece reads of the policy named by its option `against`
     takes: tuple[str, ...] | None = None  # its options, where the signature does not list them
     # Imported package to its extra; "form=math:math_verify" is needed with that option alone.
     packages: Mapping[str, str] = field(default_factory=dict)

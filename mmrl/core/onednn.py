@@ -159,7 +159,7 @@ class Packed:
             return _unpacked(self.layers[number], x)
         if len(self.layers) == 1:
             return self.multiply(x)
-        version = 0 if x.is_inference() else x._version  # which counts what is written into a tensor
+        version = 0 if x.is_inference() else x._version  # `_version` counts in-place writes to a tensor
         if self.read[0] is not x or self.read[1] != version or number not in self.parts:
             products = self.multiply(x).split(self.sizes, -1)
             self.read, self.parts = (x, version), dict(enumerate(products))

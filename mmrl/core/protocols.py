@@ -231,7 +231,7 @@ class AdvantageObserver(Stateful, Protocol):
 
 @runtime_checkable
 class RecallsRows(Policy, Protocol):
-    """A policy that can rebuild a row from the engine's notes of its steps."""
+    """A policy that can rebuild a row from the values that the engine recorded for each step."""
 
     def restore_rows(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
         """Make the row of a prompt from notes (T,): "token", "logp", "temperature" and others."""

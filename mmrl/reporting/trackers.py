@@ -96,7 +96,7 @@ class Tensorboard(AccelerateTracker):
 class Wandb(AccelerateTracker):
     """Send metrics to Weights & Biases.
 
-    A resumed run has the same id. Steps that the dashboard has already keep their values, which are equal.
+    A resumed run has the same id. The dashboard keeps its values of repeated steps; new ones are equal.
 
     Args:
         project: Project of the dashboard.

@@ -48,7 +48,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
             lines.append(f"{of_file(path)}  {path.relative_to(folder).as_posix()}\n")
             flush(path)
     (folder / SUMS).write_text("".join(lines))
-    # Names of new files reach the disk with the folder that has them.
+    # Flush the folders too: the name of a new file is on disk only after its folder is flushed.
     for path in (folder / SUMS, *filter(Path.is_dir, folder.rglob("*")), folder):
         flush(path)
 
@@ -122,7 +122,7 @@ def finished(output_dir: Path) -> list[Path]:
 
 
 def of_run(folder: Path) -> bool:
-    """Whether a checkpoint belongs to the run of its folder, by the run names in their marks."""
+    """Whether the run of its output folder wrote a checkpoint, by the run name in their marker files."""
     run = mark_of(folder.parent).get("run")
     return run is None or mark_of(folder).get("run", "") == run
 

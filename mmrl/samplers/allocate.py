@@ -91,7 +91,7 @@ class Allocate:
         return [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
 
     def connect_value_model(self, values: Callable[[Sequence[Prompt]], list[float]]) -> None:
-        """Take the function that values prompts by `value_model`."""
+        """Set the function that estimates the value of prompts with the second model `value_model`."""
         self.values = values
 
     def _predict(self, prompts: Sequence[Prompt]) -> None:

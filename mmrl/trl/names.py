@@ -139,7 +139,7 @@ MODEL: dict[str, Name] = {
 NAMES: dict[str, Name] = {**GRPO, **DPO, **BOTH, **MODEL}
 
 _LAUNCH = "Start with `accelerate launch --config_file`; see docs/howto/processes.md."
-# Arguments that are an error at other values than None and these, which change nothing.
+# Unsupported arguments with the values that have no effect; these and None are accepted, others are errors.
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "use_adaptive_entropy": (False,), "router_aux_loss_coef": (0.0,), "label_smoothing_factor": (0.0,),
     "neftune_noise_alpha": (0.0,), "use_weighting": (False,), "repetition_penalty": (1.0,),

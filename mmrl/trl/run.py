@@ -117,7 +117,7 @@ def _strategy(given: Given, name: str) -> str:
 
 
 def _epoch(given: Given, name: str) -> float:
-    """Return the share of a run that one pass over the data is; 0: it is the whole run."""
+    """Length of one epoch as a fraction of the run; 0 if the run is at most one epoch."""
     if given["max_steps"] > 0:
         raise ConfigError(
             f"'{name}=epoch' of TRL needs `num_train_epochs`, and `max_steps` is given; set 'steps'"

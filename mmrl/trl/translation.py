@@ -110,7 +110,7 @@ def translated(
 
 
 def _checked(name: str, value: Any, pairs: bool) -> Any:
-    """Check the name of an argument and a value that is refused; a number in quotes becomes one."""
+    """Return the value of an argument, a number in quotes converted; raise if name or value is refused."""
     if name in REFUSED:
         advice, taken = REFUSED[name]
         if value is not None and value not in taken:

@@ -281,7 +281,9 @@ def test_an_evaluation_compares_what_its_processes_read(tmp_path):
     evaluation = {"data": plan_of(tmp_path)["data"]}
     evaluator = load_evaluator(parse(plan_of(tmp_path, evaluation=evaluation), Config))
     told = []
-    evaluator.processes = type("Two", (), {"world": 2, "assert_equal": lambda self, values: told.append(values)})()
+    evaluator.processes = type(
+        "Two", (), {"world": 2, "assert_equal": lambda self, values: told.append(values)}
+    )()
     assert evaluator.agreed() is evaluator
     weights = of_weights(evaluator.engine.policy)
     assert told == [{**of_prompts(evaluator.data), "weights": weights}]

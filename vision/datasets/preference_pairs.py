@@ -92,7 +92,7 @@ def preference_pairs(
 
 @dataclass(frozen=True)
 class _RejectedFile:
-    """A file of rows, each with only one of its rejected answers."""
+    """View of a data file in which every row keeps only one of its rejected answers."""
 
     file: RowFile
     place: int
@@ -158,7 +158,7 @@ def _conversation(prompt: list[Any], side: Any, name: str) -> list[Any] | None:
         return None
     if side[0].get("role") in ("assistant", "tool"):
         return [*prompt, *side]
-    # Only one of both may have the system prompt.
+    # Ignore a system prompt that only one of the two has.
     first, other = (bool(turns) and turns[0].get("role") == "system" for turns in (prompt, side))
     begins, talk = prompt[first and not other :], side[other and not first and bool(prompt) :]
     if not same_words(begins, talk[: len(begins)]):

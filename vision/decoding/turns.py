@@ -43,7 +43,7 @@ class KeptRow:
     own: list[tuple[Tensor, Tensor]]
 
     def count(self, core: nn.Module, new: EncodedPrompt) -> int:
-        """Number of first tokens of a new input whose keys and values are stored; never ends in an image."""
+        """Number of cached leading tokens of a new input; the cached part never ends inside an image."""
         size = min(len(self.ids), len(new.ids) - 1)  # the last token must be read to get logits
         same = self.ids[:size] == new.ids[:size]
         count = size if same.all() else int(same.long().argmin())
