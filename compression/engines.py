@@ -152,5 +152,5 @@ class SpeedupProbe(Measured):
 
     def pop_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the last repeated rollout, once."""
-        metrics, self.latest = self.metrics, {}
+        metrics, self.latest = self.latest, {}
         return metrics

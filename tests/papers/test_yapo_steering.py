@@ -182,7 +182,7 @@ def test_yapo_trains_the_vector_alone(questions, checkpoint, tmp_path, monkeypat
     changed = [n for n, w in run.policy.module.state_dict().items() if not torch.equal(w, before[n])]
     assert [name.rsplit(".", 1)[1] for name in changed] == ["vector"]
     saved = load_file(tmp_path / "run" / "checkpoint-2" / "model" / "steering.safetensors")
-    assert torch.equal(saved["vector"], run.method.policy.part.vector.detach())
+    assert torch.equal(saved["vector"], run.policy.part.vector.detach())
 
 
 @pytest.mark.slow
