@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 
 import pytest
 from PIL import Image
@@ -33,7 +34,7 @@ def image(tmp_path):
     """The path of an image."""
     path = tmp_path / "media" / "a.png"
     path.parent.mkdir()
-    Image.effect_noise((56, 56), 90).convert("RGB").save(path)
+    Image.frombytes("RGB", (56, 56), random.Random(0).randbytes(3 * 56 * 56)).save(path)
     return path
 
 
