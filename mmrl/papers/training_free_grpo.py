@@ -38,7 +38,7 @@ class AnsweredGroup:
 
 @sampler
 class WithExperience(ReadsAnswers):
-    """Put a list of experiences in front of every prompt, updated from compared answers (training-free GRPO).
+    """Put a list of experiences before every prompt, updated from compared answers (training-free GRPO).
 
     arXiv 2510.08191. After a round `experience_update` gets the groups whose rewards differ, and proposes to
     add, change or delete experiences; with `learn.num_iterations: 0` nothing else is learned. Checkpoints

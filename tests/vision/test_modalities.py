@@ -37,8 +37,8 @@ WIDTH = 4  # values of a recording that become one feature
 def signals(tmp_path):
     """Register what the page defines; afterwards it is unknown again."""
     with folder_of(blocks_of((ROOT / PAGE).read_text(), PAGE), tmp_path):
-        import my_family
-        import my_signals
+        import my_family  # pyright: ignore[reportMissingImports]
+        import my_signals  # pyright: ignore[reportMissingImports]
 
         yield my_signals, my_family
     assert list(MODALITIES) == ["image", "video"] and "my_listener" not in FAMILIES
