@@ -263,7 +263,7 @@ BUDGETS = {
     "builders": 160,
     "cli": 2070,
     "compression": 3510,
-    "config": 2770,
+    "config": 2780,
     "core": 3560,
     "data": 2310,
     "datasets": 60,
@@ -272,7 +272,7 @@ BUDGETS = {
     "engines": 1090,
     "flat files": 1930,
     "inference": 690,
-    "kv_cache": 2280,
+    "kv_cache": 2290,
     "objectives": 1480,
     "papers": 10720,
     "reporting": 2750,
@@ -281,7 +281,7 @@ BUDGETS = {
     "samplers": 830,
     "training": 3010,
     "trl": 1310,
-    "vision": 15690,
+    "vision": 15700,
 }
 
 

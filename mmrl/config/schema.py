@@ -178,9 +178,7 @@ class EvaluateConfig:
 
     policy: Annotated[Piece, Kind("policy")]  # the model to measure
     evaluation: Evaluation
-    settings: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # maps the name of a setting to its configuration changes (dotted key to value)
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # setting to its changes
     cost_metrics: Annotated[tuple[Piece, ...], Kind("cost")] = (Piece("operations"),)  # besides seconds
     target_metric: str = ""  # the metric that is plotted against costs; empty: the first
     greater_is_better: bool = True  # that metric
