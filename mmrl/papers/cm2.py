@@ -131,14 +131,14 @@ class Checklist(Judging):
 
         An empty conversation is not asked about.
         """
-        said = self._said(outcomes)
+        turn_texts = self._turn_texts(outcomes)
         questions, places, texts = [], [], []
         counts: dict[str, int] = {}
         for rows in talks:
             prompt = prompts[rows[0]]
             number = counts[prompt.uid] = counts.get(prompt.uid, -1) + 1
             for turn, row in enumerate(rows if listed[prompt.uid] else ()):
-                text = "\n\n".join(filter(None, (said[i] for i in rows[: turn + 1])))
+                text = "\n\n".join(filter(None, (turn_texts[i] for i in rows[: turn + 1])))
                 shown_one = replace(outcomes[row], text=text)
                 if is_empty(shown_one, ""):
                     continue
@@ -165,7 +165,7 @@ class Checklist(Judging):
                 )
         return found
 
-    def _said(self, outcomes: Sequence[Outcome]) -> list[str]:
+    def _turn_texts(self, outcomes: Sequence[Outcome]) -> list[str]:
         """Join the answers of the turns that belong to each outcome."""
         turns = [
             [answer_of(Outcome(text=text), self.tag) for text in new] for _, new in policy_turns(outcomes)

@@ -46,10 +46,10 @@ class Unreadable:
         """Share the caught errors; return whether any process had one. Every process has to call this."""
         mine, self.caught = self.caught, None
         # Rebuild the message, because an error of a Ray worker contains its traceback.
-        told = processes.all_gather_object(
+        gathered = processes.all_gather_object(
             [mine.uid, str(PromptError(mine.uid, mine.reason))] if mine else []
         )
-        new = {uid: reason for uid, reason in filter(None, told)}
+        new = {uid: reason for uid, reason in filter(None, gathered)}
         for uid, reason in new.items():
             if self.drops and uid not in self.found and processes.main:
                 log.warning("dropped %s", reason)

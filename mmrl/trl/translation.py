@@ -152,7 +152,7 @@ def _defaults(onto: Mapping[str, Any], pairs: bool, whole: bool) -> dict[str, An
     """List TRL's defaults of what a configuration does not say, the objective's only if `whole`."""
     base, found = base_of(pairs), {}
 
-    def said(key: str) -> bool:
+    def is_set(key: str) -> bool:
         there = lookup(onto, key, ABSENT)
         return there is not ABSENT and there != lookup(base, key, ABSENT)
 
@@ -161,7 +161,7 @@ def _defaults(onto: Mapping[str, Any], pairs: bool, whole: bool) -> dict[str, An
         other = name in (GRPO if pairs else DPO)
         kept = not whole and row.key.startswith(("objective", *OBJECTIVE))
         keys = next((keys for keys in TOGETHER if row.key in keys), (row.key,))
-        if value is not None and row.key and not (other or kept or any(map(said, keys))):
+        if value is not None and row.key and not (other or kept or any(map(is_set, keys))):
             found[name] = value
     return found
 
