@@ -8,6 +8,7 @@ from dataclasses import replace
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import check
 from mmrl.diagnostics.context import Examined, Finding
+from mmrl.diffusion.model_family import Request, size_of
 
 
 @check(on="start")
@@ -21,11 +22,11 @@ def text_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[
         return
     shown = examined.rollouts[:rows]
     following = dict(zip(texts, [*texts[1:], texts[0]], strict=True))  # each text gets the next one
-    condition = examined.policy.condition
-    other = [
-        replace(row, steps=replace(row.steps, condition=condition(following[row.prompt.text])))
-        for row in shown
-    ]
+    other = []
+    for row in shown:
+        request = replace(Request.of(row.prompt, size_of(row.outcomes[-1])), text=following[row.prompt.text])
+        steps = replace(row.steps, condition=examined.policy.condition(request))
+        other.append(replace(row, steps=steps))
     own, foreign = examined.log_probabilities(shown), examined.log_probabilities(tuple(other))
     if bool((own == foreign).all()):  # bit for bit: texts that are ignored change nothing at all
         yield Finding(

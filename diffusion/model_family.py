@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 
 from mmrl.config.registry import pieces
 from mmrl.core.plain_text import PlainText, unused_marker, whole
+from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.schedule import scheduled_times, size_shift
 
-# An encoded text without batch axis, by the names of the network's arguments.
+# An encoded request without batch axis: tensors by the names of the network's arguments.
 Condition = Mapping[str, Tensor]
 
 # LoRA targets of joint attention: image and text tokens have projections of their own.
@@ -24,6 +26,26 @@ JOINT_ATTENTION = (
     "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
     "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """The input of a pipeline for one prompt: a text, images as conditions, and the size of the result.
+
+    Args:
+        text: The prompt, or the negative prompt.
+        images: Images to edit or to start from, in the order of the prompt: (3, height, width) uint8 each.
+        size: Frames, height and width of the result in pixels; (1, height, width) for an image.
+    """
+
+    text: str
+    images: tuple[Tensor, ...] = ()
+    size: tuple[int, int, int] = (1, 0, 0)
+
+    @staticmethod
+    def of(prompt: Prompt, size: tuple[int, int, int]) -> Request:
+        """Read the text of a prompt, and decode its images."""
+        return Request(prompt.text, tuple(medium.load().pixels[0] for medium in prompt.media), size)
 
 
 class PipelineFamily(ABC):
@@ -36,18 +58,37 @@ class PipelineFamily(ABC):
     pipelines: frozenset[str]  # names of the pipeline classes that this family serves
     targets: tuple[str, ...]  # names of the modules that get LoRA
     embedded_guidance: bool = False  # the guidance scale is an input of the network: no second pass
+    images: tuple[int, int] = (0, 0)  # fewest and most images of a prompt
 
     @abstractmethod
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
         """Raise ValueError for a text that is too long for the encoders; reads the tokenizers alone."""
 
     @abstractmethod
-    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts to one condition each, on the CPU; raise if `check_text` does."""
+    def encode(
+        self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
+    ) -> list[dict[str, Tensor]]:
+        """Encode requests to one condition each, on the CPU; raise if `check_text` does."""
 
-    def encode_negative(self, pipe: Any, text: str, max_sequence_length: int) -> dict[str, Tensor]:
-        """Encode the negative prompt; like a prompt, unless the pipeline differs."""
-        return self.encode(pipe, [text], max_sequence_length)[0]
+    def encode_negative(self, pipe: Any, request: Request, max_sequence_length: int) -> dict[str, Tensor]:
+        """Encode a request whose text is the negative prompt; like a prompt, unless the pipeline differs."""
+        return self.encode(pipe, [request], max_sequence_length)[0]
+
+    def check_images(self, prompt: Prompt) -> None:
+        """Raise ValueError unless the model takes as many images as the prompt has; reads no file."""
+        fewest, most = self.images
+        if other := [medium.kind for medium in prompt.media if medium.kind != "image"]:
+            raise ValueError(
+                f"the prompt has a medium of the kind '{other[0]}'; flow models take images only"
+            )
+        if not fewest <= len(prompt.media) <= most:
+            wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+            names = ", ".join(sorted(self.pipelines))
+            raise ValueError(f"the prompt has {len(prompt.media)} images; {names} takes {wanted}")
+
+    def batch_key(self, condition: Condition) -> Hashable:
+        """Key of the conditions that `stack` can batch together; by default all conditions have one key."""
+        return ()
 
     def passes(self, guidance: float) -> int:
         """Count the network calls of one guided velocity: two for `guidance` above 1."""
@@ -187,6 +228,18 @@ def check_fits(tokenizer: Any, text: str, limit: int) -> None:
             f"it is {length} tokens long, and the encoder '{type(tokenizer).__name__}' takes {limit}; "
             "shorten it, since texts are never truncated silently"
         )
+
+
+def size_of(outcome: Outcome) -> tuple[int, int, int]:
+    """Frames, height and width of an image or a video."""
+    pixels = outcome.image if outcome.video is None else outcome.video
+    assert pixels is not None, "flow models make images and videos"
+    return (1 if pixels.ndim == 3 else len(pixels), *pixels.shape[-2:])
+
+
+def texts_of(requests: Sequence[Request]) -> list[str]:
+    """List the texts of requests."""
+    return [request.text for request in requests]
 
 
 def per_text(**encoded: Tensor) -> list[dict[str, Tensor]]:

@@ -11,33 +11,44 @@ from torch import Tensor
 
 from mmrl.core.step_table import StepOutput
 from mmrl.core.types import Outcome, Prompt, Steps, Trajectory
-from mmrl.diffusion.model_family import Condition, PipelineFamily
+from mmrl.diffusion.model_family import Condition, PipelineFamily, Request
 
 
 @dataclass(frozen=True, eq=False)
 class Conditioning:
-    """Text conditions and guidance of `B` rows: distinct conditions, and the index of each row's condition.
+    """Conditions and guidance of `B` rows: distinct conditions, and the index of each row's condition.
 
     `passes` is the number of network calls for one velocity: 2 with classifier-free guidance, else 1.
+    `negatives` holds the condition of the negative prompt for each of `conditions`; empty with one pass.
     """
 
     conditions: tuple[Condition, ...]
     which: Tensor  # (B,)
     guidance: float = 1.0
     passes: int = 1
+    negatives: tuple[Condition, ...] = ()
 
     def __getitem__(self, rows: Tensor) -> Conditioning:
-        # Unused texts are dropped, so that they are not moved to the device.
+        # Unused conditions are dropped, so that they are not moved to the device.
         distinct, which = torch.unique(self.which[rows], return_inverse=True)
-        conditions = tuple(self.conditions[i] for i in distinct.tolist())
-        return Conditioning(conditions, which, self.guidance, self.passes)
+        conditions, negatives = (
+            tuple(several[i] for i in distinct.tolist()) if several else ()
+            for several in (self.conditions, self.negatives)
+        )
+        return Conditioning(conditions, which, self.guidance, self.passes, negatives)
 
     @staticmethod
-    def of(conditions: Sequence[Condition], guidance: float, passes: int) -> Conditioning:
+    def of(
+        conditions: Sequence[Condition], guidance: float, passes: int, negatives: Sequence[Condition] = ()
+    ) -> Conditioning:
         """Deduplicate conditions by identity: rows of one prompt share one object."""
-        distinct = {id(condition): condition for condition in conditions}
-        which = torch.tensor([list(distinct).index(id(condition)) for condition in conditions])
-        return Conditioning(tuple(distinct.values()), which, guidance, passes)
+        first = {id(condition): i for i, condition in reversed([*enumerate(conditions)])}
+        chosen = sorted(first.values())
+        which = torch.tensor([chosen.index(first[id(condition)]) for condition in conditions])
+        distinct, without = (
+            tuple(several[i] for i in chosen) if several else () for several in (conditions, negatives)
+        )
+        return Conditioning(distinct, which, guidance, passes, without)
 
     @staticmethod
     def of_rows(rows: Sequence[FlowRow], piece: str) -> Conditioning:
@@ -48,7 +59,8 @@ class Conditioning:
                 f"{piece} wants rows of one guidance scale and size, but got rows of (guidance, network "
                 f"calls, latent) {sorted(settings)}; recorded images count as guidance 1"
             )
-        return Conditioning.of([row.condition for row in rows], rows[0].guidance, rows[0].passes)
+        negatives = [row.negative for row in rows if row.negative is not None]
+        return Conditioning.of([row.condition for row in rows], rows[0].guidance, rows[0].passes, negatives)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +70,8 @@ class FlowRow:
     `path` (P, *L) are latents from noise to data, indexed as the schedule; a row without a recorded path has
     only the finished latent. `at` (T,) are the indices from which recorded steps start. `times` (S + 1,) is
     the schedule, empty for recorded images. `solver` made the stochastic steps. `frames` counts the video
-    frames that each latent frame represents, in order.
+    frames that each latent frame represents, in order. `negative` is the condition of the negative prompt,
+    None with one pass.
     """
 
     condition: Condition
@@ -69,6 +82,7 @@ class FlowRow:
     passes: int = 1
     solver: Callable | None = None
     frames: tuple[int, ...] = ()
+    negative: Condition | None = None
 
 
 class FlowSteps(Steps, Protocol):
@@ -100,7 +114,7 @@ class FlowPolicy(Protocol):
     device: torch.device
     precision: torch.dtype
 
-    def condition(self, text: str) -> Condition: ...
+    def condition(self, request: Request, *, negative: bool = False) -> Condition: ...
     def passes(self, guidance: float) -> int: ...
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor: ...
     def decode(self, latents: Tensor) -> Tensor: ...

@@ -24,6 +24,7 @@ from mmrl.core.progress import advance
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
 from mmrl.diffusion.flow_math import ODE_STEPS
+from mmrl.diffusion.model_family import Request
 from mmrl.diffusion.schedule import check_times
 from mmrl.diffusion.steps import Conditioning, FlowPolicy, FlowRow
 
@@ -184,11 +185,13 @@ class Denoise:
 
     def _denoise(self, plans: Sequence[DenoisingPlan], first: int, work: str) -> list[Trajectory]:
         policy, (low, high) = self.policy, plans[0].window
-        conditions = []
+        conditions, negatives, passes = [], [], policy.passes(self.guidance_scale)
         for plan in plans:
             with reading(plan.prompt):
-                conditions.append(policy.condition(plan.prompt.text))
-        conditioning = Conditioning.of(conditions, self.guidance_scale, policy.passes(self.guidance_scale))
+                request = Request.of(plan.prompt, (self.num_frames, self.height, self.width))
+                conditions.append(policy.condition(request))
+                negatives += [policy.condition(request, negative=True)] if passes > 1 else []
+        conditioning = Conditioning.of(conditions, self.guidance_scale, passes, negatives)
         times = self.times.to(policy.device)
         latents = torch.stack([plan.start for plan in plans]).to(policy.device, policy.precision)  # (B, *L)
         noise = torch.stack([plan.noise for plan in plans])  # (B, T, *L)
@@ -213,7 +216,7 @@ class Denoise:
         for i, (plan, pixels) in enumerate(zip(plans, policy.decode(latents), strict=True)):
             steps = FlowRow(
                 conditions[i], torch.stack([state[i] for state in path]), plan.at, self.times,
-                conditioning.guidance, conditioning.passes, self.solver, frames,
+                conditioning.guidance, passes, self.solver, frames, negatives[i] if negatives else None,
             )  # fmt: skip
             length = policy.likelihood.length(steps)
             # Only `diffusion.transition` has log-densities now; those of matching follow in `collate`.

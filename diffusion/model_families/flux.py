@@ -13,9 +13,11 @@ from mmrl.diffusion.model_family import (
     JOINT_ATTENTION,
     Condition,
     PackedFamily,
+    Request,
     check_fits,
     pack,
     per_text,
+    texts_of,
     unpack,
 )
 from mmrl.diffusion.schedule import scheduled_times, size_shift
@@ -41,11 +43,13 @@ class Flux(PackedFamily):
             raise ValueError(f"`max_sequence_length` is at most {MAX_TOKENS}, not {max_sequence_length}")
         check_fits(pipe.tokenizer_2, text, max_sequence_length)
 
-    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
+    def encode(
+        self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
+    ) -> list[dict[str, Tensor]]:
         """Encode texts: states (S, D) of T5, padded without a mask, and the vector (D,) of CLIP."""
-        for text in texts:
+        for text in texts_of(requests):
             self.check_text(pipe, text, max_sequence_length)
-        states, pooled, _ = pipe.encode_prompt(list(texts), max_sequence_length=max_sequence_length)
+        states, pooled, _ = pipe.encode_prompt(texts_of(requests), max_sequence_length=max_sequence_length)
         return per_text(encoder_hidden_states=states, pooled_projections=pooled)
 
     def velocity(

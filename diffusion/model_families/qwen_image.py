@@ -14,9 +14,11 @@ from mmrl.diffusion.model_family import (
     JOINT_ATTENTION,
     Condition,
     PackedFamily,
+    Request,
     check_fits,
     pack,
     per_text,
+    texts_of,
     unpack,
 )
 
@@ -43,10 +45,12 @@ class QwenImage(PackedFamily):
         templated = pipe.prompt_template_encode.format(text)
         check_fits(pipe.tokenizer, templated, max_sequence_length + pipe.prompt_template_encode_start_idx)
 
-    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
+    def encode(
+        self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
+    ) -> list[dict[str, Tensor]]:
         """Encode texts in the pipeline's template: states (S, D) without the beginning of the template."""
         conditions = []
-        for text in texts:
+        for text in texts_of(requests):
             self.check_text(pipe, text, max_sequence_length)
             # Each text alone, so that none is padded inside the encoder.
             states, _ = pipe.encode_prompt([text], max_sequence_length=max_sequence_length)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmrl.config.registry import family
-from mmrl.diffusion.model_family import Condition, PipelineFamily, check_fits, default_of, per_text
+from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, check_fits, default_of, per_text
 
 
 @family
@@ -33,13 +33,15 @@ class Sana(PipelineFamily):
         # Cleaned as in the pipeline.
         check_fits(pipe.tokenizer, prefix + text.lower().strip(), max_sequence_length + room)
 
-    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
+    def encode(
+        self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
+    ) -> list[dict[str, Tensor]]:
         """Encode texts after the instruction: padded states (S, D) and their mask (S,)."""
-        return [self._encode(pipe, text, max_sequence_length, instructed=True) for text in texts]
+        return [self._encode(pipe, one.text, max_sequence_length, instructed=True) for one in requests]
 
-    def encode_negative(self, pipe: Any, text: str, max_sequence_length: int) -> dict[str, Tensor]:
-        """Encode the text that guidance leads away from, without the instruction."""
-        return self._encode(pipe, text, max_sequence_length, instructed=False)
+    def encode_negative(self, pipe: Any, request: Request, max_sequence_length: int) -> dict[str, Tensor]:
+        """Encode the negative prompt, without the instruction."""
+        return self._encode(pipe, request.text, max_sequence_length, instructed=False)
 
     def _encode(
         self, pipe: Any, text: str, max_sequence_length: int, *, instructed: bool

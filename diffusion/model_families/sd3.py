@@ -8,7 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from mmrl.config.registry import family
-from mmrl.diffusion.model_family import JOINT_ATTENTION, PipelineFamily, check_fits, per_text
+from mmrl.diffusion.model_family import (
+    JOINT_ATTENTION,
+    PipelineFamily,
+    Request,
+    check_fits,
+    per_text,
+    texts_of,
+)
 from mmrl.diffusion.schedule import scheduled_times, size_shift
 
 
@@ -29,12 +36,14 @@ class Sd3(PipelineFamily):
         else:
             check_fits(pipe.tokenizer_3, text, max_sequence_length)
 
-    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
+    def encode(
+        self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
+    ) -> list[dict[str, Tensor]]:
         """Encode texts with all encoders: states (S, D), and one pooled vector (D,)."""
-        for text in texts:
+        for text in texts_of(requests):
             self.check_text(pipe, text, max_sequence_length)
         states, _, pooled, _ = pipe.encode_prompt(
-            prompt=list(texts),
+            prompt=texts_of(requests),
             prompt_2=None,
             prompt_3=None,
             do_classifier_free_guidance=False,

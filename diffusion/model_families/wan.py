@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mmrl.config.registry import family
-from mmrl.diffusion.model_family import PipelineFamily, check_fits, check_size, per_text
+from mmrl.diffusion.model_family import PipelineFamily, Request, check_fits, check_size, per_text, texts_of
 
 
 @family
@@ -29,12 +29,14 @@ class Wan(PipelineFamily):
 
         check_fits(pipe.tokenizer, prompt_clean(text), max_sequence_length)
 
-    def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
+    def encode(
+        self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
+    ) -> list[dict[str, Tensor]]:
         """Encode texts: states (S, D), zero after the text."""
-        for text in texts:
+        for text in texts_of(requests):
             self.check_text(pipe, text, max_sequence_length)
         states, _ = pipe.encode_prompt(
-            list(texts), do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
+            texts_of(requests), do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
         )
         return per_text(encoder_hidden_states=states)
 

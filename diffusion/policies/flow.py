@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +21,14 @@ from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
 from mmrl.data.text_files import RecordedAnswers
 from mmrl.diffusion import adapters, loading
-from mmrl.diffusion.model_family import Condition, PipelineFamily, default_of, family_of, reading_words
+from mmrl.diffusion.model_family import (
+    Condition,
+    PipelineFamily,
+    Request,
+    default_of,
+    family_of,
+    reading_words,
+)
 from mmrl.diffusion.steps import Conditioning, FlowRow, FlowSteps, Likelihood
 from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision, loading_onto
 
@@ -51,6 +60,11 @@ class FlowNetwork(nn.Module):
             return velocity
         without, with_text = velocity.chunk(2)  # in the order of the concatenation above
         return self.family.guide(with_text, without, guidance)
+
+
+def digest(image: Tensor) -> bytes:
+    """Hash the shape and pixels of an image."""
+    return blake2b(image.contiguous().numpy(), person=repr(tuple(image.shape)).encode()[:16]).digest()
 
 
 def check_negative(model: str, family: PipelineFamily, negative_prompt: str) -> None:
@@ -182,21 +196,25 @@ class Flow:
 
     # ---- for engines
 
-    def condition(self, text: str, *, negative: bool = False) -> Condition:
-        """Encode a prompt, or a negative one; the result is cached."""
+    def condition(self, request: Request, *, negative: bool = False) -> Condition:
+        """Encode a prompt, or with `negative` the negative prompt in its place; the result is cached."""
+        text = self.negative_prompt if negative else request.text
 
         @torch.no_grad()
         def encode() -> Condition:
             self._move_frozen_parts()
             try:
                 with reading_words(self.pipe, text) as words:
+                    worded = replace(request, text=words)
                     if negative:
-                        return self.family.encode_negative(self.pipe, words, self.max_sequence_length)
-                    return self.family.encode(self.pipe, [words], self.max_sequence_length)[0]
+                        return self.family.encode_negative(self.pipe, worded, self.max_sequence_length)
+                    return self.family.encode(self.pipe, [worded], self.max_sequence_length)[0]
             except ValueError as error:
                 raise ValueError(f"cannot read the prompt '{text}': {error}") from error
 
-        return self.conditions.get((text, negative), encode)
+        # Conditions of texts alone do not depend on the size, so that sizes share them.
+        seen = (request.size, *map(digest, request.images)) if request.images else ()
+        return self.conditions.get((text, negative, seen), encode)
 
     @staticmethod
     def prompt_check(options: Mapping[str, Any]) -> Callable[[Prompt], None]:
@@ -208,6 +226,7 @@ class Flow:
 
         def check(prompt: Prompt) -> None:
             with reading(prompt), reading_words(pipe, prompt.text) as words:
+                family.check_images(prompt)
                 family.check_text(pipe, words, longest)
 
         return check
@@ -218,15 +237,34 @@ class Flow:
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Compute velocities (B, *L) of latents at times (B,), in the precision of steps."""
-        device, rows = self.device, conditioning.which.to(self.device)
-        empty = [self.condition(self.negative_prompt, negative=True)] if conditioning.passes > 1 else []
-        # The negative prompt is stacked last, so that all conditions are padded to one length.
-        stacked = self.family.stack([*conditioning.conditions, *empty])
+        keys = [self.family.batch_key(condition) for condition in conditioning.conditions]
+        groups: dict[Hashable, list[int]] = {}  # rows by the key of their condition
+        for row, which in enumerate(conditioning.which.tolist()):
+            groups.setdefault(keys[which], []).append(row)
+        if len(groups) <= 1:
+            return self._velocity(latents, sigma, conditioning)
+        order = torch.tensor([row for rows in groups.values() for row in rows])
+        parts = order.split([len(rows) for rows in groups.values()])
+        velocities = [self._velocity(latents[rows], sigma[rows], conditioning[rows]) for rows in parts]
+        return torch.cat(velocities)[order.argsort().to(self.device)]
+
+    def _velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """Compute velocities of rows whose conditions can be stacked."""
+        device = self.device
+        # Conditions and negative prompts are stacked together, so that all are padded to one length.
+        conditions, negatives = conditioning.conditions, conditioning.negatives
+        distinct = {id(one): one for one in (*conditions, *negatives)}
+        stacked = self.family.stack([*distinct.values()])
         stacked = {name: value.to(device) for name, value in stacked.items()}
-        condition = {name: value[rows] for name, value in stacked.items()}  # (B, ...)
-        without = {name: value[-1:].expand_as(condition[name]) for name, value in stacked.items()}
+        index = {key: i for i, key in enumerate(distinct)}
+
+        def rows_of(several: Sequence[Condition]) -> Condition:
+            rows = torch.tensor([index[id(one)] for one in several])[conditioning.which].to(device)
+            return {name: value[rows] for name, value in stacked.items()}  # (B, ...)
+
+        without = rows_of(negatives) if conditioning.passes > 1 else None
         self.evaluations += len(latents) * conditioning.passes
-        inputs = latents.to(device), sigma.to(device), condition, without if empty else None
+        inputs = latents.to(device), sigma.to(device), rows_of(conditions), without
         return self.module(*inputs, conditioning.guidance)
 
     @torch.no_grad()
@@ -269,7 +307,7 @@ class Flow:
             ) from error
         self._move_frozen_parts()
         with reading(prompt):
-            condition = self.condition(prompt.text)
+            condition = self.condition(Request.of(prompt, (frames, *recorded.shape[-2:])))
         pixels = recorded[None].to(self.device) / 255  # (1, 3, height, width) or (1, F, 3, height, width)
         latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
         nothing = torch.zeros(0)  # no schedule and no recorded steps

@@ -15,6 +15,7 @@ from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.diffusion.flow_math import along
+from mmrl.diffusion.model_family import Request
 from mmrl.diffusion.schedule import shift_times
 from mmrl.diffusion.steps import Conditioning
 from mmrl.rewards.adapters import per_outcome
@@ -139,8 +140,9 @@ class Known:
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
         return sd3_times(num_steps)
 
-    def condition(self, text: str) -> dict[str, Tensor]:
-        return {"mean": torch.tensor(float(text or 0), dtype=torch.float64)}
+    def condition(self, request: Request, *, negative: bool = False) -> dict[str, Tensor]:
+        mean = 0 if negative else float(request.text or 0)
+        return {"mean": torch.tensor(mean, dtype=torch.float64)}
 
     def passes(self, guidance: float) -> int:
         return 1 if guidance == 1 else 2

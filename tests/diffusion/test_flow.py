@@ -11,7 +11,7 @@ from mmrl.config.registry import Needs
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
-from mmrl.diffusion.model_family import family_of
+from mmrl.diffusion.model_family import Request, family_of, texts_of
 from mmrl.training.loop import evaluate_references
 from tests.diffusion.flows import SOLVERS, TEXTS, asked, denoise, flow, make, picture
 
@@ -158,10 +158,12 @@ def test_a_text_is_read_once_and_rows_of_one_prompt_share_it(checkpoint, monkeyp
     monkeypatch.setattr(
         type(policy.family),
         "encode",
-        lambda self, pipe, texts, most: read.extend(texts) or encode(self, pipe, texts, most),
+        lambda self, pipe, requests, most: (
+            read.extend(texts_of(requests)) or encode(self, pipe, requests, most)
+        ),
     )
     batch = walked(policy, guidance_scale=2.0)
-    assert read == [*TEXTS, ""]
+    assert read == [TEXTS[0], "", TEXTS[1]]
     assert len(batch.steps.conditioning.conditions) == 2 and batch.steps.conditioning.which.tolist() == [
         0,
         0,
@@ -207,7 +209,7 @@ def test_guidance_that_is_an_input_needs_no_second_call(checkpoint):
 
 def test_texts_too_long_name_the_prompt(walker):
     with pytest.raises(ValueError, match="cannot read the prompt 'aaaa.*it is 102 tokens long"):
-        walker.condition("a" * 100)
+        walker.condition(Request("a" * 100))
 
 
 # ---- recorded answers

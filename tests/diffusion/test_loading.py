@@ -21,6 +21,7 @@ from mmrl.config.schema import Config, Piece, Rollout, parse
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Part, Prompt, PromptError
 from mmrl.diffusion import loading
+from mmrl.diffusion.model_family import Request
 from tests.diffusion import tiny
 from tests.diffusion.flows import denoise, flow
 from tests.support.toys import plan
@@ -187,7 +188,7 @@ def test_prompts_that_are_too_long_are_bad_rows_known_without_weights(checkpoint
     ask = lambda text: Prompt("p", (Message("user", (Part(text),)),))
     for text in ("a red fox", "a red fox " * 400):
         try:
-            reads.condition(text)
+            reads.condition(Request(text))
         except ValueError:
             with pytest.raises(PromptError, match="'p'"):
                 check(ask(text))

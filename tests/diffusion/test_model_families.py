@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from mmrl.diffusion.loading import load_pipeline
-from mmrl.diffusion.model_family import family_of, pack, reading_words, unpack
+from mmrl.diffusion.model_family import Request, family_of, pack, reading_words, unpack
 
 TEXTS = ["a cat", "two dogs on a red boat"]
+REQUESTS = [Request(text) for text in TEXTS]
 SIZES = {"sana": (64, 96), "wan": (32, 48)}
 LENGTHS = {"sd3": 16, "flux": 40, "flux_schnell": 40, "qwen_image": 512, "sana": 40, "wan": 40}
 PICTURES = ("sd3", "flux", "flux_schnell", "qwen_image", "sana")
@@ -37,8 +38,8 @@ def ours(name, pipe, latents, guidance, num_steps=4, told=lambda sigma: sigma, n
     """Follow the flow with Euler's steps, as a policy does, and decode; `told` changes the times that the
     network is told."""
     family = family_for(pipe)
-    texts = family.stack(family.encode(pipe, TEXTS, LENGTHS[name]))
-    empty = family.stack([family.encode_negative(pipe, negative, LENGTHS[name])] * len(TEXTS))
+    texts = family.stack(family.encode(pipe, REQUESTS, LENGTHS[name]))
+    empty = family.stack([family.encode_negative(pipe, Request(negative), LENGTHS[name])] * len(TEXTS))
     times = family.sigmas(pipe, num_steps, latents.shape[1:])
     scale = torch.full((len(latents),), guidance)
     for i in range(num_steps):
@@ -162,7 +163,7 @@ def test_times_are_those_the_scheduler_stepped_through(pipeline, name, num_steps
 def test_ragged_texts_in_a_batch_say_what_they_say_alone(pipeline, name):
     pipe = pipeline(name)
     family, latents = family_for(pipe), noise(shape_of(name, pipe))
-    conditions = family.encode(pipe, TEXTS, LENGTHS[name])
+    conditions = family.encode(pipe, REQUESTS, LENGTHS[name])
     sigma, scale = torch.tensor([0.9, 0.3]), torch.tensor([1.0, 3.0])
     with torch.no_grad():
         both = family.velocity(pipe.transformer, latents, sigma, family.stack(conditions), scale)
@@ -179,9 +180,9 @@ def test_ragged_texts_in_a_batch_say_what_they_say_alone(pipeline, name):
 def test_a_condition_does_not_depend_on_its_neighbours(pipeline, name):
     pipe = pipeline(name)
     family = family_for(pipe)
-    together = family.encode(pipe, TEXTS, LENGTHS[name])
+    together = family.encode(pipe, REQUESTS, LENGTHS[name])
     for text, condition in zip(TEXTS, together, strict=True):
-        (alone,) = family.encode(pipe, [text], LENGTHS[name])
+        (alone,) = family.encode(pipe, [Request(text)], LENGTHS[name])
         assert alone.keys() == condition.keys()
         for key, value in condition.items():
             assert value.device.type == "cpu"
@@ -266,7 +267,7 @@ def test_frames_of_a_video_are_compressed_four_by_four(pipeline):
 def test_a_text_that_would_be_cut_is_refused(pipeline, name):
     pipe = pipeline(name)
     with pytest.raises(ValueError, match=r"tokens long, and the encoder .* takes"):
-        family_for(pipe).encode(pipe, ["a cat", "cat " * 300], LENGTHS[name])
+        family_for(pipe).encode(pipe, [Request("a cat"), Request("cat " * 300)], LENGTHS[name])
 
 
 def letters(name, pipe, limit):
@@ -285,12 +286,14 @@ def test_a_text_of_exactly_the_limit_is_read_and_one_token_more_is_not(pipeline,
     pipe = pipeline(name)
     family, limit = family_for(pipe), LENGTHS[name]
     most = letters(name, pipe, limit)
-    (last_a,), (last_b,) = (family.encode(pipe, ["a" * (most - 1) + last], limit) for last in ("a", "b"))
+    (last_a,), (last_b,) = (
+        family.encode(pipe, [Request("a" * (most - 1) + last)], limit) for last in ("a", "b")
+    )
     states_a, states_b = (condition["encoder_hidden_states"] for condition in (last_a, last_b))
     assert states_a.shape[0] == limit
     assert not torch.equal(states_a, states_b)
     with pytest.raises(ValueError, match=r"tokens long, and the encoder .* takes"):
-        family.encode(pipe, ["a" * (most + 1)], limit)
+        family.encode(pipe, [Request("a" * (most + 1))], limit)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -311,7 +314,7 @@ def test_a_text_makes_no_control_token(pipeline, name, monkeypatch):
     def control(text):
         read.clear()
         with reading_words(pipe, text) as words:
-            family_for(pipe).encode(pipe, [words], LENGTHS[name])
+            family_for(pipe).encode(pipe, [Request(words)], LENGTHS[name])
         assert {key: pipe.components[key] for key in tokenizers} == tokenizers  # as they were
         special = {number for part in tokenizers.values() for number in part.all_special_ids}
         # Padding is one token many times.
@@ -325,7 +328,7 @@ def test_a_text_makes_no_control_token(pipeline, name, monkeypatch):
 def test_flux_reads_on_with_t5_where_clip_stops(pipeline):
     # 90 letters are 92 tokens of CLIP, which takes 77: its vector is that of the first 75 letters.
     pipe = pipeline("flux")
-    long, longer = family_for(pipe).encode(pipe, ["a" * 90, "a" * 89 + "b"], 128)
+    long, longer = family_for(pipe).encode(pipe, [Request("a" * 90), Request("a" * 89 + "b")], 128)
     torch.testing.assert_close(long["pooled_projections"], longer["pooled_projections"])
     assert not torch.equal(long["encoder_hidden_states"], longer["encoder_hidden_states"])
 
@@ -334,7 +337,7 @@ def test_flux_reads_on_with_t5_where_clip_stops(pipeline):
 def test_a_limit_beyond_what_the_pipeline_takes_is_refused(pipeline, name, most):
     pipe = pipeline(name)
     with pytest.raises(ValueError, match=f"at most {most}"):
-        family_for(pipe).encode(pipe, ["a cat"], most + 1)
+        family_for(pipe).encode(pipe, [Request("a cat")], most + 1)
 
 
 def test_packing_lays_two_by_two_latents_side_by_side():
@@ -422,7 +425,7 @@ def test_targets_are_in_the_network_and_gradients_reach_latents(pipeline, name):
     linear = [path for path, part in pipe.transformer.named_modules() if isinstance(part, torch.nn.Linear)]
     for target in family.targets:
         assert any(f".{path}".endswith(f".{target}") for path in linear), target
-    condition = family.stack(family.encode(pipe, TEXTS, LENGTHS[name]))
+    condition = family.stack(family.encode(pipe, REQUESTS, LENGTHS[name]))
     family.velocity(
         pipe.transformer, latents, torch.tensor([0.5, 0.1]), condition, torch.ones(2)
     ).sum().backward()
@@ -435,7 +438,7 @@ def test_targets_are_in_the_network_and_gradients_reach_latents(pipeline, name):
 def test_a_network_of_another_precision_says_nearly_the_same(pipeline, name, dtype, apart):
     pipe = pipeline(name)
     family, latents = family_for(pipe), noise(shape_of(name, pipe))
-    condition = family.stack(family.encode(pipe, TEXTS, LENGTHS[name]))
+    condition = family.stack(family.encode(pipe, REQUESTS, LENGTHS[name]))
     sigma, scale = torch.tensor([0.75, 0.25]), torch.tensor([3.0, 3.0])
     wanted = family.velocity(pipe.transformer, latents, sigma, condition, scale)
     network = copy.deepcopy(pipe.transformer).to(dtype)

@@ -7,6 +7,7 @@ import pytest
 from mmrl.config.schema import Config, parse
 from mmrl.diffusion.checks import text_conditioning
 from mmrl.diffusion.memory_estimates import paths
+from mmrl.diffusion.model_family import Request
 from mmrl.doctor import _look, examine
 from tests.diffusion.test_flow_runs import MATCHING, plan
 
@@ -32,8 +33,8 @@ def test_a_text_that_does_not_reach_the_network_is_named(checkpoint, tmp_path):
     config = config_of(checkpoint, tmp_path / "run")
     examined = _look(config, config)
     assert not list(text_conditioning(examined))
-    told = examined.policy.condition(examined.prompts[0].text)
-    examined.policy.condition = lambda text: told
+    condition = examined.policy.condition(Request(examined.prompts[0].text))
+    examined.policy.condition = lambda request: condition
     rows = tuple(row for row in examined.rollouts if row.prompt is examined.prompts[0])
     mute = type(examined)(**{**vars(examined), "rollouts": rows + examined.rollouts[-1:]})
     (symptom,) = text_conditioning(mute, rows=len(rows))

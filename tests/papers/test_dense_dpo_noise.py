@@ -12,6 +12,7 @@ from mmrl.config.registry import Needs
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
 from mmrl.diffusion.flow_math import noised
+from mmrl.diffusion.model_family import Request
 from mmrl.diffusion.steps import Conditioning
 from mmrl.papers.dense_dpo import PartialNoise
 from mmrl.training.loop import evaluate_references
@@ -75,10 +76,9 @@ def test_a_row_is_the_noised_answer_denoised(policy, ode):
     prompts = asked("a cat", num=2, answers=SHOWN)
     rows = engine.rollout(prompts)
     clean = policy.encode(prompts[0], SHOWN[0]).steps.path[-1]
-    times, asked_of = (
-        engine.engine.times.double(),
-        Conditioning((policy.condition("a cat"),), torch.tensor([0]), 2.0, 2),
-    )
+    times = engine.engine.times.double()
+    condition, negative = (policy.condition(Request("a cat"), negative=it) for it in (False, True))
+    asked_of = Conditioning((condition,), torch.tensor([0]), 2.0, 2, (negative,))
     speak = lambda latents, time: policy.velocity(latents, time, asked_of)
     for row, plan in zip(rows, engine.engine.plans(prompts), strict=True):
         latents = noised(clean, plan.start.double(), times[2])[None]
