@@ -53,7 +53,7 @@ def test_a_saved_adapter_makes_the_same_images_in_a_plain_pipeline(pipeline, che
     network = adapted(pipe)
     before = theirs(name, pipe, latents, 4.0)
     started = theirs(name, with_network(pipe, network), latents, 4.0)  # LoRA starts at zero
-    torch.testing.assert_close(started, before, atol=1e-6, rtol=0)
+    torch.testing.assert_close(started, before, atol=5e-6, rtol=0)
     wanted = theirs(name, with_network(pipe, trained(network)), latents, 4.0)
     assert (wanted - before).abs().max() > 1e-3
     adapters.save_lora(network, tmp_path)
