@@ -119,7 +119,7 @@ def images(folder: Path, name: str, count: int, side: int) -> list[Path]:
 
 def asked_about(folder: Path, name: str, size: dict) -> list:
     """Ask twice about images that nobody has seen."""
-    from mmrl.vision.media.media_root import MediaRoot
+    from mmrl.data.media_root import MediaRoot
     from mmrl.vision.media.prompts import ask
 
     root = MediaRoot(folder)

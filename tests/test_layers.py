@@ -265,7 +265,7 @@ BUDGETS = {
     "compression": 3510,
     "config": 2780,
     "core": 3560,
-    "data": 2310,
+    "data": 2750,
     "datasets": 60,
     "diagnostics": 1450,
     "diffusion": 3930,
@@ -281,7 +281,7 @@ BUDGETS = {
     "samplers": 830,
     "training": 3010,
     "trl": 1310,
-    "vision": 15700,
+    "vision": 15290,
 }
 
 

@@ -25,14 +25,14 @@ from mmrl.core.plain_text import PlainText
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, listed, mapping, short, text, uid_of
+from mmrl.data.media_root import MediaRef, MediaRoot, media_refs
 from mmrl.data.messages import interleaved
 from mmrl.data.row_fields import has_content
+from mmrl.data.video import FrameSampling
 from mmrl.rewards.adapters import per_outcome
 from mmrl.rewards.answers import own_block
 from mmrl.rewards.text_models import load_text_model
-from mmrl.vision.media.media_root import MediaRef, MediaRoot, media_refs
 from mmrl.vision.media.prompts import answers_of
-from mmrl.vision.media.video import FrameSampling
 
 NO_RETRIEVER = "none"
 SHORT = 5  # words of an answer of which every one is wanted

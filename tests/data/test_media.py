@@ -13,9 +13,9 @@ from PIL import Image, features
 from examples.video_grounding.spliced_videos import write_video
 from mmrl.data.dataset_io import RowError
 from mmrl.data.media import MediaError, locate, opened_image, opened_video, read_image
+from mmrl.data.media_root import MediaRoot
+from mmrl.data.video import FrameSampling, read_video, video_duration
 from mmrl.diffusion.image_io import load_image, load_video
-from mmrl.vision.media.media_root import MediaRoot
-from mmrl.vision.media.video import FrameSampling, read_video, video_duration
 from tests.support.damaged import CODECS, IMAGES, damaged, valid
 
 RED, WHITE = [255, 0, 0], [255, 255, 255]

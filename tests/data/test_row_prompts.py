@@ -264,7 +264,7 @@ def test_images_of_a_row_that_is_read_again_are_not_stored_again(tmp_path, monke
     }
     write_parquet(tmp_path / "train.parquet", [row], 1)
     file = ByteFile(limit=0)
-    monkeypatch.setattr("mmrl.vision.media.media_root.byte_file", lambda: file)
+    monkeypatch.setattr("mmrl.data.media_root.byte_file", lambda: file)
     prompts = visual_qa(path=str(tmp_path / "train.parquet"))
     first, end = prompts[0].messages, file.end
     assert end == len(buffer.getvalue())

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from mmrl.core.types import Media, Message, Part, Prompt
+from mmrl.data.media_root import MediaRef, MediaRoot
 from mmrl.data.stored_bytes import ByteFile, BytesInMemory, StoredBytes
+from mmrl.data.video import FrameSampling
 from mmrl.runtime.content_hash import of_prompts
-from mmrl.vision.media.media_root import MediaRef, MediaRoot
-from mmrl.vision.media.video import FrameSampling
 
 
 def test_what_exceeds_the_limit_goes_to_the_file():
@@ -47,7 +47,7 @@ def test_threads_may_write_at_once():
 @pytest.mark.parametrize("limit", [0, 1 << 20])
 def test_an_image_inside_a_row_is_read_and_hashed_wherever_it_is(tmp_path, monkeypatch, limit):
     file = ByteFile(limit=limit)
-    monkeypatch.setattr("mmrl.vision.media.media_root.byte_file", lambda: file)
+    monkeypatch.setattr("mmrl.data.media_root.byte_file", lambda: file)
     buffer = io.BytesIO()
     Image.new("RGB", (3, 2), (9, 8, 7)).save(buffer, "PNG")
     data = buffer.getvalue()

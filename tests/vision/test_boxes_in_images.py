@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from mmrl.core.types import Message, Part, Prompt
+from mmrl.data.media_root import MediaRoot
 from mmrl.vision.benchmarks.boxes import Boxes
 from mmrl.vision.checks.boxes_in_images import boxes_in_images
-from mmrl.vision.media.media_root import MediaRoot
 
 
 @pytest.mark.parametrize(

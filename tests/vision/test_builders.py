@@ -12,9 +12,9 @@ from examples.video_grounding import spliced_videos
 from examples.video_grounding.spliced_videos import SHOTS, SPLITS, Shot, SplicedVideos, play, write_video
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
+from mmrl.data.video import FrameSampling, read_video
 from mmrl.vision.builders.tiny_models import TinyLlava, TinyQwen2_5Vl, tiny_tokenizer
 from mmrl.vision.datasets.grounding import grounding
-from mmrl.vision.media.video import FrameSampling, read_video
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny
 

@@ -15,6 +15,8 @@ from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames
 from mmrl.data.dataset_io import RowError, Rows, valid_rows
+from mmrl.data.media_root import decode_image
+from mmrl.data.video import MediaError
 from mmrl.vision.builders.dl3dv_pairs import (
     FLIP,
     Dl3dvPairs,
@@ -25,8 +27,6 @@ from mmrl.vision.builders.dl3dv_pairs import (
     turn_between,
 )
 from mmrl.vision.checks.media_files import split_leakage, unreadable_media
-from mmrl.vision.media.media_root import decode_image
-from mmrl.vision.media.video import MediaError
 
 
 @pytest.fixture(scope="module")

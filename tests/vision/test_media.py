@@ -14,11 +14,11 @@ from PIL import Image
 
 from examples.video_grounding.spliced_videos import write_video
 from mmrl.core.byte_lru import ByteLRU
+from mmrl.data import media_root as media_module
+from mmrl.data import video
 from mmrl.data.media import locate, read_image
-from mmrl.vision.media import media_root as media_module
-from mmrl.vision.media import video
-from mmrl.vision.media.media_root import MediaRoot
-from mmrl.vision.media.video import FrameSampling, MediaError
+from mmrl.data.media_root import MediaRoot
+from mmrl.data.video import FrameSampling, MediaError
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 

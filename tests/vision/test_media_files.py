@@ -11,8 +11,8 @@ from PIL import Image
 from examples.video_grounding.spliced_videos import write_video
 from mmrl.cli import main
 from mmrl.data.dataset_io import Rows, write_rows
+from mmrl.data.media_root import MediaRef, media_of
 from mmrl.vision.checks.media_files import missing_media, spans_out_of_range, split_leakage, unreadable_media
-from mmrl.vision.media.media_root import MediaRef, media_of
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from examples.video_grounding.spliced_videos import write_video
 from mmrl.build import check_data
 from mmrl.config.schema import Config, ConfigError, parse
 from mmrl.core.types import Message, Outcome, Part, Prompt, PromptError
-from mmrl.vision.media.media_root import MediaRoot
-from mmrl.vision.media.video import FrameSampling
+from mmrl.data.media_root import MediaRoot
+from mmrl.data.video import FrameSampling
 from mmrl.vision.policies.tokens import Tokens
 from tests.support.toys import plan
 

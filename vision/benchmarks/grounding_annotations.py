@@ -20,10 +20,10 @@ from mmrl.data.dataset_io import (
     text_lines,
 )
 from mmrl.data.fields import RowError, listed, mapping, number, short, text, uid_of
+from mmrl.data.media_root import MediaRoot
+from mmrl.data.video import video_duration
 from mmrl.vision.benchmarks.qvhighlights import WINDOW_SECONDS, saliency_of_windows
 from mmrl.vision.benchmarks.time_spans import Span
-from mmrl.vision.media.media_root import MediaRoot
-from mmrl.vision.media.video import video_duration
 
 LONGEST = 1e6  # seconds of a video; bounds the memory of saliency scores
 Form = Literal["charades_sta", "activitynet", "qvhighlights", "jsonl"]

@@ -20,11 +20,11 @@ from mmrl.config.registry import builder
 from mmrl.config.schema import Piece, as_piece, as_plain
 from mmrl.core.rng import Stream
 from mmrl.data.dataset_io import RowError, SourceError
+from mmrl.data.media_root import MediaRef
+from mmrl.data.video import MediaError
 from mmrl.runtime.content_hash import of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import locked, write_whole
-from mmrl.vision.media.media_root import MediaRef
-from mmrl.vision.media.video import MediaError
 from mmrl.vision.preference.export import PairShards, as_row, write_data_set
 from mmrl.vision.preference.generate import (
     ImageSource,

@@ -11,6 +11,7 @@ from mmrl.config.registry import builder
 from mmrl.core.modalities import media_columns
 from mmrl.data.dataset_io import DataRow, write_rows
 from mmrl.data.fields import plain
+from mmrl.data.media_root import media_refs
 from mmrl.vision.benchmarks.conversions import (
     SUFFIXES,
     Toolkit,
@@ -20,7 +21,6 @@ from mmrl.vision.benchmarks.conversions import (
     write_row,
 )
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, readable_rows
-from mmrl.vision.media.media_root import media_refs
 
 
 @builder

@@ -16,8 +16,8 @@ from mmrl.config.ranges import AtMost, PositiveInt, Probability
 from mmrl.config.registry import builder
 from mmrl.core.rng import Stream
 from mmrl.data.media import MediaError, opened_image
+from mmrl.data.media_root import MediaRef, MediaRoot
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, SplitFiles
-from mmrl.vision.media.media_root import MediaRef, MediaRoot
 
 FOLDERS = ("images_8", "images_4", "images_2", "images")  # the smallest first: 480P, 960P, ...
 # Converts camera axes of OpenGL (looking along -Z, +Y up) to OpenCV's (along +Z, +Y down), and back.

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from mmrl.config.registry import builder
 from mmrl.data.dataset_io import write_rows
 from mmrl.data.fields import RowError
+from mmrl.data.media_root import MediaRef, MediaRoot
 from mmrl.vision.benchmarks.grounding_annotations import Annotations, Form
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter
-from mmrl.vision.media.media_root import MediaRef, MediaRoot
 
 
 @builder

@@ -13,9 +13,9 @@ from mmrl.config.registry import builder
 from mmrl.core.modalities import media_columns
 from mmrl.data.dataset_io import DataRow
 from mmrl.data.fields import RowError, listed, plain, text, uid_of
+from mmrl.data.media_root import media_refs
 from mmrl.data.row_fields import ALWAYS, has_content, warn_unread
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, SplitFiles, readable_rows
-from mmrl.vision.media.media_root import media_refs
 from mmrl.vision.media.prompts import answer_of, answers_of
 
 OURS = ("id", "question", "answer", "answers", "choices")  # and columns of media

@@ -12,11 +12,11 @@ from typing import TypeVar
 from mmrl.config.registry import check
 from mmrl.data.dataset_io import DataRow, Rows
 from mmrl.data.fields import RowError, number
+from mmrl.data.media_root import MediaRef, MediaRoot, media_of
+from mmrl.data.video import FrameSampling, video_duration
 from mmrl.diagnostics.context import Finding
 from mmrl.runtime.content_hash import of_file
 from mmrl.vision.benchmarks.grounding_annotations import spans_of
-from mmrl.vision.media.media_root import MediaRef, MediaRoot, media_of
-from mmrl.vision.media.video import FrameSampling, video_duration
 
 # Small frames of the whole video, so that a truncated file is found.
 THUMBNAILS = FrameSampling(frames_per_second=1.0, min_frames=4, max_frames=64, max_pixels=4096)

@@ -23,11 +23,11 @@ from mmrl.data.fields import (
     uid_of,
 )  # fmt: skip
 from mmrl.data.media import upright_size
+from mmrl.data.media_root import MediaRoot
 from mmrl.data.messages import interleaved
 from mmrl.data.row_fields import declared
+from mmrl.data.video import FrameSampling
 from mmrl.vision.benchmarks.boxes import NOWHERE, Box, Boxes, is_box, normal_label, parse_detections
-from mmrl.vision.media.media_root import MediaRoot
-from mmrl.vision.media.video import FrameSampling
 
 ASK = (
     'Where is "{query}" in the image? Give its box as [left, top, right, bottom] in {units}, in the form '

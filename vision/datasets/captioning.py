@@ -14,10 +14,10 @@ from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts, valid_rows
 from mmrl.data.fields import listed, short, text, uid_of
+from mmrl.data.media_root import MediaRoot, decode_image
 from mmrl.vision.benchmarks.benchmark_files import FileError, attach_answers, read_answers, read_coco
 from mmrl.vision.benchmarks.chair import Scene
 from mmrl.vision.benchmarks.object_vocabulary import Ontology, read_ontology
-from mmrl.vision.media.media_root import MediaRoot, decode_image
 from mmrl.vision.media.prompts import ask, root_of
 
 DESCRIBE = "Describe this image."

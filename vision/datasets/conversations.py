@@ -12,10 +12,10 @@ from mmrl.core.modalities import media_columns
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, is_number, listed, mapping, short, uid_of
+from mmrl.data.media_root import MediaRoot, media_refs
 from mmrl.data.messages import ASKED, as_turns, asked_of, read_messages, recorded_turn
 from mmrl.data.row_fields import declared, has_content
-from mmrl.vision.media.media_root import MediaRoot, media_refs
-from mmrl.vision.media.video import FrameSampling
+from mmrl.data.video import FrameSampling
 
 TARGETS = ("solution", "answer", "target")
 READS = (ASKED, "messages", TARGETS, "system", "completion", "environment")

@@ -14,10 +14,10 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Media, Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, read_prompts
 from mmrl.data.fields import text
+from mmrl.data.media_root import MediaRoot
+from mmrl.data.video import FrameSampling
 from mmrl.vision.benchmarks.grounding_annotations import Annotations, Form, Query
 from mmrl.vision.benchmarks.time_spans import Moments
-from mmrl.vision.media.media_root import MediaRoot
-from mmrl.vision.media.video import FrameSampling
 
 ASK = (
     'When does this happen in the video: "{query}"? Give the start and the end in seconds, in the form '

@@ -11,9 +11,9 @@ from mmrl.config.registry import data
 from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import uid_of
-from mmrl.vision.media.media_root import MediaRoot
+from mmrl.data.media_root import MediaRoot
+from mmrl.data.video import FrameSampling
 from mmrl.vision.media.prompts import ask
-from mmrl.vision.media.video import FrameSampling
 
 SIDES = ("original", "changed")  # columns of the two images
 

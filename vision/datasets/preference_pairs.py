@@ -14,6 +14,7 @@ from mmrl.config.registry import data
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, listed, mapping, number, short, uid_of, unpacked
+from mmrl.data.media_root import MediaRoot, media_refs
 from mmrl.data.messages import (
     ASKED,
     as_turns,
@@ -26,8 +27,7 @@ from mmrl.data.messages import (
 )
 from mmrl.data.row_fields import has_content
 from mmrl.data.row_files import Found, RowFile
-from mmrl.vision.media.media_root import MediaRoot, media_refs
-from mmrl.vision.media.video import FrameSampling
+from mmrl.data.video import FrameSampling
 
 log = logging.getLogger("mmrl")
 SIDES = ("chosen", "rejected")

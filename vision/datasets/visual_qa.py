@@ -13,11 +13,11 @@ from mmrl.core.modalities import media_columns
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import fill_template, template_fields, text, uid_of
+from mmrl.data.media_root import EITHER, MediaRoot, media_of
 from mmrl.data.messages import interleaved
 from mmrl.data.row_fields import declared, has_content
-from mmrl.vision.media.media_root import EITHER, MediaRoot, media_of
+from mmrl.data.video import FrameSampling
 from mmrl.vision.media.prompts import answers_of, lettered
-from mmrl.vision.media.video import FrameSampling
 
 log = logging.getLogger("mmrl")
 DRAWN = tuple(name for name in EITHER if name not in ("chosen", "rejected"))  # answers are no media here

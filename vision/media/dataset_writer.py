@@ -14,8 +14,8 @@ from typing import Any
 
 from mmrl.core.modalities import MODALITIES
 from mmrl.data.dataset_io import FORMS, DataRow, RowError, Rows, SourceError, hub_rows, write_rows
-from mmrl.vision.media.media_root import MediaRef, MediaRoot
-from mmrl.vision.media.video import FrameSampling
+from mmrl.data.media_root import MediaRef, MediaRoot
+from mmrl.data.video import FrameSampling
 
 IMAGE_SIGNATURES = {  # first bytes of image files, and their suffix
     b"\x89PNG": ".png",

@@ -13,9 +13,9 @@ from mmrl.core.modalities import MODALITIES
 from mmrl.core.types import Frames, Media
 from mmrl.data.fields import RowError, short
 from mmrl.data.media import MediaError, as_rgb, held_or_named, is_image, to_image
+from mmrl.data.media_root import MediaRef, MediaRoot, decode_image
 from mmrl.data.object_rows import as_png
-from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image
-from mmrl.vision.media.video import FrameSampling
+from mmrl.data.video import FrameSampling
 
 LISTED = 2.0  # frames per second of a video that is given as a list of images
 

@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate
 
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.data.fields import RowError, is_number, listed, short, text, unpacked
-from mmrl.vision.media.media_root import MediaRoot
+from mmrl.data.media_root import MediaRoot
 
 NOISE_STEPS = 1000
 TRIES = 10  # attempts to find a box that fits, as in torchvision's RandomResizedCrop

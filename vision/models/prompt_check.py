@@ -9,7 +9,7 @@ from typing import Any
 from mmrl.core.modalities import MODALITIES
 from mmrl.core.types import Media, Prompt, reading
 from mmrl.data.media import upright_size
-from mmrl.vision.media.media_root import MediaFile
+from mmrl.data.media_root import MediaFile
 from mmrl.vision.models.media_arguments import video_size_options
 from mmrl.vision.models.model_families import check_length
 from mmrl.vision.models.processor import PromptEncoder

@@ -14,11 +14,11 @@ from mmrl.core.protocols import Engine
 from mmrl.core.types import Media, Prompt, Trajectory
 from mmrl.data.dataset_io import Rows, row_files
 from mmrl.data.fields import RowError, text
+from mmrl.data.media_root import MediaRef, MediaRoot, decode_image, media_of
+from mmrl.data.video import MediaError
 from mmrl.runtime.content_hash import of_file
 from mmrl.vision.media.dataset_writer import image_suffix, is_image_file
-from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image, media_of
 from mmrl.vision.media.prompts import ask
-from mmrl.vision.media.video import MediaError
 from mmrl.vision.preference.select import ScoredPair
 
 

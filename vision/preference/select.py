@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from mmrl.core.rng import Stream
-from mmrl.vision.media.video import MediaError
+from mmrl.data.video import MediaError
 
 TIE = 1e-8  # rewards closer than this are equal
 SELECTED = KEPT, FLIPPED = "kept", "flipped"

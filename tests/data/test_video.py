@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from examples.video_grounding.spliced_videos import write_video
-from mmrl.vision.media.video import FrameSampling, MediaError, read_video, sample_times, video_duration
+from mmrl.data.video import FrameSampling, MediaError, read_video, sample_times, video_duration
 
 SHADE = 12  # frame number i is a grey of 12 i
 

@@ -16,7 +16,7 @@ from mmrl.data.fields import RowError, short
 from mmrl.data.media import MediaError, held_or_named, locate, read_image
 from mmrl.data.messages import ReadMedia, plain_part
 from mmrl.data.stored_bytes import byte_file
-from mmrl.vision.media.video import FrameSampling, sampled_size
+from mmrl.data.video import FrameSampling, sampled_size
 
 CACHE_BYTES = 1 << 30
 
