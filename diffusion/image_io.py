@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from mmrl.core.tensor import linspace_indices
-from mmrl.data.media import MAX_IMAGE_PIXELS, MediaError, is_turned, opened_video, read_image, upright
+from mmrl.data.media import (
+    MAX_IMAGE_PIXELS,
+    MediaError,
+    is_turned,
+    opened_video,
+    read_image,
+    upright,
+    upright_size,
+)
 
 
-def load_image(path: Path, height: int = 0, width: int = 0, max_pixels: int = MAX_IMAGE_PIXELS) -> Tensor:
-    """Decode an image file into (3, height, width) uint8, upright.
+def load_image(
+    source: Path | bytes, height: int = 0, width: int = 0, max_pixels: int = MAX_IMAGE_PIXELS
+) -> Tensor:
+    """Decode an image file, or its bytes, into (3, height, width) uint8, upright.
 
     With `height` and `width` it is cropped around its centre to that aspect ratio, then resized; 0 keeps its
     own size. `max_pixels` is the most pixels that the file may have.
@@ -21,24 +31,21 @@ def load_image(path: Path, height: int = 0, width: int = 0, max_pixels: int = MA
     import numpy
     from PIL import Image, ImageOps
 
-    image = read_image(path, str(path), max_pixels)
+    name = "an image inside a row" if isinstance(source, bytes) else str(source)
+    image = read_image(source, name, max_pixels)
     if height and image.size != (width, height):
         image = ImageOps.fit(image, (width, height), method=Image.Resampling.BICUBIC)
     # `array` copies; the memory of a Pillow image is read-only.
     return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
 
 
-def image_size(path: Path) -> tuple[int, int]:
-    """Read height and width of an image file, upright, from its header; (0, 0) where there is none."""
-    from PIL import ExifTags, Image, UnidentifiedImageError
-
+def image_size(source: Path | bytes) -> tuple[int, int]:
+    """Read height and width of an image, upright, from its header; (0, 0) where there is none."""
     try:
-        with Image.open(path) as image:
-            width, height = image.size
-            turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5  # by a quarter
-    except (OSError, UnidentifiedImageError):
+        width, height = upright_size(source, "an image")
+    except MediaError:
         return 0, 0  # `load_image` says why
-    return (width, height) if turned else (height, width)
+    return height, width
 
 
 def load_video(path: Path, num_frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:

@@ -53,10 +53,10 @@ def line_uid(row: DataRow, path: Path) -> str:
 class RecordedAnswers(Sequence):
     """Recorded images or videos of one prompt, with scores; each is decoded on every access."""
 
-    files: tuple[Path, ...]
+    files: tuple[Any, ...]  # paths, or bytes inside rows (`Media.source`)
     scores: Scores  # of each file, by the name of the reward
-    load: Callable[[Path], Outcome]
-    size: Callable[[Path], tuple[int, ...]]  # frames, height and width of a file, without decoding
+    load: Callable[[Any], Outcome]
+    size: Callable[[Any], tuple[int, ...]]  # frames, height and width of a file, without decoding
 
     def __len__(self) -> int:
         return len(self.files)

@@ -1,0 +1,230 @@
+"""Data sets of prompts with images as conditions: edits of images, and first frames of videos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.ranges import NonNegativeInt, PositiveInt
+from mmrl.config.registry import data
+from mmrl.core.types import Media, Message, Outcome, Part, Prompt
+from mmrl.data.dataset_io import DataRow, Rows, read_prompts
+from mmrl.data.fields import RowError, text, uid_of, unpacked
+from mmrl.data.media import MAX_IMAGE_PIXELS, upright_size
+from mmrl.data.media_root import MediaRoot, media_refs
+from mmrl.data.row_fields import has_content
+from mmrl.data.text_files import CAPTION, RecordedAnswers
+from mmrl.data.video import FrameSampling
+from mmrl.diffusion.image_io import image_size, load_image, load_video
+
+# Names of columns in public sets, in order of preference: a row's first one with content is read.
+SOURCES = (
+    "edit_image", "kontext_images", "source_images", "source_image", "source_img", "src_img", "input_image",
+    "original_image", "images", "image", "file_name",
+)  # fmt: skip
+EDITED = (
+    "edited_image", "edited_img", "target_image", "target_img", "output_image", "output", "image",
+)  # fmt: skip
+INSTRUCTIONS = ("instruction", "edit_prompt", "edited_prompt_list", "prompt", "caption")
+MASKS = ("mask", "mask_image", "mask_img")
+FIRST_FRAMES = ("first_frame", "input_image", "image")
+
+
+@data
+def edits(
+    *,
+    path: str,
+    root: str = "",
+    columns: Mapping[str, str] | None = None,
+    height: NonNegativeInt = 0,
+    width: NonNegativeInt = 0,
+    max_pixels: PositiveInt = MAX_IMAGE_PIXELS,
+    bad_rows: Literal["error", "drop"] = "error",
+    limit: NonNegativeInt = 0,
+) -> Sequence[Prompt]:
+    """Read instructions that edit images, from JSON lines, JSON, CSV, parquet or a folder of `datasets`.
+
+    A row has one or several source images, an instruction, and perhaps an edited image, which becomes the
+    recorded answer, and a `mask`, white where the image may change. Each is read from the first of several
+    columns that has content, so that public sets are read as they are: rows of OmniEdit (`src_img`,
+    `edited_prompt_list`, `edited_img`), MagicBrush, InstructPix2Pix, GEdit-Bench, KontextBench (a folder with
+    `metadata.jsonl`), and training sets of Qwen-Image-Edit and FLUX.1 Kontext (`edit_image` or
+    `kontext_images`, `prompt`, and the edited `image`). A single `image` is the source; of a list of texts
+    the first is the instruction. Rewards get all other columns by name, and `mask` as a medium.
+
+    Args:
+        path: The file or folder of rows.
+        root: Folder of the images; by default that of the rows. Paths may not leave it.
+        columns: Maps `source`, `instruction`, `edited` and `mask` to the columns of the file.
+        height: With `width`, edited images are cropped around the centre to this aspect ratio and resized,
+            pixels.
+        width: See `height`; 0 for both keeps the images' own sizes.
+        max_pixels: Most pixels of an edited image.
+        bad_rows: Unusable rows raise (`error`) or are skipped and logged (`drop`).
+        limit: Most rows to read; 0 is all.
+    """
+    if bool(height) != bool(width):
+        raise ConfigError(f"give both height and width, or neither; got {height} and {width}")
+    roles = {"source": SOURCES, "edited": EDITED, "mask": MASKS, "instruction": INSTRUCTIONS}
+    rows = ConditionedRows(Path(path), root, roles, columns or {})
+    load = lambda file: Outcome(image=load_image(file, height, width, max_pixels))
+    size = lambda file: (1, height, width) if height else (1, *image_size(file))
+
+    def make(row: DataRow, number: int) -> Prompt:
+        chosen = rows.choose(row)
+        images, edited, masks = (rows.media(row, chosen[role]) for role in ("source", "edited", "mask"))
+        if not images:
+            raise rows.wanted("source")
+        if len(masks) > 1:
+            raise RowError(f"wanted one mask, got {len(masks)}")
+        for mask in masks:
+            check_mask(mask, images[0])
+        kept = {"mask": masks[0]} if masks else {}
+        return rows.prompt(row, number, images, chosen, recorded(edited, load, size), kept)
+
+    return rows.read(make, bad_rows, limit)
+
+
+@data
+def first_frames(
+    *,
+    path: str,
+    root: str = "",
+    columns: Mapping[str, str] | None = None,
+    num_frames: NonNegativeInt = 0,
+    height: NonNegativeInt = 0,
+    width: NonNegativeInt = 0,
+    bad_rows: Literal["error", "drop"] = "error",
+    limit: NonNegativeInt = 0,
+) -> Sequence[Prompt]:
+    """Read first frames of videos with texts, for image-to-video models; forms of files as in `edits`.
+
+    A row has an image (`first_frame`, `input_image` or `image`), a `prompt` (or `caption`), and perhaps a
+    `video` that shows what follows, which becomes the recorded answer. The model crops or resizes the image
+    to the size of the video that is asked for. Rewards get all other columns by name.
+
+    Args:
+        path: The file or folder of rows.
+        root: Folder of the images and videos; by default that of the rows. Paths may not leave it.
+        columns: Maps `first_frame`, `prompt` and `video` to the columns of the file.
+        num_frames: Frames to take from a recorded video, evenly spread; needed with recorded videos.
+        height: Height that recorded videos are scaled to, pixels; needed with recorded videos.
+        width: Width that recorded videos are scaled to, pixels; needed with recorded videos.
+        bad_rows: Unusable rows raise (`error`) or are skipped and logged (`drop`).
+        limit: Most rows to read; 0 is all.
+    """
+    roles = {"first_frame": FIRST_FRAMES, "video": ("video",), "prompt": CAPTION}
+    rows = ConditionedRows(Path(path), root, roles, columns or {})
+
+    def load(file: Path) -> Outcome:
+        frames, times = load_video(file, num_frames, height, width)
+        return Outcome(video=frames, times=times)
+
+    def make(row: DataRow, number: int) -> Prompt:
+        chosen = rows.choose(row)
+        images, videos = rows.media(row, chosen["first_frame"]), rows.media(row, chosen["video"], "video")
+        if len(images) != 1:
+            raise rows.wanted("first_frame")
+        if videos and not (num_frames and height and width):
+            raise RowError("the row has a `video`; set `num_frames`, `height` and `width` of the data")
+        answers = recorded(videos, load, lambda file: (num_frames, height, width))
+        return rows.prompt(row, number, images, chosen, answers, {})
+
+    return rows.read(make, bad_rows, limit)
+
+
+class ConditionedRows:
+    """Rows of a text with images, whose columns may have one of several names.
+
+    Args:
+        path: The file or folder of rows.
+        root: Folder of the media; empty: that of the rows.
+        roles: Maps each role, such as "source", to the column names that it may have. The first column with
+            content is read. The last role is the text, all others are media.
+        columns: Maps roles to the name of their column in this file.
+    """
+
+    def __init__(
+        self, path: Path, root: str, roles: Mapping[str, Sequence[str]], columns: Mapping[str, str]
+    ) -> None:
+        if unknown := sorted(columns.keys() - roles.keys()):
+            raise ConfigError(f"`columns` maps {', '.join(roles)}; there is no '{unknown[0]}'")
+        self.path, self.media_root = path, MediaRoot.of_rows(path, root)
+        self.roles = {
+            role: (columns[role],) if role in columns else (*names,) for role, names in roles.items()
+        }
+        self.names = [*dict.fromkeys(name for names in self.roles.values() for name in names)]
+        self.text = [*roles][-1]
+
+    def read(self, make: Callable[[DataRow, int], Prompt], bad_rows: str, limit: int) -> Sequence[Prompt]:
+        """Make a prompt of every row (see `read_prompts`)."""
+        rows = Rows(self.path, self.media_root.root)
+        return read_prompts(self.path, rows, make, reads=self.names, bad_rows=bad_rows, limit=limit)
+
+    def choose(self, row: DataRow) -> dict[str, str]:
+        """Choose the column of each role: its first name with content that no earlier role has; else empty.
+
+        Raises `RowError` for an image or video that no role takes.
+        """
+        filled = [name for name in self.names if has_content(row.columns.get(name))]
+        chosen: dict[str, str] = {}
+        for role, names in self.roles.items():
+            free = (name for name in names if name in filled and name not in chosen.values())
+            chosen[role] = next(free, "")
+        texts = self.roles[self.text]
+        for name in filled:
+            if name not in chosen.values() and name not in texts:
+                raise RowError(f"nothing reads `{name}` beside {', '.join(filter(None, chosen.values()))}")
+        return chosen
+
+    def media(self, row: DataRow, column: str, kind: str = "image") -> list[Media]:
+        """Read the media of a column of a row; none for an empty name."""
+        refs = media_refs(row.columns[column], kind, column) if column else ()
+        return [self.media_root.medium(ref, row.place, FrameSampling()) for ref in refs]
+
+    def prompt(
+        self,
+        row: DataRow,
+        number: int,
+        images: Sequence[Media],
+        chosen: Mapping[str, str],
+        answers: RecordedAnswers | tuple[()],
+        kept: Mapping[str, Any],
+    ) -> Prompt:
+        """Make a prompt that shows images before its text; `kept` are its columns besides unread ones."""
+        parts = (*(Part(media=image) for image in images), Part(self.words(row, chosen[self.text])))
+        read = {*self.names} - {*self.roles[self.text]} | {*chosen.values()}
+        others = {name: value for name, value in row.all.items() if name not in read}
+        uid = uid_of(row.all, f"{row.split}#{number}")
+        return Prompt(uid, (Message("user", parts),), None, answers, {**others, **kept})
+
+    def words(self, row: DataRow, column: str) -> str:
+        """Read the text in a column; of a list of texts, the first."""
+        if not column:
+            raise RowError(f"wanted a text in {' or '.join(map(repr, self.roles[self.text]))}")
+        value = unpacked(row.columns[column])
+        return text(value[0] if isinstance(value, list | tuple) and value else value, column).strip()
+
+    def wanted(self, role: str) -> RowError:
+        """Make the error of a row without the images of a role."""
+        return RowError(f"wanted an image in {' or '.join(map(repr, self.roles[role]))}")
+
+
+def recorded(media: Sequence[Media], load: Callable, size: Callable) -> RecordedAnswers | tuple[()]:
+    """Make recorded answers of media, each with the score 1; `load` and `size` take a path or bytes."""
+    if not media:
+        return ()
+    read = lambda source: source if isinstance(source, Path | bytes) else source.read()
+    files = tuple(medium.source for medium in media)
+    scores = ({"score": 1.0},) * len(files)
+    return RecordedAnswers(files, scores, lambda file: load(read(file)), lambda file: size(read(file)))
+
+
+def check_mask(mask: Media, image: Media) -> None:
+    """Raise `RowError` unless a mask has the size of its image; reads headers alone."""
+    sizes = [upright_size(medium.source, medium.name) for medium in (mask, image)]
+    if sizes[0] != sizes[1]:
+        (width, height), (wide, high) = sizes
+        raise RowError(f"the mask is {height} x {width} pixels, and its image {high} x {wide}")
