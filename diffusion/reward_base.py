@@ -37,7 +37,7 @@ def frames_of(prompt: Prompt, outcome: Outcome) -> Tensor:
 
 
 def images_of(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[Tensor]:
-    """Image to score per outcome, (3, height, width) uint8; the first frame of a video."""
+    """Image to score per outcome, (3, height, width) uint8; outcomes are images."""
     return [frames_of(prompt, outcome)[0] for prompt, outcome in zip(prompts, outcomes, strict=True)]
 
 

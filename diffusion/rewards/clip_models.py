@@ -15,6 +15,7 @@ from mmrl.core.plain_text import OPEN_CLIP, PlainText, parted
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion import reward_base as base
 from mmrl.diffusion.image_io import to_pil
+from mmrl.rewards.frames import mean_over_frames
 from mmrl.runtime.modules import model_source
 
 
@@ -24,14 +25,19 @@ class TextImageSimilarity:
     name: str
     model: nn.Module
     batch_size: int
+    frames: int  # of a video
     max_tokens: int  # that the text encoder reads
     factor: float = 1.0
     count_tokens: Callable[[str], int]  # of a text before truncation, special ones included
     embed_images: Callable[[Sequence[Tensor]], Tensor]  # images to (B, D)
     embed_texts: Callable[[Sequence[str]], Tensor]  # texts to (B, D)
 
-    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
+    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
         """Compute the reward of every outcome."""
+        return mean_over_frames(self.score_images, prompts, outcomes, self.frames)
+
+    def score_images(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
+        """Compute the reward of every image."""
         texts, images = [prompt.text for prompt in prompts], base.images_of(prompts, outcomes)
         base.warn_of_truncation(self.name, texts, self.count_tokens, self.max_tokens)
         unit = lambda embed: lambda items: normalize(embed(items), dim=-1).cpu()
@@ -44,13 +50,14 @@ class TextImageSimilarity:
 class PickScore(TextImageSimilarity):
     """Predicted preference of an image for its prompt, by a tuned CLIP (PickScore, arXiv 2305.01569).
 
-    The score is exp(logit_scale) cos(text, image). Of a video the first frame counts.
+    The score is exp(logit_scale) cos(text, image).
 
     Args:
         model: Folder or hub id of the CLIP model.
         processor: Folder or hub id of its processor.
         scale: `logit`, about 20 to 24 for current models and what reports state, or `cosine` (DanceGRPO).
         divide_by: Divisor of the score; Flow-GRPO uses 26 on the logit.
+        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
         batch_size: Images or texts in the model at once.
         device: Of the model; `auto` takes the GPU if there is one.
     """
@@ -64,12 +71,14 @@ class PickScore(TextImageSimilarity):
         processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         scale: Literal["logit", "cosine"] = "logit",
         divide_by: float = 1.0,
+        frames: PositiveInt = 8,
         batch_size: PositiveInt = 32,
         device: str = "auto",
     ) -> None:
         from transformers import CLIPModel, CLIPProcessor
 
         load = lambda: base.load_pretrained(self.name, CLIPModel, model)
+        self.frames = frames
         self.model, self.batch_size = base.shared_model(self.name, device, load, model), batch_size
         with base.explained(f"pick_score: cannot load the processor '{processor}'"):
             # Pillow, as the authors resize; torchvision differs by up to one of 255 levels.
@@ -99,11 +108,12 @@ class Hpsv2(TextImageSimilarity):
     """Predicted preference of an image for its prompt, by a tuned ViT-H-14 (HPS v2.1, arXiv 2306.09341).
 
     The cosine of text and image in a model of open_clip that was tuned to rankings, about 0.2 to 0.35. An
-    image that is not square gets black bars, as the authors prepare it. Of a video the first frame counts.
+    image that is not square gets black bars, as the authors prepare it.
 
     Args:
         weights: `HPS_v2.1_compressed.pt`: a file, or `owner/name:file` of the hub.
         model: Architecture, by its name in open_clip.
+        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
         batch_size: Images or texts in the model at once.
         device: Of the model; `auto` takes the GPU if there is one.
     """
@@ -115,6 +125,7 @@ class Hpsv2(TextImageSimilarity):
         *,
         weights: str = "xswu/HPSv2:HPS_v2.1_compressed.pt",
         model: str = "ViT-H-14",
+        frames: PositiveInt = 8,
         batch_size: PositiveInt = 32,
         device: str = "auto",
     ) -> None:
@@ -131,6 +142,7 @@ class Hpsv2(TextImageSimilarity):
                     model, pretrained=path, precision="fp32", require_pretrained=True, weights_only=True
                 )
 
+        self.frames = frames
         self.model, self.batch_size = base.shared_model("hpsv2", device, load, weights, model), batch_size
         # The authors scale the longest side and fill the rest with black, where open_clip would crop.
         given = {**self.model.visual.preprocess_cfg, "resize_mode": "longest", "fill_color": 0}
@@ -156,11 +168,12 @@ class Aesthetic:
     """Predicted aesthetic rating of an image, about 1 to 10 (LAION); the prompt does not matter.
 
     The predictor `sac+logos+ava1-l14-linearMSE`: linear layers on the embedding of an image by CLIP ViT-L/14,
-    at length 1. Of a video the first frame counts.
+    at length 1.
 
     Args:
         model: Folder or hub id of the CLIP vision model.
         weights: Of the linear layers: a file, or `owner/name:file` of the hub.
+        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
         batch_size: Images in the model at once.
         device: Of the model; `auto` takes the GPU if there is one.
     """
@@ -170,12 +183,14 @@ class Aesthetic:
         *,
         model: str = "openai/clip-vit-large-patch14",
         weights: str = "trl-lib/ddpo-aesthetic-predictor:aesthetic-model.pth",
+        frames: PositiveInt = 8,
         batch_size: PositiveInt = 32,
         device: str = "auto",
     ) -> None:
         from transformers import AutoImageProcessor, CLIPVisionModelWithProjection
 
         load = lambda: base.load_pretrained("aesthetic", CLIPVisionModelWithProjection, model)
+        self.frames = frames
         self.model, self.batch_size = base.shared_model("aesthetic", device, load, model), batch_size
         self.processor = AutoImageProcessor.from_pretrained(
             model_source(model), backend="pil", trust_remote_code=False
@@ -186,8 +201,12 @@ class Aesthetic:
             self.head.load_state_dict(state)
         self.head.eval().requires_grad_(False).to(self.model.device)
 
-    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
+    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
         """Compute the reward of every outcome."""
+        return mean_over_frames(self.score_images, prompts, outcomes, self.frames)
+
+    def score_images(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
+        """Compute the reward of every image."""
 
         def rate(images: Sequence[Tensor]) -> Tensor:
             inputs = self.processor(images=[to_pil(image) for image in images], return_tensors="pt")

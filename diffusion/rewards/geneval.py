@@ -6,9 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.reward_base import frames_of, import_function
+from mmrl.rewards.frames import mean_over_frames
 
 # Class name to objects: {"box": [left, top, right, bottom], "score": confidence, "color": name}.
 Detections = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -27,7 +29,7 @@ class Geneval:
 
     GenEval (arXiv 2310.11513), as a reward in Flow-GRPO (arXiv 2505.05470). The prompt's columns `include`,
     `exclude` and `tag` are those of the benchmark. Detections with confidences up to 0.3 (0.9 for counting),
-    and all after the first 16 of a class, are ignored. Of a video the first frame counts.
+    and all after the first 16 of a class, are ignored.
 
     Args:
         detector: `package.module:function` from an image (3, height, width) uint8 and the prompt's columns to
@@ -37,6 +39,7 @@ class Geneval:
             and numbers exact; `official` is the benchmark's, where more objects are allowed except in prompts
             that ask for counting.
         clamp: Use 0 for a count above twice the number, which would be negative (our reading).
+        frames: Frames of a video to look at, evenly from the first to the last; the reward is their mean.
     """
 
     def __init__(
@@ -45,12 +48,18 @@ class Geneval:
         detector: str = "",
         form: Literal["clauses", "strict", "official"] = "clauses",
         clamp: bool = False,
+        frames: PositiveInt = 8,
     ) -> None:
+        self.frames = frames
         self.detect = import_function("geneval", detector) if detector else None
         self.form, self.clamp = form, clamp
 
-    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
+    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
         """Compute the reward of every outcome."""
+        return mean_over_frames(self.score_images, prompts, outcomes, self.frames if self.detect else 1)
+
+    def score_images(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
+        """Compute the reward of every image."""
         return [self.measure(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
 
     def measure(self, prompt: Prompt, outcome: Outcome) -> float:

@@ -14,6 +14,7 @@ from mmrl.core.plain_text import PlainText
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion import reward_base as base
 from mmrl.diffusion.image_io import to_pil
+from mmrl.rewards.frames import mean_over_frames
 from mmrl.runtime.modules import model_source
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the published head's output
@@ -27,12 +28,13 @@ class ImageReward:
     """Predicted preference of an image for its prompt, by BLIP and linear layers (arXiv 2304.05977).
 
     BLIP reads the prompt with attention to the image, and linear layers score its first token. Standardised:
-    0 is average, and it may be negative. Of a video the first frame counts.
+    0 is average, and it may be negative.
 
     Args:
         weights: `ImageReward.pt`: a file, or `owner/name:file` of the hub. Its names are mapped onto the BLIP
             of transformers; a file with other names is refused.
         tokenizer: Folder or hub id.
+        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
         batch_size: Images or prompts in the model at once.
         device: Of the model; `auto` takes the GPU if there is one.
     """
@@ -42,11 +44,13 @@ class ImageReward:
         *,
         weights: str = "THUDM/ImageReward:ImageReward.pt",
         tokenizer: str = "bert-base-uncased",
+        frames: PositiveInt = 8,
         batch_size: PositiveInt = 16,
         device: str = "auto",
     ) -> None:
         from transformers import AutoTokenizer
 
+        self.frames = frames
         load = lambda: BlipScorer(base.read_weights("image_reward", weights))
         self.model, self.batch_size = base.shared_model("image_reward", device, load, weights), batch_size
         with base.explained(f"image_reward: cannot load the tokenizer '{tokenizer}'"):
@@ -58,9 +62,13 @@ class ImageReward:
                 f"are for {self.model.vocabulary}; name the one they were trained with, bert-base-uncased"
             )
 
-    @torch.no_grad()
-    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
+    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
         """Compute the reward of every outcome."""
+        return mean_over_frames(self.score_images, prompts, outcomes, self.frames)
+
+    @torch.no_grad()
+    def score_images(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
+        """Compute the reward of every image."""
         texts = [prompt.text for prompt in prompts]
         count_tokens = lambda text: len(self.plain.batch([text], verbose=False)["input_ids"][0])
         base.warn_of_truncation("image_reward", texts, count_tokens, MAX_TOKENS)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from mmrl.config.ranges import PositiveInt
@@ -15,23 +16,38 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.image_io import to_pil
 from mmrl.diffusion.reward_base import frames_of, images_of
 from mmrl.rewards.adapters import per_outcome
+from mmrl.rewards.frames import even_frames, mean_over_frames
 
 JPEG_QUALITY = 95
 
 
 @reward
-@per_outcome
 def jpeg_compressibility(
-    prompt: Prompt, outcome: Outcome, *, form: Literal["incompressible", "compressible"] = "incompressible"
-) -> float:
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Outcome],
+    *,
+    form: Literal["incompressible", "compressible"] = "incompressible",
+    frames: PositiveInt = 8,
+) -> list[float | None]:
     """Size of an image as JPEG of quality 95, in kilobytes (DDPO, arXiv 2305.13301).
 
-    `incompressible` is that size, `compressible` minus a 500th of it. Of a video the first frame counts.
+    Args:
+        form: `incompressible` is that size; `compressible` is minus a 500th of it.
+        frames: Frames of a video to compress, evenly from the first to the last; the reward is their mean.
     """
+
+    def score(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
+        sizes = [jpeg_kilobytes(image) for image in images_of(prompts, outcomes)]
+        return sizes if form == "incompressible" else [-size / 500 for size in sizes]
+
+    return mean_over_frames(score, prompts, outcomes, frames)
+
+
+def jpeg_kilobytes(image: Tensor) -> float:
+    """Size of an image (3, height, width) uint8 as JPEG; 1 kB is 1000 bytes, as in the source."""
     buffer = io.BytesIO()
-    to_pil(frames_of(prompt, outcome)[0]).save(buffer, format="JPEG", quality=JPEG_QUALITY)
-    size = buffer.tell() / 1000  # 1 kB = 1000 bytes, as in the source
-    return size if form == "incompressible" else -size / 500
+    to_pil(image).save(buffer, format="JPEG", quality=JPEG_QUALITY)
+    return buffer.tell() / 1000
 
 
 @reward
@@ -48,18 +64,25 @@ def clipped_pixels(prompt: Prompt, outcome: Outcome) -> float:
 
 @reward
 def pairwise_diversity(
-    prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, size: PositiveInt = 32
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Outcome],
+    *,
+    size: PositiveInt = 32,
+    frames: PositiveInt = 8,
 ) -> list[float | None]:
     """Mean pixel distance of an image to the others of its prompt, in [0, 1]; give it weight 0.
 
     The distance is the root of the mean squared difference of pixels in [0, 1], after images were averaged
     to `size` x `size` (our reading). Images after equally many steps are compared; an image without others
-    has no value. Of a video the first frame counts.
+    has no value. Videos are compared by all pixels of `frames` frames, evenly from the first to the last.
     """
-    images = images_of(prompts, outcomes)
+    images = [
+        even_frames(frames_of(prompt, outcome), frames)
+        for prompt, outcome in zip(prompts, outcomes, strict=True)
+    ]
     groups: dict[tuple, list[int]] = {}  # places by prompt and number of steps
     for i, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
-        groups.setdefault((prompt.uid, outcome.end), []).append(i)
+        groups.setdefault((prompt.uid, outcome.end, len(images[i])), []).append(i)
     values: list[float | None] = [None] * len(outcomes)
     for members in groups.values():
         if len(members) < 2:

@@ -21,6 +21,7 @@ from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core import plain_text
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.frames import mean_over_frames
 from mmrl.rewards.text_models import reward_device
 
 WEIGHT = 2.5  # of CLIPScore, arXiv 2104.08718
@@ -32,7 +33,7 @@ CONFIG = "open_clip_config.json"
 class ClipScore:
     """Image-text similarity of a CLIP or SigLIP model: cosine, logit or CLIPScore (arXiv 2104.08718).
 
-    SigLIP is arXiv 2303.15343. An image, or the first frame of a video, is compared with `against`. An
+    SigLIP is arXiv 2303.15343. An image is compared with `against`. An
     outcome of text alone is a caption and is compared with the prompt's one image.
 
     A text that the model would truncate is split into sentences, and long sentences at commas and `and`;
@@ -54,6 +55,7 @@ class ClipScore:
         split: Split texts that are too long (`long`), or every text (`always`).
         pool: Pool parts by `mean`, mean weighted by words (`length`), `min`, or `soft_min`.
         tau: Temperature of `soft_min`, above 0, in units of the cosine.
+        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
         batch_size: Images or texts per forward pass.
         device: Torch device; `auto` is the current GPU, or the CPU.
     """
@@ -71,6 +73,7 @@ class ClipScore:
         split: Literal["long", "always"] = "long",
         pool: Literal["mean", "length", "min", "soft_min"] = "mean",
         tau: PositiveFloat = 0.05,
+        frames: PositiveInt = 8,
         batch_size: PositiveInt = 32,
         device: str = "auto",
     ) -> None:
@@ -80,7 +83,7 @@ class ClipScore:
             )
         if divide_by == 0:
             raise ValueError("clip_score needs a `divide_by` other than 0")
-        self.towers = load_towers(model, pretrained, device)
+        self.towers, self.frames = load_towers(model, pretrained, device), frames
         own = PREFIX if scale == "clipscore" and self.towers.bias is None else ""
         self.prefix = own if prefix is None else prefix
         self.scale, self.divide_by, self.against, self.references = scale, divide_by, against, references
@@ -88,6 +91,10 @@ class ClipScore:
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
         """Compute the reward of every outcome; None where references are wanted and there are none."""
+        return mean_over_frames(self.score_images, prompts, outcomes, self.frames)
+
+    def score_images(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
+        """Compute the reward of every image or caption."""
         pairs = [self._pair(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
         keys = [_content_key(image) for image, _ in pairs]
         parts = [self._parts(text, self.always) for _, text in pairs]
@@ -109,15 +116,14 @@ class ClipScore:
 
     def _pair(self, prompt: Prompt, outcome: Outcome) -> tuple[Tensor, str]:
         """Return the image, (3, height, width) uint8, and the text to compare."""
-        image = outcome.video[0] if outcome.image is None and outcome.video is not None else outcome.image
-        if image is not None:
+        if outcome.image is not None:
             columns = {"prompt": prompt.text, "target": prompt.target, **prompt.columns}
             if columns.get(self.against) is None:
                 raise ValueError(
                     f"clip_score compares with '{self.against}', which prompt '{prompt.uid}' does not have; "
                     f"it has {', '.join(name for name, value in columns.items() if value is not None)}"
                 )
-            return image, str(columns[self.against])
+            return outcome.image, str(columns[self.against])
         if outcome.text is None:
             raise ValueError(
                 f"clip_score found neither an image nor a text in an outcome of prompt '{prompt.uid}'"

@@ -427,12 +427,11 @@ def test_a_reward_does_not_depend_on_its_batch(name, every, pictures):
 
 
 @EACH
-def test_of_a_clip_the_first_frame_counts_and_a_text_is_nothing_to_look_at(name, every, pictures):
+def test_a_video_gets_the_mean_of_its_frames_and_a_text_is_nothing_to_look_at(name, every, pictures):
     reward = every[name]
     clip = Outcome(video=torch.stack(pictures[:2]))
-    assert reward(SHORT[:1], [clip]) == pytest.approx(
-        reward(SHORT[:1], [Outcome(image=pictures[0])]), abs=1e-6
-    )
+    images = [reward(SHORT[:1], [Outcome(image=picture)])[0] for picture in pictures[:2]]
+    assert reward(SHORT[:1], [clip]) == pytest.approx([sum(images) / 2], abs=1e-6)
     with pytest.raises(ValueError, match="an outcome of prompt 'p0' has neither an image nor a video"):
         reward(SHORT[:1], [Outcome(text="a red ball")])
     with pytest.raises(ValueError, match="images are .3, height, width. uint8, not .3, 8, 8. torch.float32"):

@@ -116,13 +116,12 @@ def test_equal_images_and_texts_are_encoded_once(folder, generator, monkeypatch)
     assert values[0] == values[2] == values[3] != values[1]
 
 
-def test_a_video_counts_by_its_first_frame(folder, generator):
-    first, second = random_images(2, generator)
+def test_a_video_gets_the_mean_of_its_frames(folder, generator):
+    images = random_images(2, generator)
     reward = ClipScore(model=str(folder))
-    image, video = reward(
-        [asking("a ball")] * 2, [Outcome(image=first), Outcome(video=torch.stack([first, second]))]
-    )
-    assert image == pytest.approx(video, abs=1e-6)
+    outcomes = [Outcome(video=torch.stack(images)), *(Outcome(image=image) for image in images)]
+    video, first, second = reward([asking("a ball")] * 3, outcomes)
+    assert video == pytest.approx((first + second) / 2, abs=1e-6)
 
 
 def test_a_caption_is_compared_with_the_image_of_its_prompt(folder, generator):
