@@ -76,15 +76,19 @@ class PipelineFamily(ABC):
 
     def check_images(self, prompt: Prompt) -> None:
         """Raise ValueError unless the model takes as many images as the prompt has; reads no file."""
-        fewest, most = self.images
         if other := [medium.kind for medium in prompt.media if medium.kind != "image"]:
             raise ValueError(
                 f"the prompt has a medium of the kind '{other[0]}'; flow models take images only"
             )
-        if not fewest <= len(prompt.media) <= most:
+        self.check_count(len(prompt.media))
+
+    def check_count(self, num_images: int) -> None:
+        """Raise ValueError unless the model takes `num_images` images."""
+        fewest, most = self.images
+        if not fewest <= num_images <= most:
             wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
             names = ", ".join(sorted(self.pipelines))
-            raise ValueError(f"the prompt has {len(prompt.media)} images; {names} takes {wanted}")
+            raise ValueError(f"the prompt has {num_images} images; {names} takes {wanted}")
 
     def batch_key(self, condition: Condition) -> Hashable:
         """Key of the conditions that `stack` can batch together; by default all conditions have one key."""

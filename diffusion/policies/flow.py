@@ -204,6 +204,7 @@ class Flow:
         def encode() -> Condition:
             self._move_frozen_parts()
             try:
+                self.family.check_count(len(request.images))
                 with reading_words(self.pipe, text) as words:
                     worded = replace(request, text=words)
                     if negative:
