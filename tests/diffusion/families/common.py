@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.testing import assert_close
 
 from mmrl.core.types import Frames, Media, Message, Part, Prompt, PromptError
 from mmrl.diffusion import adapters
-from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, family_of
+from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, family_of, reading_words
 from mmrl.diffusion.policies.flow import Flow, FlowNetwork
 from mmrl.diffusion.steps import Conditioning
 from tests.diffusion import tiny
@@ -261,6 +262,34 @@ class FamilyTests:
         for count in wrong:
             with pytest.raises(PromptError, match=f"the prompt has {count} images"):
                 check(prompt_of(Request("a cat", pictures(((16, 16),) * count))))
+
+    def test_a_text_makes_no_control_token(self, pipe, monkeypatch):
+        case, family = self.case, family_for(pipe)
+        request = case.requests(case.sizes[0])[-1]
+        sources = [getattr(part, "tokenizer", part) for part in pipe.components.values()]
+        special = {number for one in sources for number in getattr(one, "all_special_ids", ())}
+        words = {word for one in sources for word in getattr(one, "all_special_tokens", ())}
+        towers = [part for name, part in pipe.components.items() if name.startswith("text_enc") and part]
+        read: list[list[int]] = []  # the tokens that each text encoder got
+        for tower in towers:
+            forward = tower.forward
+
+            def noted(*ids, forward=forward, **options):
+                read.append((ids[0] if ids else options["input_ids"])[0].tolist())
+                return forward(*ids, **options)
+
+            monkeypatch.setattr(tower, "forward", noted)
+
+        def control(text):
+            read.clear()
+            with torch.no_grad(), reading_words(pipe, text) as worded:
+                family.encode(pipe, [replace(request, text=worded)], case.limit)
+            # Padding is one token many times.
+            return [sum(token in special for token, _ in groupby(ids)) for ids in read]
+
+        wanted = control("a fox b")
+        for word in sorted(words):
+            assert control(f"a {word} b") == wanted, word
 
     @pytest.mark.parametrize("likelihood", ["diffusion.transition", MATCHING])
     def test_a_policy_rolls_out_and_learns(self, checkpoint, likelihood):
