@@ -394,4 +394,5 @@ MAKERS = {
     "sana": tiny_sana,
     "wan": tiny_wan,
     "qwen_image_edit": _elsewhere("tiny_qwen_image_edit"),
+    "qwen_image_edit_plus": _elsewhere("tiny_qwen_image_edit_plus", "tiny_qwen_image_edit"),
 }

@@ -29,7 +29,7 @@ def qwen_vision_encoder(tokenizer: Any) -> Any:
 
 
 def tiny_qwen_image_edit(folder: Path, kind: str = "QwenImageEditPipeline") -> Any:
-    """Make Qwen-Image-Edit or its version for several images: 32 pixels are 4 by 4 latents of 4 channels."""
+    """Make Qwen-Image-Edit, or another pipeline of its parts: 32 pixels are 4 by 4 latents of 4 channels."""
     import diffusers
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
@@ -49,3 +49,8 @@ def tiny_qwen_image_edit(folder: Path, kind: str = "QwenImageEditPipeline") -> A
     )
     pipe.save_pretrained(folder, safe_serialization=True)
     return tiny.load(folder)
+
+
+def tiny_qwen_image_edit_plus(folder: Path) -> Any:
+    """Make the version for several images."""
+    return tiny_qwen_image_edit(folder, "QwenImageEditPlusPipeline")
