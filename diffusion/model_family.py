@@ -76,15 +76,19 @@ class PipelineFamily(ABC):
 
     def check_images(self, prompt: Prompt) -> None:
         """Raise ValueError unless the model takes as many images as the prompt has; reads no file."""
-        fewest, most = self.images
         if other := [medium.kind for medium in prompt.media if medium.kind != "image"]:
             raise ValueError(
                 f"the prompt has a medium of the kind '{other[0]}'; flow models take images only"
             )
-        if not fewest <= len(prompt.media) <= most:
+        self.check_count(len(prompt.media))
+
+    def check_count(self, num_images: int) -> None:
+        """Raise ValueError unless the model takes `num_images` images."""
+        fewest, most = self.images
+        if not fewest <= num_images <= most:
             wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
             names = ", ".join(sorted(self.pipelines))
-            raise ValueError(f"the prompt has {len(prompt.media)} images; {names} takes {wanted}")
+            raise ValueError(f"the prompt has {num_images} images; {names} takes {wanted}")
 
     def batch_key(self, condition: Condition) -> Hashable:
         """Key of the conditions that `stack` can batch together; by default all conditions have one key."""
@@ -93,6 +97,14 @@ class PipelineFamily(ABC):
     def passes(self, guidance: float) -> int:
         """Count the network calls of one guided velocity: two for `guidance` above 1."""
         return 2 if guidance > 1 and not self.embedded_guidance else 1
+
+    def single_pass(self, pipe: Any) -> bool:
+        """Whether this model runs once at any guidance scale, as distilled models do."""
+        return False
+
+    def default_length(self, pipe: Any) -> int:
+        """Read the default of `max_sequence_length`."""
+        return default_of(pipe, "max_sequence_length")
 
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
         """Batch conditions. The default wants one length; override it to pad."""
@@ -198,19 +210,28 @@ def family_of(pipeline: str) -> PipelineFamily:
 
 @contextmanager
 def reading_words(pipe: Any, text: str) -> Iterator[str]:
-    """Make the tokenizers of a pipeline read control words in a text as plain words.
+    """Make the tokenizers and processors of a pipeline read control words in a text as plain words.
 
     Inside the block the pipeline must get the yielded text instead of the original one.
     """
     mark, marked = unused_marker([text]), whole(text)
-    parts = {name: part for name, part in pipe.components.items() if hasattr(part, "added_tokens_decoder")}
-    plain = {name: PlainText(part, mark=mark, any_case=True) for name, part in parts.items()}
+    tokenizers = {name: getattr(part, "tokenizer", part) for name, part in pipe.components.items()}
+    plain = {
+        name: PlainText(tokenizer, mark=mark, any_case=True)
+        for name, tokenizer in tokenizers.items()
+        if hasattr(tokenizer, "added_tokens_decoder")
+    }
+    parts = {name: getattr(pipe, name) for name in plain}
     for one in plain.values():
         marked = one.marked(marked)
     if all(one.settled(marked) == whole(text) for one in plain.values()):
         yield whole(text)
         return
-    vars(pipe).update({name: one.tokenizer for name, one in plain.items()})  # not as parts to be saved
+    twins = {
+        name: one.tokenizer if one.source is parts[name] else one.processor(parts[name])
+        for name, one in plain.items()
+    }
+    vars(pipe).update(twins)  # not as parts to be saved
     try:
         yield marked
     finally:

@@ -58,32 +58,41 @@ class QwenImage(PackedFamily):
         return conditions
 
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
-        """Batch conditions: states (B, S, D), and a mask (B, S) if lengths differ."""
+        """Batch conditions: states (B, S, D), a mask (B, S) if lengths differ, and images of one shape."""
         texts = [condition["encoder_hidden_states"] for condition in conditions]
+        images = super().stack([images_of(condition) for condition in conditions])
         lengths = torch.tensor([len(text) for text in texts])
         states = pad_sequence(texts, batch_first=True)
         if (lengths == lengths[0]).all():
-            return {"encoder_hidden_states": states}
+            return {"encoder_hidden_states": states, **images}
         mask = torch.arange(states.shape[1]) < lengths[:, None]  # (B, S)
-        return {"encoder_hidden_states": states, "encoder_hidden_states_mask": mask}
+        return {"encoder_hidden_states": states, "encoder_hidden_states_mask": mask, **images}
 
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network at timestep sigma."""
+        """Run the network at timestep sigma; tokens of the condition's images follow those of the latents."""
         height, width = latents.shape[-2:]
+        shown = [latents, *images_of(condition).values()]  # (B, C, h, w) each
+        packed = [pack(one) for one in shown]
         tokens = network(
-            hidden_states=pack(latents).to(network.dtype),
+            hidden_states=torch.cat(packed, 1).to(network.dtype),
             timestep=sigma,
             encoder_hidden_states=condition["encoder_hidden_states"].to(network.dtype),
             encoder_hidden_states_mask=condition.get("encoder_hidden_states_mask"),
-            img_shapes=[[(1, height // 2, width // 2)]] * len(latents),  # frames, rows, columns of tokens
+            # frames, rows and columns of tokens
+            img_shapes=[[(1, one.shape[-2] // 2, one.shape[-1] // 2) for one in shown]] * len(latents),
             return_dict=False,
         )[0]
-        return unpack(tokens, height, width)
+        return unpack(tokens[:, : packed[0].shape[1]], height, width)
 
     def guide(self, with_text: Tensor, without: Tensor, guidance: float) -> Tensor:
         """Guide, then rescale every token of 2 x 2 latents to its norm with the text alone."""
         conditional, combined = pack(with_text), pack(super().guide(with_text, without, guidance))
         scale = conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
         return unpack(combined * scale, *with_text.shape[-2:])
+
+
+def images_of(condition: Condition) -> dict[str, Tensor]:
+    """Select the latents of a condition's images, in order."""
+    return {name: condition[name] for name in sorted(condition) if name.startswith("image_")}

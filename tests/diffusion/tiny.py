@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -375,6 +376,15 @@ def tiny_wan(folder: Path):
     return _save(pipe, folder)
 
 
+def _elsewhere(name: str, module: str = ""):
+    """Find a maker in the module of its name, which imports this one."""
+
+    def make(folder: Path):
+        return getattr(import_module(f"tests.diffusion.{module or name}"), name)(folder)
+
+    return make
+
+
 MAKERS = {
     "sd3": tiny_sd3,
     "sd3_pixel": lambda folder: tiny_sd3(folder, pixel=True),
@@ -383,4 +393,6 @@ MAKERS = {
     "qwen_image": tiny_qwen_image,
     "sana": tiny_sana,
     "wan": tiny_wan,
+    "qwen_image_edit": _elsewhere("tiny_qwen_image_edit"),
+    "qwen_image_edit_plus": _elsewhere("tiny_qwen_image_edit_plus", "tiny_qwen_image_edit"),
 }
