@@ -97,8 +97,21 @@ def tiny_wan_5b(folder: Path, kind: str = "WanPipeline"):
     return tiny_wan_pipeline(folder, kind, **parts)
 
 
+def tiny_wan_a14b(folder: Path, kind: str = "WanPipeline", *, boundary: float = 0.7, **options: Any):
+    """Make Wan 2.2 A14B: a network for times from `boundary` on, and another for those below."""
+    parts = {"transformer": network(2.0, **options), "transformer_2": network(2.5, **options)}
+    return tiny_wan_pipeline(folder, kind, **parts, boundary_ratio=boundary)
+
+
+def tiny_wan_a14b_i2v(folder: Path):
+    """Make Wan 2.2 A14B, image to video, which reads no CLIP."""
+    return tiny_wan_a14b(folder, "WanImageToVideoPipeline", boundary=0.875, in_channels=12)
+
+
 tiny.MAKERS.update(
     wan_i2v=tiny_wan_i2v,
     wan_5b=tiny_wan_5b,
+    wan_a14b=tiny_wan_a14b,
+    wan_a14b_i2v=tiny_wan_a14b_i2v,
     wan_5b_i2v=lambda folder: tiny_wan_5b(folder, "WanImageToVideoPipeline"),
 )

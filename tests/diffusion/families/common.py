@@ -16,6 +16,7 @@ from mmrl.core.types import Frames, Media, Message, Part, Prompt, PromptError
 from mmrl.diffusion import adapters
 from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, family_of
 from mmrl.diffusion.policies.flow import Flow, FlowNetwork
+from mmrl.diffusion.staged_network import network_of
 from mmrl.diffusion.steps import Conditioning
 from tests.diffusion import tiny
 from tests.diffusion.flows import denoise, flow
@@ -94,7 +95,7 @@ def velocity(
 ) -> Tensor:  # fmt: skip
     """Compute guided velocities (B, *L) as the policy does: by groups of one `batch_key`, stacked."""
     family, passes = family_for(pipe), 2 if negatives else 1
-    self = _Networks(family, FlowNetwork(pipe.transformer, family, torch.float32))
+    self = _Networks(family, FlowNetwork(network_of(pipe, family.stages(pipe.config)), family, torch.float32))
     conditioning = Conditioning.of(conditions, guidance, passes, negatives or [])
     return Flow.velocity(self, latents, sigma, conditioning)  # type: ignore[arg-type]
 
