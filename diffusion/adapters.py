@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,29 @@ FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."
 SETTINGS = "lora_adapter_metadata"
 NUMBER = re.compile(r"\d+")  # of a block
+
+
+def place_of(folder: Path, network: str) -> Path:
+    """Folder of the adapter of a network in that of a policy: itself, or a subfolder for a second network.
+
+    Diffusers reads one by `load_lora_weights(subfolder, load_into_transformer_2=True)`.
+    """
+    return folder if network == "transformer" else folder / network
+
+
+def places_in(folder: Path, networks: Collection[str]) -> list[Path]:
+    """List the folders of the adapters of these networks; for none, of the adapters that are there."""
+    found = [file.parent for file in sorted(folder.rglob(FILE))] or [folder]
+    return [place_of(folder, name) for name in networks] or found
+
+
+def check_unused(folder: Path, frozen: Collection[str]) -> None:
+    """Raise `ConfigError` if a folder holds an adapter of a network that is not trained."""
+    if unused := [name for name in frozen if (place_of(folder, name) / FILE).is_file()]:
+        raise ConfigError(
+            f"'{folder}' holds an adapter of the network '{unused[0]}', which is not trained; set "
+            "`networks: both`, or fuse that adapter into the model in diffusers"
+        )
 
 
 def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:

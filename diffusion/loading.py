@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,15 +44,21 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
     return pipe
 
 
-def class_of(name: str) -> str:
-    """Name of the pipeline class of a hub id, folder or object, without loading weights.
+def config_of(name: str) -> Mapping[str, Any]:
+    """Configuration of a pipeline by hub id, folder or object, without loading weights.
 
     Raises `ValueError` unless its scheduler is one of flow matching.
     """
     if objects.is_object(name):
-        return type(objects.get(name)).__name__
+        pipe = objects.get(name)
+        return {**pipe.config, "_class_name": type(pipe).__name__}
     with _explained(f"the pipeline '{name}'"):
-        return _parts_of(name)[1]["_class_name"]
+        return _parts_of(name)[1]
+
+
+def class_of(name: str) -> str:
+    """Name of the pipeline class of a hub id, folder or object, without loading weights."""
+    return config_of(name)["_class_name"]
 
 
 def check_weights(name: str) -> None:
@@ -168,7 +174,7 @@ def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Modu
     return network
 
 
-def modules_of(pipe: Any, but: tuple[str, ...] = ()) -> Iterator[nn.Module]:
+def modules_of(pipe: Any, but: Collection[str] = ()) -> Iterator[nn.Module]:
     """List the networks of a pipeline, except the components named in `but`."""
     for name, part in pipe.components.items():
         match part:
@@ -176,10 +182,10 @@ def modules_of(pipe: Any, but: tuple[str, ...] = ()) -> Iterator[nn.Module]:
                 yield part
 
 
-def load_network(network: nn.Module, folder: Path) -> None:
-    """Load the weights of a network from the folder of a saved pipeline, bit for bit."""
+def load_network(network: nn.Module, folder: Path, name: str = "transformer") -> None:
+    """Load the weights of the network `name` from the folder of a saved pipeline, bit for bit."""
     # The folder holds trained weights in float32; read in the widest precision, nothing is lost.
     with _explained(f"the pipeline in '{folder}'"):
-        widest = widest_dtype(network, folder / "transformer")
-        saved = load_whole(type(network), folder, subfolder="transformer", dtype=widest)
+        widest = widest_dtype(network, folder / name)
+        saved = load_whole(type(network), folder, subfolder=name, dtype=widest)
     copy_weights(network, saved)

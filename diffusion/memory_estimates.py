@@ -15,7 +15,7 @@ from mmrl.diffusion.steps import FlowPolicy
 @memory_estimate
 def paths(config: Config, policy: FlowPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Bytes of encoders and decoder, and of the latents of all steps of a collection."""
-    frozen = loading.modules_of(policy.pipe, but=("transformer",))
+    frozen = loading.modules_of(policy.pipe, but=policy.family.stages(policy.pipe.config))
     sizes = {
         "encoders and decoder": sum(
             t.nbytes for part in frozen for t in (*part.parameters(), *part.buffers())

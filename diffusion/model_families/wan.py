@@ -1,8 +1,8 @@
-"""The model family of Wan, text to video (arXiv 2503.20314)."""
+"""The model family of Wan 2.1 and 2.2, text to video (arXiv 2503.20314)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,13 +15,20 @@ from mmrl.diffusion.model_family import PipelineFamily, Request, check_fits, che
 class Wan(PipelineFamily):
     """Wan, text to video: UMT5 reads the text, padded with zeros; videos have 4 f - 3 frames.
 
-    The network attends to the zeros of the padding as well. Models with a second network for late times
-    (Wan2.2 of 14 billion weights) are refused. Published schedulers are of second order and round times to
-    whole numbers; only their sigmas are used.
+    The network attends to the zeros of the padding as well. Wan 2.2 A14B has a second network for times below
+    `boundary_ratio`; both are guided alike. Wan 2.2 of 5 billion weights is told one time for all tokens, as
+    they have the same. Published schedulers are of second order and round times to whole numbers; only their
+    sigmas are used.
     """
 
     pipelines = frozenset({"WanPipeline"})
     targets = ("to_k", "to_out.0", "to_q", "to_v")
+
+    def stages(self, config: Mapping[str, Any]) -> dict[str, float]:
+        """Name the networks: with a `boundary_ratio`, a second one for times below it."""
+        if (boundary := config.get("boundary_ratio")) is None:
+            return super().stages(config)
+        return {"transformer": boundary, "transformer_2": 0.0}
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
         """Raise if UMT5 would truncate a text after the pipeline's clean-up."""
@@ -46,11 +53,6 @@ class Wan(PipelineFamily):
 
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
         """Compute (C, f, h, w): the first frame, and one latent frame for every four that follow."""
-        if pipe.config.boundary_ratio is not None:
-            raise ValueError(
-                "this model has a second network for late times (`boundary_ratio`), and only one can be "
-                "trained; take a Wan model of one network"
-            )
         factor, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
         channels, patch = self.channels_and_patch(pipe)
         most = pipe.transformer.config.rope_max_seq_len  # positions along every axis

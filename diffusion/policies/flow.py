@@ -28,6 +28,7 @@ from mmrl.diffusion.model_family import (
     family_of,
     reading_words,
 )
+from mmrl.diffusion.staged_network import StagedNetwork, chosen_networks, network_of
 from mmrl.diffusion.steps import Conditioning, FlowRow, FlowSteps, Likelihood
 from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision, loading_onto
 
@@ -52,8 +53,14 @@ class FlowNetwork(nn.Module):
         if empty is not None:
             condition = {name: torch.cat([value, condition[name]]) for name, value in empty.items()}
             latents, sigma, scale = (torch.cat([part, part]) for part in (latents, sigma, scale))
+
+        def run(network: nn.Module, rows: Tensor | slice) -> Tensor:
+            texts = {name: value[rows] for name, value in condition.items()}
+            return self.family.velocity(network, latents[rows], sigma[rows], texts, scale[rows])
+
         with torch.autocast(latents.device.type, self.compute, enabled=self.compute in LOW):
-            velocity = self.family.velocity(self.network, latents, sigma, condition, scale)
+            staged = isinstance(self.network, StagedNetwork)
+            velocity = self.network(run, sigma) if staged else run(self.network, slice(None))
             velocity = velocity if velocity.dtype == torch.float64 else velocity.float()
         if empty is None:
             return velocity
@@ -95,6 +102,8 @@ class Flow:
         model: Hub id or folder of the pipeline.
         likelihood: What a step is: `diffusion.matching` or `diffusion.transition`.
         dtype: Precision of the network's computation.
+        networks: Of a pipeline with networks for high and low noise, those that are trained. Steps at times
+            of the other one have no gradient.
         lora_rank: Rank of a trained adapter over the frozen network; 0 trains the whole network.
         lora_alpha: Scale of the adapter, times 1 / rank; by default twice the rank, or that of `adapter`.
         adapter: Folder of a saved adapter of that rank to continue from, with its own settings.
@@ -112,6 +121,7 @@ class Flow:
         model: str,
         likelihood: Likelihood = Piece("diffusion.matching"),
         dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16",
+        networks: Literal["both", "high", "low"] = "both",
         lora_rank: NonNegativeInt = 0,
         lora_alpha: PositiveFloat | None = None,
         adapter: str = "",
@@ -119,25 +129,32 @@ class Flow:
         negative_prompt: str = "",
         max_sequence_length: NonNegativeInt = 0,
     ) -> None:
-        self.family = family_of(loading.class_of(model))
+        config = loading.config_of(model)
+        self.family = family_of(config["_class_name"])
+        self.stages = self.family.stages(config)
+        chosen = chosen_networks(self.stages, networks)
         check_negative(model, self.family, negative_prompt)
         if adapter and not lora_rank:
             raise ValueError(f"to go on with the adapter '{adapter}', `lora_rank` must name its rank")
+        if adapter:
+            adapters.check_unused(Path(adapter), self.stages.keys() - chosen)
         self.pipe = loading.load_pipeline(model, dtype=dtype)
         self.likelihood, self.outputs = likelihood, likelihood.outputs
-        self.network: nn.Module = self.pipe.transformer
+        self.network: nn.Module = network_of(self.pipe, self.stages)
+        self.trained: dict[str, Any] = {name: getattr(self.pipe, name) for name in chosen}
         self.negative_prompt = negative_prompt
         self.max_sequence_length = max_sequence_length or self.family.default_length(self.pipe)
         self.adapted = bool(lora_rank)
-        if adapter:
-            adapters.continue_lora(self.network, Path(adapter), lora_rank, lora_alpha)
-        elif lora_rank:
-            adapters.add_lora(self.network, lora_rank, lora_alpha or 2.0 * lora_rank, self.family.targets)
-        else:
-            self.network.requires_grad_(True)
+        for name, network in self.trained.items():
+            if adapter:
+                adapters.continue_lora(network, adapters.place_of(Path(adapter), name), lora_rank, lora_alpha)
+            elif lora_rank:
+                adapters.add_lora(network, lora_rank, lora_alpha or 2.0 * lora_rank, self.family.targets)
+            else:
+                network.requires_grad_(True)
+            if gradient_checkpointing:
+                network.enable_gradient_checkpointing()
         keep_training_precision(self.network)  # updates vanish in 16 bits
-        if gradient_checkpointing:
-            self.network.enable_gradient_checkpointing()
         if dtype == "float16" and self.pipe.vae is not None:
             self.pipe.vae.to(torch.float32)  # decoders overflow in float16
         self.module: nn.Module = FlowNetwork(self.network, self.family, DTYPES[dtype])
@@ -151,14 +168,17 @@ class Flow:
     def check_folders(options: Mapping[str, Any], start: str = "") -> None:
         """Raise `ValueError` for unusable files of the pipeline, the adapter or weights in `start`."""
         model, adapter = str(options.get("model", "")), str(options.get("adapter") or "")
+        chosen: tuple[str, ...] = ()  # unknown for a model of the hub
         if Path(model).expanduser().is_dir():
-            check_negative(
-                model, family_of(loading.class_of(model)), str(options.get("negative_prompt") or "")
-            )
+            config = loading.config_of(model)
+            family = family_of(config["_class_name"])
+            chosen = chosen_networks(family.stages(config), str(options.get("networks") or "both"))
+            check_negative(model, family, str(options.get("negative_prompt") or ""))
             loading.check_weights(model)
         for folder in filter(None, (adapter, start)):
             if Path(folder).is_dir() and (adapter or options.get("lora_rank")):
-                adapters.read_lora(Path(folder))
+                for place in adapters.places_in(Path(folder), chosen):
+                    adapters.read_lora(place)
             elif Path(folder).is_dir():
                 loading.check_weights(folder)
 
@@ -283,7 +303,7 @@ class Flow:
 
     def _move_frozen_parts(self) -> None:
         """Move encoders and decoder to the network's device, which is set after construction."""
-        for part in loading.modules_of(self.pipe, but=("transformer",)):
+        for part in loading.modules_of(self.pipe, but=self.stages):
             part.to(self.device)
 
     # ---- for the training loop
@@ -333,18 +353,24 @@ class Flow:
 
     def merge(self) -> None:
         """Merge the adapter into the weights, so that `save` writes the whole pipeline."""
-        if self.adapted:
-            self.network.fuse_lora()
-            self.network.unload_lora()
-            self.adapted = False
+        for network in self.trained.values() if self.adapted else ():
+            network.fuse_lora()
+            network.unload_lora()
+        self.adapted = False
 
     def save(self, folder: Path) -> None:
         """Write the adapter in the format of the pipeline's `load_lora_weights`, or the whole pipeline."""
         if self.adapted:
-            adapters.save_lora(self.network, folder)
+            for name, network in self.trained.items():
+                adapters.save_lora(network, adapters.place_of(folder, name))
         else:
             self.pipe.save_pretrained(str(folder), safe_serialization=True)
 
     def load(self, folder: Path) -> None:
         """Load weights written by `save`, bit for bit."""
-        (adapters.load_lora if self.adapted else loading.load_network)(self.network, folder)
+        if self.adapted:
+            for name, network in self.trained.items():
+                adapters.load_lora(network, adapters.place_of(folder, name))
+            return
+        for name in self.stages:
+            loading.load_network(getattr(self.pipe, name), folder, name)

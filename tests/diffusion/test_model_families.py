@@ -368,16 +368,6 @@ def test_qwen_image_keeps_the_norm_of_the_velocity_with_the_text(pipeline):
     np.testing.assert_allclose(led, [15 / 73**0.5, 40 / 73**0.5, 0, 0], rtol=1e-6)
 
 
-def test_a_wan_of_two_networks_is_refused(pipeline):
-    from diffusers import WanPipeline
-
-    pipe = pipeline("wan")
-    parts = {**pipe.components, "transformer_2": pipe.transformer}
-    double = WanPipeline(**parts, boundary_ratio=0.875)
-    with pytest.raises(ValueError, match="boundary_ratio"):
-        family_of("WanPipeline").latent_shape(double, 32, 32, 5)
-
-
 def test_a_wan_that_is_told_a_time_for_every_token_says_the_same_of_one_time(pipeline):
     from diffusers import WanPipeline
 

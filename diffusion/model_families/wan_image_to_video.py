@@ -1,0 +1,113 @@
+"""The model family of Wan 2.1 and 2.2, image to video (arXiv 2503.20314)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.registry import family
+from mmrl.diffusion.flow_math import along
+from mmrl.diffusion.image_io import to_pil
+from mmrl.diffusion.model_families.wan import Wan
+from mmrl.diffusion.model_family import Condition, Request, channel_moments
+
+CLIP_TEXT_LENGTH = 512  # where diffusers' attention cuts the text's tokens from those of CLIP
+
+
+@family
+class WanImageToVideo(Wan):
+    """Wan, image to video: the prompt's image is the first frame, stretched to the size of the video.
+
+    Wan 2.1 and Wan 2.2 A14B read latents of the image followed by grey frames, and a mask, as further
+    channels; Wan 2.1 also reads the image through CLIP. Wan 2.2 of 5 billion weights (`expand_timesteps`)
+    has the first latent frame given instead, at time 0. The last frame cannot be given.
+    """
+
+    pipelines = frozenset({"WanImageToVideoPipeline"})
+    targets = ("add_k_proj", "add_v_proj", *Wan.targets)  # the first two, of Wan 2.1, read CLIP's tokens
+    images = (1, 1)
+
+    def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
+        """Raise if a text is too long, or the network would split it at another token than the text's first.
+
+        Behind CLIP's tokens diffusers' network takes the last 512 for the text.
+        """
+        if pipe.transformer.config.image_dim is not None and max_sequence_length != CLIP_TEXT_LENGTH:
+            raise ValueError(
+                f"`max_sequence_length` must be {CLIP_TEXT_LENGTH} for this model, not {max_sequence_length}"
+            )
+        super().check_text(pipe, text, max_sequence_length)
+
+    def encode(
+        self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
+    ) -> list[dict[str, Tensor]]:
+        """Encode texts (S, D) and images: latents (C, f, h, w), or (C, 1, h, w); tokens (T, E) of CLIP."""
+        conditions = super().encode(pipe, requests, max_sequence_length)
+        for request, condition in zip(requests, conditions, strict=True):
+            (image,) = map(to_pil, request.images)
+            frames, height, width = request.size
+            first = pipe.video_processor.preprocess(image, height=height, width=width).unsqueeze(2)
+            if pipe.config.expand_timesteps:
+                condition["first_latents"] = self._latents(pipe, first)
+            else:
+                grey = first.new_zeros(1, 3, frames - 1, height, width)
+                condition["image_latents"] = self._latents(pipe, torch.cat([first, grey], 2))
+            if pipe.transformer.config.image_dim is not None:
+                condition["encoder_hidden_states_image"] = pipe.encode_image(image)[0].cpu()
+        return conditions
+
+    def _latents(self, pipe: Any, video: Tensor) -> Tensor:
+        """Encode one video (1, 3, F, height, width) in [-1, 1] to latents (C, f, h, w), on the CPU."""
+        vae = pipe.vae
+        mode = vae.encode(video.to(vae.device, vae.dtype), return_dict=False)[0].mode()
+        mode = mode.to(torch.promote_types(mode.dtype, torch.float32))
+        mean, std = channel_moments(vae, mode)
+        return ((mode - mean) / std)[0].cpu()
+
+    def channels_and_patch(self, pipe: Any) -> tuple[int, int]:
+        """Read the number of latent channels; the network has further input channels."""
+        return pipe.vae.config.z_dim, pipe.transformer.config.patch_size[-1]
+
+    def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
+        """Compute (C, f, h, w); raises for a model that wants the last frame as well."""
+        if pipe.transformer.config.pos_embed_seq_len is not None:
+            raise ValueError("this model wants the first and the last frame, and the last cannot be given")
+        return super().latent_shape(pipe, height, width, num_frames)
+
+    def velocity(
+        self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
+    ) -> Tensor:
+        """Run the network with the image as further channels, or in place of the first latent frame."""
+        others = dict(condition)
+        if (first := others.pop("first_latents", None)) is not None:
+            return self._continued(network, latents, sigma, first.to(latents), others)
+        known = others.pop("image_latents").to(latents)
+        # The mask has one channel for each video frame of a latent frame.
+        mask = known.new_zeros(len(known), network.config.in_channels - 2 * known.shape[1], *known.shape[2:])
+        mask[:, :, 0] = 1
+        return super().velocity(network, torch.cat([latents, mask, known], 1), sigma, others, guidance)
+
+    def _continued(
+        self, network: nn.Module, latents: Tensor, sigma: Tensor, first: Tensor, others: Condition
+    ) -> Tensor:
+        """Run the network at time 0 for the tokens of the given frame `first` (B, C, 1, h, w).
+
+        The velocity of that frame points from `first` to the latents, so that Euler steps end at `first`.
+        """
+        _, patch_height, patch_width = network.config.patch_size
+        frames, height, width = latents.shape[2:]
+        per_frame = (height // patch_height) * (width // patch_width)
+        timestep = (1000 * sigma)[:, None].repeat(1, frames * per_frame)  # (B, tokens), frame by frame
+        timestep[:, :per_frame] = 0
+        velocity = network(
+            hidden_states=torch.cat([first, latents[:, :, 1:]], 2).to(network.dtype),
+            timestep=timestep,
+            **{name: value.to(network.dtype) for name, value in others.items()},
+            return_dict=False,
+        )[0]
+        time = along(sigma, latents)
+        fixed = (latents[:, :, :1] - first) / time.where(time > 0, 1)  # at time 0 both are equal
+        return torch.cat([fixed.to(velocity), velocity[:, :, 1:]], 2)
