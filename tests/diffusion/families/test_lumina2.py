@@ -10,24 +10,12 @@ from torch.testing import assert_close
 
 from mmrl.diffusion.model_family import Request
 from tests.diffusion import tiny_lumina2  # noqa: F401 (registers the pipeline)
-from tests.diffusion.families import checks
-
-LIMIT = 290
-SIZES = [(1, 32, 48), (1, 48, 32)]
-ASKED = [(1.0, ""), (4.0, ""), (4.0, "an ugly BLURRED one. ")]
+from tests.diffusion.families.common import Family, FamilyTests, family_for, noise
+from tests.diffusion.families.control_words import check_control_words
 
 
-def requests(size):
-    return [Request("a cat", (), size), Request("two dogs on a red boat", (), size)]
-
-
-@pytest.fixture(scope="module")
-def pipe(pipeline):
-    return pipeline("lumina2")
-
-
-def theirs(pipe, request, latents, guidance=4.0, negative="", num_steps=3):
-    """Call the pipeline for one row."""
+def call(pipe, request, latents, guidance, num_steps, negative):
+    """Call the pipeline for one image."""
     _, height, width = request.size
     return pipe(
         request.text,
@@ -37,72 +25,52 @@ def theirs(pipe, request, latents, guidance=4.0, negative="", num_steps=3):
         width=width,
         guidance_scale=guidance,
         num_inference_steps=num_steps,
-        max_sequence_length=LIMIT,
+        max_sequence_length=290,
         output_type="pt",
     ).images
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_euler_steps_make_what_the_pipeline_makes(pipe, size):
-    checks.check_euler(pipe, lambda *row: theirs(pipe, *row), requests(size), limit=LIMIT, asked=ASKED)
+class TestLumina2(FamilyTests):
+    case = Family(
+        "lumina2",
+        call,
+        limit=290,
+        images=((), ()),
+        sizes=((1, 32, 48), (1, 48, 32)),
+        asked=((1.0, ""), (4.0, ""), (4.0, "an ugly BLURRED one. ")),
+    )
 
+    @pytest.mark.parametrize(
+        "settings", [{"shift": 2.0}, {"use_dynamic_shifting": True, "max_image_seq_len": 300}]
+    )
+    def test_schedules_are_those_of_the_configuration(self, pipe, settings):
+        from diffusers import FlowMatchEulerDiscreteScheduler
 
-def test_text_and_guidance_change_the_image(pipe):
-    checks.check_effects(pipe, requests(SIZES[0]), limit=LIMIT)
+        pipe = copy.copy(pipe)
+        pipe.scheduler = FlowMatchEulerDiscreteScheduler(**settings)
+        for size in self.case.sizes:
+            latents = noise(pipe, size)
+            call(pipe, self.case.requests(size)[0], latents, 1.0, 5, "")
+            times = family_for(pipe).sigmas(pipe, 5, latents.shape[1:])
+            assert_close(times, pipe.scheduler.sigmas, atol=1e-6, rtol=0)
 
+    def test_latents_are_scaled_as_the_pipeline_decodes_them(self, pipe):
+        pixels = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            latents = family_for(pipe).compress(pipe, pixels)
+            mode = pipe.vae.encode(2 * pixels - 1).latent_dist.mode()
+        assert_close(latents / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor, mode)
 
-@pytest.mark.parametrize(
-    "settings", [{"shift": 2.0}, {"use_dynamic_shifting": True, "max_image_seq_len": 300}]
-)
-def test_times_are_those_the_scheduler_stepped_through(pipe, settings):
-    from diffusers import FlowMatchEulerDiscreteScheduler
+    def test_lengths_and_sizes_beyond_the_positions_are_refused(self, pipe):
+        with pytest.raises(ValueError, match="`max_sequence_length` is at most 299"):
+            family_for(pipe).check_text(pipe, "a cat", 300)
+        with pytest.raises(ValueError, match="multiple of 16 pixels of at most 256"):
+            family_for(pipe).latent_shape(pipe, 272, 32, 1)
 
-    pipe = copy.copy(pipe)
-    pipe.scheduler = FlowMatchEulerDiscreteScheduler(**settings)
-    for size in SIZES:
-        latents = checks.noise(pipe, size, rows=1)
-        theirs(pipe, requests(size)[0], latents, num_steps=5)
-        times = checks.family_for(pipe).sigmas(pipe, 5, latents.shape[1:])
-        assert_close(times, pipe.scheduler.sigmas, atol=1e-6, rtol=0)
+    @torch.no_grad()
+    def test_the_negative_prompt_is_read_without_the_system_prompt(self, pipe):
+        condition = family_for(pipe).encode_negative(pipe, Request("ugly"), 290)
+        assert condition["encoder_attention_mask"].sum() == len(pipe.tokenizer("ugly").input_ids)
 
-
-def test_texts_in_a_batch_say_what_they_say_alone(pipe):
-    checks.check_batch(pipe, requests(SIZES[0]), limit=LIMIT)
-
-
-def test_latents_are_scaled_as_the_pipeline_decodes_them(pipe):
-    pixels = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        latents = checks.family_for(pipe).compress(pipe, pixels)
-        scaled = pipe.vae.encode(2 * pixels - 1).latent_dist.mode()
-        assert_close(latents / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor, scaled)
-        assert checks.family_for(pipe).decode(pipe, latents).shape == pixels.shape
-
-
-def test_a_saved_adapter_makes_the_same_image_in_a_plain_pipeline(pipe, checkpoint, tmp_path):
-    (request, _), latents = requests(SIZES[0]), checks.noise(pipe, SIZES[0], rows=1)
-    make = lambda other: theirs(other, request, latents)
-    checks.check_adapter(pipe, checkpoint("lumina2"), tmp_path, make)
-
-
-def test_a_policy_samples_and_learns(checkpoint):
-    checks.check_policy(checkpoint("lumina2"), requests(SIZES[0]), limit=LIMIT)
-
-
-def test_prompts_that_do_not_fit_are_refused(pipe, checkpoint):
-    checks.check_refusals(pipe, checkpoint("lumina2"), requests(SIZES[0])[0], limit=LIMIT)
-    family = checks.family_for(pipe)
-    with pytest.raises(ValueError, match="`max_sequence_length` is at most 299"):
-        family.check_text(pipe, "a cat", 300)
-    with pytest.raises(ValueError, match="multiple of 16 pixels of at most 256"):
-        family.latent_shape(pipe, 272, 32, 1)
-
-
-@torch.no_grad()
-def test_the_negative_prompt_is_read_without_the_system_prompt(pipe):
-    condition = checks.family_for(pipe).encode_negative(pipe, Request("ugly"), LIMIT)
-    assert condition["encoder_attention_mask"].sum() == len(pipe.tokenizer("ugly").input_ids)
-
-
-def test_a_text_makes_no_control_token(pipe, monkeypatch):
-    checks.check_control_words(pipe, requests(SIZES[0])[0], limit=LIMIT, monkeypatch=monkeypatch)
+    def test_a_text_makes_no_control_token(self, pipe, monkeypatch):
+        check_control_words(pipe, Request("a cat"), 290, monkeypatch)
