@@ -94,6 +94,14 @@ class PipelineFamily(ABC):
         """Count the network calls of one guided velocity: two for `guidance` above 1."""
         return 2 if guidance > 1 and not self.embedded_guidance else 1
 
+    def single_pass(self, pipe: Any) -> bool:
+        """Whether this model runs once at any guidance scale, as distilled models do."""
+        return False
+
+    def default_length(self, pipe: Any) -> int:
+        """Read the default of `max_sequence_length`."""
+        return default_of(pipe, "max_sequence_length")
+
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
         """Batch conditions. The default wants one length; override it to pad."""
         return {name: torch.stack([row[name] for row in conditions]) for name in conditions[0]}
@@ -198,19 +206,28 @@ def family_of(pipeline: str) -> PipelineFamily:
 
 @contextmanager
 def reading_words(pipe: Any, text: str) -> Iterator[str]:
-    """Make the tokenizers of a pipeline read control words in a text as plain words.
+    """Make the tokenizers and processors of a pipeline read control words in a text as plain words.
 
     Inside the block the pipeline must get the yielded text instead of the original one.
     """
     mark, marked = unused_marker([text]), whole(text)
-    parts = {name: part for name, part in pipe.components.items() if hasattr(part, "added_tokens_decoder")}
-    plain = {name: PlainText(part, mark=mark, any_case=True) for name, part in parts.items()}
+    tokenizers = {name: getattr(part, "tokenizer", part) for name, part in pipe.components.items()}
+    plain = {
+        name: PlainText(tokenizer, mark=mark, any_case=True)
+        for name, tokenizer in tokenizers.items()
+        if hasattr(tokenizer, "added_tokens_decoder")
+    }
+    parts = {name: getattr(pipe, name) for name in plain}
     for one in plain.values():
         marked = one.marked(marked)
     if all(one.settled(marked) == whole(text) for one in plain.values()):
         yield whole(text)
         return
-    vars(pipe).update({name: one.tokenizer for name, one in plain.items()})  # not as parts to be saved
+    twins = {
+        name: one.tokenizer if one.source is parts[name] else one.processor(parts[name])
+        for name, one in plain.items()
+    }
+    vars(pipe).update(twins)  # not as parts to be saved
     try:
         yield marked
     finally:

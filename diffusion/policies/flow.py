@@ -25,7 +25,6 @@ from mmrl.diffusion.model_family import (
     Condition,
     PipelineFamily,
     Request,
-    default_of,
     family_of,
     reading_words,
 )
@@ -128,7 +127,7 @@ class Flow:
         self.likelihood, self.outputs = likelihood, likelihood.outputs
         self.network: nn.Module = self.pipe.transformer
         self.negative_prompt = negative_prompt
-        self.max_sequence_length = max_sequence_length or default_of(self.pipe, "max_sequence_length")
+        self.max_sequence_length = max_sequence_length or self.family.default_length(self.pipe)
         self.adapted = bool(lora_rank)
         if adapter:
             adapters.continue_lora(self.network, Path(adapter), lora_rank, lora_alpha)
@@ -222,7 +221,7 @@ class Flow:
         with loading_onto(None, empty=True):
             pipe = loading.load_pipeline(str(options["model"]), dtype="bfloat16")
         family = family_of(type(pipe).__name__)
-        longest = options.get("max_sequence_length") or default_of(pipe, "max_sequence_length")
+        longest = options.get("max_sequence_length") or family.default_length(pipe)
 
         def check(prompt: Prompt) -> None:
             with reading(prompt), reading_words(pipe, prompt.text) as words:
@@ -233,7 +232,7 @@ class Flow:
 
     def passes(self, guidance: float) -> int:
         """Count the network calls of one guided velocity."""
-        return self.family.passes(guidance)
+        return 1 if self.family.single_pass(self.pipe) else self.family.passes(guidance)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Compute velocities (B, *L) of latents at times (B,), in the precision of steps."""
