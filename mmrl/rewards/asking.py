@@ -185,9 +185,18 @@ def judge_words(stream: Stream, prompt: Prompt, shown: Sequence[Outcome], refere
 
 
 def judge_prompt(uid: str, prompt: Prompt, shown: Sequence[Outcome], text: str) -> Prompt:
-    """Make a question for a judge: the media of the prompt, then of the answers, then the text."""
-    media = (*prompt.media, *(medium for outcome in shown for medium in media_of(outcome)))
-    return Prompt(uid, (Message("user", (*(Part(media=medium) for medium in media), Part(text, said=True))),))
+    """Make a question for a judge: the media of the prompt, then of the answers, then the text.
+
+    Where both have media, as for an edited image, labels say which were before and which after.
+    """
+    before, after = [Part(media=medium) for medium in prompt.media], [media_of(one) for one in shown]
+    labelled = bool(before) and any(after)
+    parts = [Part("Before:"), *before] if labelled else before
+    for i, media in enumerate(after):
+        name = "After:" if len(shown) == 1 else f"After, answer {chr(ord('A') + i)}:"
+        parts += [Part(name)] if labelled and media else []
+        parts += [Part(media=medium) for medium in media]
+    return Prompt(uid, (Message("user", (*parts, Part(text, said=True))),))
 
 
 def media_of(outcome: Outcome) -> tuple[Media, ...]:
