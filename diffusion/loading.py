@@ -165,8 +165,11 @@ def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Modu
             network = kind.from_config(kind.load_config(source, subfolder=part))
         else:
             from transformers import AutoConfig
+            from transformers.initialization import no_init_weights
 
-            network = kind(AutoConfig.from_pretrained(source, subfolder=part, trust_remote_code=False))
+            config = AutoConfig.from_pretrained(source, subfolder=part, trust_remote_code=False)
+            with no_init_weights():  # some initial values depend on values, and fake weights have none
+                network = kind(config)
             kept = kept if dtype == torch.float16 else ()  # transformers has them in bfloat16
     for name, weight in network.state_dict(keep_vars=True).items():
         if weight.is_floating_point() and not set(kept or ()) & set(name.split(".")):
