@@ -110,8 +110,20 @@ def _networks_in(parts: Mapping[str, Any]) -> dict[str, Any]:
     named = {
         part: origin for part, origin in parts.items() if type(origin) is list and origin != [None, None]
     }
-    kinds = {part: getattr(importlib.import_module(library), kind) for part, (library, kind) in named.items()}
+    kinds = {part: getattr(_library(library), kind) for part, (library, kind) in named.items()}
     return {part: kind for part, kind in kinds.items() if issubclass(kind, nn.Module)}
+
+
+def _is_part_of_diffusers(library: Any) -> bool:
+    """Whether a `library` of a pipeline's parts is the name of a folder of diffusers, such as `ltx2`."""
+    from diffusers import pipelines
+
+    return type(library) is str and library.isidentifier() and hasattr(pipelines, library)
+
+
+def _library(name: str) -> Any:
+    """Import the library of a part of a pipeline."""
+    return importlib.import_module(f"diffusers.pipelines.{name}" if _is_part_of_diffusers(name) else name)
 
 
 def _read_pipeline(name: str, dtype: str) -> Any:
@@ -148,7 +160,12 @@ def _check_no_code(parts: Mapping[str, Any]) -> None:
         part
         for part, origin in parts.items()
         if (part == "_class_name" and type(origin) is not str)
-        or (type(origin) is list and len(origin) == 2 and origin[0] not in LIBRARIES)
+        or (
+            type(origin) is list
+            and len(origin) == 2
+            and origin[0] not in LIBRARIES
+            and not _is_part_of_diffusers(origin[0])
+        )
     ]
     if own:
         raise ValueError(
