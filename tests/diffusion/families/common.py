@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -89,8 +89,8 @@ def noise(pipe: Any, size: tuple[int, int, int], rows: int = 1, seed: int = 3) -
 
 
 def velocity(
-    pipe: Any, latents: Tensor, sigma: Tensor, conditions: list[Condition], guidance: float,
-    negatives: list[Condition] | None = None,
+    pipe: Any, latents: Tensor, sigma: Tensor, conditions: Sequence[Condition], guidance: float,
+    negatives: Sequence[Condition] | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute guided velocities (B, *L) as the policy does: by groups of one `batch_key`, stacked."""
     family, passes = family_for(pipe), 2 if negatives else 1
