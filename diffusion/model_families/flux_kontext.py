@@ -45,13 +45,13 @@ def resized(pipe: Any, image: Tensor) -> Any:
     """Resize an image (3, height, width) to the closest aspect ratio that the pipeline prefers."""
     from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
 
-    picture, multiple = to_pil(image), 2 * pipe.vae_scale_factor
-    height, width = pipe.image_processor.get_default_height_width(picture)  # multiples of a token's side
+    original, multiple = to_pil(image), 2 * pipe.vae_scale_factor
+    height, width = pipe.image_processor.get_default_height_width(original)  # multiples of a token's side
     if not height or not width:
         raise ValueError(
-            f"an image of {picture.height} x {picture.width} pixels is smaller than one token of "
+            f"an image of {original.height} x {original.width} pixels is smaller than one token of "
             f"{multiple} x {multiple}; give a larger image"
         )
     # the first and smallest of equally close ones, as in the pipeline
     _, width, height = min((abs(width / height - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
-    return pipe.image_processor.resize(picture, height // multiple * multiple, width // multiple * multiple)
+    return pipe.image_processor.resize(original, height // multiple * multiple, width // multiple * multiple)

@@ -291,6 +291,18 @@ class FamilyTests:
         for word in sorted(words):
             assert control(f"a {word} b") == wanted, word
 
+    def test_a_policy_in_bfloat16_samples_and_reads_recorded_results(self, checkpoint):
+        case = self.case
+        options = {"dtype": "bfloat16", "max_sequence_length": case.limit}
+        policy = flow(checkpoint(case.maker), {**MATCHING}, **options)
+        frames, height, width = size = case.sizes[0]
+        sides = {"height": height, "width": width, "num_frames": frames}
+        prompts = [prompt_of(one) for one in case.requests(size)]
+        rows = denoise(policy, **sides, num_inference_steps=2).rollout(prompts)
+        recorded = [policy.encode(row.prompt, row.outcomes[0]) for row in rows]
+        with torch.no_grad():
+            assert policy(policy.collate((*rows, *recorded))).logp.isfinite().all()
+
     @pytest.mark.parametrize("likelihood", ["diffusion.transition", MATCHING])
     def test_a_policy_rolls_out_and_learns(self, checkpoint, likelihood):
         case = self.case
