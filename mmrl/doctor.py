@@ -190,7 +190,7 @@ def _counting(module: nn.Module) -> Iterator[Mapping[int, int]]:
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()  # once, however many views of it are saved
+            kept[storage.data_ptr()] = storage.nbytes()  # counted once, however many of its views are saved
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -111,7 +111,7 @@ def measure(
     costs = {name: amount / prompts for amounts in metered for name, amount in amounts.items()}
     draws = evaluator.resample(measured.table)
     values = {name: float(measured.metrics[name]) for name in draws}
-    costs[SECONDS] = statistics.median(engine.seconds)  # robust to an interrupted call
+    costs[SECONDS] = statistics.median(engine.seconds)  # the median is robust to interrupted calls
     return Resampled(measured.table.uids, values, draws), costs
 
 

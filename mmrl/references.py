@@ -164,7 +164,7 @@ class SecondModel:
             return self.model(batch, extra)
 
     def rollout_weights(self) -> AbstractContextManager:
-        """Raise, because engines sample from the policy's own model."""
+        """Raise `ConfigError`, because engines sample from the policy's own model."""
         raise ConfigError(
             "'rollout.policy' names a second model, which cannot sample: name a reference of the policy's "
             "own weights (`frozen`, `ema`)"
@@ -181,4 +181,4 @@ class SecondModel:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore nothing."""
+        """Do nothing: the run restores the model and its optimizer."""

@@ -239,7 +239,7 @@ class Towards:
         self.value = start
 
     def __call__(self, clock: Clock) -> float:
-        """Move by the metrics of the previous step, and return the value."""
+        """Update the value by the metrics of the previous step, and return it."""
         if all(name in clock.metrics for name in self.names):
             away = _mean(clock, self.names, 0.0) - self.target
             if self.form == "sign":

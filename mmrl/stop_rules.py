@@ -88,7 +88,7 @@ class Threshold(StopRule):
         self.above, self.below = above, below
 
     def holds(self, mean: float) -> bool:
-        """Return whether the mean is beyond the number."""
+        """Return whether the mean is above `above`, or below `below`."""
         return mean > self.above if self.above is not None else self.below is not None and mean < self.below
 
 

@@ -80,7 +80,7 @@ def attend_one_token(
 ) -> Tensor:  # fmt: skip
     """Compute `attend_merged` for one new token per row, without gradients, in few operator calls."""
     rows, heads, _, size = query.shape
-    query = query.reshape(rows, prefix[0].shape[1], -1, size)  # (N, h, H / h, D)
+    query = query.reshape(rows, prefix[0].shape[1], -1, size)  # query heads grouped by key head
     if _is_fused(query, prefix[1], prefix_mask, own_mask):
         out, norm = _with_norm(groups.fold(query), *prefix, prefix_mask, scaling)
         own_out, own_norm = _with_norm(query, *own, own_mask, scaling)
@@ -174,7 +174,7 @@ class _Part:
                 grad, query, keys, values, out, norm, self.mask, self.scaling, self.causal
             )
             return self.unfold(d_query), d_keys, d_values
-        delta = (grad.to(norm.dtype) * out.to(norm.dtype)).sum(-1, keepdim=True)  # g . o
+        delta = (grad.to(norm.dtype) * out.to(norm.dtype)).sum(-1, keepdim=True)  # gradient . output
         d_query, d_keys, d_values = [], keys.new_zeros(keys.shape), values.new_zeros(values.shape)
         for rows, scores in self._scores(query, keys):
             weights = (scores - norm[:, :, rows, None]).exp()

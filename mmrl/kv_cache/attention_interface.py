@@ -39,7 +39,7 @@ def register(base: str) -> str:
     name = PREFIX + base
     AttentionInterface.register(name, partial(attend, base))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
-    AttentionInterface.register(UNMASKED, partial(attend, "none"))  # cache layers only, no tensors
+    AttentionInterface.register(UNMASKED, partial(attend, "none"))  # for cache layers only, not for tensors
     return name
 
 

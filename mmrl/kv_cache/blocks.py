@@ -21,15 +21,15 @@ class Block(Protocol):
 
     nbytes: int  # memory of all tensors
 
-    def dots(self, query: Tensor) -> Tensor: ...  # scores (R, h, Q, n) of queries (R, h, Q, D) with n keys
-    def mix(self, weights: Tensor) -> Tensor: ...  # sums of n values weighted by (R, h, Q, n): (R, h, Q, D)
-    def dense(self) -> Tensor: ...  # the dequantised tokens (R, h, n, D)
+    def dots(self, query: Tensor) -> Tensor: ...  # scores of queries (rows, heads, Q, channels)
+    def mix(self, weights: Tensor) -> Tensor: ...  # sums of values for weights (rows, heads, Q, n)
+    def dense(self) -> Tensor: ...  # dequantised tokens (rows, heads, n, channels)
     def select(self, rows: Tensor) -> Block: ...  # select rows by index
 
 
 @dataclass(frozen=True)
 class ExactBlock:
-    """Unquantised tokens (R, h, n, D), in the precision of the model."""
+    """Unquantised tokens (rows, heads, tokens, channels), in the precision of the model."""
 
     x: Tensor
 
@@ -95,7 +95,7 @@ class CodedBlock:
         scores = dots(each * scale, packed, self.codes.nbits, base)
         if groups == 1:
             return scores.view(*query.shape[:3], -1)
-        # from (R h E, Q, n / E) to (R, h, Q, n), with the groups of a query side by side
+        # from (rows * heads * groups, Q, n) to (rows, heads, Q, groups * n)
         return scores.view(*query.shape[:2], groups, *scores.shape[1:]).transpose(2, 3).flatten(-2)
 
     def mix(self, weights: Tensor) -> Tensor:

@@ -227,7 +227,7 @@ class PromptCache:
             layer.tail.fill(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if not self.layers[0].length:  # still empty
+        if not self.layers[0].length:  # the cache is still empty
             return
         # Layers of a pruned model have different layouts; a layout that layers share is selected once.
         layouts = {id(layer.layout): layer.layout for layer in self.own_layers}
@@ -275,7 +275,7 @@ class PromptCache:
             stored = min(size, length, max(1, window - 1) if window else size)
             index = (
                 torch.arange(length - stored, length, device=rows.device) - padding[:, None]
-            )  # (n, stored)
+            )  # (rows, stored)
             return whole.take_along_dim(index.clamp(min=0)[:, None, :, None], 2)
 
         layers = []

@@ -243,14 +243,14 @@ class QuantizedLayer(CacheLayer):
         rows, heads, num, size = query.shape
         groups, (keys, values) = self.layout.groups, self.parts()
         exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-        scaled = (query.to(exact) * scaling).reshape(rows, self.heads, -1, size)  # (N, h, H / h * t, D)
+        scaled = (query.to(exact) * scaling).reshape(rows, self.heads, -1, size)  # by key head
         folded, pieces = groups.fold(scaled), []
         for part in keys:
             score = part.block.dots(folded if part.shared else scaled)
             if part.visual:
                 score = self.recipe.calibrate(score, part.slots)
             pieces.append(score if part.shared else groups.fold(score))
-        scores = torch.cat(pieces, -1)  # (P, h, g * Q, n)
+        scores = torch.cat(pieces, -1)  # (prompts, key heads, folded queries, tokens)
         hidden = self.layout.hidden(keys, mask, num, self.length, (self.heads, heads // self.heads))
         if hidden is not None:
             scores.masked_fill_(hidden, torch.finfo(exact).min)  # finite, so that rows of padding give no NaN

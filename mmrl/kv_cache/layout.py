@@ -189,7 +189,7 @@ class PromptLayout:
             seen = visible_slots(slots, mask, num, total, heads)
             hidden = None if bool(seen.all()) else ~seen
         if hidden is not None:
-            # (N, h or 1, r or 1, num, n); the r query heads of a key head are queries of one product.
+            # (rows, key heads or 1, r or 1, num, n); the r query heads of a key head share a product.
             if num > 1 or not self.groups.alone:
                 hidden = hidden.expand(-1, -1, heads[1], -1, -1)
             hidden = self.groups.fold(hidden.flatten(2, 3))
@@ -217,7 +217,7 @@ def visible_slots(
     if mask.dtype != torch.bool:
         mask = mask > torch.finfo(mask.dtype).min / 2  # additive: 0 if visible, the lowest number if hidden
     mask = mask[..., :total].expand(len(wide), -1, num, -1)
-    # A mask per query head is (N, h, r, num, total), a mask for all heads (N, 1, 1, num, total).
+    # A mask per query head is (rows, key heads, r, num, total), any other mask (rows, 1, 1, num, total).
     mask = mask.unflatten(1, heads) if mask.shape[1] > 1 else mask[:, :, None]
     wide_heads = max(wide_heads, mask.shape[1])
     index = wide.clamp(min=0).expand(-1, wide_heads, mask.shape[2], num, -1)

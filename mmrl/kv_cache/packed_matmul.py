@@ -40,7 +40,7 @@ def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) 
 
         out = triton_kernels.dots(query, packed, nbits)
         return out if base is None else out.add_(base)
-    channels = packed.shape[2] * (8 // nbits)  # padding in the last byte included
+    channels = packed.shape[2] * (8 // nbits)  # including padding in the last byte
     if channels > query.shape[2]:
         query = nn.functional.pad(query, (0, channels - query.shape[2]))
     query = swap_channels(query, _places(nbits, packed.shape[2], packed.device)[0].itemsize, 8 // nbits)

@@ -112,7 +112,7 @@ def fit(x: Tensor, valid: Tensor, dim: int, nbits: int, least: Tensor, most: Ten
     high = torch.minimum(mean + GAUSSIAN[nbits] * spread, most)
     top = 2**nbits - 1
     for _ in range(FIT_ROUNDS):
-        scale = ((high - low) / top).clamp(min=FLAT / top)  # between neighbouring levels
+        scale = ((high - low) / top).clamp(min=FLAT / top)  # distance between neighbouring levels
         codes = ((x - low) / scale).clamp(0, top).round()
         middle = (codes * weight).sum(dim, keepdim=True) / count
         away = (codes - middle) * weight
@@ -140,11 +140,11 @@ class Codes:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name."""
+        """The tensors, keyed by name."""
         return {"packed": self.packed, "scale": self.scale, "low": self.low}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """Apply a function to all tensors."""
+        """Return the codes with a function applied to all tensors."""
         return replace(self, **{name: change(x) for name, x in self.tensors.items()})
 
     @property
@@ -171,7 +171,7 @@ def quantize(
     exact = x if x.dtype == torch.float64 else x.float()
     valid = torch.ones_like(exact[..., :1], dtype=torch.bool) if valid is None else valid
     where, dim = valid, -2
-    if channels:  # (..., n, D / channels, channels): a group is the last axis
+    if channels:  # the last axis becomes one group of channels
         exact, where, dim = exact.unflatten(-1, (-1, channels)), valid[..., None], -1
     low, high = bounds(exact, where, dim, nbits, rule, side)
     top = 2**nbits - 1
@@ -210,7 +210,7 @@ def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotate the channels (..., D) of tokens or queries; the rotation is its own inverse."""
+    """Rotate the channels (last axis) of tokens or queries; the rotation is its own inverse."""
     return x @ rotation(x.shape[-1], x.dtype, x.device)
 
 

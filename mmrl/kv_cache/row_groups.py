@@ -10,12 +10,12 @@ from torch import Tensor
 
 def rank_equal(key: Tensor) -> Tensor:
     """Count, for every entry of a key (n,), the equal entries before it."""
-    order = key.argsort(stable=True)  # equal entries side by side, in their order
+    order = key.argsort(stable=True)  # equal entries become adjacent, in their old order
     ordered = key[order]
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[1:] = ordered[1:] != ordered[:-1]
     index = torch.arange(len(key), device=key.device)
-    first = torch.where(starts, index, 0).cummax(0).values  # where the run of equal entries starts
+    first = torch.where(starts, index, 0).cummax(0).values  # start of the run of equal entries
     return torch.empty_like(key).scatter_(0, order, index - first)  # back from sorted to original order
 
 
@@ -74,14 +74,14 @@ class RowGroups:
         else:
             out = x.new_zeros(self.count, largest, *x.shape[1:])
             out[self.owner, place] = x
-        return out.transpose(1, 2).flatten(2, 3)  # (P, g, h, Q, *) to (P, h, g * Q, *)
+        return out.transpose(1, 2).flatten(2, 3)  # (prompts, g, heads, Q, *) to (prompts, heads, g * Q, *)
 
     def unfold(self, x: Tensor) -> Tensor:
         """Invert `fold`: (prompts, heads, g * Q, *) to (rows, heads, Q, *)."""
         if self.alone:
             return x
         place, largest, even = self._places
-        out = x.reshape(*x.shape[:2], largest, -1, *x.shape[3:]).transpose(1, 2)  # (P, g, h, Q, *)
+        out = x.reshape(*x.shape[:2], largest, -1, *x.shape[3:]).transpose(1, 2)  # (prompts, g, heads, Q, *)
         return out.flatten(0, 1) if even else out[self.owner, place]
 
     def tile(self, mask: Tensor, times: int) -> Tensor:

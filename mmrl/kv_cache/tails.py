@@ -36,7 +36,7 @@ class GrowingTail:
 
     def __init__(self, start: int) -> None:
         self.start = self.length = start
-        self._buffers: tuple[Tensor, Tensor] | None = None  # (N, h, room, D) each
+        self._buffers: tuple[Tensor, Tensor] | None = None  # (rows, heads, room, channels) each
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +120,7 @@ class RaggedRows:
 
     def push(self, rows: Tensor, tensors: dict[str, Tensor], slots: Tensor) -> None:
         """Append items (k, heads, items, ...) and their slots to the `k` rows with the indices `rows`."""
-        index = self.count[rows][:, None] + torch.arange(slots.shape[1], device=slots.device)  # (k, e)
+        index = self.count[rows][:, None] + torch.arange(slots.shape[1], device=slots.device)  # (rows, items)
         more = int(index.max()) + 1 - self.slots.shape[1]
         if more > 0:
             more = max(more, self.slots.shape[1] // 4)  # grow by a quarter, so that items are rarely copied
@@ -183,7 +183,7 @@ class KiviCodec:
 
     def value_block(self, codes: Codes) -> CodedBlock:
         """Create a block of quantised values, as one group, because every token has its own scales."""
-        return CodedBlock(codes.map(lambda x: x[:, :, None]), self.rotated)  # (N, h, 1, n, ...)
+        return CodedBlock(codes.map(lambda x: x[:, :, None]), self.rotated)  # (rows, heads, 1, tokens, ...)
 
 
 class ResidualWindow:
@@ -207,7 +207,7 @@ class ResidualWindow:
             for codes in (self.key_codes, self.value_codes)
         ]
         self.old_keys = RaggedRows(empty[0], slots, count)
-        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())  # an item is a token
+        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())  # here an item is a token
 
     @property
     def nbytes(self) -> int:
@@ -226,7 +226,7 @@ class ResidualWindow:
         # Loops, because many tokens appended at once may fill several windows.
         while len(rows := (self.new_keys.count >= residual).nonzero()[:, 0]):
             oldest, slots = self.new_keys.pop(rows, residual)
-            codes = codec.code_keys(oldest["x"].unflatten(2, (-1, codec.q_group_size)))  # (k, h, E, g, D)
+            codes = codec.code_keys(oldest["x"].unflatten(2, (-1, codec.q_group_size)))  # by group
             self.old_keys.push(rows, codes.tensors, slots.unflatten(1, (-1, codec.q_group_size)))
         while len(rows := (self.new_values.count > residual).nonzero()[:, 0]):
             # Rows differ in their number of surplus tokens; each round removes the smallest number.

@@ -34,14 +34,14 @@ class Console:
 
     def __init__(self, title: str, max_steps: int, quiet: bool = False) -> None:
         self.title, self.max_steps, self.quiet = title, max_steps, quiet
-        self.live, self.printed = None, -math.inf  # display of rich; time of the last line of a step
+        self.live, self.printed = None, -math.inf  # live display of rich; time of the last line about a step
         self.first: Mapping[str, float] = {}
         self.last: Mapping[str, float] = {}
         self.warnings: list[str] = []
         self.working, self.spoke = "", time.monotonic()  # progress inside the step; time of the last line
 
     def begin(self, step: int, first: Mapping[str, float] | None = None) -> None:
-        """Start at a step; `first` are the metrics of the first step of a resumed run."""
+        """Start the display at a step; `first` has the metrics of the first step of a resumed run."""
         self.first = first or {}
         if self.quiet or not on_terminal():
             return

@@ -42,7 +42,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The name of the file."""
+        """The name of the file without its ending."""
         return self.path.stem
 
     @property

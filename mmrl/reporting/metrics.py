@@ -28,10 +28,10 @@ VISUALIZATIONS = "visualizations.html"  # HTML fragments: visualizations of the 
 def describe_rewards(table: RewardTable) -> dict[str, float]:
     """Compute the reward metrics of a training step, over the episodes that the policy sampled."""
     table = on_policy_rows(join_episodes(table))
-    index = group_index([table.group])  # (N,) index of each row's group
+    index = group_index([table.group])  # (rows,) index of each row's group
     # A group with a failed reward has no valid entry: the sum of its other rewards has no meaning.
     reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
-    valid = ~reward.isnan()  # (N,)
+    valid = ~reward.isnan()  # (rows,)
     extent = group_range(reward, index, valid)
     mean, std = mean_and_std(reward)
     flat = float((extent[valid] < EQUAL).double().mean())
@@ -84,22 +84,22 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
     learned = credit.learn & credit.valid.any(1)
     if not table.names or not len(table) or not credit.values.shape[1] or len(table) != len(credit):
         return {}
-    known = learned.any(-1) & ~table.reward().isnan()  # (N,)
+    usable = learned.any(-1) & ~table.reward().isnan()  # (rows,)
     index = group_index([table.group])
-    # Advantage of each row (N,): the mean over its positions.
+    # Advantage of each row (rows,): the mean over its positions.
     places = (credit.values[:, 0] * learned).sum(-1) / learned.sum(-1).clamp(min=1)
     weighted = [table.at_end(name).nan_to_num() * weight for name, weight in table.weights.items()]
 
     def centred(values: Tensor) -> Tensor:
-        valid = known[:, None].expand_as(values)
+        valid = usable[:, None].expand_as(values)
         return torch.where(valid, values - group_mean(values, index, valid), 0.0)
 
-    parts, advantage = centred(torch.stack(weighted, 1)), centred(places[:, None])  # (N, R), (N, 1)
-    whole = parts.sum(1, keepdim=True)  # (N, 1)
+    parts, advantage = centred(torch.stack(weighted, 1)), centred(places[:, None])  # rows x rewards; rows x 1
+    whole = parts.sum(1, keepdim=True)  # (rows, 1)
     against, square = group_sum(advantage * whole, index), group_sum(whole.square(), index)
     # Least squares per group: c = sum(a d) / sum(d^2), 0 if all rewards are equal.
     slope = torch.where(square > EQUAL**2, against / square.clamp(min=EQUAL**2), 0.0)[index]
-    explained = (slope * advantage * parts).sum(0)  # (R,)
+    explained = (slope * advantage * parts).sum(0)  # (rewards,)
     if not explained.sum() > EQUAL**2:
         return {}
     shares = (explained / explained.sum()).tolist()

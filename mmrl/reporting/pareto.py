@@ -27,8 +27,8 @@ LEGEND = 17  # height of a line of the legend, in points
 class SettingResult:
     """Metrics and costs of one setting."""
 
-    changes: Mapping[str, Any]  # configuration keys that it sets, with their values
-    quality: Mapping[str, Estimate]  # by metric
+    changes: Mapping[str, Any]  # configuration keys that the setting changes, with their values
+    quality: Mapping[str, Estimate]  # estimates by metric
     difference: Mapping[str, Estimate]  # difference to the first setting on the same prompts, by metric
     costs: Mapping[str, float]  # costs per prompt, by name
 
@@ -59,7 +59,7 @@ class SettingsComparison:
 
 
 def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """List the points that no other dominates; smaller is better in both numbers."""
+    """List the points that no other dominates; smaller is better in both coordinates."""
 
     def dominated(point: tuple[float, float]) -> bool:
         return any(x <= point[0] and y <= point[1] and (x, y) != point for x, y in points.values())

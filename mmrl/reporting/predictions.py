@@ -96,7 +96,7 @@ class Joined:
     second: Predictions
     measures: Sequence[str]  # columns that both have, first the one to order by
     pairs: Sequence[tuple[Sequence[Row], Sequence[Row]]]  # the answers of both to each shared prompt
-    only_first: int  # number of prompts
+    only_first: int  # number of prompts that are only in `first`
     only_second: int
     other_targets: int  # number of prompts left out because their targets differ
     other_words: int  # number of pairs whose prompts are worded differently
@@ -107,9 +107,9 @@ class Change:
     """Change of one measure between two evaluations, over the prompts that both answered."""
 
     name: str
-    before: float  # mean
+    before: float  # mean in the first evaluation
     after: float
-    better: int  # number of prompts
+    better: int  # number of prompts that got better
     worse: int
     unchanged: int
 

@@ -137,7 +137,7 @@ class Asker:
 
 
 def _distinct(prompts: Sequence[Prompt]) -> dict[tuple[Message, ...], Prompt]:
-    """Map messages to the first prompt that has them, in the order of the prompts."""
+    """Map the messages of prompts to the first prompt with these messages, in order."""
     first: dict[tuple[Message, ...], Prompt] = {}
     for prompt in prompts:
         first.setdefault(prompt.messages, prompt)

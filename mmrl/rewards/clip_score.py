@@ -153,7 +153,7 @@ class ClipScore:
         cosines = [float(text @ image) for text in texts]
         if len(cosines) > 1 or self.scale == "clipscore":
             cosines = [max(cosine, 0.0) for cosine in cosines]
-        value = self._pooled(cosines, parts) if cosines else 0.0  # an empty text
+        value = self._pooled(cosines, parts) if cosines else 0.0  # 0 for an empty text
         if self.scale == "logit":
             value = self.towers.factor * value + (self.towers.bias or 0.0)
         elif self.scale == "clipscore":
@@ -330,8 +330,8 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
             precision="fp32",
             device=device,
             force_quick_gelu=bool(settings.get("quick_gelu")),
-            require_pretrained=True,  # else it only warns, and the model is random
-            weights_only=True,  # a pickled file runs no code
+            require_pretrained=True,  # otherwise it only warns, and the weights are random
+            weights_only=True,  # so that a pickled file cannot run code
         )
         return Towers(loaded, prepare, open_clip.get_tokenizer(name), device)
     # open_clip, the hub and torch raise many kinds of errors, all of which mean the same here.

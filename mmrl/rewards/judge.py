@@ -26,7 +26,7 @@ from mmrl.rewards.asking import (
 from mmrl.runtime.scoring import by_prompt
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-TAGS = {"score": "score", "yes_no": "verdict"}  # tag of the verdict, by `form`
+TAGS = {"score": "score", "yes_no": "verdict"}  # maps `form` to the tag of the verdict
 YES, NO = (tuple(a + b for a in ("", " ") for b in (w, w.title(), w.upper())) for w in ("yes", "no"))
 POINTWISE = f"""\
 Judge an answer to a question.

@@ -72,7 +72,7 @@ def answer_cluster(
     as `semantic_entropy` and `consistency_mix` read which answers of a group agree.
     """
     words = comparable(outcome.text or "", tag, form, choices_in(prompt.columns))
-    return (name_id(words) >> 10) / 2**53 if words else None  # a float has 53 bits
+    return (name_id(words) >> 10) / 2**53 if words else None  # a float has 53 bits of precision
 
 
 @reward

@@ -26,7 +26,7 @@ class Allocations(TorchDispatchMode):
         before = {storage._cdata for storage in _storages((args, kwargs))}  # fake tensors have no `data_ptr`
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
-            if storage._cdata in before or storage in self._counted:  # a view
+            if storage._cdata in before or storage in self._counted:  # the storage existed before
                 continue
             self._counted.add(storage)
             self.live += storage.nbytes()

@@ -36,7 +36,7 @@ def of_prompts(prompts: Sequence[Prompt], *, named: bool = True) -> dict[str, st
     texts, media, count = hashlib.sha256(), hashlib.sha256(), 0
     file_hashes: dict[Path, str] = {}  # several prompts may share a file
     left = iter(prompts)
-    with ThreadPoolExecutor(16) as pool:  # reading waits for the disk, or for a network file system
+    with ThreadPoolExecutor(16) as pool:  # threads, because reading waits for disk or network
         while some := list(islice(left, PROMPTS)):  # `left` may build prompts lazily
             sources: list[Path | bytes | Readable | None] = []
             for prompt in some:
@@ -117,7 +117,7 @@ def _plain(value: Any, sources: list) -> Any:
             return sorted(_text(member, sources) for member in value)  # a set has no order of its own
         case type():
             return value.__qualname__
-        case object(tobytes=tobytes):  # arrays of numpy, images of PIL
+        case object(tobytes=tobytes):  # numpy arrays, PIL images
             return [str(getattr(value, "dtype", "")), hashlib.sha256(tobytes()).hexdigest()]
         case _ if is_dataclass(value):
             return [kind, {field.name: getattr(value, field.name) for field in fields(value)}]

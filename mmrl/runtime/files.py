@@ -142,7 +142,7 @@ def _flock(file: TextIO, how: int, folder: Path) -> None:
 
 
 class HubError(RuntimeError):
-    """An upload failed; the model is still on disk."""
+    """Raised if an upload to the hub fails; the model is still on disk."""
 
 
 def check_hub(config: Config) -> None:
@@ -155,7 +155,7 @@ def check_hub(config: Config) -> None:
 
 
 def push(config: Config, folder: Path, step: int) -> str:
-    """Upload the model folder of a run and return its address."""
+    """Upload the model folder of a run to the hub, and return its address."""
     return upload(folder, config.hub_model_id, f"Step {step}", private=config.hub_private_repo)
 
 

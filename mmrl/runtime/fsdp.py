@@ -175,7 +175,7 @@ def swap(parameter: Tensor, weight: Tensor) -> Tensor:
     old = current.clone()
     current.copy_(other)
     other.copy_(old)
-    return weight  # with the old values
+    return weight  # which now has the old values
 
 
 def local_copy(parameter: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ PASSING = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses that are retried
 
 
 class StatusError(ConnectionError):
-    """A server answered with a status other than 200, stored as `status`."""
+    """Raised if a server answers with a status other than 200, stored as `status`."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)

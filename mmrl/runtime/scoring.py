@@ -128,7 +128,7 @@ class NotNumbers(ValueError):
 
 
 def one_each(result: Any, count: int) -> list:
-    """Convert the return value of a reward to a list: a sequence, iterator or 1-D array of `count` entries.
+    """Convert a reward's return value (sequence, iterator or 1-D array) to a list of `count` entries.
 
     Raises `NotNumbers` for anything else.
     """
@@ -168,7 +168,7 @@ def to_float(value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """Return a shortened `repr` for an error message, or the class where `repr` fails."""
+    """Return a shortened `repr` for an error message, or the class if `repr` fails."""
     try:
         text = repr(value)
     except Exception:

@@ -117,7 +117,7 @@ def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple
 def exchange_rows(
     run: Run, replay: Replay, collection: Collection, keep: Tensor, added: RewardTable
 ) -> tuple[Collection, RewardTable]:
-    """Keep the rows of a collection that `keep` (N,) marks, add `added`, and assign it to processes.
+    """Keep the rows in the mask `keep` of a collection, add `added`, and assign it to processes.
 
     Returns the new collection, and the added rows with their processes.
     """
@@ -137,7 +137,7 @@ def in_order(rollouts: Rollouts, order: Sequence[str]) -> Rollouts:
 
 
 def pick(rollouts: Rollouts, table: RewardTable, keep: Tensor) -> tuple[Rollouts, RewardTable]:
-    """Select the rows of a table that `keep` (N,) marks, and the rollouts of this process among them."""
+    """Select the rows in the mask `keep` of a table, and the rollouts of this process among them."""
     mine = keep[table.mine].tolist()
     return tuple(row for row, kept in zip(rollouts, mine, strict=True) if kept), table.select(keep)
 

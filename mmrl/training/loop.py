@@ -147,7 +147,7 @@ def evaluate_references(
     """
     others = dict(batch.others)
     for name, policy in policies.items():
-        columns_of: dict[str, Tensor] = {}  # (N, T, ...), filled micro-batch by micro-batch
+        columns_of: dict[str, Tensor] = {}  # (rows, steps, ...), filled micro-batch by micro-batch
         cuts = list(batch.cuts(micro_batch_steps, Unit.STEP))
         for number, ((rows, steps), counts, _) in enumerate(even(cuts)):
             advance(f"evaluating the policy '{name}', micro-batches", min(number, len(cuts)), len(cuts))

@@ -73,7 +73,7 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
 
 
 def per_step_only(name: str, value: Tensor) -> None:
-    """Raise `ChainError` unless a model output for the chain has shape (N, T), one number per step."""
+    """Raise `ChainError` unless a model output for the chain has shape (rows, steps)."""
     if value.dim() != 2:
         raise ChainError(
             f"the advantage chain reads '{name}', which has {tuple(value.shape[2:])} numbers per step; a "

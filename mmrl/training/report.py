@@ -71,7 +71,7 @@ class Reporter:
         self.records: list[dict[str, Any]] = []  # records of the journal, as checks read them
         self.raised: list[str] = []  # the distinct texts of warnings
         self.evaluated_at = -1  # number of steps before the last printed evaluation
-        self.times: dict[str, float] = {}  # seconds of this step by activity
+        self.times: dict[str, float] = {}  # maps activities to their seconds in this step
         self.began = 0.0
 
     @property

@@ -204,7 +204,7 @@ class Run:
         return credit
 
     def finish(self, step: int, collection: Collection, credit: RewardTable) -> None:
-        """Report a step, with an evaluation if one is due."""
+        """Report a finished step, with an evaluation if one is due."""
         config, report = self.config, self.report
         updates = sum(learner.guard.updates for learner in self.learners)
         for learner in self.learners:
@@ -315,7 +315,7 @@ class Run:
         return of_tensors(trained) if self.processes.world > 1 else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming, without the model. Every process has to call this."""
+        """Return the state for resuming, without the model. Every process must call this."""
         return {
             "step": self.progress.step,
             "inputs": self.progress.inputs,

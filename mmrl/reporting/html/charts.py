@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0f6fbf", "#d9622b", "#2b8a3e", "#8447b8", "#b8860b", "#0b8a8f", "#c2255c", "#5b6b7b")
 BELOW, ZERO, ABOVE = (217, 98, 43), (207, 214, 221), (15, 111, 191)  # RGB colours that `diverging` mixes
-DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # for lines 1 to 8, 9 to 16, 17 to 24
+DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # dash styles of lines 1-8, 9-16, 17-24
 # Size in points, close to the pixels of a phone screen, so that text stays legible.
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 60, 22, 16, 38  # fixed margins, so that the script knows where the axes are
@@ -35,7 +35,7 @@ STYLE = Path(__file__).with_name("chart.mplstyle")
 
 @dataclass(frozen=True)
 class Line:
-    """A named series of points."""
+    """A named series of points in a chart."""
 
     label: str  # name in the legend
     x: Sequence[float]  # step of every point

@@ -26,7 +26,7 @@ class Panel:
     title: str
     unit: str
     patterns: str
-    but: str = "*/low */high"  # bounds of intervals
+    but: str = "*/low */high"  # excludes the bounds of intervals
 
     def label(self, name: str) -> str:
         """Return the legend of a metric: the part of its name that the `*` of a single pattern matches."""

@@ -25,7 +25,7 @@ def write_predictions_page(source: Path, output: Path | None = None) -> Path:
 def write_compared_page(
     joined: Joined, changes: Sequence[Change], names: Sequence[str], output: Path
 ) -> Path:
-    """Write the page of two evaluations; creates its folder."""
+    """Write the page that compares two evaluations, and create its folder if necessary."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(compared_page(joined, changes, names), encoding="utf-8")
     return output

@@ -22,7 +22,7 @@ class RunFolder:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    config_text: str  # config.yaml, unparsed
+    config_text: str  # text of config.yaml
     records: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, one per reported step
     metrics: Mapping[str, float]  # metrics of the last evaluation
     intervals: Mapping[str, Sequence[float]]
