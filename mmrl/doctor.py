@@ -25,7 +25,7 @@ from mmrl.training.trainer import Run
 
 SPARE = 0.1  # fraction of the trained parameters that may have a gradient of 0
 LONGEST = 2000  # characters of a prompt or answer that are shown
-NUDGE = 1e-3  # size of noise on weights: in a new adapter of zeros, half of the gradients would be 0
+NUDGE = 1e-3  # size of noise on weights; without it, half of a new adapter's gradients are 0
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class SecondModel:
 
     Args:
         learning: The policy of the run, whose rows the second model reads.
-        advantage: Chain that computes from the rewards what every step learns from; it may read notes such as
+        advantage: Chain that turns rewards into a learning target for every step; it may read notes such as
             "critic/value".
         objective: Loss to minimise.
         policy: The model; None: one like the run's policy.

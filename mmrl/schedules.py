@@ -141,7 +141,7 @@ def sliding_window(
         stop: Last possible position.
         roll_back: Begin again after the last position; otherwise stay there.
         decay: `linear`: from `every` steps at position 0 to `least` at `stop`, rounded down (the code's
-            strategy `decay`). `exponential`: every exp(-rate (position - after)) steps beyond `after`,
+            strategy `decay`). `exponential`: every * exp(-rate * (position - after)) steps beyond `after`,
             rounded up (`exp_decay`). `none`: `every` steps at all positions.
         least: Training steps at `stop` with `decay: linear`.
         rate: Rate of `decay: exponential`, per position.
@@ -216,7 +216,7 @@ class Towards:
     Args:
         metrics: Metrics of the previous step, of which the mean is taken.
         target: Value of the metrics at which the value stays.
-        rate: Change per step: times the distance to the target, or with `form: sign` the change itself.
+        rate: Change per step and unit of distance to the target; with `form: sign`, the change per step.
         start: First value.
         low: Smallest value.
         high: Largest value; null: none.

@@ -80,7 +80,7 @@ class Examined:
         return list({row.prompt.uid: row.prompt for row in self.rollouts}.values())
 
     def replay(self, batch: Batch | None = None, *, row_by_row: bool = False) -> Tensor:
-        """Compute the policy's log-probabilities (rows, steps) in micro-batches, or else row by row."""
+        """Compute the policy's log-probabilities (rows, steps), in micro-batches or row by row."""
         batch = self.rows if batch is None else batch
         cuts = batch.cuts(self.micro_batch_steps, max(self.needs.unit, Unit.ROW))
         if row_by_row:

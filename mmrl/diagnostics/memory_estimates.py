@@ -96,7 +96,7 @@ def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
 
 
 def in_use(kind: str, config: Config, on: str = "") -> list[Entry]:
-    """List the pieces of a kind that apply to a run: core pieces, and those of packages that it names."""
+    """List the pieces of a kind that apply to a run: core pieces, and pieces of packages that it uses."""
     named = [config.policy, config.data, *config.rollout.engine, *config.rewards]
     scopes = {"", *(piece.name.rpartition(".")[0] for piece in named if ":" not in piece.name)}
     return [entry for entry in pieces(kind, on) if entry.scope in scopes]

@@ -201,7 +201,7 @@ class _Part:
 
 
 def _prefix_part(groups: RowGroups, kv_heads: int, num: int, mask: Tensor | None, scaling: float) -> _Part:
-    """Return the part of the prompts: one product for all rows of a prompt and query heads of a key head."""
+    """Return the attention part of the prompts, in which all rows of a prompt share one product."""
     return _Part(
         fold=lambda x: groups.fold(x.unflatten(1, (kv_heads, -1)).flatten(2, 3)),
         unfold=lambda x: groups.unfold(x).unflatten(2, (-1, num)).flatten(1, 2),

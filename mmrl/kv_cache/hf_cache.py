@@ -64,7 +64,7 @@ def recurrent_layer() -> type:
     from transformers.cache_utils import LinearAttentionLayer
 
     class RecurrentLayer(LinearAttentionLayer):
-        """Convolution and recurrent states of rows, replaced in every pass to support gradients."""
+        """Layer whose convolution and recurrent states are replaced in every pass, to support gradients."""
 
         def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
             if self.is_conv_states_initialized[state_idx]:
@@ -151,7 +151,7 @@ def share_prefix(filled: Any, recorded: list[Tensor], mask: Tensor) -> Any | Non
 
 @cache
 def derive(kind: type) -> type:
-    """Derive a subclass of a cache or cache layer that also has the base class of transformers."""
+    """Return a subclass of a cache or cache layer that also inherits from transformers' base class."""
     from transformers.cache_utils import Cache, CacheLayerMixin
 
     if issubclass(kind, CacheLayer):

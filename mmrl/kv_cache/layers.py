@@ -243,7 +243,7 @@ class QuantizedLayer(CacheLayer):
         rows, heads, num, size = query.shape
         groups, (keys, values) = self.layout.groups, self.parts()
         exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-        scaled = (query.to(exact) * scaling).reshape(rows, self.heads, -1, size)  # by key head
+        scaled = (query.to(exact) * scaling).reshape(rows, self.heads, -1, size)
         folded, pieces = groups.fold(scaled), []
         for part in keys:
             score = part.block.dots(folded if part.shared else scaled)

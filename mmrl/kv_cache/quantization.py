@@ -69,7 +69,7 @@ def bounds(
     valid = valid.expand(x.shape)
     least = x.masked_fill(~valid, torch.inf).amin(dim, keepdim=True)
     most = x.masked_fill(~valid, -torch.inf).amax(dim, keepdim=True)
-    none = least > most  # groups without valid numbers, where these are inf and -inf
+    none = least > most  # groups without valid numbers: `least` is inf, `most` is -inf
     least, most = least.masked_fill(none, 0), most.masked_fill(none, 0)
     shrink = SHRINK[side] if nbits == 1 else 1.0
     low, high = least, most

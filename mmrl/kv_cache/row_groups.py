@@ -69,7 +69,7 @@ class RowGroups:
         if self.alone:
             return x
         place, largest, even = self._places
-        if even:  # a view instead of a copy row by row
+        if even:  # equal groups: a view instead of a copy
             out = x.reshape(self.count, largest, *x.shape[1:])
         else:
             out = x.new_zeros(self.count, largest, *x.shape[1:])

@@ -226,7 +226,7 @@ class ResidualWindow:
         # Loops, because many tokens appended at once may fill several windows.
         while len(rows := (self.new_keys.count >= residual).nonzero()[:, 0]):
             oldest, slots = self.new_keys.pop(rows, residual)
-            codes = codec.code_keys(oldest["x"].unflatten(2, (-1, codec.q_group_size)))  # by group
+            codes = codec.code_keys(oldest["x"].unflatten(2, (-1, codec.q_group_size)))
             self.old_keys.push(rows, codes.tensors, slots.unflatten(1, (-1, codec.q_group_size)))
         while len(rows := (self.new_values.count > residual).nonzero()[:, 0]):
             # Rows differ in their number of surplus tokens; each round removes the smallest number.

@@ -151,7 +151,7 @@ def describe_measured(measured: Measured) -> dict[str, float]:
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
-    """Return the sum of a per-step engine record over the sampled rows that have it, and the steps."""
+    """Return the sum of a per-step engine record over the sampled rows that have it, and the step count."""
     notes = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
     noted = [note[~note.isnan()] for note in notes]
     return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}

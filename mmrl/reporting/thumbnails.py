@@ -20,7 +20,7 @@ MARK = re.compile(r"<(?:image|video): \d+ tokens>")  # placeholder of media in a
 
 
 def strip(frames: Tensor, *, height: int = 72, most: int = 4) -> bytes:
-    """Encode frames, uint8 (F, 3, h, w), side by side as JPEG; at most `most`, evenly spaced."""
+    """Encode up to `most` evenly spaced frames (n, 3, height, width) uint8 side by side as JPEG."""
     from PIL import Image
 
     shown = frames[linspace_indices(len(frames), most)]

@@ -96,7 +96,7 @@ class Tensorboard(AccelerateTracker):
 class Wandb(AccelerateTracker):
     """Send metrics to Weights & Biases.
 
-    A resumed run has the same id. For repeated steps the dashboard keeps the old values; new ones are equal.
+    A resumed run has the same id. For repeated steps the dashboard keeps the old values; the new are equal.
 
     Args:
         project: Project of the dashboard.

@@ -25,7 +25,7 @@ from mmrl.rewards.adapters import OwnAnswer
 from mmrl.rewards.formulas import formula_key, same_formula
 
 AnswerForm = Literal["exact", "text", "words", "number", "letter", "choice", "math"]
-CURRENCIES = frozenset("$€£¥₹₩")  # an answer may omit the sign, but must not have another one
+CURRENCIES = frozenset("$€£¥₹₩")  # an answer may omit the currency sign, but must not have another one
 LISTED = re.compile(r"""\s*\[\s*['"].*['"]\s*\]\s*""", re.DOTALL)  # a list of texts, written as one text
 MATH = {FORM_PACKAGE: "math"}  # `packages` of rewards with the form `math`
 log = logging.getLogger("mmrl")

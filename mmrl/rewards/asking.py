@@ -54,7 +54,7 @@ Answer B{{{{ " (the last " + made + " above)" if made else "" }}}}:
 
 @dataclass(frozen=True)
 class Unread:
-    """A judgement that could not be parsed, even after asking again; the reward failed, it is not low."""
+    """A judgement that could not be parsed, even after asking again: a failed reward, not a low one."""
 
     text: str
     wanted: str

@@ -257,7 +257,7 @@ class Towers:
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
         self.length = self.tokenizer.context_length
-        inner = getattr(self.tokenizer, "tokenizer", None)  # a tokenizer of transformers, or None
+        inner = getattr(self.tokenizer, "tokenizer", None)  # None for open_clip's own tokenizer
         self.words = plain_text.control_words(inner) if inner else plain_text.OPEN_CLIP
         self.factor = float(self.model.logit_scale.exp())  # logits are factor * cosine + bias (SigLIP)
         bias = self.model.logit_bias

@@ -175,7 +175,7 @@ def of_tensors(tensors: Iterable[Tensor]) -> str:
 def _of_tensor(tensor: Tensor) -> str:
     bits = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for chunk in full(tensor.detach()).reshape(-1).split(CHUNK):
-        whole = len(chunk) - len(chunk) % (8 * STRIDE)  # fills rows of STRIDE int64 at any item size
+        whole = len(chunk) - len(chunk) % (8 * STRIDE)  # a multiple of rows of STRIDE int64, at any item size
         for part in (chunk[:whole], chunk[whole:]):
             # Only aligned memory can be viewed as 64-bit integers; other memory is copied and padded.
             if part.storage_offset() * part.itemsize % 8 or len(part) * part.itemsize % (8 * STRIDE):

@@ -120,7 +120,7 @@ def gathered(
 
 @torch.no_grad()
 def _take_back(shards: dict[int, Any], wholes: dict[int, nn.Parameter], module: nn.Module) -> None:
-    """Update the shards of all processes from the full parameters of process 0, and their buffers too."""
+    """Update the parameter shards and the buffers of all processes from the full values of process 0."""
     for key, shard in shards.items():
         # Only the data of process 0 is used; the others pass an empty tensor of the same shape.
         data = wholes[key].data if _saves() else torch.empty(shard.shape, dtype=shard.dtype)
@@ -175,7 +175,7 @@ def swap(parameter: Tensor, weight: Tensor) -> Tensor:
     old = current.clone()
     current.copy_(other)
     other.copy_(old)
-    return weight  # which now has the old values
+    return weight  # `weight` now has the old values
 
 
 def local_copy(parameter: Tensor) -> Tensor:

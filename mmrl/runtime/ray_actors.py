@@ -22,7 +22,7 @@ OWN = "mmrl"  # custom resource that marks a cluster which a run started for its
 STARTING = 600.0  # seconds that actors may take to start and to load their models
 log = logging.getLogger("mmrl")
 _joined: dict[str, str] = {}  # maps a cluster's session name to the address by which this process joined
-_starting = threading.Lock()  # lock: rewards run in threads, but a process joins one cluster
+_starting = threading.Lock()  # rewards run in threads, but a process joins a cluster once
 
 
 class ActorsLost(RuntimeError):

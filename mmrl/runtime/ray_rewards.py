@@ -23,7 +23,7 @@ _ACTORS: WeakValueDictionary[str, Actors] = WeakValueDictionary()  # shared by t
 
 @dataclass(frozen=True)
 class Asked:
-    """A request to an actor: outcomes to score, and the moment of the run."""
+    """A request to an actor: outcomes to score, with the step and the clock of the run."""
 
     piece: Piece
     prompts: list[Prompt]

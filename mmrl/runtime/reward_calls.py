@@ -64,7 +64,7 @@ def call_all(
     scoring: Scoring,
 ) -> list[Result]:
     """Call every reward in a separate thread, so that a hanging reward does not delay the others."""
-    for bound in rewards:  # before the timeout clocks start
+    for bound in rewards:  # wait for remote processes before the timeouts start
         if isinstance(bound.function, RemoteReward):
             bound.function.wait()
     limits = [bound.call.get("timeout", TIMEOUT) for bound in rewards]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """Convert a nested state to JSON; add its tensors (on CPU: uncopied) to `tensors`, keyed by path."""
+    """Convert a nested state to JSON; add its tensors to `tensors`, keyed by path (no copy on the CPU)."""
     match value:
         case Tensor():
             tensors[path] = value.detach().cpu().contiguous()

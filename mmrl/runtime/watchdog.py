@@ -1,4 +1,4 @@
-"""Ends all processes of a run if one fails, hangs or is lost, so that none waits for ever.
+"""Watchdog: ends all processes of a run if one fails, hangs or is lost, so that none waits for ever.
 
 A failing process writes the reason into a `TCPStore`, which a thread of every other process reads. A process
 whose main thread still waits half a minute later exits and prints the reason. The same happens if a process

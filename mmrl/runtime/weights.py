@@ -19,7 +19,7 @@ from mmrl.runtime.modules import DTYPES, placement, stored_dtypes
 log = logging.getLogger("mmrl")
 # Additional weights in older files: buffers that are recomputed, and copies of tied weights.
 BUFFERS = re.compile(r"(position_ids|inv_freq|masked_bias|attn\.bias|num_batches_tracked|lm_head\.weight)$")
-FEW_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F4")  # dtype names of safetensors; the values need scales
+FEW_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F4")  # low-bit dtypes of safetensors, whose values need scales
 BASE = "mmrl_base_weights"  # header key of an adapter file: hash of the base weights
 # Settings of a `LoraConfig` that change the effect of given adapter weights.
 EFFECTIVE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias")

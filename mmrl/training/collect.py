@@ -22,9 +22,9 @@ from mmrl.training.nonfinite import rolling_out
 from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
 
-ROUNDS = 10  # a reward may be None for so many rounds: some need answers of a certain quality
+ROUNDS = 10  # a reward may be None for this many rounds: some need answers of a certain quality
 DRAWS = 10  # consecutive draws in which all prompts may be unreadable
-PROMPTS = 1000  # a reward may be None for so many prompts (or all): its task may be rare in the data
+PROMPTS = 1000  # a reward may be None for this many prompts (or all): its task may be rare in the data
 
 
 def collect(run: Run) -> Collection:
@@ -64,8 +64,8 @@ def made_and_scored(
 ) -> tuple[list[str], Rollouts, Rollouts, RewardTable] | None:
     """Sample rollouts of prompts and score those of this process; return None if a prompt was unreadable.
 
-    Returns the uids of all prompts in order, the rollouts that count, all rollouts of this process, and the
-    reward table of the rollouts that count.
+    Returns the uids of all prompts in order, the rollouts to learn from (none for a stand-in prompt), all
+    rollouts of this process, and the reward table of the rollouts to learn from.
     """
     method, order = run.method, [prompt.uid for prompt in prompts]
     mine, counts = run.processes.assign_prompts(prompts, table)
@@ -117,7 +117,7 @@ def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple
 def exchange_rows(
     run: Run, replay: Replay, collection: Collection, keep: Tensor, added: RewardTable
 ) -> tuple[Collection, RewardTable]:
-    """Keep the rows in the mask `keep` of a collection, add `added`, and assign it to processes.
+    """Keep the rows in the mask `keep` of a collection, add the rows `added`, and assign them to processes.
 
     Returns the new collection, and the added rows with their processes.
     """

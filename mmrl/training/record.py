@@ -24,7 +24,7 @@ _of_library = cache(of_code)  # code of mmrl does not change while a process run
 
 
 def record_of(config: Config) -> dict[str, Any]:
-    """Describe a run as JSON: its `config` with all defaults, the `code` hash of each piece, `versions`."""
+    """Describe a run as JSON: `config` with all defaults, `code` hash of each piece, package `versions`."""
     plain, entries = resolve_defaults(config)
     code = {}
     for place, (name, entry) in entries.items():
@@ -41,7 +41,7 @@ def name_of(record: Mapping[str, Any]) -> str:
 
 
 def changed_defaults(old: Mapping[str, Any], new: Mapping[str, Any], given: Changes) -> Changes:
-    """List the differences between two records; `given` are the differences between the files alone.
+    """List the differences between two records' configurations; `given`: those between the files alone.
 
     Writing out a default is no difference; a new option is a difference if the file sets it.
     """

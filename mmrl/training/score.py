@@ -188,7 +188,7 @@ def _lay_out(
         for name, values in columns.items()
     }
     weights = {name: weight for name, weight in weights.items() if weight != 0}  # labels have weight 0
-    nothing = torch.zeros((len(rollouts), 0, shape[1]), dtype=torch.float64)  # there are only labels
+    nothing = torch.zeros((len(rollouts), 0, shape[1]), dtype=torch.float64)  # used if there are only labels
     values = torch.stack([scored[name] for name in weights], 1) if weights else nothing
     ids = {
         "group": [name_id(row.group) for row in rollouts],  # equal in every round and process

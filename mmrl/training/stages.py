@@ -37,7 +37,7 @@ LENGTH = ("max_steps", "num_train_epochs", "until")  # configuration keys that d
 def train_stages(
     stages: Sequence[Stage], build: Callable[[Config], Run], *, quiet: bool = False
 ) -> Measured | None:
-    """Train every unfinished stage; return the evaluation of the last stage if it was finished.
+    """Train every unfinished stage; return the last stage's evaluation, or None after a stop.
 
     Args:
         stages: The stages of a run file, checked by `check_stage_folders`.

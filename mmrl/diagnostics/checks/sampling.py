@@ -85,7 +85,7 @@ def _overwritten(examined: Examined) -> Iterator[Finding]:
     """Find numeric options that differ from the engine's attribute; scheduled options are skipped."""
     pieces = examined.config.rollout.engine
     engines: list[Any] = [examined.engine]
-    while hasattr(engines[-1], "engine"):  # the engine that a wrapper wraps
+    while hasattr(engines[-1], "engine"):  # a wrapper's inner engine
         engines.append(engines[-1].engine)
     for piece, engine in zip(reversed(pieces), engines, strict=False):
         for name, value in piece.options.items():
