@@ -92,7 +92,7 @@ class Resampled:
 def measure(
     evaluator: Evaluator, meters: Sequence[Bound], predictions: Path
 ) -> tuple[Resampled, dict[str, float]]:
-    """Answer all prompts and measure the time; answer the first `CHUNK` again with the slower cost metrics.
+    """Answer all prompts and measure the time; answer the first `CHUNK` again with slower cost metrics.
 
     The answers to all prompts are written to the file `predictions`.
     """

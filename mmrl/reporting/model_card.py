@@ -123,8 +123,8 @@ def render_card(
 @cache
 def card_template() -> Template:
     """Load the Markdown template of model cards; only the filter `cell` escapes, for table cells."""
-    here = Path(__file__).parent
-    environment = Environment(loader=FileSystemLoader(here), trim_blocks=True, undefined=StrictUndefined)
+    folder = Path(__file__).parent
+    environment = Environment(loader=FileSystemLoader(folder), trim_blocks=True, undefined=StrictUndefined)
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     environment.tests["finite"] = math.isfinite
     return environment.get_template("model_card.j2")

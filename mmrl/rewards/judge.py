@@ -98,9 +98,9 @@ class Judge(Judging):
     def __post_init__(self) -> None:
         if not self.scale[0] < self.scale[1]:
             raise ConfigError(f"`scale` of a judge must rise, not be {list(self.scale)}")
-        known = {"question", "answer", "reference", "columns", "low", "high", "mark", "made"}
+        variables = {"question", "answer", "reference", "columns", "low", "high", "mark", "made"}
         source, tag = self.template or POINTWISE + ASKS[self.form], TAGS.get(self.form, "")
-        self.question = judge_template(source, known, {"answer"}, tag, "judge")
+        self.question = judge_template(source, variables, {"answer"}, tag, "judge")
         self.asker = self.make_asker()
         self.words: list[tuple[str, ...]] = [YES, NO]  # the first words whose probabilities are read
         self.marks = [1.0, 0.0]  # scores of these words

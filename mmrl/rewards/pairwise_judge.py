@@ -69,9 +69,9 @@ class PairwiseJudge(Judging):
     template: str = ""
 
     def __post_init__(self) -> None:
-        known = {"question", "first", "second", "reference", "columns", "mark", "made"}
+        variables = {"question", "first", "second", "reference", "columns", "mark", "made"}
         source, needed = self.template or PAIRWISE, {"first", "second"}
-        self.question = judge_template(source, known, needed, "verdict", "pairwise_judge")
+        self.question = judge_template(source, variables, needed, "verdict", "pairwise_judge")
         self.reference = self.reference and self.against == "group"
         self.asker = self.make_asker()
 

@@ -66,7 +66,7 @@ class JsonClient:
         self.request_timeout, self.request_retries, self.wait = request_timeout, request_retries, wait
 
     def post(self, content: Mapping[str, Any] | bytes) -> bytes:
-        """Send an object or its encoded JSON; return the response, or raise `ValueError` if it is too long."""
+        """Send an object or its encoded JSON; return the response; raise `ValueError` if it is too long."""
         return self._exchange("POST", content if isinstance(content, bytes) else as_json(content))
 
     def get(self) -> bytes:

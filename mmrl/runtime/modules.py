@@ -224,8 +224,8 @@ class Derived:
                 "them to the policy (`policy.transform`), or train without sharding"
             )
         if self.made is None or self._stamp != self._look():
-            self.made = made = apply_transforms(twin(self.model), self.transforms)
-            copied = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
+            self.made = derived = apply_transforms(twin(self.model), self.transforms)
+            copied = {id(tensor) for tensor in (*derived.parameters(), *derived.buffers())}
             shared = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
             parameters = list(self.model.parameters())
             # Weights missing in the copy were replaced; if it only has extra ones, any may have been read.

@@ -117,7 +117,7 @@ def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple
 def exchange_rows(
     run: Run, replay: Replay, collection: Collection, keep: Tensor, added: RewardTable
 ) -> tuple[Collection, RewardTable]:
-    """Keep the rows in the mask `keep` of a collection, add the rows `added`, and assign them to processes.
+    """Keep the rows in the mask `keep` of a collection, add the rows `added`, assign them to processes.
 
     Returns the new collection, and the added rows with their processes.
     """

@@ -27,14 +27,14 @@ def resolve_defaults(config: Any) -> tuple[dict[str, Any], Named]:
         if isinstance(mark, Scheduled):
             filled = _option("", value, mark.wanted, name, entries)
         else:
-            made = [_piece(mark.name, piece, place, entries) for piece, place in each(value, name)]
+            pieces = [_piece(mark.name, piece, place, entries) for piece, place in each(value, name)]
             match value:
                 case Piece():
-                    filled = made[0]
+                    filled = pieces[0]
                 case Mapping():
-                    filled = dict(zip(value, made, strict=True))
+                    filled = dict(zip(value, pieces, strict=True))
                 case _:
-                    filled = made
+                    filled = pieces
         above, _, key = name.rpartition(".")
         (lookup(plain, above) if above else plain)[key] = filled
     return plain, entries
