@@ -1,4 +1,4 @@
-"""The command that lists the keys of configurations."""
+"""Command `mmrl keys`: lists the keys of configuration files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def keys(given: argparse.Namespace) -> None:
 
     every = {title: list(keys_of(kind)) for title, kind in FILES.items()}
     prefix, found = given.prefix, False
-    shown: set[tuple[str, str]] = set()  # what an evaluation shares with a training run stands there only
+    shown: set[tuple[str, str]] = set()  # (key, default); list keys of several kinds of files once
     for title, listed in every.items():
         rows = []
         for key in listed:
