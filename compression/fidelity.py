@@ -41,7 +41,7 @@ def inputs_of(encoder: Any, prompts: Iterable[Prompt], device: torch.device) -> 
     """Encode each prompt to the inputs of one model call, as `measure` takes them."""
     inputs = []
     for encoded in map(encoder.encode, prompts):
-        # Position ids are (A, S) on A axes. Models take (1, S), or (A, 1, S) with the axes of M-RoPE.
+        # Position ids are (A, S) for A axes. Models take (1, S) for one axis, or (A, 1, S) for M-RoPE.
         positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
         call = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
         inputs.append({name: x.to(device) for name, x in call.items()})

@@ -37,7 +37,7 @@ class BinaryCodebookRecipe(SplitRecipe):
         return replace(self, layer=layer)
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return the slots of exact tokens (P, n), and of coded tokens as a group (P, 1, n)."""
+        """Return token positions in P prompts: exact tokens (P, n), coded tokens as one group (P, 1, n)."""
         rank = real.cumsum(1) - 1
         coded = real & (rank >= self.first) & (rank < real.sum(1, keepdim=True) - self.newest)
         if self.visual:

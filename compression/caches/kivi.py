@@ -24,7 +24,7 @@ class KiviRecipe(Recipe):
     codec: KiviCodec
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return the slots of older keys (P, E, g) and values (P, n), and of the newest keys and values."""
+        """Return token positions in P prompts: older keys (P, E, g), older values (P, n), new tokens."""
         rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)  # padding is not counted
         residual = self.codec.residual_length
         # As if tokens came one by one: keys are quantised in blocks of residual_length, values one at a time.
@@ -38,7 +38,7 @@ class KiviRecipe(Recipe):
         }
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Quantise older tokens of prompts (P, h, S, D) once for all rows; newer tokens go to row windows."""
+        """Quantise older tokens of prompts (P, h, S, D) once for all rows; newer ones go to row windows."""
         shared: tuple[list[Part], list[Part]] = [], []
         old, flat = layout.slots["keys"], layout.slots["keys"].flatten(1)
         if flat.shape[1]:

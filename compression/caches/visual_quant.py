@@ -29,7 +29,7 @@ class VisualQuantRecipe(SplitRecipe):
     guard: bool
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return the slots of text tokens (P, n), and of E groups of visual tokens (P, E, n)."""
+        """Return token positions in P prompts: text tokens (P, n), visual tokens in groups (P, E, n)."""
         group = None  # all visual tokens of a prompt
         if self.per_image:
             # A group starts at each visual token after another kind of token; `pad` shifts right by one.
@@ -94,7 +94,7 @@ def visual_quant(
         axis_value: Scales of the values. `channel`: one per channel and group. `token`: one per token.
         rotate: Whether to rotate the channels first, which spreads outliers.
         score_drop: Nats by which the largest visual score of a query is lowered (paper: 3); needs `fused`.
-        guard: Whether to prevent that the order of scores changes if they span less than `score_drop`.
+        guard: Whether scores that span less than `score_drop` become equal instead of changing their order.
         fused: Whether attention reads the codes directly; otherwise every step decodes them to dense tensors.
     """
     if per_image and q_group_size:

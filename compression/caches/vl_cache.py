@@ -51,13 +51,13 @@ class VLCacheRecipe(Recipe):
         self.scored, self.chosen = [], None
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Store only the chosen tokens of the prompts' keys and values (P, h, S, D)."""
+        """Store only the chosen tokens of P prompts' keys and values (P, h, S, D)."""
         parts = ([Part(ExactBlock(collect(x, self.chosen)), self.chosen)] for x in (keys, values))
         return *parts, GrowingTail(layout.length)
 
 
 def allocate(density: Tensor, keep: float) -> Tensor:
-    """Allocate each layer a fraction of a prompt's tokens from densities (L, P); `keep` is their mean."""
+    """Allocate each of L layers a fraction of P prompts' tokens by densities (L, P); the mean is `keep`."""
     if keep == 1:
         return torch.ones_like(density)
     # Fractions are proportional to densities; after clamping to [0.01, 1], their mean may differ from `keep`.

@@ -1,7 +1,7 @@
 """Binary codebooks: tokens as sums of codebook vectors, one bit per vector (experimental, our method).
 
-A token of D channels is x = low + bits @ vectors with m vectors; this takes m / D bits per element, which may
-be fractional. Vectors start from the principal components (Karhunen-Loeve transform), with bits allocated by
+A token of D channels is x = low + bits @ vectors with m vectors, and takes m / D bits per element, in any
+fraction. Vectors start from the principal components (Karhunen-Loeve transform), with bits allocated by
 reverse water-filling (textbook transform coding). Then vectors and bits are fitted alternately, so that
 vectors need not stay orthogonal. This is additive quantization (Babenko and Lempitsky, CVPR 2014) with
 codebooks of two entries; the sweep over single bits is ours. Fitting uses signs s = 2 * bits - 1 and halved
@@ -154,8 +154,7 @@ def quantize_codebook(mean: Tensor, vectors: Tensor, dtype: torch.dtype) -> Code
 def encode(x: Tensor, codebook: Codebook, *, signs: Tensor | None = None, sweeps: int = 3) -> Tensor:
     """Choose the bits of tokens (R, h, n, D); returns them packed, (R, h, n, ceil(m / 8)) uint8.
 
-    Pass the `signs` of the fit if available: starting from zeros gives larger errors, above all with many
-    bits.
+    Pass the fit's `signs` if available: starting from zeros gives larger errors, above all for many bits.
     """
     exact = x if x.dtype == torch.float64 else x.float()
     low, vectors = codebook.dense(exact.dtype)

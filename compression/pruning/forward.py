@@ -75,12 +75,12 @@ def forward_text(
         )
     batch, length = inputs_embeds.shape[:2]
     past = past_tokens(past_key_values, shape.layers)
-    known, allowed = read_mask(attention_mask, past, length)
+    is_token, allowed = read_mask(attention_mask, past, length)
     if position_ids is None:
         position_ids = torch.arange(past, past + length, device=inputs_embeds.device)[None]
     cos, sin = text.rotary_emb(inputs_embeds, adapter.positions(position_ids, batch))
     rotary = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
-    call = ForwardCall(layout, past_key_values, shape.layers, past, known, allowed, rotary)
+    call = ForwardCall(layout, past_key_values, shape.layers, past, is_token, allowed, rotary)
     states = PrunedForward(text, adapter, shape, pruning, call)(inputs_embeds)
     return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=past_key_values)
 
@@ -196,8 +196,7 @@ class PrunedForward:
         q, k, v = self.adapter.project(attn, block.input_layernorm(text))
         q, k, rows = rotate(q, *stage.text_rotary), rotate(k, *stage.text_rotary), None
         if vis.shape[1]:
-            # For visual rows, compute only queries of kept heads, and the keys and values that these heads
-            # read.
+            # For visual rows, compute only queries of kept heads, and the keys and values that these read.
             queries = feature_index(() if i in self.pruning.frozen else split.kept, shape.head_dim)
             keys, needed = feature_index(split.needed, shape.head_dim), feature_index(split.needed)
             vis_q, vis_k, vis_v = self.adapter.project(attn, block.input_layernorm(vis), queries, keys)

@@ -70,7 +70,7 @@ def attend_near(
 
 
 def _grid_rows(stage: TokenStage) -> list[tuple[tuple[int, int], Tensor, bool]]:
-    """List (grid shape, flat indices `b * n_v + j` (F, h * w), whether these are all rows in order)."""
+    """List per shape of grids: (shape, flat row indices (F, h * w), whether these are all rows in order)."""
     batch, n = stage.vis.shape
     every = torch.arange(batch * n, device=stage.vis.device)
     place = (stage.inverse(stage.vis) + every[::n, None]).flatten()

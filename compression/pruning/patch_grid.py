@@ -28,8 +28,7 @@ class TokenLayout:
 
     `grids` maps a shape (h, w) to the flat indices `b * S + s` of the tokens in F such patch grids, (F, h *
     w), in reading order. `place` (3, B, S) holds the number of the grid, the row and the column of each
-    token; -1 for text. `tower` has queries and keys recorded in the vision tower, (images, 1 + patches,
-    width).
+    token; -1 for text. `tower` holds queries and keys of the vision tower, (images, 1 + patches, width).
     """
 
     visual: Tensor
@@ -56,14 +55,14 @@ def lay_out(core: nn.Module, inputs: Mapping[str, Any], *, grids: bool) -> Token
     tower = {name: torch.stack([part[name] for part in tower]) for name in (tower[0] if tower else ())}
     if not grids or not bool(visual.any()):
         return TokenLayout(visual, tower=tower)
-    known, tokens = adapter_of(core).grids(core, inputs), placeholders(core.config)
+    grids_by_token, tokens = adapter_of(core).grids(core, inputs), placeholders(core.config)
     for kind, encodings in features.items():
         attached = [grid for feature in encodings for grid in getattr(feature, "grids", ())]
-        known.setdefault(tokens[kind], attached)
+        grids_by_token.setdefault(tokens[kind], attached)
     place, number = torch.full((3, ids.numel()), NO_TOKEN, device=ids.device), 0
     by_shape: dict[tuple[int, int], list[Tensor]] = {}
     for token in placeholder_ids(core.config):
-        shapes, at = known.get(token, []), (ids == token).flatten().nonzero()[:, 0]
+        shapes, at = grids_by_token.get(token, []), (ids == token).flatten().nonzero()[:, 0]
         wanted = [h * w for h, w in shapes]
         if sum(wanted) != len(at):
             raise ValueError(

@@ -19,9 +19,9 @@ class TokenReduction:
     """Removal of visual tokens before layer `layer`.
 
     `choose(stage, vis, scores)` gets the hidden states (B, n_v, width) of the visual rows of a `TokenStage`.
-    It returns a mask (B, n_v) of the rows to keep, and the new states. None removes all visual tokens.
-    `scores` (B, n_v) is the attention of the last text token to the visual rows, averaged over heads: in the
-    `previous` layer, or computed with the projections of this `layer`; empty for no scores.
+    It returns a mask (B, n_v) of the rows to keep, and the new states. If `choose` is None, all visual tokens
+    are removed. `scores` (B, n_v) is the attention of the last text token to the visual rows, averaged over
+    heads: in the `previous` layer, or computed with the projections of this `layer`; empty for no scores.
     """
 
     layer: int

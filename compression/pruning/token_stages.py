@@ -184,7 +184,7 @@ class ForwardCall:
     rotary: Rotary  # of all tokens, each (B, S, D)
 
     def stage(self, number: int, vis: Tensor | None = None) -> TokenStage:
-        """Build stage `number` with the visual rows that remain; None: all visual rows."""
+        """Build stage `number` with the visual rows `vis`; None: all visual rows."""
         from transformers.cache_utils import DynamicLayer
 
         visual = self.layout.visual

@@ -156,8 +156,7 @@ def vision_zip_image(
 def div_prune(model: nn.Module, *, keep: Probability = 0.098) -> nn.Module:
     """Keep the fraction `keep` of visual tokens that differ most (DivPrune, arXiv 2503.02175).
 
-    Tokens are chosen before the first layer, greedily, to maximise the least distance (1 - cosine) of kept
-    tokens.
+    Tokens are chosen before the first layer, greedily, to maximise their smallest distance (1 - cosine).
     """
 
     def choose(stage: TokenStage, vis: Tensor, scores: None) -> Chosen:
@@ -173,8 +172,7 @@ def div_prune(model: nn.Module, *, keep: Probability = 0.098) -> nn.Module:
 def max_min_diversity(states: Tensor, number: int) -> Tensor:
     """Choose `number` of n states (n, width) by greedy max-min distance; returns their indices.
 
-    The first choice is the state whose nearest neighbour is farthest, then the one farthest from all chosen
-    ones.
+    The first choice is the state with the farthest nearest neighbour, then the one farthest from all chosen.
     """
     if number >= len(states):
         return torch.arange(len(states), device=states.device)

@@ -56,11 +56,10 @@ def local_visual_attention(model: nn.Module, *, radius: NonNegativeInt = 2, caus
     """Restrict attention between visual tokens to a window on the patch grid of their image.
 
     The window is `2 * radius + 1` patches wide and high. Visual tokens still attend to the text before them,
-    and text attends to everything. Every image, tile and video frame is a patch grid of its own, and grids do
-    not attend to each other. With `causal`, tokens attend only to earlier neighbours, as in the model's
-    training; in the released LLaVA checkpoints they attend to later ones, too. With one image, a radius as
-    large as the image changes nothing if `causal`. arXiv 2410.06169; separate grids and the causal default
-    are our reading.
+    and text attends to everything. Every image, tile and video frame has its own patch grid, and grids do not
+    attend to each other. With `causal`, tokens attend only to earlier neighbours, as in the model's training;
+    in the released LLaVA checkpoints they attend to later ones, too. With one image, a radius as large as the
+    image changes nothing if `causal`. arXiv 2410.06169; separate grids and `causal`: our reading.
     """
     options = {"radius": radius, "causal": causal}
     return prune(model, "local_visual_attention", options, **options)

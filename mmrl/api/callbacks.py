@@ -85,10 +85,10 @@ def add_callback(run: Run, callback: Any) -> None:
     from transformers import TrainerCallback
 
     match callback() if isinstance(callback, type) else callback:
-        case TrainerCallback(state=_) as made:  # an `ExportableState`
-            adapter = StatefulCallbackAdapter(made, run)
-        case TrainerCallback() as made:
-            adapter = CallbackAdapter(made, run)
+        case TrainerCallback(state=_) as instance:  # an `ExportableState`
+            adapter = StatefulCallbackAdapter(instance, run)
+        case TrainerCallback() as instance:
+            adapter = CallbackAdapter(instance, run)
         case other:
             raise TypeError(f"a callback must be a transformers.TrainerCallback, not {other!r}")
     number = sum(place.startswith("callbacks[") for place in run.pieces.made)

@@ -60,8 +60,8 @@ def configuration(
     if model is None and isinstance(args, Mapping):
         model = args.get("model_name_or_path")
     flow = config is None and is_pipeline(model)
-    # TRL has no trainer for flow models: these use the defaults of their methods' files and of mmrl. Next to
-    # a whole configuration, a dictionary changes only its own keys, and an object sets all of TRL's.
+    # TRL has no trainer for flow models: these use the defaults of their method's file and of mmrl. Next to a
+    # whole configuration, a dictionary changes only its own keys; an object sets all TRL arguments.
     spoken = not flow and (config is None or args is not None and not isinstance(args, Mapping))
     keywords, own = _arguments(args, ours=not spoken)
     if keywords.pop("model_name_or_path", model) != model:
@@ -169,9 +169,9 @@ def check_others(others: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for an unsupported argument of TRL's trainers, unless its value is None."""
     for name, value in others.items():
         if name not in OTHERS:
-            known = [*OTHERS, *inspect.signature(configuration).parameters]
+            supported = [*OTHERS, *inspect.signature(configuration).parameters]
             raise ConfigError(
-                f"the trainer has no argument '{name}'; {nearest(name, known) or 'see its docstring'}"
+                f"the trainer has no argument '{name}'; {nearest(name, supported) or 'see its docstring'}"
             )
         if value is not None and value != (None, None):
             raise ConfigError(f"'{name}' of TRL's trainers is not here. {OTHERS[name]}")
@@ -230,8 +230,8 @@ def _arguments(args: Any, *, ours: bool) -> tuple[dict[str, Any], dict[str, Any]
         case None:
             return {}, {}
         case Mapping():
-            known = {name for name in Config.__dataclass_fields__ if ours or name not in NAMES}
-            names = [name for name in args if "." in name or name in known]
+            config_keys = {name for name in Config.__dataclass_fields__ if ours or name not in NAMES}
+            names = [name for name in args if "." in name or name in config_keys]
             changes = reduce(merge, (nested({name: args[name]}) for name in names), {})
             return {name: value for name, value in args.items() if name not in names}, changes
     return arguments_of(args), {}

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line `mmrl`: every module of this package defines commands.
+"""The command line `mmrl`: each module of this package defines commands.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage or configuration, 130 keyboard interrupt.
 """
@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
 def quiet_progress_bars() -> None:
     """Turn off the progress bars of libraries if stderr is not a terminal, to keep log files short.
 
-    tqdm, huggingface_hub and datasets read these variables when they are imported. Set variables stay.
+    Sets environment variables that tqdm, huggingface_hub and datasets read on import, unless they are set.
     """
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):

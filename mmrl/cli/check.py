@@ -88,8 +88,8 @@ def check_file(
 
         def check_stage(i: int) -> None:
             check_run(config := stages[i].config)
-            made = [stage.config.output_dir for stage in stages[:i]]  # folders that do not exist yet
-            check_inputs_and_data(replace(config, init_from="") if config.init_from in made else config)
+            outputs = [stage.config.output_dir for stage in stages[:i]]  # folders that do not exist yet
+            check_inputs_and_data(replace(config, init_from="") if config.init_from in outputs else config)
 
         on_each([stage.place for stage in stages], check_stage)
     else:

@@ -55,7 +55,7 @@ def load_gradio() -> Any:
 
 
 def ask_both(sessions: Sequence[Session]) -> Callable[..., list[Outcome]]:
-    """Return the function that answers a question about an image path and a video path with all sessions."""
+    """Return the function of the page: it asks all sessions a question, with an image and a video path."""
 
     def ask(question: str, image: str | None = None, video: str | None = None) -> list[Outcome]:
         media = [[image] if image else None], [[video] if video else None]

@@ -1,7 +1,6 @@
 """Shell completion of command lines with argcomplete, if it is installed.
 
-After `pip install 'mmrl[completion]'` add `eval "$(register-python-argcomplete mmrl)"` to bash's or zsh's
-start-up file.
+After `pip install 'mmrl[completion]'` add `eval "$(register-python-argcomplete mmrl)"` to .bashrc or .zshrc.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ def configs(prefix: str, **_: Any) -> list[str]:
     """List YAML files and folders that start with a prefix, in the working directory and mmrl's configs."""
     folder = Path(prefix).parent
     own = Path(__file__).parents[1] / "configs"
-    found = []
+    paths = []
     for home in (Path(), own):
         for path in sorted((home / folder).glob("*")):
             name = path.relative_to(home).as_posix()
             if path.is_dir():
-                found.append(f"{name}/")
+                paths.append(f"{name}/")
             elif path.suffix == ".yaml":
-                found.append(name)
-    return [name for name in dict.fromkeys(found) if name.startswith(prefix)]
+                paths.append(name)
+    return [name for name in dict.fromkeys(paths) if name.startswith(prefix)]
 
 
 def overrides(prefix: str, **_: Any) -> list[str]:

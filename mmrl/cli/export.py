@@ -25,8 +25,7 @@ def export(given: argparse.Namespace) -> None:
     """Write a model as one folder with a model card; merge its adapter, and record its transforms and cache.
 
     A model without transforms is an ordinary folder of transformers or diffusers. `from_pretrained` refuses a
-    model with pruning transforms, as it would load the unpruned model; use `mmrl.load_engine` or
-    `load_pruned`.
+    model with pruning transforms, which it would load unpruned; use `mmrl.load_engine` or `load_pruned`.
     """
     from mmrl.build import check_source, open_source
     from mmrl.inference.saving import export as write

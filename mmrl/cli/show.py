@@ -93,11 +93,11 @@ def show_method(name: str) -> None:
     """Print a method: its configuration file, and its pieces with our readings."""
     from mmrl.reporting.methods import all_methods, readings
 
-    known = {method.name: method for method in all_methods()}
-    if name not in known:
-        near = nearest(name, known)
+    by_name = {method.name: method for method in all_methods()}
+    if name not in by_name:
+        near = nearest(name, by_name)
         raise ConfigError(f"there is no method '{name}'; {near or f'mmrl list {METHODS} names all'}")
-    method = known[name]
+    method = by_name[name]
     print(f"{method.path.read_text().strip()}\n")
     print_table(
         ["piece", "kind", "our reading", "what it does"],

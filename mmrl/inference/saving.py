@@ -109,9 +109,9 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
     """Write a model with its transforms to a folder.
 
     If all transforms only change weights (`structured_pruning`), the result is an ordinary folder of
-    transformers. Otherwise, the transforms are written as JSON, the untransformed model to the folder
-    `weights`, and a `config.json` that transformers refuses. Pruned heads, FFN units and layers are listed
-    one by one. Low-bit weights are dequantised; quantising them again gives the same codes.
+    transformers. Otherwise, the transforms are written as JSON and the untransformed model to the folder
+    `weights`; transformers refuses the `config.json`. Pruned heads, FFN units and layers are listed one by
+    one. Low-bit weights are dequantised; quantising them again gives the same codes.
     """
     folder, done = Path(folder), applied_transforms(model)
     ordinary = all(transform["name"] in STORED for transform in done)

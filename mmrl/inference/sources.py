@@ -17,7 +17,7 @@ from mmrl.config.sweep import setting_of
 from mmrl.runtime.checkpoint import MODEL, finished, step_of
 from mmrl.runtime.stages import last_finished
 
-ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # of peft, of diffusers
+ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # files of peft and of diffusers
 PIPELINE = "model_index.json"  # file that marks a pipeline of diffusers
 # Files and folders that `mmrl export` writes: transforms, untransformed weights, cache of the engine.
 TRANSFORMS, WEIGHTS, CACHE = "transforms.json", "weights", "kv_cache.json"

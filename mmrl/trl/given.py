@@ -111,13 +111,13 @@ class Given:
     def generated(self) -> int:
         """Return the number of completions per collection, which is at least that of an optimizer step."""
         per_pass = self["per_device_train_batch_size"] * self.processes
-        asked, steps = self["generation_batch_size"], self["steps_per_generation"]
-        if asked and steps and asked != per_pass * steps:
+        batch_size, steps = self["generation_batch_size"], self["steps_per_generation"]
+        if batch_size and steps and batch_size != per_pass * steps:
             raise ConfigError(
-                f"generation_batch_size is {asked}, but {per_pass} completions in each of {steps} steps "
+                f"generation_batch_size is {batch_size}, but {per_pass} completions in each of {steps} steps "
                 f"(steps_per_generation) are {per_pass * steps}; give one of the two"
             )
-        size = asked or per_pass * (steps or self["gradient_accumulation_steps"])
+        size = batch_size or per_pass * (steps or self["gradient_accumulation_steps"])
         whole = max(size, self.completions)
         if whole % min(size, self.completions) or size % per_pass:
             raise ConfigError(

@@ -18,8 +18,7 @@ class Name(NamedTuple):
     Args:
         key: The dotted key. If there are several, the key that shows whether a file sets the argument.
         default: TRL's default.
-        rule: Function in `mmrl.trl.objective` or `mmrl.trl.run` that translates the argument, unless its
-            value is copied.
+        rule: Function in `mmrl.trl.objective` or `mmrl.trl.run` for arguments that are not simply copied.
         note: How mmrl differs from TRL; printed if the argument is given.
         values: Maps TRL's values to mmrl's; `...` changes nothing.
         dpo: The default in DPOConfig, if it is different.
@@ -238,7 +237,7 @@ DIFFERS = (  # differences in every run, independent of the arguments
 def advice(key: str) -> str:
     """Explain an argument of TRL for an error message about an unknown key; empty for any other name."""
     if key in NAMES:
-        here = f"; here it is {NAMES[key].key}" if NAMES[key].key else ""
-        return f"that is an argument of TRL{here}; as it is, it goes into a mapping: `trl: {{{key}: ...}}`"
+        ours = f"; here it is {NAMES[key].key}" if NAMES[key].key else ""
+        return f"that is an argument of TRL{ours}; as it is, it goes into a mapping: `trl: {{{key}: ...}}`"
     words = REFUSED[key][0] if key in REFUSED else NEUTRAL.get(key, "")
     return f"that is an argument of TRL, which is not here. {words}" if words else ""

@@ -211,11 +211,11 @@ def penalty(given: Given) -> Change:
                     f"take {', '.join(STEP_MEANS)}, or write `objective.penalty`"
                 )
             there.append({"name": "entropy_bonus", "coef": given["entropy_coef"]})
-    asked = given.has("beta", "entropy_coef", "use_bias_correction_kl")
+    is_given = given.has("beta", "entropy_coef", "use_bias_correction_kl")
     alone = given.at("references") == {"ref": "frozen"} and "references.ref" not in change
     if given.whole and alone and not given["beta"]:
         change["references"] = None  # no penalty uses the reference
-    return change | ({"objective.penalty": there} if asked else {})
+    return change | ({"objective.penalty": there} if is_given else {})
 
 
 def advantage(given: Given) -> Change:

@@ -21,7 +21,7 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
 }
 _NAMED = ("project", "run_name")
-TRACKERS = {"tensorboard": (), "wandb": _NAMED, "trackio": (*_NAMED, "space_id")}  # tracker to options
+TRACKERS = {"tensorboard": (), "wandb": _NAMED, "trackio": (*_NAMED, "space_id")}  # each with its options
 REWARDS = "open_r1.rewards"  # module of open-r1 whose functions have short names in its recipes
 SHORT_REWARDS = {
     **{name: f"{name}_reward" for name in ("accuracy", "format", "tag_count", "reasoning_steps")},
@@ -144,7 +144,7 @@ def _collections(given: Given, name: str) -> int:
 
 
 def turns(given: Given) -> Change:
-    """Translate `max_tool_calling_iterations` to a number of turns: one more than replies of tools."""
+    """Translate `max_tool_calling_iterations` to turns: one more than the number of tool replies."""
     if not given.conversing:
         raise ConfigError(
             "'max_tool_calling_iterations' of TRL limits calls of tools, but no engine has any; add "
@@ -159,15 +159,15 @@ def learning_rate(given: Given) -> Change:
     rate = (
         there if "learning_rate" not in given and isinstance(there, int | float) else given["learning_rate"]
     )
-    asked = given.values.get("lr_scheduler_type") or "constant"
-    if asked not in SCHEDULES:
+    kind = given.values.get("lr_scheduler_type") or "constant"
+    if kind not in SCHEDULES:
         raise ConfigError(
-            f"'lr_scheduler_type={asked!r}' of TRL is not here; there are {', '.join(SCHEDULES)}, or write a "
+            f"'lr_scheduler_type={kind!r}' of TRL is not here; there are {', '.join(SCHEDULES)}, or write a "
             "schedule at `learn.learning_rate`"
         )
     more = dict(given["lr_scheduler_kwargs"] or {})
     end = 0.0
-    if asked == "cosine_with_min_lr":
+    if kind == "cosine_with_min_lr":
         lowest, share = more.pop("min_lr", None), more.pop("min_lr_rate", None)
         if (lowest is None) == (share is None):
             raise ConfigError(
@@ -176,26 +176,26 @@ def learning_rate(given: Given) -> Change:
         end = float(lowest) if lowest is not None else share * rate
     if more:
         raise ConfigError(
-            f"'lr_scheduler_kwargs' of TRL may not have {', '.join(more)} with '{asked}'; write a "
+            f"'lr_scheduler_kwargs' of TRL may not have {', '.join(more)} with '{kind}'; write a "
             "schedule at `learn.learning_rate`"
         )
     warmup = given["warmup_steps"] or given["warmup_ratio"]
     warmup = math.ceil(warmup / given.updates) if warmup >= 1 else warmup
     warm = {"warmup_steps": warmup} if warmup else {}
-    if SCHEDULES[asked] == "constant":
+    if SCHEDULES[kind] == "constant":
         return {"learn.learning_rate": {"name": "constant", "value": rate, **warm} if warm else rate}
     total = _collections(given, "max_steps") if given["max_steps"] > 0 else None
     total = given.at("max_steps") if total is None and "num_train_epochs" not in given else total
     length = {"steps": total} if total else {}  # without `steps`, the schedule is as long as the run
-    return {"learn.learning_rate": {"name": SCHEDULES[asked], "start": rate, "end": end, **length, **warm}}
+    return {"learn.learning_rate": {"name": SCHEDULES[kind], "start": rate, "end": end, **length, **warm}}
 
 
 def optimizer(given: Given) -> Change:
     """Translate `optim` and its hyperparameters to an optimizer with options."""
-    asked = given["optim"]
-    if asked not in OPTIMIZERS:
-        raise ConfigError(f"'optim={asked!r}' of TRL is not here; there are {', '.join(OPTIMIZERS)}")
-    name = OPTIMIZERS[asked] if "optim" in given else given.at("learn.optimizer.name") or OPTIMIZERS[asked]
+    optim = given["optim"]
+    if optim not in OPTIMIZERS:
+        raise ConfigError(f"'optim={optim!r}' of TRL is not here; there are {', '.join(OPTIMIZERS)}")
+    name = OPTIMIZERS[optim] if "optim" in given else given.at("learn.optimizer.name") or OPTIMIZERS[optim]
     options = {"weight_decay": "weight_decay"}
     if name != "sgd":
         options |= {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}

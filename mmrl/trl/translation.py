@@ -21,7 +21,7 @@ from mmrl.trl.given import Change, Given, default_of, pairs_of
 from mmrl.trl.names import DIFFERS, DPO, DPO_ONLY, GRPO, NAMES, NEUTRAL, REFUSED
 
 RULES = {**objective.RULES, **run.RULES}
-OBJECTIVE = ("advantage", "references", "group_filter")  # sections besides those in `objective`
+OBJECTIVE = ("advantage", "references", "group_filter")  # sections of the objective besides `objective`
 # Groups of keys that are alternatives: if a file sets one of them, TRL's defaults of all are ignored.
 TOGETHER = (("max_steps", "num_train_epochs"), ("rollout.num_prompts", "learn.minibatches"))
 SET_BY_ITSELF = {"output_dir": "trainer_output", "report_to": [], "bf16": True}  # set by TRL's classes
@@ -81,11 +81,11 @@ def translated(
             values[name] = _checked(name, _plain(value), pairs)
         except ConfigError as error:
             problems.append(str(error))
-    asked = {name: value for name, value in values.items() if value is not None}
+    present = {name: value for name, value in values.items() if value is not None}
     whole = complete and _is_base(onto, own, pairs)
     defaults = _defaults(onto, pairs, whole) if complete else {}
-    nulls = frozenset(values.keys() - asked.keys())
-    given = Given({**defaults, **asked}, onto, pairs, whole, nulls)
+    nulls = frozenset(values.keys() - present.keys())
+    given = Given({**defaults, **present}, onto, pairs, whole, nulls)
     change: Change = {}
     decided: set[str] = set()
     rules: dict[str, bool] = {}  # maps a rule to whether one of its arguments was given
@@ -95,7 +95,7 @@ def translated(
             rules[row.rule] = rules.get(row.rule, False) or name in values
         elif row and (value := row.values.get(given[name], given[name])) is not ...:
             change[row.key] = value
-            decided |= {row.key} if name in asked else set()
+            decided |= {row.key} if name in present else set()
     for rule in (rule for rule in RULES if rule in rules):
         try:
             part = RULES[rule](given)
@@ -107,7 +107,7 @@ def translated(
     if problems := list(dict.fromkeys(problems)):
         count = f"{len(problems)} arguments of TRL cannot be taken:\n  " if len(problems) > 1 else ""
         raise ConfigError(count + ";\n  ".join(problems))
-    return Translated(change, frozenset(decided), _differences(given, asked, complete))
+    return Translated(change, frozenset(decided), _differences(given, present, complete))
 
 
 def _checked(name: str, value: Any, pairs: bool) -> Any:
@@ -151,7 +151,7 @@ def _is_base(onto: Mapping[str, Any], own: Mapping[str, Any], pairs: bool) -> bo
 
 def _defaults(onto: Mapping[str, Any], pairs: bool, whole: bool) -> dict[str, Any]:
     """Return TRL's defaults for all settings that `onto` does not set; the objective's only if `whole`."""
-    base, found = base_of(pairs), {}
+    base, defaults = base_of(pairs), {}
 
     def is_set(key: str) -> bool:
         there = lookup(onto, key, ABSENT)
@@ -163,8 +163,8 @@ def _defaults(onto: Mapping[str, Any], pairs: bool, whole: bool) -> dict[str, An
         kept = not whole and row.key.startswith(("objective", *OBJECTIVE))
         keys = next((keys for keys in TOGETHER if row.key in keys), (row.key,))
         if value is not None and row.key and not (other or kept or any(map(is_set, keys))):
-            found[name] = value
-    return found
+            defaults[name] = value
+    return defaults
 
 
 def _differences(given: Given, asked: Mapping[str, Any], complete: bool) -> list[str]:
@@ -223,7 +223,7 @@ def applied(
     if complete and "objective" not in merged:
         merged = merge(base_of(pairs_of(arguments, merged)), merged)
     try:
-        found = translated(arguments, merged, merge(dict(own), over), complete=complete)
+        result = translated(arguments, merged, merge(dict(own), over), complete=complete)
     except ConfigError as error:
         try:
             parse(merged, Config, part=True)  # also report other errors in the file
@@ -231,11 +231,11 @@ def applied(
             raise ConfigError(f"{error};\n  {other}") from None
         raise
     change, problems = {}, []
-    for key, value in found.change.items():
+    for key, value in result.change.items():
         items, digit, _ = key.partition(".0")
         unnamed = bool(digit) and lookup(merged, f"{items}.0", ABSENT) is ABSENT
         twice = next((place for place in _leaves(key, value) if lookup(own, place, ABSENT) is not ABSENT), "")
-        if key not in found.asked:
+        if key not in result.asked:
             change |= {} if unnamed or twice or lookup(over, key, ABSENT) is not ABSENT else {key: value}
         elif not (unnamed or twice):
             change[key] = value
@@ -248,7 +248,7 @@ def applied(
             problems.append(f"`trl` changes '{key}', but '{items}' names nothing up to here; name it first")
     if problems:
         raise ConfigError(";\n  ".join(problems))
-    tell(tuple(found.differs))
+    tell(tuple(result.differs))
     return merge(merge(merged, nested(change)), over)
 
 
@@ -269,11 +269,13 @@ def arguments_of(config: Any) -> dict[str, Any]:
     """
     listed = {}
     for place in dataclasses.fields(config):
-        made = place.default_factory
-        default = place.default if made is dataclasses.MISSING else made()
+        factory = place.default_factory
+        default = place.default if factory is dataclasses.MISSING else factory()
         value = _plain(vars(config)[place.name])
-        known = place.name in NAMES or place.name in REFUSED or NEUTRAL.get(place.name, SAME[0]) not in SAME
-        if known and value not in (_plain(default), SET_BY_ITSELF.get(place.name, ...)):
+        supported = (
+            place.name in NAMES or place.name in REFUSED or NEUTRAL.get(place.name, SAME[0]) not in SAME
+        )
+        if supported and value not in (_plain(default), SET_BY_ITSELF.get(place.name, ...)):
             listed[place.name] = value
     if listed.get("activation_checkpointing") == vars(config).get("gradient_checkpointing"):
         listed.pop("activation_checkpointing", None)
@@ -293,11 +295,11 @@ def lora_of(config: Any) -> dict[str, Any]:
             f"of `peft_config` {', '.join(other)} cannot be taken; leave that out, or make the adapter with "
             "peft, save it, and name its folder: args={'policy.adapter': ...}"
         )
-    found = {theirs: getattr(config, ours, None) for ours, theirs in read.items()}
-    targets = found["lora_target_modules"]
-    found["lora_target_modules"] = sorted(targets) if isinstance(targets, set) else targets
-    task = found["lora_task_type"]
-    return {"use_peft": True, **found, "lora_task_type": getattr(task, "value", task)}
+    arguments = {theirs: getattr(config, ours, None) for ours, theirs in read.items()}
+    targets = arguments["lora_target_modules"]
+    arguments["lora_target_modules"] = sorted(targets) if isinstance(targets, set) else targets
+    task = arguments["lora_task_type"]
+    return {"use_peft": True, **arguments, "lora_task_type": getattr(task, "value", task)}
 
 
 def kind_of(config: Any) -> str:

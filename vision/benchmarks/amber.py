@@ -28,7 +28,7 @@ class Words:
 
     `nouns` extracts the nouns of a text as lemmas; AMBER's script uses nltk. The default returns all words in
     the singular, because only words of `vocabulary` are counted (our reading). `similar` decides whether two
-    words have about the same meaning. The script uses spaCy's vectors (cosine above 0.8). Off by default.
+    words have about the same meaning, by default never; the script uses spaCy's vectors (cosine above 0.8).
     """
 
     association: Mapping[str, Sequence[str]]
@@ -55,7 +55,7 @@ class AmberScene:
 
         Safe nouns count as mentions only. A noun covers an object of the image if it names the object or is
         associated with it. Any other noun may match an absent object by name or meaning. Such a noun is
-        hallucinated, unless it has about the same meaning as an object of the imageand thus covers it.
+        hallucinated, unless it has about the same meaning as an object of the image and thus covers it.
         """
         similar, covered, matched, hallucinated = self.words.similar, set(), set(), 0
         # Ignore words outside the vocabulary, even as mentions.

@@ -188,13 +188,13 @@ def _refuse_sound(row: Row) -> None:
 
 def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, Any]:
     """Return the entry of LLaMA-Factory's `dataset_info.json` for a file with these columns."""
-    known = ("messages", "images", "videos", "chosen", "rejected", "kto_tag", "tools")
+    supported = ("messages", "images", "videos", "chosen", "rejected", "kto_tag", "tools")
     roles = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
     return {
         "file_name": file_name,
         "formatting": "sharegpt",  # LLaMA-Factory's name for lists of messages, with any keys
         **({"ranking": True} if "rejected" in columns else {}),
-        "columns": {name: name for name in known if name in columns},
+        "columns": {name: name for name in supported if name in columns},
         "tags": {"role_tag": "role", "content_tag": "content", **roles},  # default: ShareGPT's from, value
     }
 
@@ -244,14 +244,14 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     # If the last message is not from the assistant, the answer is in another column or unknown.
     answer = _answer(turns.pop(), "answer") if turns and turns[-1]["role"] == "assistant" else None
     match turns:
-        case [{"role": "user", "content": asked, **extra}] if not extra:
+        case [{"role": "user", "content": question, **extra}] if not extra:
             # The marks at the beginning of the text, and the line break after them.
-            leading = re.match(rf"(?:\s*(?:{media_marks().pattern}))+\n?", asked)
-            marks = len(media_marks().findall(asked))
+            leading = re.match(rf"(?:\s*(?:{media_marks().pattern}))+\n?", question)
+            marks = len(media_marks().findall(question))
             # Remove marks that all precede the text: media without a mark are placed there anyway.
             if leading and marks == sum(map(len, media.values())) == len(media_marks().findall(leading[0])):
-                asked = asked[leading.end() :]
-            ours["question"] = asked
+                question = question[leading.end() :]
+            ours["question"] = question
         case _ if any(turn["role"] == "user" for turn in turns):
             ours["messages"] = turns
         case _:

@@ -43,7 +43,7 @@ _BETWEEN = re.compile(
     r"(?:\w\s?=\s?)?",
     re.IGNORECASE,
 )
-_JOINED = re.compile(r"\s*(?:,|and)?\s*", re.IGNORECASE)  # 1 minute and 5 seconds
+_JOINED = re.compile(r"\s*(?:,|and)?\s*", re.IGNORECASE)  # joins parts of a time: 1 minute and 5 seconds
 # The published pattern `(\d+\.?\d*) (to|and) (\d+\.?\d*)`, without its cubic time on long digit strings.
 _PUBLISHED = r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)"
 _OBJECT = re.compile(r"\{[^{}]*\}")  # JSON objects without nested objects

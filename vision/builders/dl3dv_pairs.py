@@ -30,8 +30,7 @@ class CameraView:
     """One frame of a scene: its image file, frame number and camera.
 
     `intrinsics` are (fx, fy, cx, cy) as fractions of width and height, valid for any image size. `pose` is
-    (4, 4) float64; it maps camera to world coordinates, with OpenCV's axes (+X right, +Y down, view along
-    +Z).
+    (4, 4) float64; it maps camera to world coordinates; OpenCV's axes (+X right, +Y down, view along +Z).
     """
 
     path: Path

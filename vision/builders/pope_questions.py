@@ -30,7 +30,7 @@ class PopeQuestions:
 
     Args:
         source: Rows with `image` and `objects`, as for `vision.closed_vocabulary`.
-        strategies: Choice of absent objects. `random`: any. `popular`: the most frequent objects.
+        strategies: Choice of absent objects. `random`: any objects. `popular`: the most frequent.
             `adversarial`: the objects that co-occur most with the present object of the previous question.
         num_images: Maximum number of images with questions.
         num_objects: Number of present objects with a question per image. Images with fewer are skipped.

@@ -129,9 +129,8 @@ class TinyQwen2_5Vl(TinyModel):
         vision_layers: Number of layers of the vision tower.
         max_pixels: Maximum number of pixels of an image or video frame; larger images are shrunk.
         patch: Side of a patch in pixels.
-        rope_theta: Base of the language model's rotary position embeddings. Rows and columns of an image use
-            the slower half of the frequencies; at base 10000 and few dimensions per head, these hardly change
-            over a few tokens.
+        rope_theta: Base of the language model's rotary position embeddings. Image rows and columns use the
+            slower half of the frequencies; at base 10000 in narrow heads, these hardly vary over few tokens.
         init: Standard deviation of the initial weights.
     """
 

@@ -19,7 +19,7 @@ from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.model_families import TYPES_OF_TOKENS
 from mmrl.vision.models.processor import PromptEncoder
 
-# transformers 5.3 to 5.23 computes wrong positions after a video of these; ours are tested by hand.
+# transformers 5.3 to 5.23 computes wrong positions after a video for these families; ours are tested by hand.
 WRONG_AFTER_VIDEO = ("qwen2_vl", "qwen2_5_vl")
 
 
@@ -41,10 +41,10 @@ def forward_agreement(
         return
     compared = [row for row in examined.rollouts if _comparable(policy, row)][:rows]
     encoded = tuple(policy.encode(row.prompt, row.outcomes[-1]) for row in compared)
-    found = examined.log_probabilities(encoded) if encoded else []
+    logps = examined.log_probabilities(encoded) if encoded else []
     gaps = [
         float((_plain(policy, row) - ours[: row.length]).abs().mean())
-        for row, ours in zip(encoded, found, strict=True)
+        for row, ours in zip(encoded, logps, strict=True)
     ]
     if gaps and not max(gaps) <= tolerance:
         worst = compared[gaps.index(max(gaps))].prompt.uid

@@ -93,15 +93,15 @@ def as_transformers(encoder: PromptEncoder, prompt: Prompt) -> dict[str, Tensor]
         of_role = dict(zip(roles, forms, strict=True))
         messages = [_message(message, of_role[message.role]) for message in prompt.messages]
         try:
-            made = plain_inputs(encoder.processor, messages, (), media)
+            inputs = plain_inputs(encoder.processor, messages, (), media)
         except Exception as refused:  # templates raise any exception for content they do not accept
             error = refused
             continue
-        made = {name: torch.as_tensor(value) for name, value in made.items() if name not in UNUSED}
-        shown = encoder.tokenizer.decode(made["input_ids"][0])
+        inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
+        shown = encoder.tokenizer.decode(inputs["input_ids"][0])
         lost = sum(_lost(message, shown) for message in prompt.messages)
         if lost < fewest:
-            best, fewest = made, lost
+            best, fewest = inputs, lost
         if not lost:
             break
     if not best:

@@ -73,7 +73,7 @@ def boxes(
         prompt: Template of the prompt, with `{query}`, `{units}` or any other column.
         demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty: no demonstration.
         form: Numbers of a box in rows. `corners`: left, top, right, bottom. `size`: left, top, width, height.
-        given: Unit of the numbers in rows: `pixels`, or `thousandths` or `shares` (fractions) of its size.
+        given: Unit of the numbers in rows: `pixels`, `thousandths` or `shares` of the image size.
         coordinates: Unit of the boxes in answers. `pixels`: pixels of the image. `thousandths`: thousandths
             of the image size, as in Qwen2-VL and Qwen3-VL. `shares`: fractions of the image size. `resized`:
             pixels of the image after resizing by Qwen2.5-VL's processor, which VLM-R1 converts back.

@@ -54,8 +54,7 @@ def conversations(
         bad_rows: Treatment of rows that cannot be used. `error`: raise an error. `drop`: skip and log them.
         limit: Maximum number of rows to read; 0: all rows.
     """
-    source = Path(path)
-    media = MediaRoot.of_rows(source, root)
+    source, media = Path(path), MediaRoot.of_rows(Path(path), root)
     sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
 
     def make(row: DataRow, number: int) -> Prompt:
@@ -66,7 +65,6 @@ def conversations(
             if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
                 turns = [{"role": "system", "content": system_prompt}, *turns]
             question = turns
-
         shown = [
             media.medium(ref, row.place, sampling)
             for name, kind in media_columns().items()
@@ -87,7 +85,7 @@ def conversations(
 
 
 def _question_and_answer(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome, ...]]:
-    """Return the prompt of a row and its recorded answer; the prompt is empty for only an environment."""
+    """Return the prompt of a row and its recorded answer; an `environment` alone gives an empty prompt."""
     question, answer = asked_of(fields), fields.get("completion")
     if question is None and fields.get("environment"):
         return "", ()

@@ -113,8 +113,8 @@ def _each_rejected(row: DataRow) -> Iterator[DataRow]:
             own["score_rejected"] = listed(scores, "score_rejected", len(several))[place]
         if place and row.columns.get("id") is not None:
             own["id"] = f"{row.columns['id']}/{place + 1}"
-        found = row.found and row.found._replace(file=_RejectedFile(row.found.file, place))
-        yield replace(row, columns={**row.columns, **own}, found=found)
+        location = row.found and row.found._replace(file=_RejectedFile(row.found.file, place))
+        yield replace(row, columns={**row.columns, **own}, found=location)
 
 
 def _answer(columns: Mapping[str, Any], side: str, value: Any) -> Outcome:

@@ -79,11 +79,10 @@ def visual_qa(
         head = (Message("system", (Part(text(system, "system")),)),) if has_content(system) else ()
         return Prompt(uid, (*head, Message("user", interleaved(question, shown))), target, answers, kept)
 
-    rows, reads = (
-        Rows(source, media.root),
-        declared((*READS, *media_columns(), *template_fields(prompt, demo)), columns),
+    reads = declared((*READS, *media_columns(), *template_fields(prompt, demo)), columns)
+    prompts = read_prompts(
+        source, Rows(source, media.root), make, reads=reads, bad_rows=bad_rows, limit=limit
     )
-    prompts = read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
     if hidden:
         wanted = "the prompt does not show the `choices` of %d rows of '%s'; write {choices} into `prompt`"
         log.warning(wanted, len(hidden), source)

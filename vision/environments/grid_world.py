@@ -43,7 +43,7 @@ class GridWorld:
         return [self._image(), {"type": "text", "text": "arrived" if self.agent == self.goal else "not yet"}]
 
     def get_reward(self) -> float:
-        """Return 1 on the green square, else 0."""
+        """Return 1 if the red dot is on the green square, else 0."""
         return float(self.agent == self.goal)
 
     def _image(self) -> dict[str, Any]:

@@ -110,8 +110,8 @@ class Spy(Game):
         self.civilians, self.players, self.rounds = civilians, civilians + 1, rounds
         self.spy_sees, self.voters, self.num_votes = spy_sees, voters, num_votes
         self.vote_reward, self.beta, self.lam = vote_reward, beta, lam
-        known = {"stage", "role", "player", "players", "clues", "thoughts"}
-        self.template = TextTemplate(template, known, {"stage", "role", "clues"}, "the game vision.spy")
+        fields = {"stage", "role", "player", "players", "clues", "thoughts"}
+        self.template = TextTemplate(template, fields, {"stage", "role", "clues"}, "the game vision.spy")
 
     def begin(self, prompt: Prompt, generator: Generator) -> SpyState:
         """Choose the spy at random. Raises `ValueError` for a prompt with too few images."""
@@ -213,8 +213,7 @@ def clue_rewards(
 ) -> tuple[float, list[float]]:
     """Compute the zero-sum rewards of clues from the votes for the spy and for every civilian (eq. 1).
 
-    r_s = -beta (v_s - v) and r_c = beta / n (v_s - v) - lam (v_c - v), where v is the mean of the civilians'
-    v_c and n their number.
+    r_s = -beta (v_s - v) and r_c = beta / n (v_s - v) - lam (v_c - v), with v the mean v_c of n civilians.
     """
     mean = sum(civilians) / len(civilians)
     ahead = spy - mean

@@ -90,8 +90,7 @@ def binary_vqa(
     Args:
         of: What to return. `correct`: 1 if the answer is right, else 0. `answer` or `truth`: the label of the
             answer or the target (1 for yes, 0 for no, -1 for neither) for the metric `binary_classification`.
-        form: Parser of answers. `pope` and `exact`: as in POPE's and AMBER's scripts. `first_word`: the first
-            yes or no.
+        form: Parser of answers. `pope` and `exact`: as in their scripts. `first_word`: the first yes or no.
         dimension: Restrict to the questions of this dimension of AMBER; others get None.
     """
     truth = _truth(prompt)

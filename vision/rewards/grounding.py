@@ -255,7 +255,7 @@ def saliency(prompt: Prompt, outcome: Outcome) -> float | None:
     precision, recall = len(matched) / len(answered), len(matched) / len(truth)
     f2 = 5 * precision * recall / (4 * precision + recall)  # F_b = (1 + b^2) P R / (b^2 P + R) with b = 2
     weight = sum(truth[i] ** 2 for i in matched)
-    # Products, because `**` raises where a product of two large floats is infinite.
+    # Multiply, because `**` raises an error if the result is infinite.
     errors = [truth[i] * (answered[i] - truth[i]) for i in matched]
     error = sum(x * x for x in errors)
     return 0.6 * f2 + 0.4 / (1 + error / weight)

@@ -84,20 +84,20 @@ def argument_types(tool: Callable, name: str) -> tuple[dict[str, Any], frozenset
             f"cannot read the types of the tool '{name}': {error}; import it where the module is imported, "
             "or take images as `mmrl.vision.tools.functions.ShownImage`"
         ) from error
-    found, images = {argument: hints[argument] for argument in parameters_of(tool)}, set()
-    for argument, hint in found.items():
+    hint_of, images = {argument: hints[argument] for argument in parameters_of(tool)}, set()
+    for argument, hint in hint_of.items():
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         members = typing.get_args(hint) if union else (hint,)
         shown = [member for member in members if _is_image(member)]
         if shown and all(member in (*shown, types.NoneType) for member in members):
             images.add(argument)
-            found[argument] = int | None if types.NoneType in members else int
+            hint_of[argument] = int | None if types.NoneType in members else int
         elif any(map(_is_image, _parts(hint))):
             raise ConfigError(
                 f"the argument '{argument}' of the tool '{name}' must be one image, or an image or None, not "
                 f"{hint}; take several images as arguments of their own"
             )
-    return found, frozenset(images)
+    return hint_of, frozenset(images)
 
 
 def _is_image(hint: Any) -> bool:
@@ -127,8 +127,7 @@ def tool_names(environment: type) -> list[str]:
 def check_environment(target: Callable, name: str) -> None:
     """Raise ConfigError for a class without the interface of TRL's environments; functions are not checked.
 
-    An environment has `reset`, its public methods are tools, and arguments of `__init__` have defaults or are
-    keyword-only.
+    An environment has `reset`, its public methods are tools, and `__init__` requires no positional arguments.
     """
     if not inspect.isclass(target):
         return

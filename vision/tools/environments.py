@@ -88,8 +88,7 @@ class Episode(Owner):
         """Prepare the call that creates and resets the environment.
 
         A `reset` without the parameter `seed` uses the global random generators of Python and numpy. These
-        are therefore seeded, and the calls of all such environments run in order: they share the owner
-        `others`.
+        are therefore seeded, and all such calls run in order: they share the owner `others`.
         """
         given = self._reset_arguments(columns, images)
 

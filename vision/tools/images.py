@@ -43,8 +43,7 @@ def zoom(image: ShownImage, box: list[float], factor: float, *, max_pixels: Posi
 def pixel_box(box: Any, width: int, height: int) -> tuple[int, int, int, int]:
     """Convert a box to integer pixels (left, upper, right, lower) inside the image, at least one pixel wide.
 
-    If all four numbers are at most 1, they are fractions of the image size. Raises ValueError for other
-    boxes.
+    Four numbers of at most 1 are fractions of the image size. Raises ValueError for a box outside the image.
     """
     if not isinstance(box, list | tuple) or len(box) != 4 or not all(map(_is_finite, box)):
         raise ValueError(f"`box` must be four numbers [left, upper, right, lower], not {box!r:.80}")

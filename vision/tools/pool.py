@@ -18,7 +18,7 @@ from mmrl.vision.tools.replies import Answer, Limits, ToolFault, to_pil
 
 MAX_THREADS = 64  # maximum number of concurrent calls per process
 BoundCall = tuple[Tool, list[Any]]
-Replies = list[tuple[Tool | None, Answer]]  # (tool, answer) for each call of a turn; tool None if unknown
+Replies = list[tuple[Tool | None, Answer]]  # (tool, answer) per call; None for unknown tools
 
 
 @dataclass(eq=False)

@@ -49,7 +49,7 @@ def film_strip(measured: Mapping[str, Measured], *, num: PositiveInt = 6, frames
             bars.append(_bar(name, [span] if span else [], duration, colour, f"no span in {text!r}"))
         query = html.escape(str(prompt.columns.get("query", prompt.text)))
         strips.append(
-            f"<figure><figcaption>{query}</figcaption><div class=film>"  # as wide as the frames
+            f"<figure><figcaption>{query}</figcaption><div class=film>"  # as wide as all frames together
             f"<div class=frames>{images}</div>{''.join(bars)}</div></figure>"
         )
     return f"<h2>Held-out videos</h2><div class=rows>{''.join(strips)}</div>"
@@ -105,8 +105,7 @@ def pairs(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
 def captions(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
     """Show images with their objects and each model's first caption; hallucinated objects are struck out.
 
-    Only images with annotated objects are used, as from `vision.closed_vocabulary`. It shows `num` of them,
-    evenly spaced.
+    Only images with annotated objects are used, as from `vision.closed_vocabulary`. At most `num` are shown.
     """
     answers = {name: _answers(evaluation) for name, evaluation in measured.items()}
     scenes: dict[str, tuple[Prompt, Scene]] = {}
