@@ -24,7 +24,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """Visual tokens of a call of B rows of S tokens; `visual` (B, S) marks placeholders of images and frames.
+    """Visual tokens of a call, B rows of S tokens; `visual` (B, S) marks image and frame placeholders.
 
     `grids` maps a shape (h, w) to the flat indices `b * S + s` of the tokens in F such patch grids, (F, h *
     w), in reading order. `place` (3, B, S) holds the number of the grid, the row and the column of each

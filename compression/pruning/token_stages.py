@@ -23,7 +23,7 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines of rows, each (B, n, D)
 
 @dataclass(frozen=True, eq=False)
 class TokenStage:
-    """Rows and columns of attention in one stage: `S` tokens in this call, `C` columns including past ones.
+    """Rows and columns of attention in a stage: `S` tokens in this call, `C` columns including past ones.
 
     `text` (B, n_t) and `vis` (B, n_v) are indices of text and visual tokens of this call. `cols` (B, n_c) are
     the indices of tokens that become columns, in sequence order. All three are padded with -1 on the left.

@@ -73,7 +73,7 @@ def sparse_visual_ffn(
     plan: str = "",
     ffn_units: tuple[tuple[NonNegativeInt, ...] | None, ...] | None = None,
 ) -> nn.Module:
-    """Keep a fraction of the inner units of every feed-forward layer for visual tokens; text uses all units.
+    """Keep a fraction of every feed-forward layer's inner units for visual tokens; text uses all units.
 
     By default the first units are kept, as in the paper, which then fine-tunes. arXiv 2410.06169.
 

@@ -22,7 +22,7 @@ from mmrl.config.loading import ConfigError
     ),
 )
 def export(given: argparse.Namespace) -> None:
-    """Write a model as one folder with a model card; merge its adapter, and record its transforms and cache.
+    """Write a model as one folder with a model card; merges the adapter, records transforms and cache.
 
     A model without transforms is an ordinary folder of transformers or diffusers. `from_pretrained` refuses a
     model with pruning transforms, which it would load unpruned; use `mmrl.load_engine` or `load_pruned`.

@@ -14,7 +14,7 @@ from mmrl.vision.media.prompts import map_frames
 
 @check(on="start")
 def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Finding]:
-    """Check that the log-probabilities of answers change if all pixels of the images and videos are inverted.
+    """Check that log-probabilities of answers change if all pixels of images and videos are inverted.
 
     Args:
         rows: Number of rollouts with media to compare.

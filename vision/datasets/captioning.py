@@ -36,7 +36,7 @@ def chair(
     singular_by: str = "",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Create prompts that ask for captions of COCO images with annotated classes (CHAIR, arXiv 1809.02156).
+    """Create prompts that ask for captions of COCO images with known classes (CHAIR, arXiv 1809.02156).
 
     The classes of an image are read from its instance annotations and its reference captions.
 

@@ -49,7 +49,7 @@ def click_reward(
     threshold: PositiveFloat = 0.14,
     tag: str = "action",
 ) -> float:
-    """Reward a screen action with 1 for the right type and 1 for the right position (TON, arXiv 2505.16854).
+    """Reward a screen action: 1 for the right type, 1 for the right position (TON, arXiv 2505.16854).
 
     Answer and target are dictionaries in JSON or Python syntax with `action`, and `position` [x, y] in
     fractions of the screen size. The answer is read from its last `tag` block. The type is right if both
