@@ -45,7 +45,7 @@ NAMES: dict[str, Toolkit] = {
     # LLaMA-Factory reads rows of LLaVA and ShareGPT directly.
     **dict.fromkeys(("llamafactory", "hiyougallamafactory", "llava", "sharegpt"), "llama_factory"),
 }
-# The columns of a conversation; without one, the columns of a question (after `history`) and of its answer.
+# Per toolkit: the columns with messages, or else those with the question (after `history`) and the answer.
 CONVERSATIONS = {
     "verl": (("prompt",), (), ""),
     "ms_swift": (("messages",), ("query",), "response"),

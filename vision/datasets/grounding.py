@@ -70,8 +70,7 @@ def grounding(
         prompt: Template of the prompt, with `{query}`.
         reasoning: Fraction of the prompts that ask the model to think first, chosen by seed and row id.
         reasoning_prompt: Template of the prompts that ask the model to think first.
-        demo_think: Demonstrations for prompts that ask the model to think first. `none`: no demonstration.
-            `empty`: with an empty thought. `provided`: with the thought in the row's column `reasoning`.
+        demo_think: Thought in demonstrations of such prompts; `none`: no demonstrations (see `prompt_of`).
         decimals: Number of decimals of the seconds in demonstrations.
         normalize_text: Whether to lower-case queries and to remove a final full stop, as in Time-R1.
         trim_spans: Whether to clip spans to the duration of their video; official evaluators do not.
@@ -98,8 +97,9 @@ def prompt_of(
 ) -> Prompt:
     """Create the prompt of a row, with its first span as a demonstration.
 
-    `thought` is the option `demo_think` if the prompt asks the model to think first, else False. With `none`,
-    such a prompt has no demonstration, because it would teach the model not to think.
+    `thought` is the option `demo_think` if the prompt asks the model to think first, else False. `empty`: an
+    empty thought. `provided`: the thought in the row's column `reasoning`. `none`: such a prompt has no
+    demonstration, because it would teach the model not to think.
     """
     form, demos = "think,answer" if thought else "answer", []
     for start, end in row.spans[:1] if thought != "none" else ():

@@ -73,7 +73,7 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
     except ValueError as error:
         written, words = "", f"no call ({error})"
     parsers = (*FORMATS, *(partial(parser, tools=tools) for parser in TAGGED_FORMATS))
-    for parser in parsers if parse in FORMATS else (parse,):  # an engine's own format is used or refused
+    for parser in parsers if parse in FORMATS else (parse,):  # a custom parser is the only candidate
         if parser(written) == [call]:
             _check_reply(encoder, tools)
             return parser
