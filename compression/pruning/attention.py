@@ -1,4 +1,4 @@
-"""Attention of one pruned layer: text rows use all heads, visual rows only the heads kept for them."""
+"""Attention of one pruned layer: text tokens use all heads, visual tokens only the heads kept for them."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def split_heads(kept: Heads | None, heads: int, kv_heads: int) -> HeadSplit:
 class LayerAttention:
     """Attention of one layer: queries, keys and values, and the computation on them.
 
-    `q` holds the queries of text rows (B, H, n_t, D). `k` and `v` hold the keys and values of all columns (B,
-    Hkv, C, D). `rows` holds the queries, keys and values of visual rows, only for their heads; the queries
-    are None if the layer is frozen.
+    `q` holds the queries of text tokens (B, H, n_t, D). `k` and `v` hold the keys and values of all columns
+    (B, Hkv, C, D). `rows` holds the queries, keys and values of visual tokens, only for their heads; the
+    queries are None if the layer is frozen.
     """
 
     q: Tensor
@@ -59,11 +59,11 @@ class LayerAttention:
     module: nn.Module
 
     def attend(self) -> tuple[Tensor, Tensor | None]:
-        """Compute attention of text rows over all heads, and of visual rows over the kept heads."""
+        """Compute attention of text tokens over all heads, and of visual tokens over the kept heads."""
         stage, kept, lost, vis = self.stage, self.split.kept, self.split.lost, None
         if not torch.is_tensor(self.k):
             return self._attend_quantised_cache(), None
-        # No visual queries: no visual rows, a frozen layer, or one in which all heads are dropped for them.
+        # No visual queries: no visual tokens, a frozen layer, or one in which all heads are dropped for them.
         if self.rows is None or self.rows[0] is None:
             if not lost or not stage.any_visual:
                 return self._attend_text(None), None
@@ -90,7 +90,7 @@ class LayerAttention:
         return _pick_heads(self.k, wanted), _pick_heads(self.v, wanted)
 
     def last_row(self) -> Tensor:
-        """Compute the attention weights of the last text row on visual rows (B, n_v), mean over heads."""
+        """Compute the attention weights of the last text token on visual tokens (B, n_v), mean over heads."""
         k, _ = self.keys(None)
         weights = softmax_rows(self.q[:, :, -1:], k, self.stage.mask(self.stage.text[:, -1:]), self.scale)
         past = k.shape[2] - self.stage.cols.shape[1]  # columns of earlier calls, without rows in this call
@@ -138,7 +138,7 @@ class LayerAttention:
         return F.scaled_dot_product_attention(q, *self.keys(heads), attn_mask=mask, scale=self.scale)
 
     def _attend_together(self) -> tuple[Tensor, Tensor]:
-        """Attend with text and visual rows in sequence order, so that causal attention needs no mask."""
+        """Attend with text and visual tokens in sequence order, so that causal attention needs no mask."""
         stage, q = self.stage, _pick_heads(self.q, self.split.kept)
         rows = stage.join(q, self.rows[0], None, q.shape[1])
         mask = None if stage.plain else stage.bias("all", lambda: stage.mask(stage.cols), q.dtype)
@@ -149,7 +149,7 @@ class LayerAttention:
         return pick(out, stage.text_at, 2), pick(out, stage.vis_at, 2)
 
     def _attend_near(self) -> Tensor:
-        """Attend from visual rows to their window on the patch grid and to the text before them."""
+        """Attend from visual tokens to their window on the patch grid and to the text before them."""
         stage, pruning, split = self.stage, self.pruning, self.split
         (q, *mine), (k, v) = self.rows, self.keys(split.kept)
         # Block-wise attention needs complete grids. If tokens were removed, use a mask over all columns.
@@ -157,7 +157,7 @@ class LayerAttention:
             make = lambda: window_mask(stage, pruning)
             mask = stage.bias(("near", pruning.radius, pruning.causal), make, q.dtype)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
-        if split.kept is not None:  # visual rows have only the needed key heads
+        if split.kept is not None:  # visual tokens have only the needed key heads
             place = {head: at for at, head in enumerate(split.needed or range(mine[0].shape[1]))}
             heads = tuple(place[h // split.group] for h in split.kept)
             mine = [_pick_heads(x, heads) for x in mine]

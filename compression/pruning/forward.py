@@ -22,7 +22,7 @@ from mmrl.kv_cache.hf_cache import PromptCache
 from mmrl.runtime.modules import with_values
 
 # Callback during the measurement of an importance plan. It gets ("attention", layer, LayerAttention), and
-# ("ffn_units", layer, (inner units of visual rows (B, n_v, m), stage)).
+# ("ffn_units", layer, (inner units of visual tokens (B, n_v, m), stage)).
 OBSERVER: ContextVar[Callable[[str, int, Any], None] | None] = ContextVar("observer", default=None)
 
 
@@ -121,7 +121,7 @@ class PrunedForward:
         self, number: int, reduction: TokenReduction, stage: TokenStage, text: Tensor, vis: Tensor,
         scores: Tensor | None,
     ) -> tuple[TokenStage, Tensor, Tensor | None]:  # fmt: skip
-        """Apply a token reduction; return the next stage, its visual rows and their scores."""
+        """Apply a token reduction; return the next stage, its visual tokens and their scores."""
         keep = torch.zeros_like(stage.is_token)
         if reduction.choose is not None and vis.shape[1]:
             if reduction.scores and self.call.allowed is not None:
@@ -138,7 +138,7 @@ class PrunedForward:
                 stage, with_values(vis), None if scores is None else with_values(scores)
             )
             keep = chosen & stage.is_token
-        # `stay` holds indices into the old visual rows, padded with -1; the next stage gets their tokens.
+        # `stay` holds indices of the visual tokens that remain, padded with -1, for the next stage.
         stay = pack_places(keep)
         after = self.call.stage(number, pick(stage.vis, stay).masked_fill(stay < 0, NO_TOKEN))
         match self.call.cache:
@@ -147,7 +147,7 @@ class PrunedForward:
         return after, pick(vis, stay), scores if scores is None else pick(scores, stay)
 
     def _scores(self, i: int, stage: TokenStage, text: Tensor, vis: Tensor) -> Tensor:
-        """Compute the last text token's attention to visual rows in layer `i`, mean over heads: (B, n_v)."""
+        """Return the last text token's attention to visual tokens in layer `i`, mean over heads: (B, n_v)."""
         block = self.text.layers[i]
         q, k, _ = self.adapter.project(block.self_attn, block.input_layernorm(text))
         _, vis_k, _ = self.adapter.project(
@@ -163,7 +163,7 @@ class PrunedForward:
     def _layer(
         self, i: int, block: nn.Module, stage: TokenStage, text: Tensor, vis: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Apply layer `i` to text and visual rows; also return the scores that the next reduction needs."""
+        """Apply layer `i` to text and visual tokens; also return the scores that the next reduction needs."""
         attn, mlp, norm = block.self_attn, block.mlp, block.post_attention_layernorm
         attention, observe = self._attention(i, block, stage, text, vis), OBSERVER.get()
         if observe is not None:
@@ -190,13 +190,13 @@ class PrunedForward:
     def _attention(
         self, i: int, block: nn.Module, stage: TokenStage, text: Tensor, vis: Tensor
     ) -> LayerAttention:
-        """Project text and visual rows, and append their keys and values to those of the cache."""
+        """Project text and visual tokens, and append their keys and values to those of the cache."""
         attn, shape, cache = block.self_attn, self.shape, self.call.cache
         split = split_heads(self.pruning.heads_of(i), shape.heads, shape.kv_heads)
         q, k, v = self.adapter.project(attn, block.input_layernorm(text))
         q, k, rows = rotate(q, *stage.text_rotary), rotate(k, *stage.text_rotary), None
         if vis.shape[1]:
-            # For visual rows, compute only queries of kept heads, and the keys and values that these read.
+            # For visual tokens, compute only queries of kept heads, and the keys and values that these read.
             queries = feature_index(() if i in self.pruning.frozen else split.kept, shape.head_dim)
             keys, needed = feature_index(split.needed, shape.head_dim), feature_index(split.needed)
             vis_q, vis_k, vis_v = self.adapter.project(attn, block.input_layernorm(vis), queries, keys)

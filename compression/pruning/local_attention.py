@@ -49,9 +49,9 @@ def attend_near(
     rows: tuple[Tensor, Tensor, Tensor], text: tuple[Tensor, Tensor], stage: TokenStage,
     pruning: PruningSpec, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Attend from visual rows to their window and to the text before them; returns (B, H, n_v, D).
+    """Attend from visual tokens to their window and to the text before them; returns (B, H, n_v, D).
 
-    `rows` holds the queries, keys and values of the visual rows. `text` holds the keys and values (B, H, t,
+    `rows` holds the queries, keys and values of the visual tokens. `text` holds the keys and values (B, H, t,
     D) of the text tokens in the columns `stage.words`. No token of a grid may have been removed.
     """
     batch, heads, n, size = rows[0].shape
@@ -117,7 +117,7 @@ def _pad_rows(x: Tensor, columns: int, above: int, below: int) -> Tensor:
 
 
 def window_mask(stage: TokenStage, pruning: PruningSpec) -> Tensor:
-    """Compute the window mask of visual rows over all columns if grids lost tokens: (B, 1, n_v, C) bool."""
+    """Compute the window mask of visual tokens over all columns if grids lost tokens: (B, 1, n_v, C) bool."""
     rows, cols = (
         [pick(axis, index) for axis in stage.call.layout.place] for index in (stage.vis, stage.cols)
     )

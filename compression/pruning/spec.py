@@ -18,10 +18,10 @@ Units = tuple[tuple[int, ...] | None, ...]  # chosen units of each layer; None: 
 class TokenReduction:
     """Removal of visual tokens before layer `layer`.
 
-    `choose(stage, vis, scores)` gets the hidden states (B, n_v, width) of the visual rows of a `TokenStage`.
-    It returns a mask (B, n_v) of the rows to keep, and the new states. If `choose` is None, all visual tokens
-    are removed. `scores` (B, n_v) is the attention of the last text token to the visual rows, averaged over
-    heads: in the `previous` layer, or computed with the projections of this `layer`; empty for no scores.
+    `choose(stage, vis, scores)` gets the hidden states (B, n_v, width) of the visual tokens of a
+    `TokenStage`. It returns a mask (B, n_v) of the tokens to keep, and the new states. If `choose` is None,
+    all tokens are removed. `scores` (B, n_v) is the attention of the last text token to the visual tokens,
+    averaged over heads: in the `previous` layer, or with the projections of this `layer`; empty: no scores.
     """
 
     layer: int

@@ -74,7 +74,7 @@ class TokenStage:
 
     @cached_property
     def text_mask(self) -> Tensor | None:
-        """Attention mask of the text rows; None if they attend to all columns."""
+        """Attention mask of the text tokens; None if they attend to all columns."""
         mask = self.mask(self.text)
         return None if self.text.shape[1] == 1 and bool(mask.all()) else mask
 
@@ -90,7 +90,7 @@ class TokenStage:
 
     @cached_property
     def all_text(self) -> bool:
-        """Whether the new columns are exactly the text rows, in order."""
+        """Whether the new columns are exactly the text tokens, in order."""
         same_shape = self.vis.shape[1] == 0 and self.text.shape == self.cols.shape
         return same_shape and bool((self.text == self.cols).all())
 
@@ -105,17 +105,17 @@ class TokenStage:
 
     @cached_property
     def text_at(self) -> Tensor:
-        """Column of every text row: (B, n_t)."""
+        """Column of every text token: (B, n_t)."""
         return self.inverse(self.cols).gather(1, self.text.clamp(min=0))
 
     @cached_property
     def vis_at(self) -> Tensor:
-        """Column of every visual row: (B, n_v)."""
+        """Column of every visual token: (B, n_v)."""
         return self.inverse(self.cols).gather(1, self.vis.clamp(min=0))
 
     @cached_property
     def gather(self) -> Tensor:
-        """Index of every new column in the concatenation of text and visual rows: (B, n_c)."""
+        """Index of every new column in the concatenation of text and visual tokens: (B, n_c)."""
         return pick(self.inverse(torch.cat([self.text, self.vis], 1)), self.cols)
 
     @cached_property
@@ -138,9 +138,9 @@ class TokenStage:
         return runs
 
     def join(self, text: Tensor, vis: Tensor, heads: FeatureIndex, total: int) -> Tensor:
-        """Merge text rows (B, H, n_t, D) and visual rows (B, h, n_v, D) in the order of the new columns.
+        """Merge text tokens (B, H, n_t, D) and visual tokens (B, h, n_v, D) in the order of the new columns.
 
-        `heads` are the heads, out of `total`, that the visual rows have; other heads become zero.
+        `heads` are the heads, out of `total`, that the visual tokens have; other heads become zero.
         """
         batch, _, _, size = text.shape
         if self.runs is None:
@@ -160,7 +160,7 @@ class TokenStage:
 
     @cached_property
     def words(self) -> tuple[Tensor, Tensor]:
-        """Text columns before visual rows, (B, t) padded with -1, and their mask per row (B, n_v, t)."""
+        """Text columns before visual tokens, (B, t) padded with -1, and their mask per row (B, n_v, t)."""
         at = self.vis.clamp(min=0) + self.call.past
         last = at.masked_fill(self.vis < 0, -1).max(1).values
         columns = pack_places(~self.visual & self.seen & (self.orig < last[:, None]))
@@ -184,7 +184,7 @@ class ForwardCall:
     rotary: Rotary  # of all tokens, each (B, S, D)
 
     def stage(self, number: int, vis: Tensor | None = None) -> TokenStage:
-        """Build stage `number` with the visual rows `vis`; None: all visual rows."""
+        """Build stage `number` with the visual tokens `vis`; None: all visual tokens."""
         from transformers.cache_utils import DynamicLayer
 
         visual = self.layout.visual

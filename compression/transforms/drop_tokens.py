@@ -15,7 +15,7 @@ from mmrl.compression.pruning.token_stages import TokenStage
 from mmrl.config.ranges import NonNegativeInt, PositiveInt, Probability
 from mmrl.config.registry import transform
 
-Chosen = tuple[Tensor, Tensor]  # mask (B, n_v) of the visual rows to keep, and states of all rows
+Chosen = tuple[Tensor, Tensor]  # mask (B, n_v) of the visual tokens to keep, and states of all
 
 
 @transform
