@@ -19,7 +19,7 @@ def best_vs_worst(
 ) -> RewardTable:
     """Set the best row of every group to 1, the worst to -1, and drop the rest (DPO, arXiv 2305.18290).
 
-    Groups of equal rewards are dropped; of ties the first row counts. Each of several rewards makes its own
+    Groups of equal rewards are dropped; of ties the first row counts. Each of several rewards has its own
     pairs.
 
     Args:
@@ -60,5 +60,5 @@ def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
 
 
 def tagged_rows(table: RewardTable, tag: str) -> torch.Tensor:
-    """Outcomes with a tag: (N, K) bool."""
+    """Whether each outcome has a tag: (N, K) bool."""
     return (table.ids.get(tag, torch.zeros_like(table.ends)) != 0) & table.present
