@@ -113,11 +113,11 @@ class Pieces:
 
     def __init__(self, stream: Stream, policy: Piece | None = None) -> None:
         self.stream = stream
-        self.policy = policy  # of the run; second models without a `policy` copy it
+        self.policy = policy  # policy of the run, which second models copy by default
         self.made: dict[str, Any] = {}  # built objects by dotted path, which is equal in every run
         self.entries: list[Entry] = []  # entries of all pieces that were looked up
-        self.answer_form: Callable[[], str | None] = lambda: None  # form of targets, see `leaves_form`
-        self.trained: Piece | None = None  # the policy of engines; `make` sets it
+        self.answer_form: Callable[[], str | None] = lambda: None  # form of the targets
+        self.trained: Piece | None = None  # the trained policy; `make` sets it
         self.engines: dict[str, Piece] = {}  # engines that were built, by dotted path
         self.clock = Clock()
         self._scheduled: list[tuple[Callable[[str, Any], None], str, _Follows]] = []
@@ -210,10 +210,10 @@ class Pieces:
             wrapped: The first arguments of every piece in the field, such as the policy for references.
         """
         mark, value = next((mark, value) for mark, value, name in held_fields(config) if name == place)
-        made = [self.make(mark.name, piece, *wrapped, place=name) for piece, name in each(value, place)]
+        built = [self.make(mark.name, piece, *wrapped, place=name) for piece, name in each(value, place)]
         if isinstance(value, Piece):
-            return made[0]
-        return dict(zip(value, made, strict=True)) if isinstance(value, Mapping) else made
+            return built[0]
+        return dict(zip(value, built, strict=True)) if isinstance(value, Mapping) else built
 
     def check_all(self, config: Any) -> dict[str, Any]:
         """Check every piece in a configuration; pieces of kinds that load nothing are also built.
@@ -227,13 +227,13 @@ class Pieces:
                     self.number(value, wanted, field_name)
                 case Kind(name=kind, on=on):
                     for piece, place in each(value, field_name):
-                        made = (self.name if kind in LOADED else self.make)(kind, piece, place=place)
-                        if on and made.entry.on not in ("", on):
+                        bound = (self.name if kind in LOADED else self.make)(kind, piece, place=place)
+                        if on and bound.entry.on not in ("", on):
                             raise ConfigError(
-                                f"{place}: the {kind} '{piece.name}' runs on {made.entry.on}, "
+                                f"{place}: the {kind} '{piece.name}' runs on {bound.entry.on}, "
                                 f"but those of `{field_name}` run on {on}"
                             )
-                        checked[place] = made
+                        checked[place] = bound
         return checked
 
     def check(self, kind: str, piece: Piece, place: str = "") -> Entry:
@@ -283,9 +283,9 @@ class Pieces:
                 return convert(value, wanted, place)
             case list() | tuple():
                 listed = each([as_piece(item, place) for item in value], place)
-                made = tuple(self._inner(name, piece, at) for piece, at in listed)
-                _check_names(name, made, place)
-                return made
+                built = tuple(self._inner(name, piece, at) for piece, at in listed)
+                _check_names(name, built, place)
+                return built
             case None if wanted is Any or type(None) in typing.get_args(wanted):
                 return None
         return self._inner(name, as_piece(value, place), place)
@@ -333,9 +333,9 @@ class _Follows:
             raise ConfigError(f"{self.place}: schedule '{name}' at step {clock.step}: {error}") from error
 
 
-def _check_names(kind: str, made: Sequence[Any], place: str) -> None:
+def _check_names(kind: str, built: Sequence[Any], place: str) -> None:
     """Raise `ConfigError` if two pieces in a list have one name, where a `label` would distinguish them."""
-    names = [piece.name for piece in made if isinstance(piece, Bound)]
+    names = [piece.name for piece in built if isinstance(piece, Bound)]
     twice = [name for name in names if names.count(name) > 1]
     if twice and "label" in CALLED_WITH.get(kind, ()):
         raise ConfigError(f"{place}: two {kind}s are called '{twice[0]}'; give one of them a `label`")
@@ -344,8 +344,8 @@ def _check_names(kind: str, made: Sequence[Any], place: str) -> None:
 def left_out(entry: Entry, name: str, value: Any) -> bool:
     """Whether a value is None and stands for the option's default, because its type excludes None."""
     wanted = entry.hints.get(name, Any)
-    known = wanted is not Any and type(None) not in marks(wanted, type)
-    return value is None and known and entry.options[name].default is not inspect.Parameter.empty
+    excludes_none = wanted is not Any and type(None) not in marks(wanted, type)
+    return value is None and excludes_none and entry.options[name].default is not inspect.Parameter.empty
 
 
 def _fit(value: Any, wanted: Any, place: str) -> float:

@@ -135,7 +135,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
 
 
 def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str) -> None:
-    """Raise `ConfigError` if the first piece takes `wrapped` as argument, or a later one `first`."""
+    """Raise `ConfigError` if the first of `listed` wraps another piece, or if a later one wraps none."""
     for i, bound in enumerate(listed):
         takes = next(iter(inspect.signature(bound.entry.target).parameters), "")
         if i == 0 and takes == wrapped:
@@ -153,7 +153,7 @@ def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str
 def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str) -> None:
     """Raise `ConfigError` if a wrapper calls methods that the pieces before it lack."""
     needs, first, inner = bound.entry.hints.get(wrapped), before[0].entry, before[-1].entry
-    # A protocol as type accepts any piece; a class means that the wrapper calls methods of that class.
+    # If the annotation is a protocol, any piece fits; if it is a class, the wrapper calls its methods.
     if not inspect.isclass(needs) or getattr(needs, "_is_protocol", False):
         return
     if getattr(first.target, "answers_elsewhere", False):
@@ -161,7 +161,7 @@ def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str
             f"{place}: '{bound.entry.full_name}' decodes with the model itself, and '{first.full_name}' "
             "answers elsewhere; use 'vision.generate'"
         )
-    # The innermost engine may be another class with the same methods; an engine that wraps it has others.
+    # The innermost piece may be of another class with the same methods; pieces that wrap it lack these.
     if inner is not first and inspect.isclass(inner.target) and not issubclass(inner.target, needs):
         wanted = next((e.full_name for e in known(wrapped) if e.target is needs), needs.__name__)
         advice = getattr(bound.entry.target, "instead", "")

@@ -1,4 +1,4 @@
-"""Index of the pieces in `mmrl/papers`, read from source so that a run imports only its own papers."""
+"""Index of the pieces in `mmrl/papers`, read from source so that a run imports only papers it uses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def definitions(source: str) -> Iterator[tuple[str, str]]:
 
 
 def import_papers(kind: str, name: str = "") -> None:
-    """Import the papers that define a piece of this kind and name; without a name, of this kind."""
+    """Import the papers that define the named piece of a kind; without a name, any piece of the kind."""
     short = name.rpartition(".")[2]
     for module, pieces in defined().items():
         if (kind, short) in pieces or not name and any(kind == defines for defines, _ in pieces):

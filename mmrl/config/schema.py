@@ -109,7 +109,7 @@ class Report:
 
     logging_steps: PositiveInt = 1  # steps between lines of metrics.jsonl
     log_completions: bool = True  # write rollouts with rewards and advantages to parquet files
-    # Collections whose rows get thumbnails in the report: the first, the last and others between them.
+    # Collections whose rows get thumbnails in the report (a number): the first, the last, others between.
     media_log_steps: NonNegativeInt = 5
     # Dashboards. Packages of dashboards that the configuration names must be installed.
     trackers: Annotated[tuple[Piece, ...], Kind("tracker")] = (Piece("tensorboard", {"required": False}),)
@@ -259,7 +259,7 @@ def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
 
 
 def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool, errors: list | None) -> Any:
-    """Convert a mapping; faults are appended to `errors` (None is returned), or without it raised."""
+    """Convert a mapping to `kind`; append faults to `errors` and return None, or without it raise one."""
     hints, prefix, faults = hints_of(kind), f"{place}." if place else "", []
     values, hint = {}, f"there are {', '.join(hints)}"
     for key, value in raw.items():

@@ -201,7 +201,7 @@ def _over(raw: dict[str, Any], stage: dict[str, Any], common: Sequence[str]) -> 
     """Merge a stage over the rest of the file, and the overrides of all stages over both."""
     stage = dict(stage)
     for one, other in (("max_steps", "num_train_epochs"), ("num_train_epochs", "max_steps")):
-        if stage.get(one) and other not in stage:  # the stage replaces the length of the file
+        if stage.get(one) and other not in stage:  # it overrides the length of the file's runs
             stage[other] = None
     shorthands = {key: stage.pop(key) for key in SHORTHANDS if stage.get(key) is not None}
     merged = merge(raw, stage)
@@ -216,7 +216,7 @@ def _complete(stages: Sequence[dict[str, Any]], names: Sequence[str], given: set
     Args:
         stages: Plain configurations of the stages up to the one that is completed.
         names: Names of all stages.
-        given: The keys that the stage itself gives.
+        given: The keys that the stage itself sets.
     """
     stage, i = stages[-1], len(stages) - 1
     wanted = stage.get("init_from") if "init_from" in given or i == 0 else names[i - 1]
@@ -224,7 +224,7 @@ def _complete(stages: Sequence[dict[str, Any]], names: Sequence[str], given: set
         raise ConfigError(f"'stages[{i}].init_from' is '{wanted}', which is no stage before that one")
     if i == 0:
         if not stage.get("init_from") and "carry" not in given:
-            stage.pop("carry", None)  # it is the file's; the first stage has no stage before it
+            stage.pop("carry", None)  # set for the whole file; the first stage has nothing to carry
         return None
     # A sampler that continues needs the random stream that its order was drawn from.
     goes_on = "sampler" in (stage.get("carry") or ())

@@ -52,7 +52,7 @@ def tags_read(bound: Bound) -> Iterator[str]:
 
 
 def named_in(bounds: Iterable[Bound], names: Iterable[str]) -> set[str]:
-    """Return the `names`, such as names of rewards, that are options of pieces or of their inner pieces."""
+    """Return those `names`, such as of rewards, that occur in options of pieces or their inner pieces."""
     values = [value for bound in bounds for _, _, value in options_in(bound)]
     return set(names).intersection(text for value in values for text in texts_in(value))
 
