@@ -37,7 +37,7 @@ def last_box(text: str) -> tuple[int, int, int] | None:
 def answer_part(text: str, tag: str = "answer") -> str:
     r"""Extract the final answer from a text, without markup.
 
-    This is the first of these that the text has: the last block `tag`, the text after the thought
+    The answer is the first of these that the text has: the last block `tag`, the text after the thought
     (`</think>`), the last \boxed{}, the line after `####` (GSM8K), the whole text. An unclosed thought gives
     an empty answer.
     """
@@ -74,9 +74,8 @@ SPELLED = {
 }  # fmt: skip
 FRACTIONS = re.compile(r"(\d?)([¼-¾⅐-⅞])")
 SUPERSCRIPTS = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
-GROUPED = re.compile(
-    "(?<=\\d)[\u00a0\u2009\u202f'’_](?=\\d{3}(?!\\d))"
-)  # 1'234, or with a non-breaking space
+# Separators of thousands, as in 1'234, and spaces that do not break.
+GROUPED = re.compile("(?<=\\d)[\u00a0\u2009\u202f'’_](?=\\d{3}(?!\\d))")
 SPAN = re.compile(r"(?<=\d)(\s?)[‒–—―](\s?)(?=\d)")
 SIGN = re.compile(r"(?<![\w)])[‒–](?=[\d.])")
 

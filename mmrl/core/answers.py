@@ -264,7 +264,7 @@ def _in_digits(text: str) -> str:
 
 
 def _counted(match: re.Match) -> str:
-    """Convert matched number words to digits; words that form no number stay."""
+    """Convert matched number words to digits; words that form no number are kept."""
     before, after = match.string[: match.start()][-10:], match.string[match.end() :]
     if match[0].lower() == "one" and (_PRONOUN.search(before) or after.startswith(" of ")):
         return match[0]

@@ -37,7 +37,7 @@ class _Decoded(Sequence[Any]):
 
     def __init__(self, media: Sequence[tuple[Media, ...]], one: bool) -> None:
         self.media, self.one = media, one
-        self._known: dict[tuple[Media, ...], Any] = {}  # decoded: a group has the same media
+        self._known: dict[tuple[Media, ...], Any] = {}  # decoded media, which a group shares
 
     def __len__(self) -> int:
         return len(self.media)

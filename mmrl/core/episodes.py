@@ -50,7 +50,7 @@ def members(table: RewardTable) -> list[list[int]]:
     episodes: dict[tuple[int, int, int], list[int]] = {}
     for row, (group, name) in enumerate(zip(table.group.tolist(), names, strict=True)):
         episodes.setdefault((group, name, 0 if name else row), []).append(row)
-    return [sorted(rows, key=lambda row: turns[row]) for rows in episodes.values()]  # ties by row
+    return [sorted(rows, key=lambda row: turns[row]) for rows in episodes.values()]  # stable sort
 
 
 def join_episodes(table: RewardTable) -> RewardTable:
@@ -167,7 +167,7 @@ def has_turns(table: RewardTable) -> bool:
 def merge_turns(table: RewardTable, by: Sequence[str] = ()) -> tuple[RewardTable, Tensor]:
     """Merge the turns of a conversation that have equal ids in `by` into one row with one outcome.
 
-    Rewards are summed over the turns, so a reward of the last turn only does not change. Ids are those of the
+    Rewards are summed over the turns, so a reward that only the last turn has is kept. Ids are those of the
     last turn. All steps of the conversation belong to the merged outcome.
 
     Returns:
@@ -207,7 +207,7 @@ def merge_turns(table: RewardTable, by: Sequence[str] = ()) -> tuple[RewardTable
 def share_turns(merged: RewardTable, index: Tensor, table: RewardTable) -> RewardTable:
     """Copy the values of merged rows (`merge_turns`) back to every outcome of `table`.
 
-    Raises `ValueError` if the merged table has several places per row.
+    Raises `ValueError` if the merged table has several outcomes per row.
     """
     if merged.ends.shape[1] != 1:
         raise ValueError(

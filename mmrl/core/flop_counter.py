@@ -26,7 +26,7 @@ def _convolution(args: Sequence[Any], out: Any) -> int:
 
 
 def _attention(args: Sequence[Any], out: Any, causal: int = 4) -> int:
-    """Count the operations of attention with q (batch, heads, queries, d); `args[causal]` is its flag."""
+    """Count the operations of attention; q is (batch, heads, queries, d), `args[causal]` its causal flag."""
     q, k, v = args[:3]
     pairs = q.shape[-2] * k.shape[-2]
     if len(args) > causal and args[causal]:  # query i attends to min(i + 1, keys) keys

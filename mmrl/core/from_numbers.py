@@ -47,7 +47,7 @@ def reward_table(
         group: Name of each row's group; rows of a group are compared. By default all rows are one group.
         weights: Weight of each reward in a sum, by default 1; a reward of weight 0 is only a label.
         length: Number of steps of each row. By default its number of outcomes.
-        ends: Number of steps at the end of each outcome. By default outcomes end at the last steps.
+        ends: Number of steps up to the end of each outcome. By default outcomes end at the last steps.
         on_policy: Whether the row was sampled from the policy. By default all rows are.
         tags: Maps a tag to its words, one per row, or a list with one per outcome.
         notes: Maps a note to rows of values, one value per step.

@@ -151,7 +151,7 @@ class PlainText:
         """Mark control words in a text, and an incomplete one at its end, which later text may complete."""
         text = whole(text)
         while self.pattern.search(text):
-            text = self.pattern.sub(lambda found: found[0][0] + self.mark + found[0][1:], text)
+            text = self.pattern.sub(lambda match: match[0][0] + self.mark + match[0][1:], text)
         core = text.rstrip()
         begins = any(core[-size:] in self.begun for size in range(1, min(self.longest, len(core)) + 1))
         return core + self.mark + text[len(core) :] if begins else text

@@ -35,7 +35,7 @@ class Policy(LogProbs, Protocol):
         ...
 
     def collate(self, rollouts: Rollouts) -> Batch:
-        """Combine rows to a padded batch."""
+        """Combine rows into a padded batch."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -113,7 +113,7 @@ class RewardTable:
     notes: Mapping[str, Tensor]  # (N, T) values from the engine, NaN if not recorded
     length: Tensor  # (N,) int64
     learn: Tensor  # (N, K) False: counts in statistics, but is not learned from
-    uids: tuple[str, ...]  # ids of the N prompts
+    uids: tuple[str, ...]  # prompt id of each of the N rows
     process: Tensor  # (N,) int64: rank of the process that has the rollout
     rank: int = 0  # rank of this process
 
@@ -196,7 +196,7 @@ class RewardTable:
         return measured.gather(1, self.last.clamp(min=0)[:, None])[:, 0]
 
     def tag(self, name: str) -> Tensor:
-        """Return the ids of a name, such as the hashed words of a tag: (N, K), 0 for outcomes without it.
+        """Return the ids `name`, such as the hashed words of a tag: (N, K), 0 for outcomes without it.
 
         Raises `ValueError` if no outcome has it.
         """
@@ -267,7 +267,7 @@ class RewardTable:
         return self.take(places, values, self.ends[:, 1:])
 
     def join(self, other: RewardTable) -> RewardTable:
-        """Append the rows of another round; rows are renumbered, all other ids stay."""
+        """Append the rows of another round; rows are renumbered, all other ids do not change."""
         if not len(self) or not len(other):
             return self if len(self) else other
         if self.names != other.names:

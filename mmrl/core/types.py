@@ -185,8 +185,8 @@ class Trajectory:
     Args:
         prompt: The answered prompt.
         group: Name of the group; advantages compare rows of the same group.
-        outcomes: The answer last; before it, outcomes of prefixes of the rollout.
-        steps: Data that only the policy reads, which collates them into a batch.
+        outcomes: Outcomes of prefixes of the rollout, if any, and last the answer itself.
+        steps: Data of the steps, which only the policy reads; it collates them into a batch.
         length: Number of steps.
         notes: Numbers (length,) that the engine recorded for every step, such as "logp" and "token".
         on_policy: Whether the policy sampled the steps.
@@ -211,7 +211,7 @@ Rollouts = tuple[Trajectory, ...]
 
 
 class PromptError(ValueError):
-    """The policy cannot read the prompt `uid`, or one of its recorded answers."""
+    """Error: the policy cannot read the prompt `uid`, or a recorded answer of this prompt."""
 
     def __init__(self, uid: str, reason: str) -> None:
         super().__init__(uid, reason)
@@ -247,7 +247,7 @@ class Clock:
     """Inputs of a schedule."""
 
     step: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last step
+    metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
     max_steps: int = 0  # steps of the whole run; 0 without a run, as when a configuration is checked
 
 
