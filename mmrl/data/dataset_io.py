@@ -39,7 +39,7 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of a sp
 BATCH = 256  # rows of a parquet file in memory at once
 DEEPEST = 64  # most nesting levels of a row, because code that walks through rows is recursive
 HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}  # splits that no training should see
-SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON can escape but UTF-8 not encode
+SURROGATE = re.compile("[\ud800-\udfff]")  # lone surrogate: JSON can escape it, UTF-8 cannot encode it
 log = logging.getLogger("mmrl")
 
 
@@ -48,7 +48,7 @@ class Rows:
     """All rows of a file or folder; every iteration reads them again."""
 
     path: Path
-    root: Path  # folder of relative media paths
+    root: Path  # folder to which media paths are relative
     special: frozenset[str] = frozenset()  # special tokens of the model, if known
 
     def __iter__(self) -> Iterator[DataRow]:

@@ -19,7 +19,7 @@ from mmrl.data.fields import RowError
 
 MAX_FILE_BYTES = 4 << 30
 MAX_IMAGE_PIXELS = 100_000_000
-# Without EPS, for which Pillow starts ghostscript, and without formats whose readers are rarely used.
+# EPS is excluded because Pillow starts ghostscript for it; so are formats whose readers are rarely used.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 ORIENTATION = 0x0112  # EXIF tag of the image orientation
 CHANNELS = (1, 3, 4)

@@ -18,7 +18,7 @@ ROLES = ("system", "user", "assistant", "tool")
 READ = ("role", "content")  # keys of a message that are parsed
 # Keys of a message that chat templates read.
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
-NEUTRAL = {"weight": 1, "loss": True}  # values without effect of keys that exclude turns from the loss
+NEUTRAL = {"weight": 1, "loss": True}  # with these values, keys that exclude turns from the loss do nothing
 CALL = ("id", "type", "index", "function")  # keys of a tool call, besides those of its function
 ASKED = ("prompt", "question")  # columns with the question; if both are empty, `messages` has it
 NAMES = ("path", "url")  # keys of a part that can hold its file, besides the name of its kind
@@ -222,22 +222,22 @@ def asked_of(fields: Mapping[str, Any]) -> Any:
     """
     talks: dict[str, Any] = {name: spoken(fields[name]) for name in (*ASKED, "messages") if name in fields}
     fields = {**fields, **talks}
-    asked = next((fields[name] for name in ASKED if has_content(fields.get(name))), fields.get("prompt"))
-    if any(has_content(fields.get(name)) and fields[name] != asked for name in ASKED):
+    query = next((fields[name] for name in ASKED if has_content(fields.get(name))), fields.get("prompt"))
+    if any(has_content(fields.get(name)) and fields[name] != query for name in ASKED):
         raise RowError(f"the row asks in {' and '.join(ASKED)}, and not the same; keep one of them")
     messages: Any = fields.get("messages")
     if has_content(messages):
-        if has_content(asked):
-            before = as_turns(asked, "prompt")
+        if has_content(query):
+            before = as_turns(query, "prompt")
             rest = listed(messages, "messages")[len(before) :]
             answers = all(mapping(turn, "message").get("role") == "assistant" for turn in rest)
             same = same_words(before, messages[: len(before)]) and len(rest) <= 1 and answers
             if not same or holds_media(before) and not holds_media(messages):
-                raise RowError(f"the prompt, {short(asked)}, is not the one of `messages`; keep one of them")
-        asked = messages
+                raise RowError(f"the prompt, {short(query)}, is not the one of `messages`; keep one of them")
+        query = messages
     if not has_content(fields.get("system")):
-        return asked
-    system, turns = text(fields["system"], "system"), as_turns(asked, "prompt")
+        return query
+    system, turns = text(fields["system"], "system"), as_turns(query, "prompt")
     if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
         return [{"role": "system", "content": system}, *turns]
     if _words(turns[0].get("content")) != system:

@@ -57,7 +57,7 @@ JUDGING: dict[str, str] = {
 class NamedColumns:
     """The columns that the pieces of a run read by name: rewards, filters, metrics, templates.
 
-    `every`: a reward in TRL's form takes all columns (`**kwargs`).
+    `every` is True if a reward in TRL's form takes all columns (`**kwargs`).
     """
 
     names: frozenset[str] = frozenset()

@@ -21,7 +21,7 @@ from mmrl.data.fields import RowError
 BOM = b"\xef\xbb\xbf"  # byte order mark, with which some editors begin files
 PLACE = re.compile(r"(:\d+|\[\d+\])$")  # line or row number at the end of `DataRow.place`
 GROUP_BYTES = 16 << 20  # larger row groups of parquet are not decoded for single rows
-GROUP_ROWS = 1 << 14  # nor row groups of more rows, whose repeated values take more memory
+GROUP_ROWS = 1 << 14  # row groups of more rows are not either: repeated values are compressed in files
 # Cache of the last decoded row groups of all files, as tables of pyarrow.
 GROUPS: ByteLRU[Any] = ByteLRU(4 * GROUP_BYTES, lambda table: table.nbytes)
 SHOWN = 10  # most bad rows that an error lists

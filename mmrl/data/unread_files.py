@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 UNREAD = {".ndjson", ".arrow", ".feather", ".tar", ".zip", ".xlsx", ".tfrecord"}  # formats without a reader
-_named = set[Path]()  # folders and patterns with a warning
+_named = set[Path]()  # folders and patterns that already had a warning
 log = logging.getLogger("mmrl")
 
 
