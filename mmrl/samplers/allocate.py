@@ -70,10 +70,10 @@ class Allocate:
         self.sampler, self.of, self.gain = sampler, of, GAINS[rule]
         self.value_model = value_model
         self.values: Callable[[Sequence[Prompt]], list[float]] | None = None
-        self.floor = rollout_cost if rule == "v05" else -math.inf  # smallest gain, exclusive
+        self.floor = rollout_cost if rule == "v05" else -math.inf  # gains must be above it
         self.exploration, self.at_least, self.at_most = exploration, at_least, at_most
         self.value = PriorValue(prior_column, prior_count)
-        self.given: dict[str, int] = {}  # rollouts by uid in the last step
+        self.given: dict[str, int] = {}  # number of rollouts by uid in the last step
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Draw the prompts of the wrapped sampler, each repeated by its number of rollouts."""

@@ -25,7 +25,7 @@ class Candidates:
 
     data: Sequence[Prompt]
     stream: Stream
-    place: dict[str, int] = field(init=False)  # uid to index in `data`
+    place: dict[str, int] = field(init=False)  # maps uid to index in `data`
     asked: Tensor = field(init=False)  # (M,) bool: used in `step`
     step: int | None = None
 

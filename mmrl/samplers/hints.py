@@ -56,7 +56,7 @@ class WithHints(ReadsAnswers):
         written: Number of hints to write for a prompt instead of a column; HiLL's code: 4.
         hint_template: Text after the question; `{hint}` is the hint.
         cuts: Number of hints that one text is cut into.
-        when: Show hints in the next round of the step, or the next time the prompt is drawn.
+        when: Time of the next hint. `next_round`: in the same step. `next_time`: in the prompt's next draw.
         num_hinted: Rollouts per hint in a round.
         hints_per_round: Hints of a prompt per round; Scaf-GRPO has 12 in all.
         start: Steps without hints at the start; Scaf-GRPO: 50.

@@ -39,7 +39,7 @@ class PriorValue:
         )
 
     def add(self, uid: str, rewards: list[float]) -> None:
-        """Add rewards in [0, 1] to a prompt."""
+        """Add rewards in [0, 1] to the statistics of a prompt."""
         count, total, squares = self.sums.get(uid, (0.0, 0.0, 0.0))
         more = (count + len(rewards), total + sum(rewards), squares + sum(reward**2 for reward in rewards))
         self.sums[uid] = more
