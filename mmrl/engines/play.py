@@ -33,7 +33,7 @@ class Match:
     state: Any
     turns: list[Turn] = field(default_factory=list)
     rows: list[Trajectory] = field(default_factory=list)
-    frozen: list[bool] = field(default_factory=list)  # per turn: was it the frozen policy's
+    frozen: list[bool] = field(default_factory=list)  # for each turn, whether the frozen policy took it
     num_turns: int = 0
 
     @property
@@ -141,7 +141,7 @@ class Play:
                 match.prompt,
                 uid=f"{match.name}/{number}/{player}",
                 messages=tuple(messages),
-                tags={**match.prompt.tags, **tags},  # role adapters are selected by these
+                tags={**match.prompt.tags, **tags},  # the policy selects role adapters by these tags
             )
             listed.append(PendingTurn(match, player, number, tags, prompt))
         return listed

@@ -212,8 +212,8 @@ class WithReplay(Memory):
         if not wanted:
             return torch.zeros(0, dtype=torch.int64), 0
         weights = torch.stack([size[units == name].mean() for name in names]) ** self.power
-        drawn = torch.multinomial(weights, wanted, generator=self.stream.generator("replay"))
-        return torch.isin(units, names[drawn]).nonzero()[:, 0], wanted
+        chosen = torch.multinomial(weights, wanted, generator=self.stream.generator("replay"))
+        return torch.isin(units, names[chosen]).nonzero()[:, 0], wanted
 
 
 class ByPrompt(Memory):
