@@ -111,8 +111,8 @@ def discopop(
 ) -> Tensor:
     """Blend of the DPO loss and an exponential loss for positive margins (DiscoPOP, arXiv 2406.08414).
 
-    (1 - s) (-log sigmoid(x)) + s exp(-x) with x = beta margin and s = sigmoid(x / tau). A language model
-    discovered this loss; it is not convex around 0.
+    The loss is (1 - s) (-log sigmoid(x)) + s exp(-x) with x = beta margin and s = sigmoid(x / tau). A
+    language model discovered this loss; it is not convex around 0.
 
     Args:
         beta: Scale of implicit rewards, above 0.
@@ -190,9 +190,9 @@ def plackett_luce(
 ) -> Tensor:
     """Plackett-Luce ranking loss: implicit rewards ranked as the rewards (GDRO, arXiv 2601.02036).
 
-    Each row is compared with the rows ranked below it: minus the mean log-softmax of their scores under
-    softmax(reward / tau). It reads plain rewards: `advantage: [total]`. Our reading: equal rewards rank in
-    the order of the rows, and groups of equal rewards are left out.
+    Each row is compared with the rows ranked below it: the loss is minus the mean log-softmax of their scores
+    under softmax(reward / tau). It reads plain rewards: `advantage: [total]`. Our reading: equal rewards rank
+    in the order of the rows, and groups of equal rewards are left out.
 
     Args:
         beta: Scale of implicit rewards, above 0.

@@ -133,7 +133,7 @@ class Comparison:
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Compute loss and metrics of a micro-batch of whole groups; their sums are the update's."""
+        """Compute the contributions of a micro-batch of whole groups to loss and metrics of the update."""
         implicit_reward = self.implicit_reward(new, batch) * batch.mask
         seen = batch.replace(others={**batch.others, "new": new.detach()})
         loss = sum(compare.weight * compare(implicit_reward, seen) for compare in as_list(self.compare))

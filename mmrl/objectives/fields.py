@@ -25,7 +25,7 @@ def mean_square(field: Tensor) -> Tensor:
 
 
 def _distance(name: str, new: StepOutput, other: StepOutput) -> Tensor:
-    """Compute the mean squared distance between two policies' outputs of a name: (N, T)."""
+    """Compute the mean squared distance between the outputs `name` of two policies: (N, T)."""
     return mean_square(new.extra[name].double() - other.extra[name].double())
 
 
@@ -115,8 +115,8 @@ def diffusion_nft(
     Args:
         beta: Strength of the mirrored velocity, above 0.
         max_advantage: Size of the advantage at which r reaches 0 or 1.
-        adv_mode: As in the released code: `positive_only` (`negative_only`) sets advantages below (above) 0
-            to 0; `one_only` sets positive ones to 1 and others to 0; `binary` takes the sign.
+        adv_mode: As in the released code. `positive_only` (`negative_only`): set advantages below (above) 0
+            to 0. `one_only`: set positive ones to 1 and others to 0. `binary`: take the sign.
         against: Policy that sampled; in the paper a moving average: `rollout: {policy: ema}`.
     """
     velocity, target = new.extra["velocity"].double(), new.extra["target"].double()
@@ -142,8 +142,8 @@ def diffusion_nft(
 def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
     """Centred log-ratio of Gaussian steps with one scale for all steps (GRPO-Guard, arXiv 2510.22319).
 
-    (log-ratio + gap / (2 std^2)) std with gap the mean squared distance of the means: the expected log-ratio
-    under the sampling policy is -gap / (2 std^2). Both published codes have this form.
+    It is (log-ratio + gap / (2 std^2)) std, where gap is the mean squared distance of the means: the expected
+    log-ratio under the sampling policy is -gap / (2 std^2). Both published codes have this form.
     """
     old = batch.by(against, new)
     std = _counted(new.extra["std"], batch)

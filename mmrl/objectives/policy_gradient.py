@@ -48,7 +48,7 @@ class PolicyGradient:
         return weight
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Compute loss and metrics of a micro-batch; their sums over micro-batches are the update's."""
+        """Compute the contributions of a micro-batch to the loss and the metrics of the update."""
         log_ratio = self.ratio(new, batch)
         loss = self.surrogate(log_ratio, new, batch)
         for penalty in as_list(self.penalty):

@@ -44,7 +44,7 @@ class ValueRegression:
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Compute loss and metrics of a micro-batch; their sums over micro-batches are the update's."""
+        """Compute the contributions of a micro-batch to the loss and the metrics of the update."""
         value, target = new.extra["value"], batch.advantage
         error = (value - target).square()
         if self.cliprange_value is not None:
@@ -89,7 +89,7 @@ class ValueCrossEntropy:
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Compute loss and metrics of a micro-batch; their sums over micro-batches are the update's."""
+        """Compute the contributions of a micro-batch to the loss and the metrics of the update."""
         logit, target = new.extra["value_logit"], batch.advantage
         # - t log s(z) - (1 - t) log(1 - s(z)) = log(1 + e^z) - t z
         loss = softplus(logit) - target * logit
