@@ -115,7 +115,7 @@ def increments(table: RewardTable, *, of: tuple[str, ...] = ()) -> RewardTable:
         raise ValueError(
             f"the chain has no reward called '{unknown[0]}' here; it has {', '.join(table.names)}"
         )
-    credit = table.after_first(table.values.diff(dim=-1))  # valid where the later outcome is
+    credit = table.after_first(table.values.diff(dim=-1))  # valid if the later outcome is valid
     changed = torch.tensor([not of or name in of for name in table.names], dtype=torch.bool)[:, None]
     both = table.valid[..., 1:] & table.valid[..., :-1]
     answer = table.valid[..., 1:] & (torch.arange(1, table.ends.shape[1]) == table.last[:, None])[:, None]

@@ -30,7 +30,7 @@ def keep_steps(
 
     Other steps get advantage 0 but count in denominators. GTPO (arXiv 2508.03772) keeps rows with a mean
     entropy of at most 0.7; SPO (arXiv 2505.23564) keeps steps with a log-probability of at most log 0.9; D3S
-    (arXiv 2509.22115) keeps the steps of largest |A| H. Our reading: steps without records are kept.
+    (arXiv 2509.22115) keeps steps of largest |A| H. Our reading: unrecorded steps (demonstrations) are kept.
 
     Args:
         of: `entropy` in nats, the `logp` of the sampled token, or |advantage| times entropy
