@@ -54,7 +54,7 @@ class RecordedAnswers(Sequence):
     """Recorded images or videos of one prompt, with scores; each is decoded on every access."""
 
     files: tuple[Path, ...]
-    scores: Scores  # scores of each file, by reward name
+    scores: Scores  # of each file, by the name of the reward
     load: Callable[[Path], Outcome]
     size: Callable[[Path], tuple[int, ...]]  # frames, height and width of a file, without decoding
 
