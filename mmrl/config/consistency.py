@@ -172,7 +172,7 @@ def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str
 
 
 def _check_every_turn(checked: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a piece needs an outcome per turn, but the engine returns only the last one."""
+    """Raise `ConfigError` if a piece needs an outcome per turn, but the engine gives only the last turn's."""
     engines = _listed(checked, "rollout.engine")
     evaluating = _listed(checked, "evaluation.engine") or engines[:1]
     for place, bound in checked.items():

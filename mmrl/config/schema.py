@@ -151,7 +151,7 @@ class Config:
     max_steps: PositiveInt = 1000  # steps of the whole run
     num_train_epochs: NonNegativeFloat = 0.0  # passes over the data; above 0 it replaces `max_steps`
     until: Annotated[Piece | None, Kind("stop_rule")] = None  # stops the run early by a metric
-    init_from: str = ""  # run or model folder of the initial weights; `frozen` stays `policy.model`
+    init_from: str = ""  # run or model folder of initial weights; reference `frozen` keeps `policy.model`
     init_references: bool = False  # whether the reference `frozen` starts from `init_from` too
     # State to restore from the checkpoint in `init_from`, besides the weights.
     carry: tuple[Literal["optimizer", "references", "sampler", "advantage"], ...] = ()
