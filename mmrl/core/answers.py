@@ -222,7 +222,7 @@ def word_f1(text: str, other: str) -> float:
 
 
 def _decimal(literal: str) -> str:
-    """Normalise a number literal: digits with a decimal point, and none for integers."""
+    """Normalise a number literal to digits and, unless it is an integer, a decimal point."""
     sign = "-" if literal[0] == "-" else ""
     literal = literal.lstrip("+-")
     if re.fullmatch(r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}", literal):

@@ -95,8 +95,8 @@ def turns_of_outcomes(row: Trajectory) -> list[Sequence[Message]]:
             f"a rollout of prompt '{row.prompt.uid}' has {sum(numbered)} outcomes with the tag `turn`, but "
             f"its conversation has {len(ends)} turns of the policy"
         )
-    # Outcomes of turns belong to the last turns, in order. The number in the tag is no index: in a game it is
-    # the turn of the game.
+    # Outcomes with the tag `turn` belong to the last turns of the conversation, in order. The number in this
+    # tag is no index: in a game it is the number of the game's turn.
     return [
         row.turns[: ends[-sum(numbered[place:])]] if row.turns and is_turn else row.turns
         for place, is_turn in enumerate(numbered)

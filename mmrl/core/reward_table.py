@@ -102,7 +102,7 @@ class RewardTable:
 
     TENSORS: ClassVar = ("values", "valid", "ends", "length", "learn", "process")  # columns of N rows
     MAPPINGS: ClassVar = ("scored", "ids", "notes")  # mappings of names to such columns
-    IDS: ClassVar = frozenset({"group", "row", "place", "on_policy", "text"})  # ids besides tags
+    IDS: ClassVar = frozenset({"group", "row", "place", "on_policy", "text"})  # names of ids that are no tags
 
     values: Tensor  # (N, R, K) rewards, later advantages; defined where `valid`
     valid: Tensor  # (N, R, K) False where a reward does not apply, or there is no outcome

@@ -37,7 +37,7 @@ class Call:
 
 
 def parse_calls(text: str, tag: str = "tool_call") -> list[Call | CallError]:
-    """Parse the calls of an answer in Qwen's form.
+    """Parse the tool calls in an answer in Qwen's format.
 
     `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A block with other content becomes a CallError
     in its place. The last block may lack its end tag. Tags are not case-sensitive.
@@ -46,7 +46,7 @@ def parse_calls(text: str, tag: str = "tool_call") -> list[Call | CallError]:
 
 
 def parse_llama_calls(text: str) -> list[Call | CallError]:
-    """Parse the calls of an answer in the form of Llama 3: `{"name": ..., "parameters": {...}}`.
+    """Parse the tool calls in an answer in Llama 3's format: `{"name": ..., "parameters": {...}}`.
 
     The answer must begin with a call or with <|python_tag|>; further calls may follow.
     """
@@ -55,7 +55,7 @@ def parse_llama_calls(text: str) -> list[Call | CallError]:
 
 
 def parse_mistral_calls(text: str) -> list[Call | CallError]:
-    """Parse the calls of an answer in the forms of Mistral: a list of objects, or a name before each.
+    """Parse the tool calls in an answer in Mistral's formats: a list of objects, or a name before each.
 
     `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call.
     Without the marks, the answer must begin with a call.
@@ -67,7 +67,7 @@ def parse_mistral_calls(text: str) -> list[Call | CallError]:
 
 
 def parse_qwen_xml_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[Call | CallError]:
-    """Parse the calls of an answer in the form of Qwen3-Coder and Qwen3.5.
+    """Parse the tool calls in an answer in the format of Qwen3-Coder and Qwen3.5.
 
     `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`. Values are text;
     `typed` converts them by the schemas of `tools`.
@@ -79,7 +79,7 @@ def parse_qwen_xml_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> 
 
 
 def parse_glm_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[Call | CallError]:
-    """Parse the calls of an answer in the form of GLM-4.5 and later.
+    """Parse the tool calls in an answer in the format of GLM-4.5 and later.
 
     `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`. Values are read as in
     `parse_qwen_xml_calls`.
