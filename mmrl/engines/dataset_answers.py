@@ -19,9 +19,8 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, reading
 class Offline:
     """Use recorded answers as rollouts: demonstrations, or the rows of preference pairs.
 
-    The answers of a prompt are used in order, and from the first again after the last. With `shuffle`, every
-    step draws a new order, so that it compares a random subset of many answers (GDRO, arXiv 2601.02036, ranks
-    6 of 16).
+    The answers of a prompt are used in order, starting again after the last. With `shuffle`, every step draws
+    a new order, so that a random subset of many answers is compared (GDRO, arXiv 2601.02036, ranks 6 of 16).
     """
 
     notes: frozenset[str] = frozenset()

@@ -152,7 +152,7 @@ class WithReplay(Memory):
     """Replace rows without an advantage by stored rows that had one (SSB, arXiv 2504.16656).
 
     Stored rows are drawn without replacement, with probabilities that grow with their absolute advantage,
-    and keep their advantage. None belongs to a prompt of this step. The paper gives neither a formula nor
+    and keep their advantage. Rows of this step's prompts are not drawn. The paper gives neither a formula nor
     numbers: this is our reading.
 
     Args:
@@ -230,7 +230,7 @@ class ByPrompt(Memory):
         return (table.at_end(self.of) if self.of else table.reward()) > self.above
 
     def of_prompt(self, uid: str, right: bool) -> Tensor:
-        """Return the indices of the stored answers to a prompt that are right, or wrong if not `right`."""
+        """Return the indices of the stored right answers to a prompt, or wrong ones if `right` is False."""
         if not len(self.steps):
             return self.steps
         return (among(self.stored.uids, [uid]) & (self.right(self.stored) == right)).nonzero()[:, 0]
