@@ -115,8 +115,9 @@ def diffusion_nft(
     Args:
         beta: Strength of the mirrored velocity, above 0.
         max_advantage: Size of the advantage at which r reaches 0 or 1.
-        adv_mode: As in the released code. `positive_only` (`negative_only`): set advantages below (above) 0
-            to 0. `one_only`: set positive ones to 1 and others to 0. `binary`: take the sign.
+        adv_mode: As in the released code. `all`: use advantages unchanged. `positive_only` (`negative_only`):
+            set those below (above) 0 to 0. `one_only`: set positive ones to 1 and others to 0. `binary`: take
+            the sign.
         against: Policy that sampled; in the paper a moving average: `rollout: {policy: ema}`.
     """
     velocity, target = new.extra["velocity"].double(), new.extra["target"].double()
