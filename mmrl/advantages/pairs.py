@@ -19,7 +19,7 @@ def best_vs_worst(
 ) -> RewardTable:
     """Set the best row of every group to 1, the worst to -1, and drop the rest (DPO, arXiv 2305.18290).
 
-    Groups of equal rewards are dropped; of ties the first row counts. Each of several rewards has its own
+    Groups of equal rewards are dropped; of ties the first row is used. Each of several rewards has its own
     pairs.
 
     Args:
