@@ -178,8 +178,7 @@ class EvaluateConfig:
 
     policy: Annotated[Piece, Kind("policy")]  # the model to measure
     evaluation: Evaluation
-    # Maps the name of a setting to its configuration changes, {dotted key: value}.
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # {name: {dotted key: value}}
     cost_metrics: Annotated[tuple[Piece, ...], Kind("cost")] = (Piece("operations"),)  # costs besides seconds
     target_metric: str = ""  # the metric that is plotted against costs; empty: the first metric
     greater_is_better: bool = True  # whether larger values of `target_metric` are better
@@ -252,9 +251,8 @@ def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
     errors: list[ConfigError] = []
     parsed = _parse(raw, kind, "", part, errors)
     if errors:
-        located = (next((f(e, raw, kind) for f in LOCATE if type(e) is UnknownKey), e) for e in errors)
-        first, *others = located
-        raise ConfigError(";\n  ".join(map(str, (first, *others)))) if others else first
+        errors = [next((f(e, raw, kind) for f in LOCATE if type(e) is UnknownKey), e) for e in errors]
+        raise ConfigError(";\n  ".join(map(str, errors))) if errors[1:] else errors[0]
     return parsed
 
 
