@@ -1,4 +1,4 @@
-"""Decoding videos: frames at given seconds, upright, scaled to a budget of pixels."""
+"""Decoding videos: frames at chosen seconds, upright, within a pixel budget."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
         zero, duration = _timing(path, container)
         times = _times_within(path, duration, sampling)
         if times[0] > 1:
-            # Seeks the key frame before it.
+            # Seeks to the last key frame before the first sampled frame.
             container.seek(int((times[0] + zero) / stream.time_base), stream=stream)
         scaler = VideoReformatter()  # one for all frames: its setup takes longer than scaling a small frame
         images: list[Tensor] = []  # (3, height, width) each
@@ -104,7 +104,7 @@ def _times_within(path: Path, duration: float, sampling: FrameSampling) -> list[
 
 
 def sampled_size(path: Path, sampling: FrameSampling) -> tuple[int, int, int, float]:
-    """Return number of frames, height, width and covered seconds of `read_video` without decoding.
+    """Return the number of frames, height, width and seconds of `read_video`, without decoding.
 
     For rotated videos, height and width are swapped.
     """
@@ -126,7 +126,7 @@ def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[floa
         count += step
     if count > sampling.max_frames:
         count = max(step, count - step)
-    return [begin + (end - begin) * i / count for i in range(count)]  # the last is a step before the end
+    return [begin + (end - begin) * i / count for i in range(count)]  # the last is one step before `end`
 
 
 def _timing(path: Path, container: Any) -> tuple[float, float]:
@@ -135,7 +135,7 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
     zero = float(stream.start_time * stream.time_base) if stream.start_time else 0.0
     if stream.duration:
         duration = float(stream.duration * stream.time_base)
-        if "mp4" in container.format.name:  # its header sums decoding times, and may end too early
+        if "mp4" in container.format.name:  # the header sums decoding times, which may be too short
             container.seek(LATEST, stream=stream)
             duration = max(duration, _last_end(container) - zero)
             container.seek(stream.start_time or 0, stream=stream)
@@ -151,7 +151,7 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
 
 
 def _last_end(container: Any) -> float:
-    """Return the second at which the last remaining packet ends; 0 without times."""
+    """Return the second at which the last remaining packet ends; 0 if packets have no times."""
     packets = (packet for packet in container.demux(container.streams.video[0]) if packet.pts is not None)
     ends = (float((packet.pts + (packet.duration or 0)) * packet.time_base) for packet in packets)
     return max(ends, default=0.0)
@@ -179,7 +179,7 @@ def _size_within(height: int, width: int, sampling: FrameSampling, count: int) -
 def _scaled(frame: Any, sampling: FrameSampling, count: int, scaler: Any) -> Tensor:
     """Convert a frame to an upright (3, height, width) uint8 image within the pixel limits."""
     height, width = _size_within(frame.height, frame.width, sampling, count)
-    # AREA averages the pixels that become one, so that shrinking does not alias.
+    # AREA averages the source pixels of every output pixel, so that shrinking does not alias.
     scaled = scaler.reformat(frame, width=width, height=height, format="rgb24", interpolation="AREA")
     array = scaled.to_ndarray()
     return upright(torch.from_numpy(array), frame).permute(2, 0, 1).contiguous()
