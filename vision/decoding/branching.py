@@ -43,7 +43,7 @@ class Branch:
 
     @property
     def limit(self) -> int:
-        """Maximum number of tokens."""
+        """Maximum number of tokens, including given tokens."""
         return self.given + len(self.uniform)
 
 
@@ -89,7 +89,7 @@ def grow_with(
 
 
 def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
-    """Split branch indices into batches of at most `size` (0: no limit); keep roots with descendants."""
+    """Batch branch indices, at most `size` each (0: no limit); a root and its descendants stay together."""
     root: list[int] = []
     for i, branch in enumerate(branches):
         root.append(i if branch.parent is None else root[branch.parent])

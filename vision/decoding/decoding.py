@@ -61,7 +61,7 @@ def draw_tokens(
 
 
 def inverse_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
-    """Sample tokens (n,) with the inverse CDF of (n, V); never return a token of probability 0."""
+    """Sample tokens (n,) by inverse CDF of `probability` (n, V); never pick a token of probability 0."""
     edges = probability.cumsum(-1)
     total = edges[:, -1:]  # 1 up to rounding
     # Stay below the last edge, even if the product rounds up to it.

@@ -18,7 +18,7 @@ OF_STATES = frozenset({"hidden", "hidden_sq_norm", "effective_rank"})
 
 @dataclass(frozen=True)
 class InnerOptions:
-    """Options of these outputs; the policy `vision.tokens` documents them."""
+    """Options of the outputs per token; the policy `vision.tokens` documents them."""
 
     hot_temperature: float = 1.2
     cold_temperature: float = 0.8
@@ -119,7 +119,7 @@ def effective_ranks(states: Tensor, stride: int) -> Tensor:
 
     It is exp(-sum p log p), where p are the singular values of the centred states divided by their sum (arXiv
     2509.23808); 0 for one state. It is measured at every `stride`-th step, and at the last step unless the
-    step before was measured; other entries are NaN. Each one needs an eigendecomposition of a Gram matrix.
+    step before was measured; other entries are NaN. A measurement is an eigendecomposition of a Gram matrix.
     """
     ranks = torch.full((len(states),), torch.nan, dtype=torch.float64, device=states.device)
     ends = list(range(stride, len(states) + 1, stride))
@@ -143,7 +143,7 @@ def effective_ranks(states: Tensor, stride: int) -> Tensor:
 def teacher_of(others: Mapping[str, Tensor], head: OutputHead | None) -> TeacherStates:
     """Return the hidden states and the head of the teacher for the output `reverse_kl`.
 
-    `others` maps each reference with its own model to hidden states. Raises ValueError unless there is one.
+    `others` maps references that have a model to hidden states. Raises ValueError unless it has one entry.
     """
     if head is None or len(others) != 1:
         raise ValueError(

@@ -40,7 +40,7 @@ class Prefix:
     next_position: Tensor  # (A, P) position of the first token of an answer
     reading: Callable[[Any], AbstractContextManager]  # makes the context of a forward pass from the config
     length: int = 0  # tokens read since the prefill
-    _angles: list[Angles] = field(default_factory=list, init=False)  # of the steps from `_since` on
+    _angles: list[Angles] = field(default_factory=list, init=False)  # per step, from `_since` on
     _since: int = field(default=0, init=False)
 
     @property
@@ -49,7 +49,7 @@ class Prefix:
         return self.reading is read_shared_prefix
 
     def select(self, which: Tensor) -> Prefix:
-        """Select prompts or rows by index (n,); gradients of a prompt that is selected often add up."""
+        """Select prompts or rows by index (n,); gradients of a repeatedly selected prompt add up."""
         self.cache.batch_select_indices(which)
         return replace(
             self,
@@ -72,7 +72,7 @@ class Prefix:
         # Token i of an answer has position next_position + i; the last prompt token counts as i = -1.
         steps = torch.arange(self.length - 1, self.length - 1 + ids.shape[1], device=ids.device)
         positions = self.next_position[..., None] + steps if positions is None else positions
-        if not self.length:  # after a video, the last prompt token may not have the largest one
+        if not self.length:  # a last token after a video may not have the largest position
             positions[..., 0] = self.last_position
         self.length += ids.shape[1]
         self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], 1)
@@ -148,19 +148,19 @@ def prefill(
 
 
 def pad_left(prompts: Sequence[EncodedPrompt], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad prompts on the left; return token ids (P, S), attention mask (P, S) and positions (A, P, S)."""
+    """Pad P prompts on the left; return token ids (P, S), attention mask (P, S), positions (A axes, P, S)."""
     ids = pad_rows([prompt.ids for prompt in prompts], device)
     mask = pad_rows([torch.ones_like(prompt.ids) for prompt in prompts], device)
     return ids, mask, pad_positions([prompt.positions for prompt in prompts], device)
 
 
 def pad_rows(rows: list[Tensor], device: torch.device, side: str = "left") -> Tensor:
-    """Pad tensors (L, ...) on a side with 0 and stack them on a device: (n, longest, ...)."""
+    """Pad n tensors (L, ...) with 0 on a side, and stack them on a device: (n, longest, ...)."""
     return pad_sequence(rows, batch_first=True, padding_side=side).to(device)
 
 
 def pad_positions(rows: list[Tensor], device: torch.device, side: str = "left") -> Tensor:
-    """Pad positions (A, L) on a side with 0 and stack them on a device: (A, n, longest)."""
+    """Pad n positions (A axes, L) with 0 on a side, and stack them on a device: (A, n, longest)."""
     return pad_rows([row.T for row in rows], device, side).permute(2, 0, 1).contiguous()
 
 
@@ -173,7 +173,7 @@ def merge_media(media: Sequence[Mapping[str, Tensor]], device: torch.device) -> 
     """Concatenate the media tensors of prompts by name, padded to the largest number of tiles."""
     names = dict.fromkeys(name for tensors in media for name in tensors)
     columns = {name: [tensors[name] for tensors in media if name in tensors] for name in names}
-    # Shape (videos, frames, 3, height, width). Qwen packs patches in two dimensions and takes any number.
+    # Shape (videos, frames, 3, height, width). Qwen packs patches in two dimensions: any number of frames.
     frames = {video.shape[1] for video in columns.get(VIDEOS, ()) if video.dim() == 5}
     if len(frames) > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Prefix tree of the rows of a batch: a node is a run of tokens, computed once for all rows that contain it.
+"""Prefix tree of a batch of rows: a node is a run of tokens, computed once for all its rows.
 
 Rows share tokens beyond their prompt in two cases: if an engine branches answers, and if every turn of a
 conversation is a row of its own, whose prompt contains the earlier turns.
@@ -80,11 +80,11 @@ class PrefixTree:
         return sum(map(len, self.nodes))
 
     def pays(self, tokens: int) -> bool:
-        """Return whether the tree saves at least the fraction `GAIN` of `tokens`, the count without it."""
+        """Return whether the tree has at most 1 - `GAIN` times the `tokens` that are computed without it."""
         return self.tokens <= (1 - GAIN) * tokens
 
     def cost(self, rows: Sequence[int]) -> int:
-        """Count the tokens computed for some rows: each node once, padded to the longest at its depth."""
+        """Count the tokens computed for some rows: a node once, padded to the longest node at its depth."""
         sizes: list[dict[int, int]] = []  # for each depth, maps a node to its length
         for row in rows:
             for depth, number in enumerate(self.paths[row]):
@@ -232,7 +232,7 @@ def media_of(core: nn.Module, ids: Tensor, media: Mapping[str, Tensor], before: 
 
 
 def keys_of(lines: Sequence[Line]) -> list[Tensor]:
-    """Key every token by its id (or medium) and position: (L, 1 + A) per row. Equal keys, equal inputs."""
+    """Compute keys (L, 1 + A) per row: token id or medium, then position. Equal keys mean equal inputs."""
     keys, contents = [], _MediaContents()
     for line in lines:
         ids = line.ids.clone()

@@ -38,7 +38,7 @@ LAYERS = {
 WITHIN = ("language_model", "text_model")  # attribute names of the text model in a vision-language model
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # types of rotary embeddings that depend on the longest position
 AHEAD = 32  # number of steps whose rotary angles are computed at once
-Angles = tuple[Tensor, Tensor]  # cosines and signed sines (N, 1, 1, D)
+Angles = tuple[Tensor, Tensor]  # cosines and signed sines (N, 1, 1, D) of N rows and D channels
 _STEP: ContextVar[SingleStep | None] = ContextVar("single_step", default=None)
 
 
@@ -57,7 +57,7 @@ def single_steps(core: nn.Module, packed: Mapping[int, Packed]) -> Iterator[None
 
 
 def step_of(core: nn.Module) -> SingleStep | None:
-    """Return the `SingleStep` of a model; None outside its context, under other autocast, or with grad."""
+    """Return a model's `SingleStep`; None outside `single_steps`, with gradients, or if autocast differs."""
     step = _STEP.get()
     if step is None or step.core is not core or torch.is_grad_enabled():
         return None
@@ -167,7 +167,7 @@ class _Layer:
         rows, heads = len(states), self.inputs(self.before(states))
         turned, values = heads.view(rows, -1, 1, self.size).split([self.queries + self.keys, self.keys], 1)
         turned = turned if self.of_heads is None else self.of_heads(turned)
-        # Rotary embedding pairs channel i of one half of a head with channel i of the other; roll swaps them.
+        # Rotary embedding pairs channel i of the two halves of a head; rolling swaps the halves.
         turned = torch.addcmul(turned * angles[0], turned.roll(self.size // 2, -1), angles[1])
         queries, keys = turned.to(values.dtype).split([self.queries, self.keys], 1)
         cache.update(keys, values)

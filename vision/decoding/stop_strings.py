@@ -11,7 +11,7 @@ from torch import Tensor
 from mmrl.config.loading import ConfigError
 from mmrl.vision.models.processor import PromptEncoder
 
-MARGIN = 4  # extra tokens, because decoders strip spaces and cut characters at the beginning of a text
+MARGIN = 4  # extra decoded tokens, because decoders strip spaces and cut characters at the start of a text
 UNREADABLE = "\ufffd"
 
 
@@ -52,7 +52,7 @@ class StopStrings:
 
 
 class StopRows:
-    """The latest tokens of growing answers."""
+    """State of the search for stop strings: the latest tokens of growing answers."""
 
     def __init__(self, stops: StopStrings, num: int) -> None:
         self.stops = stops

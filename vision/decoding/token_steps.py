@@ -183,7 +183,7 @@ class TokenSteps:
 
 
 def distinct_prompts(prompts: Sequence[EncodedPrompt]) -> tuple[tuple[EncodedPrompt, ...], Tensor]:
-    """Deduplicate prompts by identity; return the distinct prompts, and every entry's index there (N,)."""
+    """Deduplicate prompts by identity; return the distinct prompts, and each prompt's index (N,) in them."""
     distinct = {id(prompt): prompt for prompt in prompts}
     place = {key: i for i, key in enumerate(distinct)}
     return tuple(distinct.values()), torch.tensor([place[id(prompt)] for prompt in prompts])
@@ -214,7 +214,7 @@ def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True
 
 
 def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
-    """Compute the states of `read_cached` without a cache: a prompt and its answers form one sequence.
+    """Compute the hidden states that predict tokens, with a prompt and its answers in one sequence.
 
     Gradient checkpointing needs this, because a recomputed layer must not write to a cache again. The mask
     lets a token attend to earlier tokens of its own row only. States after the end of a row are arbitrary.
@@ -257,7 +257,7 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
 
 
 def read_whole(core: nn.Module, steps: TokenSteps) -> Tensor:
-    """Compute the states of `read_cached` with a copy of the prompt per row; supports every model."""
+    """Compute the hidden states that predict tokens, with a copy of the prompt per row, for any model."""
     device = core.get_input_embeddings().weight.device
     lines, where, media = [], [], []
     for row, number in enumerate(steps.which.tolist()):

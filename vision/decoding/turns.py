@@ -73,7 +73,7 @@ class Chunk:
     """The new tokens of a turn, which are read in one forward pass."""
 
     ids: Tensor  # (n, t), padded on the right
-    positions: Tensor  # (A, n, t)
+    positions: Tensor  # (A, n, t) on A axes
     length: Tensor  # (n,) number of tokens without padding
     media: Sequence[Mapping[str, Tensor]]  # row after row, in token order
 
@@ -126,7 +126,7 @@ class Turns:
         return self.reader or reader
 
     def part(self, parents: Mapping[Key, Key]) -> None:
-        """Branch conversations: `parents` maps each new conversation to the one that it continues."""
+        """Branch conversations: `parents` maps each new conversation to the conversation it continues."""
         if self.reader:
             stored = self.reader.kept_rows()
             stored |= {new: stored[old] for new, old in parents.items() if old in stored}
@@ -271,7 +271,7 @@ class TurnReader:
         return self.reader.prefix.cache.owners
 
     def _own_tokens(self, counts: Sequence[int]) -> Layers:
-        """View the keys and values (h, n, D) of the first `counts[i]` unshared tokens of each row i."""
+        """View the keys and values (h, n, D) of row i's first `counts[i]` tokens after the shared prompt."""
         return self.reader.prefix.cache.own_tokens(counts)
 
     def _restore(self, rows: Sequence[KeptRow], own: Layers) -> None:
@@ -283,7 +283,7 @@ class TurnReader:
         self._fill(own)
 
     def _fill(self, own: Layers) -> None:
-        """Replace the keys and values (h, n, D) of the unshared tokens of rows."""
+        """Replace the keys and values (h, n, D) of all tokens after the shared prompts."""
         prefix = self.reader.prefix
         prefix.cache.fill(own)
         prefix.mask = prefix.mask.new_ones(len(own[0]), prefix.cache.get_seq_length())
@@ -300,7 +300,7 @@ class CopiesReader(TurnReader):
 
     def _own_tokens(self, counts: Sequence[int]) -> Layers:
         prefix = self.reader.prefix
-        places = list(zip(prefix.mask.argmax(1).tolist(), counts, strict=True))  # begins, after padding
+        places = list(zip(prefix.mask.argmax(1).tolist(), counts, strict=True))  # (first token, count)
         return [
             [
                 (x.keys[row, :, at : at + n], x.values[row, :, at : at + n])
