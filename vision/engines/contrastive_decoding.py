@@ -23,7 +23,7 @@ from mmrl.vision.media.prompts import add_noise, map_frames, random_crop, withou
 from mmrl.vision.models.processor import EncodedPrompt
 
 TRIES = 1000  # most draws of a ratio; after them it is set to `gap` above the previous ratio
-LATEST = 20.0  # largest value of decay_gamma * t in the factor of the ratio: exp(20) is far beyond any logit
+LATEST = 20.0  # upper limit of decay_gamma * t, because exp(20) is far beyond any logit
 
 Mix = Literal["log", "prob"]
 
@@ -109,7 +109,7 @@ class ContrastiveDecoding:
                 if value - last >= self.gap:
                     break
             else:
-                value = last + self.gap  # no draw was far enough above `last`: take the smallest such ratio
+                value = last + self.gap  # no draw was large enough: take the smallest allowed ratio
             last = value
         return last
 
@@ -178,7 +178,7 @@ class MixtureReader:
             limit = p.max(-1, keepdim=True).values + math.log(settings.plausibility_threshold)
             mixture = mixture.masked_fill((p < limit) & (self.ratio[:, None] != 0), FORBIDDEN)
         self.length += 1
-        # Placeholders are forbidden in p and q; a large ratio would mix this to enormous logits.
+        # Placeholders have huge negative logits in p and q, which a large ratio could turn positive.
         return mixture.index_fill(-1, self.forbidden, FORBIDDEN)
 
     def _logp(self, needed: Tensor, reader: LogitsReader | None, token: Tensor | None) -> Tensor | float:

@@ -43,7 +43,7 @@ MODEL = "policy"  # name of the model on the servers
 
 @dataclass(frozen=True)
 class Group:
-    """A pending request: a prompt, the indices of its entries, and the future of its answers."""
+    """A pending request: a prompt, its indices in the list of prompts, and the future of its answers."""
 
     prompt: Prompt
     encoded: EncodedPrompt
@@ -145,7 +145,7 @@ class Vllm:
             self.writer()
 
     def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
-        """Compare pending answers with a sharded policy; `even` equalises forward passes over processes."""
+        """Compare pending answers with a sharded policy; with `even`, processes run equally many passes."""
         due, self.to_compare = self.to_compare, []
         for (kind, url, rows), counts, _ in even(due, ("", "", self.stand_in)):
             if counts:

@@ -35,9 +35,10 @@ class Probe:
 class WithPrefixRollouts:
     """Complete prefixes of every answer several times, for credit assignment within the answer.
 
-    Every completion becomes an outcome, whose text (prefix and completion) rewards score. Its `end` is the
-    number of prefix tokens; `mean_by_end` averages the rewards of one prefix (SPO, arXiv 2505.23564). Common
-    prefixes are computed once. The wrapped engine `vision.generate` samples answers, alone in evaluations.
+    Every completion becomes an outcome of the answer. The text of this outcome, for rewards, is prefix and
+    completion; its `end` is the number of prefix tokens. `mean_by_end` averages the rewards of one prefix
+    (SPO, arXiv 2505.23564). Common prefixes are computed once. The wrapped engine `vision.generate` samples
+    the answers. Evaluations complete no prefixes.
 
     Args:
         engine: The wrapped engine.
@@ -55,11 +56,10 @@ class WithPrefixRollouts:
         max_probe_length: Maximal tokens of a completion; 0: prefix and completion together are limited like
             an answer.
         probe_temperature: Temperature of completions; None: the temperature of the answers.
-        score_target: Record on every outcome of a prefix the probability of the right answer after the
-            opener: the geometric mean over its tokens (`answer_likelihood`, IGPO, arXiv 2510.14967) and the
-            arithmetic mean (`answer_probability`, SPAE, arXiv 2601.03823). The right answer is the (first)
-            target if it is a text, else the first recorded answer. Completions also record `confidence`:
-            exp(- mean entropy).
+        score_target: Record with these outcomes the probability of the right answer after the opener: the
+            geometric mean over its tokens (`answer_likelihood`, IGPO, arXiv 2510.14967) and the arithmetic
+            mean (`answer_probability`, SPAE, arXiv 2601.03823). The right answer is the (first) target if it
+            is a text, else the first recorded answer. Completions record a `confidence`: exp(-mean entropy).
         batch_size: Maximal number of rows in a batch; 0: as in the wrapped engine.
         policy: Another model that completes prefixes, such as PAV's prover (arXiv 2410.08146):
             `{name: vision.tokens, model: ..., frozen: true}`. It must have the policy's tokens, and is not

@@ -144,7 +144,7 @@ class WithTools:
         return read
 
     def _converse(self, live: Sequence[Conversation]) -> None:
-        """Run conversations to their ends; each turn samples all unfinished ones in one batch."""
+        """Run conversations to the end; each turn samples all unfinished conversations in one batch."""
         begin = self.engine.turns().begin  # keeps the KV cache of earlier turns
         for turn in range(self.max_turns):
             self._choose(live, turn, begin)
@@ -246,7 +246,7 @@ class WithTools:
         steps = TokenRow.of_turns(talk.turns, talk.temperature)
         ends = torch.tensor([len(ids) for _, ids in talk.turns]).cumsum(0).tolist()
         tags = {"finish": CALL, CHANGED: "yes"}
-        if len(talk.begins) > 1:  # unique among conversations of a training step
+        if len(talk.begins) > 1:  # the tag is unique in a training step
             tags[EPISODE] = f"{talk.prompt.uid}/{self.stream.round}/{talk.index}"
         outcomes = [
             replace(outcome, end=end, tags={TURN: str(turn), **tags})
