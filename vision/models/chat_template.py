@@ -137,7 +137,7 @@ class ChatTemplate:
     def ends(self) -> Ends:
         """Find the tokens that end an answer, from the template and the EOS token of the tokenizer.
 
-        The checkpoint's generation_config is not read. Raises ValueError if there are none.
+        The checkpoint's generation_config is not read. Raises ValueError if there are no such tokens.
         """
         marker, user = self._unused([]), {"role": "user", "content": _texts(SECOND)}
         last = self.render(_turn(marker), answers=False).rpartition(marker)[2]
@@ -146,7 +146,7 @@ class ChatTemplate:
         if shared := commonprefix([closing, before]):  # Cohere ends a turn with two tokens
             closing = before = shared[: shared.index(eos) + 1] if eos in shared else shared[:1]
         ends = closing[-1:] if shared else closing[:1] or before[:1]
-        if not closing and before and self.reads("tool").forms:  # in GLM, tool replies begin otherwise
+        if not closing and before and self.reads("tool").forms:  # GLM: another token begins a tool reply
             reply = {"role": "tool", "content": _texts(SECOND)}
             ends += self._leading(self.after_answer([reply]).partition(SECOND)[0])[:1]
         ends = list(dict.fromkeys([*ends, *([eos] if eos is not None else [])]))

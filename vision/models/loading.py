@@ -38,7 +38,7 @@ ADAPTER = "adapter_model.safetensors"
 
 @contextmanager
 def _source(what: str, name: str) -> Iterator[str]:
-    """Resolve a hub id or folder; convert errors inside the context to ConfigErrors that name it."""
+    """Resolve a hub id or folder; convert errors inside the context to ConfigErrors with this name."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -83,7 +83,7 @@ def check_folders(model: str, adapter: str = "") -> nn.Module | None:
     """Raise ValueError if a local model folder lacks weights, or if an adapter does not fit the model.
 
     Only the headers of weight files are read, and nothing is downloaded. Returns the model with weights on
-    the meta device; None if it is not a local folder, or quantised.
+    the meta device; None if the model is not a local folder, or is quantised.
     """
     if objects.is_object(model) or not Path(model).expanduser().is_dir():
         return None  # a hub id may not be downloaded yet
@@ -141,7 +141,7 @@ def _empty_model(maker: Any, config: Any, options: dict[str, Any]) -> nn.Module:
 
     with making_weights(), no_init_weights():  # some initialisations fail on the meta device
         model = maker.from_config(config, trust_remote_code=False, **options)
-        model.tie_weights()  # transformers skips it without initialisation
+        model.tie_weights()  # transformers skips this without initialisation
     if quantized_by(config):
         quantize_as_checkpoint(model, config.quantization_config)
     return model
@@ -355,7 +355,7 @@ class TokenPolicy(Protocol):
 
 
 class EngineModel:
-    """A token policy with a transformed (pruned, quantised) copy of a policy's model, on its weights."""
+    """Token policy with a transformed (pruned, quantised) model that follows another policy's weights."""
 
     def __init__(self, policy: TokenPolicy, transforms: Sequence[Callable]) -> None:
         self.prompt_encoder, self.compute = policy.prompt_encoder, policy.compute

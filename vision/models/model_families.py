@@ -130,7 +130,7 @@ def _split_images(media: Inputs) -> list[Inputs]:
 
 
 def _per_image(each: Callable[[Any], int], axis: int = 0) -> Callable[[nn.Module, Inputs], dict[int, int]]:
-    """Make a function that counts features if every image or tile (on `axis`) has `each(config)`."""
+    """Make the counter of a family in which every image or tile (on `axis`) has `each(config)` features."""
 
     def features(core: nn.Module, inputs: Inputs) -> dict[int, int]:
         if "pixel_values" not in inputs:
@@ -202,7 +202,7 @@ TYPES_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # arguments of forwar
 def check_family(config: Any, core: type[nn.Module], *, text_only: bool = False) -> None:
     """Raise ConfigError for a model class whose inputs this library would compute wrongly.
 
-    These are
+    These classes are
 
     - models with recurrent layers, such as Mamba, except Qwen3.5 and Qwen3-Next, whose layers continue from a
       state with several tokens;

@@ -84,7 +84,7 @@ class PromptEncoder:
         self.end = self.ends.tokens
         self._keys: dict[str, bool] = {}  # whether the template reads a key of recorded turns
         self._known: dict[str, bool] = {}  # whether a template lists tools, by template and tools
-        self._compared = set[Any]()  # patterns of prompts
+        self._compared = set[Any]()  # patterns of prompts that were compared with transformers
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
         # Answers of a group often make the same tool call and get the same reply.
         self._replies: ByteLRU[dict[str, Tensor]] = ByteLRU(
@@ -166,15 +166,15 @@ class PromptEncoder:
                 )
 
     def answer(self, text: str) -> Tensor:
-        """Tokenize an answer with exactly one end token, whether the text has it or not: (T,)."""
+        """Tokenize an answer; the tokens (T,) have one end token, whether or not the text contains it."""
         self.check_answer(text)
         return torch.tensor([*self.plain.ids(self.without_end(text)), self.end[0]])
 
     def recorded(self, prompt: Prompt, outcome: Outcome) -> tuple[str, Tensor]:
         """Return the text and the tokens (T,) of a recorded answer, including the end token.
 
-        The chat template renders its tool calls and thoughts. Raises ValueError if the template omits them,
-        or if the rendered answer does not continue the rendered prompt.
+        The chat template renders the tool calls and thoughts of the answer. Raises ValueError if the template
+        omits them, or if the rendered answer does not continue the rendered prompt.
         """
         text = self.without_end(outcome.text or "")
         if not outcome.extra:
@@ -238,7 +238,7 @@ class PromptEncoder:
         return "".join(parts)
 
     def processor_inputs(self, prompt: Prompt, tools: Tools = ()) -> dict[str, Tensor]:
-        """Run the processor on a prompt; returns the inputs of a forward pass of transformers."""
+        """Run the processor on a prompt; return the inputs for the forward pass of the model."""
         messages = list(map(template_message, self.replies(prompt.messages, tools)))
         text = self.written(prompt, tools)
         # As in transformers: the tokenizer adds no BOS token if the template does.

@@ -86,7 +86,7 @@ class PromptCheck:
 def most_image_tokens(check: PromptCheck, medium: Media) -> int:
     """Count the features of an image; raise ValueError if the processor does not support its size."""
     if getattr(check.encoder.processor, "image_processor", None) is None:
-        return 0  # rendering raises that the model reads text only
+        return 0  # rendering raises the error that the model reads text only
     if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
         return 0  # a table of many rows: the headers of its images cannot be read one by one
     if medium.source is None:

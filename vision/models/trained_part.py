@@ -20,7 +20,7 @@ class TrainedPart:
 
     Attributes:
         name: Description of the part, for error messages.
-        cannot_merge: Error message of `merge`, which writes a model without the part.
+        cannot_merge: Error message of `merge`, which is not possible with the part.
         outputs: Outputs of steps that exist only with this part.
     """
 
