@@ -1,4 +1,4 @@
-"""Media of a dataset: references in rows, and lazy loading from one folder with a cache of decoded media."""
+"""Media of a dataset: references in rows, and lazy, cached loading from one folder."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class MediaRoot:
         return self.file("image", name)
 
     def locate(self, name: str) -> Path:
-        """Resolve a path inside the root; raises `MediaError` for other paths and for files too large."""
+        """Resolve a path inside the root; raise `MediaError` for paths outside and for files too large."""
         return locate(name, self.root)
 
     def decoded(self, kind: str, name: str, sampling: FrameSampling | None) -> Any:

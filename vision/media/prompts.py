@@ -67,7 +67,7 @@ def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
 
 
 def _contested(choices: Any) -> list[int]:
-    """List the indices that are also the text of another choice; as answers they are read as indices."""
+    """List indices that are also the text of another choice; an answer with such a number is an index."""
     texts = choices if isinstance(choices, list) and all(type(choice) is str for choice in choices) else []
     return [
         place for place in range(min(len(texts), 26)) if str(place) in texts and texts[place] != str(place)
@@ -117,10 +117,9 @@ def map_frames(prompt: Prompt, change: Callable[[Frames], Frames]) -> Prompt:
 
 
 def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, ...]) -> Frames:
-    """Crop all frames to one random box and resize it to their size (mDPO, arXiv 2406.11839).
+    """Crop all frames to one random box, resized to the size of the frames (mDPO, arXiv 2406.11839).
 
-    The fraction of the area in the box is between the two numbers of `scale`, and the aspect ratio of the box
-    is between 3:4 and 4:3.
+    The box has a fraction of the area between the two numbers of `scale`, and an aspect ratio of 3:4 to 4:3.
     """
     height, width = frames.pixels.shape[-2:]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmrl.core.types import Frames
 from mmrl.data.media import MediaError, opened_video, upright
 
-LATEST = 1 << 62  # a time after all frames; seeking it finds the last key frame
+LATEST = 1 << 62  # a time after all frames; seeking to it finds the last key frame
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class FrameSampling:
 
     Args:
         frames_per_second: Sampling rate, within the bounds on the number of frames.
-        min_frames: Fewest frames.
-        max_frames: Most frames.
-        multiple_of: The number of frames is a multiple of this.
-        max_pixels: Most pixels (width x height) of a frame; larger frames shrink, with their aspect ratio
-            kept. 0: no limit.
-        total_pixels: Most pixels of all frames together. 0: no limit.
-        start: First second; None: the start of the video.
-        end: Last second; None: the end of the video.
+        min_frames: Minimal number of frames.
+        max_frames: Maximal number of frames.
+        multiple_of: The number of frames is a multiple of this number.
+        max_pixels: Maximal pixels (width x height) of a frame; larger frames are shrunk and keep their aspect
+            ratio. 0: no limit.
+        total_pixels: Maximal pixels of all frames together. 0: no limit.
+        start: Second at which sampling begins; None: the start of the video.
+        end: Second at which sampling ends; None: the end of the video.
     """
 
     frames_per_second: float = 2.0
@@ -88,7 +88,7 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
 
 
 def load_video(source: Path | bytes, name: str, sampling: FrameSampling | None = None) -> Frames:
-    """Decode the sampled frames of a video file: `load` of the kind "video"."""
+    """Decode the sampled frames of a video file; this is the loader of the media kind "video"."""
     assert isinstance(source, Path), "a video inside a row"
     return read_video(source, sampling or FrameSampling())
 
@@ -162,7 +162,7 @@ def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]
     timed = (frame for frame in frames if frame.time is not None)
     for frame, following in pairwise(chain(timed, [None])):
         if following is not None:
-            yield frame, following.time - zero - 5e-4  # half a millisecond: times of files are rounded
+            yield frame, following.time - zero - 5e-4  # half a millisecond, because file times are rounded
         else:
             length = float(frame.duration * frame.time_base) if frame.duration else 0.0
             yield frame, frame.time - zero + max(length, 1e-3)

@@ -318,6 +318,6 @@ class Tokens:
         if self.adapter is not None:
             loading.load_adapter_weights(self.adapter, folder)
             return
-        # The config of the folder names the dtype of frozen weights; the widest keeps trained weights exact.
+        # The folder's config names the dtype of frozen weights; the widest dtype keeps trained weights exact.
         widest = widest_dtype(self.model, folder)
         copy_weights(self.model, load_whole(type(self.model), folder, dtype=widest))

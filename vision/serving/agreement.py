@@ -24,7 +24,7 @@ CAUSES = {
 
 @torch.no_grad()
 def gap(policy: Any, rows: Rollouts) -> float:
-    """Return the mean absolute difference of the policy's and engine's log-probabilities of tokens."""
+    """Return the mean absolute log-probability difference of policy and engine over answer tokens."""
     batch = policy.collate(rows)
     # Unwrap data parallelism, whose forward pass would wait for processes that do not compare.
     module = getattr(policy.module, "module", policy.module)

@@ -23,7 +23,7 @@ from mmrl.vision.serving.wire import Answer, WrongAnswer, WrongWeights, answers_
 ADAPTER = "policy-adapter"  # name of the adapter on the servers
 HINT = "start it with the line that `mmrl serve-command` prints"
 PROBE = 10.0  # seconds until a server must report its version of the weights
-LOCK, ASKING = ".lock", ".asking"  # files: locked during weight updates, and while requests are pending
+LOCK, ASKING = ".lock", ".asking"  # lock files: for weight updates, and for pending requests
 TRIES = 3  # maximal tries of a request at each server
 PAUSE = 1.0  # seconds before a retry, and between probes while no server answers
 log = logging.getLogger("mmrl")
@@ -136,7 +136,7 @@ class Servers:
         self.outstanding = 0  # pending requests
         self.asking: TextIO | None = None  # lock file, locked in shared mode while requests are pending
         self.again, self.seconds = 0, 0.0  # repeated requests, and seconds of weight updates
-        self.sent: list[int] = []  # bytes of requests, each counted once
+        self.sent: list[int] = []  # sizes of requests in bytes, without repetitions
         self.since = 0.0  # start of the metrics' period; 0: no request yet
 
     @property
@@ -262,7 +262,7 @@ class Servers:
         log.warning("%s did not answer prompt '%s', which is asked again: %s", server.url, uid, fault)
         with self.counting:
             self.again += 1
-        if (has := server.version()) != self.weights.version:  # it died, or was started again
+        if (has := server.version()) != self.weights.version:  # it died, or was restarted
             server.alive = has is not None
             if has is not None:
                 with locked(self.folder / LOCK):

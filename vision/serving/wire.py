@@ -200,7 +200,7 @@ def as_bytes(processor: Any, patches: Tensor, uid: str) -> Tensor:
 def packed(value: Any) -> bytes:
     """Encode a value as msgpack, a tensor as vLLM does: (dtype, shape, bytes).
 
-    All lengths take four bytes, and all integers eight.
+    All lengths take four bytes, and all integers eight bytes.
     """
     match value:
         case None:
@@ -255,7 +255,7 @@ def answers_of(data: bytes, request: Mapping[str, Any], uid: str, version: str) 
 
 
 def _answer(choice: Mapping[str, Any], settings: Mapping[str, Any]) -> Answer:
-    """Parse one answer."""
+    """Parse one answer (`choice`) from the server's response."""
     content = choice["logprobs"]["content"]
     ids, logp = choice["token_ids"], [float(token["logprob"]) for token in content]
     if ids != [token["token_id"] for token in content]:
@@ -265,7 +265,7 @@ def _answer(choice: Mapping[str, Any], settings: Mapping[str, Any]) -> Answer:
 
 
 def _check(answer: Answer, settings: Mapping[str, Any], name: str) -> None:
-    """Raise `WrongAnswer` for a truncated answer, a media placeholder, or an infinite log-probability."""
+    """Raise `WrongAnswer` for a truncated answer, a media placeholder, or an invalid log-probability."""
     ids, logp = answer.ids.tolist(), answer.logp.tolist()
     if held := {str(token) for token in ids} & settings["logit_bias"].keys():
         raise WrongAnswer(f"{name} holds the placeholder of a medium, token {min(held)}")
