@@ -96,7 +96,7 @@ def _generation(
     return {
         "rollouts/cache": cache_bytes(policy, before, rows * room_of(longest)),
         "rollouts/passes": max(prompt_pass, row_pass),
-        # These weights have no values and are on no device. Only CPUs pack weights, so not if there is a GPU.
+        # Only CPUs pack weights. These weights are on no device yet, so assume a GPU if there is one.
         "rollouts/packed weights": 0.0 if torch.cuda.is_available() else packed,
         "rollouts/cast weights": _cast_bytes(policy),
     }
