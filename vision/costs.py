@@ -1,4 +1,4 @@
-"""Memory cost of the KV cache."""
+"""Cost metric: memory of the KV cache."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _generation(
     return {
         "rollouts/cache": cache_bytes(policy, before, rows * room_of(longest)),
         "rollouts/passes": max(prompt_pass, row_pass),
-        # Only CPUs pack weights. These weights are on no device yet, so assume a GPU if there is one.
+        # Only CPUs pack weights. These weights are on no device yet: assume a GPU if the machine has a GPU.
         "rollouts/packed weights": 0.0 if torch.cuda.is_available() else packed,
         "rollouts/cast weights": _cast_bytes(policy),
     }

@@ -77,7 +77,7 @@ def repeat(features: Any, which: Sequence[int], sizes: Sequence[int]) -> Any:
     """Repeat the features of distinct images: image i gets the features of distinct image `which[i]`.
 
     Features are a list or a tensor with one entry per distinct image, one tensor with the tokens of all
-    distinct images (`sizes` has their numbers of tokens), or a list with one of these per layer.
+    distinct images (`sizes` has their numbers of tokens), or a list with such a value for each layer.
     """
     match features:
         case Tensor() if len(features) == len(sizes) and features.dim() > 2:

@@ -146,7 +146,7 @@ def chunked_logp(
 ) -> dict[str, Tensor]:
     """Compute the outputs of `of_logits` for M tokens from hidden states (M, width), chunk by chunk.
 
-    Logits are float32 or float64; those of model and teacher take at most `LOGIT_BYTES` at once. Several
+    Logits are float32 or float64. Logits of model and teacher take at most `LOGIT_BYTES` at once. Several
     chunks are recomputed in the backward pass. `teacher` holds hidden states (M, width of the teacher).
     """
     heads = [head, *([teacher.head] if teacher else [])]

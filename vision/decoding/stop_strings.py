@@ -1,4 +1,4 @@
-"""Stop strings: end an answer as soon as its text contains one of them."""
+"""Stop strings: end an answer as soon as its text contains a stop string."""
 
 from __future__ import annotations
 

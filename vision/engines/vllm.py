@@ -135,7 +135,7 @@ class Vllm:
         return tuple(rows[place] for place in range(len(prompts)))
 
     def to_send(self) -> Iterable[torch.Tensor]:
-        """Return the parameters that servers need: the adapter's, or those of the whole model."""
+        """Return the parameters that servers need: of the adapter, or of the whole model."""
         return self.writer.tensors().values()
 
     def send(self) -> None:
@@ -214,7 +214,7 @@ class Vllm:
         return [self._row(group, answers[number % len(answers)]) for number in range(len(group.places))]
 
     def _row(self, group: Group, answer: Answer) -> Trajectory:
-        """Make the row of an answer."""
+        """Convert an answer of a server to a row."""
         ids, temperature = answer.ids, self.temperature or 1.0  # greedy: as in `vision.generate`
         finish = "stop" if answer.stopped else "length"
         outcome = Outcome(text=self.policy.prompt_encoder.text(ids), end=len(ids), tags={"finish": finish})

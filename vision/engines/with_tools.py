@@ -81,7 +81,7 @@ class WithTools:
     max_image_pixels: PositiveInt = 1 << 24
     turn_outcomes: bool = False
     notes: ClassVar[frozenset[str]] = frozenset()
-    needs_tool: ClassVar[bool] = True  # False in engines whose conversations bring tools of their own
+    needs_tool: ClassVar[bool] = True  # False in engines whose conversations have their own tools
     parse: ClassVar[Callable[[str], list[Call | CallError]]] = staticmethod(parse_calls)  # parser of calls
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class WithTools:
         self.counts: Counter[str] = Counter()
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Run a conversation for every entry, in the batches of the engine."""
+        """Run a conversation for every entry of `prompts`, in batches of the wrapped engine's size."""
         counters: dict[str, count[int]] = defaultdict(count)
         talks = self.begin([(prompt, next(counters[prompt.uid])) for prompt in prompts])
         size = self.engine.batch_size or len(talks) or 1

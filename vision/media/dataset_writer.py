@@ -42,7 +42,7 @@ class BuildLog:
 
     @contextmanager
     def dropping(self, place: str) -> Iterator[None]:
-        """Drop a row if its conversion inside the block raises a `RowError`."""
+        """Drop a row if its conversion inside the context raises a `RowError`."""
         try:
             yield
         except RowError as error:
@@ -129,7 +129,7 @@ class SplitFiles:
         self._files: dict[str, Any] = {}
 
     def add(self, split: str, row: Mapping[str, Any]) -> None:
-        """Write one row."""
+        """Write one row to the file of its split."""
         if split not in self._files:
             self._files[split] = (self.output / f"{split}.jsonl.part").open("w", encoding="utf-8")
         self._files[split].write(json.dumps(row, ensure_ascii=False) + "\n")

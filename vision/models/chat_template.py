@@ -22,7 +22,7 @@ Content = str | list[dict[str, Any]]
 BLOCKS, MERGED, TEXT = "blocks", "merged", "text"
 # Exceptions that templates raise for messages that they do not support.
 REFUSED = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-FIRST, SECOND = "qzfirstzq", "qzsecondzq"  # probe texts, to test whether a template writes both
+FIRST, SECOND = "qzfirstzq", "qzsecondzq"  # probe texts, to test whether a template renders both texts
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Read:
 class Ends:
     """The tokens that end an answer."""
 
-    tokens: list[int]  # end tokens, first those of the template, last the EOS token
-    before: list[int] = field(default_factory=list)  # between an answer and a next turn, up to the end token
+    tokens: list[int]  # end tokens: from the template first, the EOS token last
+    before: list[int] = field(default_factory=list)  # tokens from an answer to the end token of its turn
     closes: bool = False  # whether the template also ends the last turn; in GLM only a next turn ends it
 
 

@@ -258,7 +258,7 @@ def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | N
     """Load a saved LoRA adapter (hub id or folder, safetensors) into a model, with trainable weights.
 
     Raises ValueError if the adapter belongs to another model, if weights are missing or not finite, or if
-    `rank` (0: any) or `alpha` (None: any) differ from the saved ones.
+    `rank` (0: any) or `alpha` (None: any) differ from the saved values.
     """
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
     from transformers.utils import cached_file

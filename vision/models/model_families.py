@@ -101,7 +101,7 @@ def _count_grids(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 
 def _count_images(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """Count the features of GLM-V; raise ValueError for videos, whose placeholders are those of images."""
+    """Count the features of GLM-V; raise ValueError for videos, whose frames use image placeholders."""
     if "video_grid_thw" in inputs:
         raise ValueError(
             f"videos cannot be read with models of type '{core.config.model_type}'; "

@@ -1,4 +1,4 @@
-"""Compare the tokens of a prompt with `processor.apply_chat_template` of transformers."""
+"""Compare the tokens of a prompt with the tokens of transformers (`processor.apply_chat_template`)."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class RecordedAnswers:
         raise ValueError("`vision.recorded_answers` gives no step a probability; name a model")
 
     def save(self, folder: Path) -> None:
-        """Write nothing."""
+        """Write nothing, because there are no weights."""
 
     def load(self, folder: Path) -> None:
-        """Load nothing."""
+        """Load nothing, because there are no weights."""

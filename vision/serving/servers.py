@@ -114,7 +114,7 @@ class Server:
 
 
 class Servers:
-    """Pool of servers of one model; if a server dies, its requests go to another one with the same seed.
+    """Pool of servers of one model; requests to a dead server go to another server with the same seed.
 
     Args:
         urls: Addresses of the servers.
@@ -201,7 +201,7 @@ class Servers:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Cancel all unsent requests if the block fails."""
+        """Cancel all unsent requests if the code inside the context raises an error."""
         try:
             yield
         except BaseException:
@@ -293,7 +293,7 @@ class Servers:
         server.alive, server.loaded = has is not None, has or server.loaded
 
     def _compare(self) -> None:
-        """Raise if the known hashes of the servers' weights differ."""
+        """Raise RuntimeError if the known hashes of the servers' weights differ."""
         hashes = {server.sums for server in self.alive if server.sums[0]}
         newest = "base" if self.weights and self.weights.adapter else self.weights and self.weights.version
         if len({sums for held, sums in hashes if held == newest}) > 1:
@@ -347,7 +347,7 @@ def pause(seconds: float, given_up: threading.Event) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock a file against other threads and processes inside the block."""
+    """Lock a file against other threads and processes inside the context."""
     with path.open("a") as file:
         flock(file, fcntl.LOCK_EX)
         yield

@@ -43,7 +43,7 @@ class WeightsWriter:
         weakref.finalize(self, _let_go_of_all, self.written)
 
     def __call__(self) -> Weights:
-        """Write the current weights if they changed; if they are sharded, return the latest written ones."""
+        """Write the current weights if they changed; if sharded, return the latest written weights."""
         version = self.version()
         if self.latest is None or self.latest.version != version:
             self.updates += 1
@@ -64,7 +64,7 @@ class WeightsWriter:
         return hashlib.sha256(content.encode()).hexdigest()[:DIGITS]
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the parameters that are written, by name: the adapter's, or those of the whole model."""
+        """Return the parameters that are written, by name: of the adapter, or of the whole model."""
         parameters = dict(self.policy.model.named_parameters())
         if self.policy.adapter is None:
             return parameters
