@@ -38,10 +38,10 @@ T = TypeVar("T")
 def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate the bytes for generation, for the step table, and for one micro-batch of training.
 
-    Generation, with an unquantised cache, counts only if `vision.generate` samples here. Activations
-    and logits are measured with a few short rows and extrapolated. They grow linearly with the number of
-    tokens, because fused attention kernels store no scores; only the mask of packed rows grows quadratically.
-    All answers get the maximal length, and all prompts the length of the longest prompt in `prompts`.
+    Generation (unquantised cache) counts only if `vision.generate` samples in this process. Activations and
+    logits are measured with a few short rows and extrapolated. They grow linearly with the number of tokens,
+    because fused attention kernels store no scores; only the mask of packed rows grows quadratically. All
+    answers get the maximal length, and all prompts the length of the longest prompt in `prompts`.
     """
     engine, module = config.rollout.engine[0], getattr(policy, "module", None)
     if not prompts or not isinstance(module, step_model.StepModel):  # no token model

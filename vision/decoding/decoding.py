@@ -63,7 +63,7 @@ def draw_tokens(
 def inverse_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
     """Sample tokens (n,) by inverse CDF of `probability` (n, V); never pick a token of probability 0."""
     edges = probability.cumsum(-1)
-    total = edges[:, -1:]  # 1 up to rounding
+    total = edges[:, -1:]  # 1, up to rounding errors
     # Stay below the last edge, even if the product rounds up to it.
     place = torch.minimum(uniform[:, None].to(edges) * total, torch.nextafter(total, torch.zeros_like(total)))
     # `right` skips the empty intervals of tokens with probability 0.

@@ -90,7 +90,7 @@ class TokenSteps:
 
     prompts: tuple[EncodedPrompt, ...]
     which: Tensor  # (N,) index of the prompt of every row
-    ids: Tensor  # (N, T)
+    ids: Tensor  # (N, T) token ids of the answers
     length: Tensor  # (N,) number of tokens of every answer
     temperature: Tensor  # (N,) sampling temperature
     suffixes: tuple[Suffix | None, ...] = ()
@@ -351,7 +351,7 @@ def _masks(
     """
     size = owner.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=owner.device).tril()
-    seen = before[owner[:, :, None], owner[:, None, :]]  # (P, S, S): query, key
+    seen = before[owner[:, :, None], owner[:, None, :]]  # (P, S, S): sequence, query, key
     # Padding attends to itself, because the softmax over no key is NaN.
     alone = torch.eye(size, dtype=torch.bool, device=owner.device) & ~mask[:, :, None]
     allowed = (earlier & seen & mask[:, None, :]) | alone

@@ -103,7 +103,7 @@ class Turns:
     def begin(self, requests: Sequence[GenerationRequest]) -> LogitsReader:
         """Make the reader of the next turn; a conversation without a request has ended.
 
-        The uid of its prompt and the index of its answer identify a conversation (`Key`).
+        A conversation is identified by the uid of its prompt and the index of its answer (`Key`).
         """
         stored = self.reader.kept_rows() if self.reader else {}
         rows = [row for request in requests if (row := stored.get(key_of(request)))]

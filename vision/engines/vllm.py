@@ -225,8 +225,8 @@ class Vllm:
     def _compare(self, groups: Sequence[Group], version: str) -> None:
         """Compare answers of every server to every kind of media with the policy, if that is due.
 
-        It is due at the start, after 1, 2, 4, ... weight updates, and after a server joins. A new adapter is
-        0 and updates are small, so only a later comparison shows that a server ignores the adapter.
+        A comparison is due at the start, after 1, 2, 4, ... weight updates, and after a server joins. A new
+        adapter is 0 and updates are small, so only later comparisons show that a server ignores the adapter.
         """
         end = torch.tensor(self.policy.prompt_encoder.end[:1])
         self.stand_in = (self._row(groups[0], Answer(end, torch.zeros(1), True)),)

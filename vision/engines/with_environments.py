@@ -35,7 +35,7 @@ class Played(Conversation):
 @engine
 @dataclass(eq=False)
 class WithEnvironments(WithTools):
-    """Let the policy act in environments in TRL's format, whose public methods are its tools.
+    """Let the policy act in environments in TRL's format, whose public methods are the tools.
 
     Every rollout has its own environment object. `reset(**columns)` gets the columns of the row, and its
     result is appended to the prompt. All public methods but `reset` and `get_reward` are tools, and may

@@ -81,7 +81,7 @@ class WithPrefixRollouts:
     probe_temperature: NonNegativeFloat | None = None
     score_target: bool = False
     batch_size: NonNegativeInt = 0
-    policy: Any = None  # a function that makes a policy; replaced by the policy of the wrapped engine
+    policy: Any = None  # function that makes the other model's policy; then the wrapped engine's policy
     notes: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class WithPrefixRollouts:
         targets = {uid: self._target(prompt) for uid, prompt in distinct.items()}
         rows = self.engine.rollout(prompts)
         probes: list[Probe] = []
-        counts: Counter[str] = Counter()  # rows of each prompt so far
+        counts: Counter[str] = Counter()  # number of rows of each prompt so far
         outcomes: list[list[Outcome]] = [[] for _ in rows]
         for number, row in enumerate(rows):
             uid = row.prompt.uid

@@ -153,5 +153,5 @@ def image_suffix(data: bytes) -> str:
 
 
 def is_image_file(path: Path) -> bool:
-    """Whether a path has the suffix of an image format."""
+    """Return whether a path has the suffix of an image format."""
     return path.suffix.lower() in MODALITIES["image"].endings

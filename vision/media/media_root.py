@@ -94,7 +94,7 @@ class MediaRoot:
 
 @dataclass(frozen=True)
 class MediaFile:
-    """Loads a media file of a root."""
+    """Loads a media file inside a media root."""
 
     root: MediaRoot
     kind: str

@@ -153,7 +153,7 @@ def add_noise(values: Tensor, generator: torch.Generator, noise_step: int) -> Te
 
 
 def add_frame_noise(frames: Frames, generator: torch.Generator, noise_step: int) -> Frames:
-    """Add VCD's noise to frames. Our reading: to pixels scaled to [-1, 1], clamped to that range."""
+    """Add VCD's noise to frames. Our reading: scale pixels to [-1, 1], add noise, clamp to that range."""
     values = add_noise(frames.pixels.float() / 127.5 - 1, generator, noise_step)
     return replace(frames, pixels=((values + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
 

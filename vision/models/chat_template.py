@@ -83,7 +83,7 @@ class ChatTemplate:
             ) from error
 
     def formed(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> list[dict[str, Any]]:
-        """Convert contents and tool calls to the supported format; add missing ids of calls."""
+        """Convert message contents and tool calls to a supported format; add missing ids of calls."""
         formed, open_calls = [], list[str]()  # ids of calls without a reply
         for message in messages:
             content = self._content(message["role"], message.get("content") or [], tools)

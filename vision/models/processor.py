@@ -75,7 +75,7 @@ class PromptEncoder:
             self.pixels = {**size, **pixels}
         # No answer may contain these tokens, because the model would expect media for them.
         self.placeholders = media_ids(core.config)
-        self.limit = num_positions(core.config)  # of this model, and of other models that get its prompts
+        self.limit = num_positions(core.config)  # lowered for other models that read the same prompts
         self._words = self._media_words()
         self._answer_words = list(map(self.tokenizer.decode, self.placeholders))
         self.plain = PlainText(self.tokenizer, self._words)

@@ -79,7 +79,7 @@ class PromptCheck:
             return int(processor.get_number_of_image_patches(height, width, limits)) // merge**2
         count = getattr(self.encoder.processor, "_get_num_multimodal_tokens", None)
         if count is None:
-            return self.limit  # so the prompt is encoded
+            return self.limit  # so large that `__call__` encodes the prompt
         return int(count(image_sizes=[[height, width]])["num_image_tokens"][0])
 
 

@@ -161,12 +161,12 @@ class Tokens:
         """Make the model inputs of a black image; empty for a language model."""
         if self.processor.image_processor is None:
             return {}
-        black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # 2 x 2 features of Qwen2-VL
+        black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # gives 2 x 2 features in Qwen2-VL
         inputs = self.processor.image_processor(images=[black], return_tensors="pt")
         return {name: torch.as_tensor(value) for name, value in inputs.items()}
 
     def _adapted(self, adapter: str, roles: tuple[str, ...], **shape: Any) -> Any:
-        """Load an adapter, or add new ones; None without adapters."""
+        """Load the saved adapter, or add new adapters; return None if no adapter is configured."""
         rank, alpha = shape["rank"], shape["alpha"]
         if adapter:
             return loading.load_adapter(self.model, adapter, rank=rank, alpha=alpha)
@@ -238,7 +238,7 @@ class Tokens:
         return Trajectory(prompt, prompt.uid, (outcome,), row, len(ids), restored, on_policy=False)
 
     def pack(self, row: Trajectory) -> Trajectory:
-        """Remove the encoded prompt of a row that is sent to a process, if that process can encode it."""
+        """Remove the encoded prompt from a row for another process, if that process can encode it again."""
         encodable = row.steps.prompt is self.prompt_encoder.encode(row.prompt)
         return replace(row, steps=replace(row.steps, prompt=None)) if encodable else row
 

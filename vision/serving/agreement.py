@@ -59,7 +59,7 @@ def check_agreement(policy: Any, kind: str, url: str, rows: Rollouts) -> float:
 def _parts(policy: Any) -> Mapping[str, Callable[[str], bool]]:
     """Map the name of each adapter part that a server may ignore to a test of layer names.
 
-    Empty for a sharded model, whose forward pass would wait for processes that do not compare.
+    The mapping is empty for a sharded model, whose forward pass would wait for processes that do not compare.
     """
     if policy.adapter is None or in_shards(policy.module):
         return {}
