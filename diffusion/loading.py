@@ -110,8 +110,20 @@ def _networks_in(parts: Mapping[str, Any]) -> dict[str, Any]:
     named = {
         part: origin for part, origin in parts.items() if type(origin) is list and origin != [None, None]
     }
-    kinds = {part: getattr(importlib.import_module(library), kind) for part, (library, kind) in named.items()}
+    kinds = {part: getattr(_library(library), kind) for part, (library, kind) in named.items()}
     return {part: kind for part, kind in kinds.items() if issubclass(kind, nn.Module)}
+
+
+def _is_part_of_diffusers(library: Any) -> bool:
+    """Whether a `library` of a pipeline's parts is the name of a folder of diffusers, such as `ltx2`."""
+    from diffusers import pipelines
+
+    return type(library) is str and library.isidentifier() and hasattr(pipelines, library)
+
+
+def _library(name: str) -> Any:
+    """Import the library of a part of a pipeline."""
+    return importlib.import_module(f"diffusers.pipelines.{name}" if _is_part_of_diffusers(name) else name)
 
 
 def _read_pipeline(name: str, dtype: str) -> Any:
@@ -148,7 +160,12 @@ def _check_no_code(parts: Mapping[str, Any]) -> None:
         part
         for part, origin in parts.items()
         if (part == "_class_name" and type(origin) is not str)
-        or (type(origin) is list and len(origin) == 2 and origin[0] not in LIBRARIES)
+        or (
+            type(origin) is list
+            and len(origin) == 2
+            and origin[0] not in LIBRARIES
+            and not _is_part_of_diffusers(origin[0])
+        )
     ]
     if own:
         raise ValueError(
@@ -165,8 +182,11 @@ def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Modu
             network = kind.from_config(kind.load_config(source, subfolder=part))
         else:
             from transformers import AutoConfig
+            from transformers.initialization import no_init_weights
 
-            network = kind(AutoConfig.from_pretrained(source, subfolder=part, trust_remote_code=False))
+            config = AutoConfig.from_pretrained(source, subfolder=part, trust_remote_code=False)
+            with no_init_weights():  # some initial values depend on values, and fake weights have none
+                network = kind(config)
             kept = kept if dtype == torch.float16 else ()  # transformers has them in bfloat16
     for name, weight in network.state_dict(keep_vars=True).items():
         if weight.is_floating_point() and not set(kept or ()) & set(name.split(".")):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -101,6 +100,8 @@ class CogView4(PipelineFamily):
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
         """Space whole timesteps from 1000 to 1, and shift them by the root of the number of tokens."""
+        import numpy as np
+
         slope, offset, _ = time_shift(pipe.scheduler).tolist()
         tokens = math.prod(shape[1:]) // pipe.transformer.config.patch_size**2
         even = torch.from_numpy(np.linspace(1000, 1, num_steps).astype(np.int64)) / 1000

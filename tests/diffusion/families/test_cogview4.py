@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from mmrl.diffusion.model_family import Request
 from tests.diffusion import tiny_cogview4  # noqa: F401 (registers the pipeline)
 from tests.diffusion.families.common import Family, FamilyTests, family_for, noise, ours, velocity
-from tests.diffusion.families.control_words import check_control_words
 
 LIMIT = 64
 DYNAMIC = {"use_dynamic_shifting": True}
@@ -93,6 +92,3 @@ class TestCogView4(FamilyTests):
     def test_sizes_beyond_the_positions_are_refused(self, pipe):
         with pytest.raises(ValueError, match="multiple of 16 pixels of at most 256"):
             family_for(pipe).latent_shape(pipe, 272, 32, 1)
-
-    def test_a_text_makes_no_control_token(self, pipe, monkeypatch):
-        check_control_words(pipe, Request("a cat"), LIMIT, monkeypatch)

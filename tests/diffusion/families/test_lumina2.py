@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from mmrl.diffusion.model_family import Request
 from tests.diffusion import tiny_lumina2  # noqa: F401 (registers the pipeline)
 from tests.diffusion.families.common import Family, FamilyTests, family_for, noise
-from tests.diffusion.families.control_words import check_control_words
 
 
 def call(pipe, request, latents, guidance, num_steps, negative):
@@ -71,6 +70,3 @@ class TestLumina2(FamilyTests):
     def test_the_negative_prompt_is_read_without_the_system_prompt(self, pipe):
         condition = family_for(pipe).encode_negative(pipe, Request("ugly"), 290)
         assert condition["encoder_attention_mask"].sum() == len(pipe.tokenizer("ugly").input_ids)
-
-    def test_a_text_makes_no_control_token(self, pipe, monkeypatch):
-        check_control_words(pipe, Request("a cat"), 290, monkeypatch)

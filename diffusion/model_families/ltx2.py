@@ -1,0 +1,174 @@
+"""The model family of LTX-2, text to video (arXiv 2601.03233)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.registry import family
+from mmrl.diffusion.model_family import (
+    Condition,
+    PipelineFamily,
+    Request,
+    check_fits,
+    check_size,
+    per_text,
+)
+from mmrl.diffusion.schedule import scheduled_times, size_shift
+
+FRAME_RATE = 24.0  # default of the pipeline
+
+
+@family
+class Ltx2(PipelineFamily):
+    """LTX-2, text to video: Gemma 3 and connectors read the text; video and sound are denoised together.
+
+    Sound and video attend to each other, so a latent holds both: its first frames hold the latents of the
+    sound, one per entry, filled up with zeros that stay zero (given entries). Log-probabilities are of both;
+    segments count the sound to the first one. The sound is not decoded, and recorded videos, which have none
+    here, are refused.
+
+    Guidance is classifier-free guidance with the engine's scale, for video and sound. This differs from the
+    defaults of the pipeline, which also guides away from skipped blocks (`stg_scale`), from separate
+    modalities (`modality_scale`), rescales (`guidance_rescale`), and has another scale for the sound. To
+    compare, pass it `stg_scale=0, modality_scale=1, guidance_rescale=0`, and the same for audio. The network
+    reads a rate of 24 frames per second.
+    """
+
+    pipelines = frozenset({"LTX2Pipeline"})
+    targets = ("to_k", "to_out.0", "to_q", "to_v")
+
+    def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
+        """Raise if Gemma would truncate a text, or for a length that the connectors cannot fill up."""
+        registers = pipe.connectors.config.video_connector_num_learnable_registers
+        if registers and max_sequence_length % registers:
+            raise ValueError(
+                f"`max_sequence_length` must be a multiple of {registers}, not {max_sequence_length}"
+            )
+        check_fits(pipe.tokenizer, text.strip(), max_sequence_length)
+
+    def encode(
+        self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
+    ) -> list[dict[str, Tensor]]:
+        """Encode texts: states (S, D) for the video and (S, E) for the sound, and their mask (S,)."""
+        conditions = []
+        for request in requests:
+            self.check_text(pipe, request.text, max_sequence_length)
+            states, mask, _, _ = pipe.encode_prompt(
+                [request.text], do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
+            )
+            video, sound, mask = pipe.connectors(states, mask, padding_side=pipe.tokenizer.padding_side)
+            conditions += per_text(
+                encoder_hidden_states=video, audio_encoder_hidden_states=sound, encoder_attention_mask=mask
+            )
+        return conditions
+
+    def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
+        """Compute (C, frames of sound and of video, h, w)."""
+        config, factor = pipe.transformer.config, pipe.vae_spatial_compression_ratio
+        check_pipe(pipe)
+        check_size(height, width, factor)
+        span = pipe.vae_temporal_compression_ratio
+        if num_frames < 1 or (num_frames - 1) % span:  # the first frame is a latent frame of its own
+            raise ValueError(f"`num_frames` must be one more than a multiple of {span}, not {num_frames}")
+        height, width = height // factor, width // factor
+        frames = (num_frames - 1) // span + 1
+        filled = math.ceil(sound_length(config, frames) / (height * width))
+        return config.in_channels, filled + frames, height, width
+
+    def frames_per_latent(self, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Count no frame for the sound, 1 for the first frame of the video, and eight for every other."""
+        frames, _ = split(pipe.transformer.config, shape[1:])
+        return (*[0] * (shape[1] - frames), 1, *[pipe.vae_temporal_compression_ratio] * (frames - 1))
+
+    def velocity(
+        self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
+    ) -> Tensor:
+        """Run the network on the tokens of video and sound, at timestep 1000 sigma."""
+        frames, length = split(network.config, latents.shape[2:])
+        filled, height, width = latents.shape[2] - frames, *latents.shape[3:]
+        entries = latents[:, :, :filled].flatten(2)  # (B, C, entries): sound, then zeros
+        mask = condition["encoder_attention_mask"]
+        time = (1000 * sigma).to(network.dtype)
+        video, sound = network(
+            hidden_states=latents[:, :, filled:].flatten(2).transpose(1, 2).to(network.dtype),
+            audio_hidden_states=entries[..., :length].transpose(1, 2).to(network.dtype),
+            encoder_hidden_states=condition["encoder_hidden_states"].to(network.dtype),
+            audio_encoder_hidden_states=condition["audio_encoder_hidden_states"].to(network.dtype),
+            timestep=time,
+            sigma=time,
+            encoder_attention_mask=mask,
+            audio_encoder_attention_mask=mask,
+            num_frames=frames,
+            height=height,
+            width=width,
+            fps=FRAME_RATE,
+            audio_num_frames=length,
+            use_cross_timestep=True,
+            return_dict=False,
+        )
+        # The velocity of given entries: (latent - given) / sigma, where zeros are given.
+        zeros = entries[..., length:] / sigma.view(-1, 1, 1)
+        sound = torch.cat([sound.transpose(1, 2).to(zeros), zeros], 2).unflatten(2, (filled, height, width))
+        video = video.transpose(1, 2).unflatten(2, (frames, height, width))
+        return torch.cat([sound, video.to(zeros)], 2)
+
+    def decode(self, pipe: Any, latents: Tensor) -> Tensor:
+        """Decode the video to pixels (B, F, 3, height, width)."""
+        vae, (frames, _) = pipe.vae, split(pipe.transformer.config, latents.shape[2:])
+        mean, std = (value.to(latents).view(1, -1, 1, 1, 1) for value in (vae.latents_mean, vae.latents_std))
+        scaled = latents[:, :, latents.shape[2] - frames :] * std / vae.config.scaling_factor + mean
+        time = torch.zeros(len(latents)).to(scaled) if vae.config.timestep_conditioning else None
+        pixels = vae.decode(scaled.to(vae.dtype), time, return_dict=False)[0]
+        return pixels.transpose(1, 2).float() / 2 + 0.5
+
+    def compress(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Raise: recorded videos have no sound here, and the network denoises both."""
+        raise ValueError(
+            "LTX-2 denoises video and sound together, and recorded videos have no sound here; learn from "
+            "videos that the model makes itself"
+        )
+
+    def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
+        """Space times evenly from 1 to 1 / S, and shift them by the number of video tokens."""
+        even = torch.linspace(1.0, 1.0 / num_steps, num_steps)
+        frames, _ = split(pipe.transformer.config, shape[1:])
+        mu = size_shift(pipe.scheduler, (frames * math.prod(shape[2:]), 1), 1)
+        return scheduled_times(pipe.scheduler, num_steps, sigmas=even, mu=mu)
+
+
+def sound_length(config: Any, frames: int) -> int:
+    """Count the latents of the sound of a video of `frames` latent frames."""
+    seconds = ((frames - 1) * config.vae_scale_factors[0] + 1) / FRAME_RATE
+    rate = config.audio_sampling_rate / config.audio_hop_length / config.audio_scale_factor
+    return round(seconds * rate)
+
+
+def split(config: Any, shape: Sequence[int]) -> tuple[int, int]:
+    """Count the latent frames of the video, and the latents of the sound, in a latent of (f, h, w)."""
+    total, height, width = shape
+    for frames in range(1, total + 1):  # both parts grow with the length of the video
+        length = sound_length(config, frames)
+        if frames + math.ceil(length / (height * width)) == total:
+            return frames, length
+    raise ValueError(f"no video with its sound fills {total} frames of {height} x {width} latents")
+
+
+def check_pipe(pipe: Any) -> None:
+    """Raise for a pipeline whose latents of video and sound have different sizes or patches."""
+    config, sound = pipe.transformer.config, pipe.audio_vae.config
+    pairs = {
+        "in_channels": (config.in_channels, config.audio_in_channels),
+        "patch sizes": ((config.patch_size, config.patch_size_t), (1, 1)),
+        "vae_scale_factors": (config.vae_scale_factors[0], pipe.vae_temporal_compression_ratio),
+        "audio_sampling_rate": (config.audio_sampling_rate, sound.sample_rate),
+        "audio_hop_length": (config.audio_hop_length, sound.mel_hop_length),
+        "audio_scale_factor": (config.audio_scale_factor, pipe.audio_vae_temporal_compression_ratio),
+    }
+    for name, (found, wanted) in pairs.items():
+        if found != wanted:
+            raise ValueError(f"this network has {name} {found}, but {wanted} is needed to read the pipeline")
