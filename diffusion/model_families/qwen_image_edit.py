@@ -17,7 +17,7 @@ AREA = 1024 * 1024  # pixels of an image as the pipeline resizes it
 
 @family
 class QwenImageEdit(QwenImage):
-    """Qwen-Image-Edit: the vision-language model reads the image and the text; the network sees its latents.
+    """Qwen-Image-Edit: a vision-language model reads image and text; the network also sees image latents.
 
     As in the pipeline, the image is resized to about 1024 x 1024 pixels of its aspect ratio, in multiples of
     32, whatever the size of the result; its tokens do not count for the length of the text. Images of one
