@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-# Python 3.14 has a standard package of the same name, which gzip and others import. With the checkout as
-# working directory this folder shadows it, so the standard folder is appended to the search path.
+# Python 3.14 has a standard package of the same name, which gzip and others import. If the working directory
+# is the checkout, this folder shadows that package, so append the standard folder to the search path.
 __path__ += [
     str(folder)
     for folder in (Path(entry) / "compression" for entry in sys.path)

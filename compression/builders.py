@@ -1,4 +1,4 @@
-"""The builder of codebooks for the cache `binary_codebook`."""
+"""Builder of codebooks for the cache `binary_codebook`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from mmrl.runtime.modules import evaluating
 
 @builder
 class CalibrateCodebook:
-    """Fit the codebook of `compression.binary_codebook` on prompts that a model answers.
+    """Fit the codebook of the cache `compression.binary_codebook` on prompts that a model answers.
 
-    Use prompts similar to later ones, but not the evaluation data. Prompts that the model has memorised show
-    less about which errors matter. Reference answers are not read.
+    Use prompts similar to those of later runs, but not the evaluation data. Prompts that the model has
+    memorised show less clearly which errors matter. Reference answers are not read.
 
     Args:
         stream: Source of random numbers.
         model: The policy whose keys and values are quantised.
-        prompts: Data to take prompts from.
-        nbits: Bits per number of keys, in (0, 8].
-        value_nbits: Bits per number of values; `nbits` by default.
-        of: Tokens that the cache will quantise: the whole prompt, or its visual tokens.
-        first: Tokens at the start of each prompt that the cache keeps exact.
-        num_prompts: Prompts to use, evenly spaced.
-        num_tokens: Longest greedy answer, in tokens.
+        prompts: Data set that provides the prompts.
+        nbits: Bits per element of the keys, in (0, 8].
+        value_nbits: Bits per element of the values; by default `nbits`.
+        of: Tokens that the cache will quantise. `prompt`: the whole prompt. `visual`: its visual tokens.
+        first: Number of tokens at the start of each prompt that the cache does not quantise.
+        num_prompts: Number of prompts, evenly spaced in the data set.
+        num_tokens: Maximum length of the greedy answers, in tokens.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CalibrateCodebook:
         num_tokens: PositiveInt = 24,
     ) -> None:
         self.model, self.prompts = as_piece(model, "build.model"), as_piece(prompts, "build.prompts")
-        pieces = Pieces(Stream())  # only to check options, before anything is loaded
+        pieces = Pieces(Stream())  # only checks options; nothing is loaded
         pieces.check("policy", self.model, "build.model")
         pieces.check("data", self.prompts, "build.prompts")
         self.stream, self.num_prompts = stream, num_prompts
@@ -63,7 +63,7 @@ class CalibrateCodebook:
         }
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the codebooks; report the number of prompts and the size of the file."""
+        """Write the codebooks to a file; return the number of prompts and the size of the file."""
         pieces = Pieces(self.stream)
         policy = pieces.make("policy", self.model, place="build.model")
         data = pieces.make("data", self.prompts, place="build.prompts")

@@ -1,4 +1,4 @@
-"""Engines that compare rollouts of a compressed policy with exact ones."""
+"""Engines that compare rollouts of a compressed policy with exact rollouts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mmrl.runtime.modules import evaluating
 
 
 class AcceleratedEngine(Protocol):
-    """An engine with a compressed cache or a transformed copy of its policy's model."""
+    """Protocol of an engine with a compressed cache or a transformed copy of its policy's model."""
 
     policy: Any
-    rollout_policy: Any  # answers prompts: the policy, or a transformed copy
-    cache: Callable | None  # makes the cache of keys and values; None for the full one
+    rollout_policy: Any  # policy that answers: the engine's policy, or a transformed copy
+    cache: Callable | None  # creates the KV cache; None: the full cache
 
     def exactly(self) -> AbstractContextManager:
-        """Use the full cache and the policy's own model inside the context."""
+        """Return a context in which the engine uses the full cache and the policy's own model."""
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry, in order."""
+        """Generate an answer to every prompt, in order."""
 
 
 class Measured:
-    """Base class of engines that wrap an accelerated engine and measure it."""
+    """Base class of engines that wrap an accelerated engine and compare it with its policy."""
 
     notes: frozenset[str] = frozenset()
 
@@ -41,13 +41,13 @@ class Measured:
                 "neither a cache nor a transform"
             )
 
-    # Properties, because these attributes of the engine change inside `exactly`.
+    # These are properties because the engine's attributes change inside `exactly`.
     rollout_policy = property(lambda self: self.engine.rollout_policy)
     cache = property(lambda self: self.engine.cache)
 
     @property
     def accelerated(self) -> bool:
-        """Whether the engine currently has a cache or a model of its own."""
+        """Whether the wrapped engine currently uses a compressed cache or another model than the policy's."""
         return self.cache is not None or self.rollout_policy is not self.policy
 
 
@@ -55,16 +55,16 @@ class Measured:
 class FidelityGate(Measured):
     """Stop a run whose cache or transforms change greedy answers too much.
 
-    The policy answers greedily with the full cache; the engine's cache and transformed model then score the
-    same answers.
+    The policy answers greedily with the full cache. Then the engine's cache and transformed model compute the
+    probabilities of the same answers.
 
     Args:
         engine: The engine to wrap, with a cache or transforms.
-        num_prompts: Distinct prompts to measure.
-        num_tokens: Tokens of each answer.
-        min_agreement: Least share of equal most likely tokens, in [0, 1].
+        num_prompts: Number of distinct prompts to compare.
+        num_tokens: Number of tokens per answer.
+        min_agreement: Smallest fraction of tokens for which both predict the same token, in [0, 1].
         max_kl: Largest mean KL(policy || engine) per token, in nats.
-        allow: Print the result without stopping the run.
+        allow: Whether to print the result without stopping the run.
     """
 
     def __init__(
@@ -87,37 +87,36 @@ class FidelityGate(Measured):
         }
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer with the wrapped engine, after the check on the first call."""
+        """Answer with the wrapped engine, after a fidelity check in the first call."""
         if not self.checked and prompts and self.accelerated:
             self.check(prompts)
             self.checked = True
         return self.engine.rollout(prompts)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Measure and print the fidelity on some prompts; raises ValueError below the thresholds."""
+        """Measure and print the fidelity on some prompts; raise ValueError if it violates the limits."""
         model = self.policy.model
         device = model.get_input_embeddings().weight.device
         distinct = list({prompt.uid: prompt for prompt in prompts}.values())[: self.num_prompts]
         inputs = inputs_of(self.policy.prompt_encoder, distinct, device)
         own = None if self.rollout_policy is self.policy else self.rollout_policy.model
-        # In training mode, layers with gradient checkpointing use no cache.
+        # In training mode, layers with gradient checkpointing ignore the cache.
         with evaluating(model), evaluating(own or model):
             gate(model, inputs, self.cache, cheaper=own, **self.limits)
 
 
 @engine
 class SpeedupProbe(Measured):
-    """Repeat some rollouts of an accelerated engine without its cache and transforms, and time both.
+    """Repeat some rollouts of an accelerated engine without its cache and transforms, and time both runs.
 
     Both runs use the same random numbers, and the exact answers are discarded. Media are encoded before
-    timing. Metrics: `rollout/seconds`,
-    `rollout/exact_seconds`, `rollout/speedup`, `rollout/agreement` (share of equal answers). The step's own
-    `time/rollout` includes both.
+    timing. Metrics: `rollout/seconds`, `rollout/exact_seconds`, `rollout/speedup`, `rollout/agreement`
+    (fraction of equal answers). The step's own `time/rollout` includes both runs.
 
     Args:
         engine: The engine to wrap, with a cache or transforms.
-        at: Index of the first rollout to repeat, from 0.
-        every: Rollouts between later repetitions (0: none).
+        at: Index of the first rollout to repeat, counted from 0.
+        every: Number of rollouts between later repetitions; 0: no further repetitions.
     """
 
     def __init__(
@@ -128,12 +127,12 @@ class SpeedupProbe(Measured):
         self.latest: dict[str, float] = {}
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer with the wrapped engine; on the chosen calls also time the exact one."""
+        """Answer with the wrapped engine; on the chosen calls, also run and time it without acceleration."""
         since, self.calls = self.calls - self.at, self.calls + 1
         if not prompts or since < 0 or (since % self.every if self.every else since):
             return self.engine.rollout(prompts)
         for prompt in prompts:
-            self.policy.prompt_encoder.encode(prompt)  # cached, so that neither run pays for it
+            self.policy.prompt_encoder.encode(prompt)  # cache the encoding, so that neither run includes it
         with self.exactly():
             start = time.perf_counter()
             exact = self.engine.rollout(prompts)

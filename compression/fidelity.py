@@ -15,12 +15,12 @@ from mmrl.kv_cache.layout import placeholder_ids
 
 MakeCache = Callable[[Any, Tensor, Tensor], Any]
 Inputs = Mapping[str, Tensor]
-PER_TOKEN = ("attention_mask", "mm_token_type_ids")  # inputs with a number for every token of the prompt
+PER_TOKEN = ("attention_mask", "mm_token_type_ids")  # inputs with one entry per prompt token
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Agreement (share of equal most likely tokens), KL(full || compressed) in nats, and cache bytes."""
+    """Agreement (fraction of equal top tokens), KL(full || compressed) in nats, and cache sizes in bytes."""
 
     agreement: float
     kl: float
@@ -38,10 +38,10 @@ class Fidelity:
 
 
 def inputs_of(encoder: Any, prompts: Iterable[Prompt], device: torch.device) -> list[Inputs]:
-    """Encode each prompt to the inputs of one model call, for `measure`."""
+    """Encode each prompt to the inputs of one model call, as `measure` takes them."""
     inputs = []
     for encoded in map(encoder.encode, prompts):
-        # (A, S) position ids on A axes: a model takes (1, S), or (A, 1, S) with the axes of M-RoPE.
+        # Position ids are (A, S) for A axes. Models take (1, S) for one axis, or (A, 1, S) for M-RoPE.
         positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
         call = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
         inputs.append({name: x.to(device) for name, x in call.items()})
@@ -49,9 +49,9 @@ def inputs_of(encoder: Any, prompts: Iterable[Prompt], device: torch.device) -> 
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of keys and values in a cache of dense layers, and of a pruned model's record of columns."""
+    """Return the bytes of keys and values in a dense cache or in a pruned model's cache."""
     tensors = (x for layer in cache.layers for x in (layer.keys, layer.values))
-    return sum(x.nbytes for x in tensors if x is not None)  # None in layers that nothing was written to
+    return sum(x.nbytes for x in tensors if x is not None)  # None in layers without stored tokens
 
 
 @torch.no_grad()
@@ -59,12 +59,12 @@ def measure(
     model: nn.Module, prompts: Sequence[Inputs], make_cache: MakeCache | None, *, num_tokens: int = 16,
     cheaper: nn.Module | None = None,
 ) -> Fidelity:  # fmt: skip
-    """Measure the fidelity of a cache, a `cheaper` model, or both, on prompts.
+    """Measure the fidelity of a cache, of a `cheaper` model, or of both on prompts.
 
-    A prompt is the inputs of one call: `input_ids` (1, S), pixels and so on, and optional `position_ids`
-    (1, S) or (A, 1, S). The model answers greedily with the full cache; the compressed one scores the same
-    answer token by token. The last token of the prompt is not cached, so that every prediction reads the
-    cache.
+    A prompt is the inputs of one call: `input_ids` (1, S), pixel values and so on, and optional
+    `position_ids` (1, S) or (A, 1, S) for A axes. The model answers greedily with the full cache. The
+    compressed variant then reads the same answer token by token. The last token of the prompt is not cached,
+    so that every prediction reads the cache.
     """
     if not prompts:
         raise ValueError("there is no prompt to compare caches on; give at least one")
@@ -78,14 +78,14 @@ def measure(
         answer = torch.cat([token for _, token in steps], 1)
         cache = DynamicCache(config=tested.config)
         if make_cache is not None:
-            # For the prompt without its last token; without placeholders no token is visual.
+            # The masks leave out the last token of the prompt. Without placeholder ids, no token is visual.
             ids = inputs["input_ids"]
             real = inputs.get("attention_mask", torch.ones_like(ids))[:, :-1].bool()
             visual = torch.isin(ids[:, :-1], ids.new_tensor(placeholder_ids(tested.config))) & real
             cache = make_cache(tested.config, visual, real)
-        others = islice(read_answer(tested, inputs, cache, answer), num_tokens)  # reads the same answer
+        others = islice(read_answer(tested, inputs, cache, answer), num_tokens)  # forced to the same answer
         pair = (torch.stack([logits for logits, _ in each], 1) for each in (steps, others))  # (1, t, V)
-        # Near each other, log-probabilities of 16 bits would cancel: float32, or float64 as they are.
+        # In 16 bits, differences of similar log-probabilities are mostly rounding error: use float32 or more.
         expected, logp = (x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in pair)
         agree.append((expected.argmax(-1) == logp.argmax(-1)).float())
         kl.append((expected.exp() * (expected - logp)).sum(-1))  # sum p (log p - log q): (1, t)
@@ -99,9 +99,9 @@ def measure(
 def read_answer(
     model: nn.Module, inputs: Inputs, cache: Any, answer: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Read a prompt into a cache, then an answer (1, t) token by token, greedy without one.
+    """Read a prompt into a cache, then an answer (1, t) token by token; without `answer`, decode greedily.
 
-    Yields, without end, the logits (1, V) of the next token and that token (1, 1).
+    Yields the logits (1, V) of the next token and that token (1, 1), without end.
     """
     inputs = dict(inputs)
     ids, positions = inputs.pop("input_ids"), inputs.pop("position_ids", None)
@@ -124,9 +124,9 @@ def read_answer(
 
 
 def answer_positions(positions: Tensor | None, start: int, stop: int) -> dict[str, Tensor]:
-    """Position ids (..., stop - start) of decoded tokens; token 0 is the last one of the prompt.
+    """Return position ids (..., stop - start) of decoded tokens; token 0 is the last token of the prompt.
 
-    Positions continue from the largest one, which may belong to an image. Empty without `positions`.
+    Positions continue from the largest position, which may belong to an image. Empty without `positions`.
     """
     if positions is None:
         return {}
@@ -139,9 +139,9 @@ def gate(
     model: nn.Module, prompts: Sequence[Inputs], make_cache: MakeCache | None, *, num_tokens: int = 16,
     min_agreement: float = 0.9, max_kl: float = 0.1, allow: bool = False, cheaper: nn.Module | None = None,
 ) -> Fidelity:  # fmt: skip
-    """Measure and print the fidelity of a cache, a `cheaper` model or both; raise below the thresholds.
+    """Measure and print the fidelity of a cache, a `cheaper` model or both; ValueError if it is too low.
 
-    `min_agreement` is a share of tokens, `max_kl` a mean in nats; with `allow` nothing is raised.
+    `min_agreement` is a fraction of tokens, `max_kl` a mean in nats. With `allow` no error is raised.
     """
     fidelity = measure(model, prompts, make_cache, num_tokens=num_tokens, cheaper=cheaper)
     both = (cheaper is not None, "cheaper model"), (make_cache is not None, "cache")

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 
 class _Upcast(torch.autograd.Function):
-    """Linear layer that casts its weight in forward and in backward, so that no wide copy is saved."""
+    """Linear function that casts the weight in forward and in backward, so that no float32 copy is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)  # the narrow weight, which exists anyway
+        ctx.save_for_backward(x, weight)  # save the 16-bit weight, which is in memory anyway
         ctx.with_bias = bias is not None
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
@@ -42,5 +42,5 @@ class UpcastLinear(nn.Linear):
             self.register_parameter(name, stored)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute in the dtype `compute`, whatever the dtype of the input."""
+        """Apply the layer in the dtype `compute`, regardless of the dtype of the input."""
         return _Upcast.apply(x.to(self.compute), self.weight, self.bias)

@@ -1,4 +1,4 @@
-"""Importance of heads, FFN units and layers for visual tokens: measurement, plans on disk, selection."""
+"""Importance of heads, FFN units and layers for visual tokens: measurement, plan files, selection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmrl.compression.pruning.prune import prune
 from mmrl.compression.pruning.spec import PruningSpec, Units, pruning_of, shape_of
 from mmrl.runtime.output_head import OutputHead
 
-ROWS = 256  # queries whose attention is computed together: the map of all pairs never exists
+ROWS = 256  # queries per chunk, so that the full attention matrix is never in memory
 KINDS = ("heads", "ffn_units", "layers")
 
 
@@ -28,13 +28,14 @@ def make_plan(
     kinds: Sequence[str] = KINDS,
     queries: Literal["all", "last"] = "all",
 ) -> dict[str, list]:
-    """Measure importance on calibration batches; each is the inputs of one call (in the papers one prompt).
+    """Measure importance on calibration batches, each the inputs of one call (in the papers one prompt).
 
-    "heads" (L, H): attention to visual columns over attention to others, by all queries or the last one
-    (arXiv 2410.06169), mean over batches. "ffn_units" (L, m): mean of |inner unit| over visual tokens, times
-    the norm of its output weights (our reading). "layers" (L,): KL from the distribution of the first answer
-    token to the one with the layer frozen for visual tokens (ShortV, arXiv 2504.00502). Pass `position_ids`
-    for videos of Qwen2-VL and Qwen2.5-VL: transformers 5.3 to 5.23 misplaces the text after them.
+    Returns lists for L layers. "heads" (L, H): ratio of attention to visual tokens over attention to other
+    tokens, summed over all queries or only the last one (arXiv 2410.06169), averaged over batches.
+    "ffn_units" (L, m): mean of |inner unit| over visual tokens, times the norm of its output weights (our
+    reading). "layers" (L,): KL between the distributions of the first answer token without and with the layer
+    frozen for visual tokens (ShortV, arXiv 2504.00502). Pass `position_ids` for videos of Qwen2-VL and
+    Qwen2.5-VL: transformers 5.3 to 5.23 computes wrong positions for text after a video.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -55,7 +56,7 @@ def make_plan(
 def unit_importance(
     model: nn.Module, batches: Sequence[Mapping[str, Any]], queries: str
 ) -> dict[str, Tensor]:
-    """Measure the importance of "heads" (L, H) and "ffn_units" (L, m), see `make_plan`."""
+    """Measure the importance of "heads" (L, H) and "ffn_units" (L, m) for L layers, as in `make_plan`."""
     shape, view = shape_of(model), prune(model, "plan", {})
     ratios = torch.zeros(shape.layers, shape.heads, dtype=torch.float64)
     active = torch.zeros(shape.layers, shape.inner, dtype=torch.float64)
@@ -76,19 +77,19 @@ def unit_importance(
     finally:
         OBSERVER.reset(token)
     blocks = model.base_model.get_decoder().layers
-    # E|h_j| times the norm of column j of the output weights: how much unit j adds to the hidden state.
+    # E|h_j| times the norm of column j of the output weights: the contribution of unit j to the hidden state.
     norms = torch.stack([block.mlp.down_proj.weight.double().norm(dim=0).cpu() for block in blocks])
     return {"heads": ratios, "ffn_units": active / tokens.clamp(min=1) * norms}
 
 
 def _prefill(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Compute the last hidden states (B, S, width) of a call, without a cache."""
+    """Compute the last hidden states (B, S, width) of a model call without a cache."""
     inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
     return model.base_model(**{**inputs, "use_cache": False}).last_hidden_state
 
 
 def attention_ratio(attention: LayerAttention, queries: str) -> Tensor:
-    """Ratio of attention to visual columns over attention to the others, per head: (H,)."""
+    """Compute the ratio of attention to visual tokens over attention to all other tokens, per head: (H,)."""
     stage, q = attention.stage, attention.q
     rows = torch.cat([stage.text, stage.vis], 1)
     if queries == "last":
@@ -100,7 +101,7 @@ def attention_ratio(attention: LayerAttention, queries: str) -> Tensor:
     seen, other = (torch.zeros(q.shape[1], dtype=torch.float64) for _ in range(2))  # (H,)
     for part, part_q in zip(rows.split(ROWS, 1), q.split(ROWS, 2), strict=True):
         weights = softmax_rows(part_q, k, stage.mask(part), attention.scale).double()
-        weights = weights * (part >= 0)[:, None, :, None]  # rows of padding do not count
+        weights = weights * (part >= 0)[:, None, :, None]  # padding rows are not counted
         seen += (weights * visual).sum((0, 2, 3)).cpu()
         other += (weights * ~visual).sum((0, 2, 3)).cpu()
     return seen / other.clamp(min=1e-12)
@@ -108,7 +109,7 @@ def attention_ratio(attention: LayerAttention, queries: str) -> Tensor:
 
 @torch.no_grad()
 def layer_importance(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Compute KL(full || layer frozen for visual tokens) at the last position, mean over rows: (L,)."""
+    """Compute KL(full || layer frozen for visual tokens) at the last position, averaged over rows: (L,)."""
     layers = shape_of(model).layers
     total, rows = torch.zeros(layers, dtype=torch.float64), 0
     for inputs in batches:
@@ -122,22 +123,22 @@ def layer_importance(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> 
 
 
 def _last_logp(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Log-probabilities (B, V) after the last token of each prompt, which may be padded on either side."""
+    """Compute the log-probabilities (B, V) after the last token of each prompt, padded on either side."""
     states, mask = _prefill(model, inputs), inputs.get("attention_mask")
     mask = torch.ones(states.shape[:2], device=states.device) if mask is None else mask
-    # The last place of the mask with a 1: argmax of the place where it is 1, else of 0.
+    # Position of the last 1 in the mask: argmax of mask * position.
     place = (mask.long() * torch.arange(states.shape[1], device=mask.device)).argmax(1, keepdim=True)
     logits = OutputHead(model)(pick(states, place)[:, 0])
     return logits.double().log_softmax(-1)
 
 
 def write_plan(plan: Mapping[str, list], path: str | Path) -> None:
-    """Write a plan for the option `plan` of transforms."""
+    """Write an importance plan to a JSON file for the option `plan` of transforms."""
     Path(path).write_text(json.dumps(plan) + "\n")
 
 
 def read_plan(path: str, wanted: str) -> list:
-    """Read "heads" (L, H), "ffn_units" (L, m) or "layers" (L,) from a plan of `write_plan`."""
+    """Read one kind of importance, "heads" (L, H), "ffn_units" (L, m) or "layers" (L,), from a plan file."""
     try:
         plan = json.loads(Path(path).read_text())
     except (OSError, json.JSONDecodeError) as error:
@@ -148,7 +149,7 @@ def read_plan(path: str, wanted: str) -> list:
 
 
 def check_chosen(what: str, chosen: Sequence[Sequence[int] | None], layers: int, size: int) -> Units:
-    """Check and sort the chosen units of every layer."""
+    """Check, sort and deduplicate the chosen units (heads or FFN units) of every layer; None: all units."""
     if len(chosen) != layers:
         raise ValueError(f"{what} are named for {len(chosen)} layers, but the model has {layers}")
     for layer, units in enumerate(chosen):
@@ -159,23 +160,23 @@ def check_chosen(what: str, chosen: Sequence[Sequence[int] | None], layers: int,
 
 
 def first_units(share: float, layers: int, size: int) -> Units:
-    """Choose the first units of every layer."""
+    """Choose the first units of every layer; `share` is their fraction of all `size` units."""
     return (tuple(range(round(share * size))),) * layers
 
 
 def best_each(scores: Sequence[Sequence[float]], share: float) -> Units:
-    """Choose the most important units of every layer, the same number in each; of equal ones the first."""
+    """Choose the fraction `share` of most important units in every layer; among equal units the first."""
     best = lambda line: sorted(range(len(line)), key=lambda unit: -line[unit])
     return tuple(tuple(sorted(best(line)[: round(share * len(line))])) for line in scores)
 
 
 def best_overall(scores: Sequence[Sequence[float]], share: float, whole: int) -> Units:
-    """Choose the most important units over all layers; the first `whole` layers keep all of theirs.
+    """Choose the most important units over all layers; the first `whole` layers keep all their units.
 
-    `share` counts all layers together, including the first ones.
+    `share` is the fraction of the units of all layers, including the first `whole` layers.
     """
     size = len(scores[0])
-    # Whole layers count in the budget; the sort is stable, so the first of equal units stays.
+    # The whole layers count in the budget. The sort is stable, so the first of equal units is chosen.
     free = [(layer, unit) for layer in range(whole, len(scores)) for unit in range(size)]
     free.sort(key=lambda place: -scores[place[0]][place[1]])
     kept = set(free[: max(0, round(share * size * len(scores)) - whole * size)])

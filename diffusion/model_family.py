@@ -190,6 +190,16 @@ class PackedFamily(PipelineFamily):
         """Read the number of latent channels; a token has the 4 C channels of 2 x 2 latents."""
         return pipe.transformer.config.in_channels // 4, 2
 
+    def batch_key(self, condition: Condition) -> Hashable:
+        """Key by the shapes of the images, since the networks cannot pad their tokens."""
+        return tuple(tuple(latents.shape) for latents in images_of(condition).values())
+
+    def image_latents(self, pipe: Any, image: Any) -> Tensor:
+        """Encode a Pillow image, of the size that the network shall see, to latents (C, h, w) on the CPU."""
+        processor = pipe.image_processor
+        pixels = processor.numpy_to_pt(processor.pil_to_numpy(image))  # (1, 3, height, width) in [0, 1]
+        return self.compress(pipe, pixels.to(pipe.vae.device))[0].cpu()
+
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
         """Space times evenly from 1 to 1 / S, and shift them by the image's size, as the pipelines do."""
         even = torch.linspace(1.0, 1.0 / num_steps, num_steps)
@@ -271,6 +281,11 @@ def per_text(**encoded: Tensor) -> list[dict[str, Tensor]]:
     """Split batched encoder outputs (B, ...) into one condition per text, on the CPU."""
     rows = zip(*encoded.values(), strict=True)
     return [{name: value.cpu() for name, value in zip(encoded, row, strict=True)} for row in rows]
+
+
+def images_of(condition: Condition) -> dict[str, Tensor]:
+    """Select the latents of a condition's images, `image_0` and so on, in order."""
+    return {name: condition[name] for name in sorted(condition) if name.startswith("image_")}
 
 
 def default_of(pipe: Any, option: str) -> Any:

@@ -31,7 +31,7 @@ def scheduled_times(
     if sigmas is None:
         own.set_timesteps(num_steps, **options)
     else:
-        own.set_timesteps(sigmas=sigmas.tolist(), **options)
+        own.set_timesteps(sigmas=sigmas.numpy(), **options)
     return torch.as_tensor(own.sigmas, dtype=torch.float32).cpu()
 
 

@@ -75,7 +75,8 @@ def image_grid(
 ) -> str:
     """Images of several models for the same prompts, one line per model, with mean rewards.
 
-    `measured` holds evaluations by the name of a model. Videos show their middle frame.
+    `measured` holds evaluations by the name of a model. Videos show their middle frame. Above the results of
+    an edit stand its source images.
 
     Args:
         num: Most prompts, at equal distances in the order of the evaluation.
@@ -88,7 +89,8 @@ def image_grid(
     chosen = [prompts[i * len(prompts) // num] for i in range(num)] if len(prompts) > num else prompts
     figures = []
     for prompt in chosen:
-        lines = ""
+        sources = [Outcome(image=m.load().pixels[0]) for m in prompt.media if m.kind == "image"]
+        lines = f"<small><b>source</b></small>{image_row(sources, side)}" if sources else ""
         for name, evaluation in measured.items():
             outcomes = [row.outcomes[-1] for row in evaluation.rollouts if row.prompt.uid == prompt.uid]
             if outcomes:

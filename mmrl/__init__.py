@@ -7,8 +7,8 @@ from pathlib import Path
 
 __version__ = "0.2.0.dev0"
 
-# `mmrl/vision` is a link to `../vision`, and so on. Where links were not checked out (Windows, some
-# archives), the folders beside this one are searched as well.
+# `mmrl/vision` is a symbolic link to `../vision`, and so on. If links were not checked out
+# (Windows, some archives), the folders beside this package are searched as well.
 if not (Path(__file__).parent / "vision" / "__init__.py").is_file():
     __path__.append(str(Path(__file__).parents[1]))
 

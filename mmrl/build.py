@@ -1,4 +1,4 @@
-"""Builds training runs, evaluators and engines from configurations, and checks configurations."""
+"""Construction of training runs, evaluators and engines from configurations, and configuration checks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def build(config: Config, *, quiet: bool = False) -> Run:
-    """Build a training run; checks the configuration before any weight is loaded."""
+    """Build a training run; check the configuration before any weight is loaded."""
     check(config).require_packages()
     stream = Stream(config.seed, stage=config.stage)
     pieces = Pieces(stream, config.policy)
@@ -59,7 +59,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     eval_prompts = held_out(config) if config.evaluation.data else ()
     warnings = check_rewards(config, data, SAMPLE, form=form)
     warnings += check_rewards(config, eval_prompts, SAMPLE, evaluates=True)
-    # Before any weight is loaded: a sampler may miss a column of the data.
+    # Build samplers before any weight is loaded, because they may miss a column of the data.
     sampler = make_chain(pieces, "sampler", config.sampler, data, "sampler")
     torch.manual_seed(config.seed)  # the global generator initialises adapters
     processes = Processes(config.ddp_timeout)
@@ -87,7 +87,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     observing = [make(key) for key in ("metrics", *(f"report.{kind}" for kind in OBSERVING))]
     watching = ReportPieces(*observing, trackers=Trackers(trackers))
     if config.until:
-        make("until")  # a callback of the run, which finds it among the pieces
+        make("until")  # a callback, which the run finds among the pieces
     labels_read = named_in(chain, (bound.name for bound in method.rewards))
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data), labels_read)
     reporter = Reporter(config, processes, stream, watching, quiet)
@@ -110,7 +110,7 @@ def _connect(
     references: Mapping[str, LogProbs],
     processes: Processes,
 ) -> None:
-    """Give pieces access to the first engine, or to a second model that values prompts."""
+    """Give pieces access to the first engine, or to a second model that estimates the value of prompts."""
     engine = pieces.made["rollout.engine[0]"]
 
     def ask(prompts: Sequence[Prompt]) -> Rollouts:
@@ -121,7 +121,7 @@ def _connect(
         piece.connect(ask, processes.all_gather_object)
     for piece in pieces.that_are(UsesValueModel).values():
         if piece.value_model:
-            from mmrl.training.consulting import values_of  # few runs need it
+            from mmrl.training.consulting import values_of  # imported here because few runs need it
 
             model, steps = references[piece.value_model], config.learn.micro_batch_steps
             options = {"policy": policy, "model": model, "processes": processes}
@@ -129,7 +129,7 @@ def _connect(
 
 
 def _with_workers(rewards: Sequence[Bound]) -> Sequence[Bound]:
-    """Start the Ray actors of rewards that have `workers`."""
+    """Attach Ray actors to the rewards that have `workers`."""
     if not any(isinstance(reward.function, Elsewhere) for reward in rewards):
         return rewards
     from mmrl.runtime.ray_rewards import with_actors
@@ -140,24 +140,24 @@ def _with_workers(rewards: Sequence[Bound]) -> Sequence[Bound]:
 def with_steps(config: Config, num_rows: int) -> Config:
     """Convert `num_train_epochs` to `max_steps`, rounded up, for a data set of `num_rows` prompts.
 
-    `num_rows` is the number of prompts; further rounds of a step (`rollout.max_rounds`) do not count.
+    Further rounds of a step (`rollout.max_rounds`) do not count.
     """
     if not config.num_train_epochs:
         return replace(config, **_shares(config, config.max_steps))
-    prompts = min(config.rollout.num_prompts, num_rows)  # per step; no prompt comes twice in a step
+    prompts = min(config.rollout.num_prompts, num_rows)  # prompts per step, all distinct
     # Round first: 0.1 * 3 is 0.30000000000000004, which would add a step.
     steps = max(1, math.ceil(round(config.num_train_epochs * num_rows / prompts, 9)))
     return replace(config, max_steps=steps, num_train_epochs=0.0, **_shares(config, steps))
 
 
 def _shares(config: Config, steps: int) -> dict[str, int]:
-    """Keys whose value is a share of the run, converted to steps."""
+    """Convert `save_steps` and `eval_steps` that are fractions of the run to numbers of steps."""
     shares = {"save_steps": config.save_steps, "eval_steps": config.eval_steps}
     return {key: math.ceil(round(share * steps, 9)) for key, share in shares.items() if 0 < share < 1}
 
 
 def make_chain(pieces: Pieces, kind: str, listed: Sequence[Piece], first: Any, place: str) -> Any:
-    """Build a chain of engines around a policy, or of samplers around data; each wraps the one before."""
+    """Build a chain of engines around a policy, or of samplers around data; each wraps the previous one."""
     for i, piece in enumerate(listed):
         first = pieces.make(kind, piece, first, place=f"{place}[{i}]")
     return first
@@ -176,8 +176,8 @@ def check(config: Config) -> Pieces:
 def check_data(config: Config | EvaluateConfig) -> list[str]:
     """Read the data of a run or an evaluation and build its samplers, without loading weights.
 
-    Returns sentences about the form of targets, and rows whose own target does not earn full marks. Raises
-    `ConfigError` where a run would fail: no prompts, missing columns, too many such rows.
+    Returns sentences about the form of targets, and about rows whose own target does not get full marks.
+    Raises `ConfigError` if a run would fail: no prompts, missing columns, or too many such rows.
     """
     read = {"evaluation.data": held_out(config)} if config.evaluation.data else {}
     if isinstance(config, Config):
@@ -232,7 +232,7 @@ def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
-    """Prompts of the evaluation."""
+    """Read the prompts of the evaluation."""
     pieces, wanted = Pieces(Stream(config.seed, purpose="evaluate")), config.evaluation
     return read_prompts(config, pieces, wanted.data, "evaluation.data")[: wanted.num_prompts or None]
 
@@ -242,7 +242,7 @@ def read_prompts(
 ) -> Sequence[Prompt]:
     """Read a data set with the columns that other pieces of the run read.
 
-    A prompt that the model cannot read is a bad row.
+    A prompt that the model cannot read counts as a bad row.
     """
     check = prompt_check(config.policy)
     tokens = NAMED.set(named_columns(config)), CHECK.set(check)
@@ -305,8 +305,8 @@ def load_engine(
     configuration names no engine.
 
     Args:
-        source: File or configuration (of a training run its rollout engine, of an evaluation its engine), the
-            folder of a run or of a checkpoint, a model folder, or a model of the hub.
+        source: Configuration or its file (for its rollout engine, or the engine of an evaluation), the folder
+            of a run or of a checkpoint, a model folder, or a model of the hub.
         overrides: Changes as on the command line, such as "policy.model=...".
         setting: Name of one of the `settings` of an evaluation.
         seed: Seed of random numbers; None: the seed of the configuration.
@@ -327,7 +327,7 @@ def check_source(source: ModelSource) -> Pieces:
 
 def open_source(source: ModelSource) -> Session:
     """Load the model of a source and build its engine."""
-    # Initial weights are those of a training run; the engine has a random stream of its own.
+    # Initial weights are the same as in a training run; the engine has its own random stream.
     policy = _load_policy(source.config, check_source(source), Processes(), source.weights)
     pieces = Pieces(Stream(source.config.seed, purpose="inference"))
     return Session(make_chain(pieces, "engine", source.engines, policy, source.place), source.data)

@@ -16,7 +16,7 @@ from mmrl.core.protocols import AsyncEngine, Engine
 def operations(engine: Engine) -> Iterator[Mapping[str, float]]:
     """Count the multiplications and additions of matrix products, convolutions and attention.
 
-    Table look-ups (one-bit codes on a CPU) and Triton kernels do not count. Raises `ConfigError` for
+    Table look-ups (one-bit codes on a CPU) and Triton kernels are not counted. Raises `ConfigError` for
     engines that compute in other processes.
     """
     if isinstance(engine, AsyncEngine):

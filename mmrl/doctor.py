@@ -1,4 +1,4 @@
-"""Diagnoses a configuration before training: runs every startup check on a small collection."""
+"""Diagnosis of a configuration before training: every startup check, on a few rollouts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from mmrl.runtime.modules import evaluating
 from mmrl.training.collect import collect, in_order
 from mmrl.training.trainer import Run
 
-SPARE = 0.1  # share of the trained parameters that may have a gradient of 0
+SPARE = 0.1  # fraction of the trained parameters that may have a gradient of 0
 LONGEST = 2000  # characters of a prompt or answer that are shown
-NUDGE = 1e-3  # noise on weights: a new adapter is 0, where half of its gradients are 0 too
+NUDGE = 1e-3  # size of noise on weights; without it, half of a new adapter's gradients are 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def examine(config: Config, *, num_prompts: int = 4) -> Diagnosis:
         rollout=replace(config.rollout, num_prompts=num_prompts, max_rounds=1),
         learn=replace(config.learn, minibatches=1),
         group_filter=Config.group_filter,  # the default keeps all groups, for the checks to see
-        evaluation=Evaluation(),  # without data: nothing of it is loaded
+        evaluation=Evaluation(),  # an evaluation without data loads nothing
         eval_steps=0,
         eval_on_start=False,
     )
@@ -71,8 +71,8 @@ def describe_example(examined: Examined) -> dict[str, str]:
             prompt = policy.render(row.prompt)
         case _:
             prompt = row.prompt.text
-    made = next((made for made in (outcome.image, outcome.video) if made is not None), None)
-    answer = outcome.text if made is None else f"{'x'.join(map(str, made.shape))} numbers"
+    pixels = next((pixels for pixels in (outcome.image, outcome.video) if pixels is not None), None)
+    answer = outcome.text if pixels is None else f"{'x'.join(map(str, pixels.shape))} numbers"
     mine = examined.table.select(examined.table.mine)
     rewards = {name: float(mine.at_end(name)[0]) for name in mine.scored}
     texts = {
@@ -91,7 +91,7 @@ def printable(text: str) -> str:
 
 
 def _look(small: Config, config: Config) -> Examined:
-    """Collect rollouts, and find the parameters without gradients."""
+    """Collect rollouts of a small run, and find the parameters without gradients."""
     run = build(small, quiet=True)
     run.tick(0)
     collection = collect(run)
@@ -113,11 +113,11 @@ def _look(small: Config, config: Config) -> Examined:
 
     def ask(prompts: Sequence[Prompt]) -> Rollouts:
         with run.rollout_weights(), run.processes.unshard(run.policy.module):
-            made = run.method.engine.rollout(prompts)
-        return in_order(made, [prompt.uid for prompt in prompts])
+            rows = run.method.engine.rollout(prompts)
+        return in_order(rows, [prompt.uid for prompt in prompts])
 
     memory = estimate_with(config, run.policy, [row.prompt for row in collection.rollouts])
-    if "learning/activations" not in memory:  # else an estimate measured them with rows of the full length
+    if "learning/activations" not in memory:  # otherwise an estimate has measured them for the full length
         memory = {**memory, f"learning/activations of {run.learner.guard.micro_batch_steps} steps": saved}
     return Examined(
         config=config,
@@ -139,7 +139,8 @@ def _look(small: Config, config: Config) -> Examined:
 def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
     """List trained parameters without influence on log-probabilities, and measure activation memory.
 
-    Returns their names, and the bytes that a micro-batch of `micro_batch_steps` saves for its backward pass.
+    Returns the names of these parameters, and the bytes that a micro-batch of `micro_batch_steps` saves for
+    backward.
     """
     wanted, module = run.learner.guard.micro_batch_steps, run.policy.module
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -159,7 +160,7 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
         zero = [name for name, g in zip(named, gradients, strict=True) if g is not None and not g.any()]
     steps = max(1, micro.steps.cost(torch.arange(len(micro))))
     saved = float(sum(kept.values())) * max(1.0, wanted / steps)  # scaled up to a full micro-batch
-    # Some networks discard a part of their last block; its gradients are 0 for good reason.
+    # Some networks discard a part of their last block, whose gradients are rightly 0.
     return outside + (zero if len(zero) > SPARE * len(named) else []), saved
 
 
@@ -171,7 +172,7 @@ def _nudged(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     try:
         with torch.no_grad():
             for parameter in parameters:
-                noise = torch.randn(parameter.shape, generator=generator)  # on the CPU: equal on any device
+                noise = torch.randn(parameter.shape, generator=generator)  # on the CPU: equal for all devices
                 parameter.add_(NUDGE * noise.to(parameter))
         yield
     finally:
@@ -182,14 +183,14 @@ def _nudged(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _counting(module: nn.Module) -> Iterator[Mapping[int, int]]:
-    """Map the address of every storage saved for backward, except weights, to its bytes."""
+    """Yield a mapping from the address of every storage saved for backward, except weights, to its bytes."""
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()  # once, however many views of it are saved
+            kept[storage.data_ptr()] = storage.nbytes()  # counted once, however many of its views are saved
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -19,7 +19,7 @@ OpenShare = Annotated[float, Range(0, 1, above=True, below=True)]
 
 @metric
 def mean(table: RewardTable, *, of: str = "", label: str = "") -> dict[str, float]:
-    """Mean of a reward over the answers to which it applies; without `of` the mean of every reward."""
+    """Compute the mean of a reward over the answers to which it applies, or by default of every reward."""
     names = [of] if of else list(table.scored)
     return {label or name: float(table.at_end(name).nanmean()) for name in names}
 
@@ -28,7 +28,7 @@ def mean(table: RewardTable, *, of: str = "", label: str = "") -> dict[str, floa
 def recall_at(
     table: RewardTable, *, of: str, at: tuple[float, ...], strict: bool = False, label: str = ""
 ) -> dict[str, float]:
-    """Share of answers whose reward reaches a threshold, per threshold; `temporal_iou` gives R1@m.
+    """Compute the fraction of answers whose reward reaches each threshold; `temporal_iou` gives R1@m.
 
     Args:
         of: Name of the reward.
@@ -56,7 +56,7 @@ def ratio_of_sums(
     offset: float = 0.0,
     label: str = "",
 ) -> dict[str, float]:
-    """Ratio of two summed counts over the answers that have both; NaN without such answers.
+    """Compute the ratio of two summed counts over the answers that have both; NaN without such answers.
 
     A denominator of 0 gives 0.
 
@@ -70,10 +70,10 @@ def ratio_of_sums(
     """
     top = table.at_end(of).double()
     bottom = table.at_end(over).double() if over else torch.ones_like(top)
-    known = ~(top.isnan() | bottom.isnan())
-    if not known.any():
+    valid = ~(top.isnan() | bottom.isnan())
+    if not valid.any():
         return {label or of: math.nan}
-    ratio = _share(float(top[known].sum()), float(bottom[known].sum()) + offset)
+    ratio = _share(float(top[valid].sum()), float(bottom[valid].sum()) + offset)
     return {label or of: scale * (1 - ratio if complement else ratio)}
 
 
@@ -91,10 +91,10 @@ def binary_classification(
     share_name: str = "positive_ratio",
     label: str = "",
 ) -> dict[str, float]:
-    """Accuracy, precision, recall, F1 and share of positive answers, over the answers with both labels.
+    """Compute accuracy, precision, recall, F1 and the fraction of positive answers.
 
-    NaN without such answers. An answer that is neither label is wrong. A denominator of 0 gives 0. Offsets
-    and rounding reproduce evaluation scripts.
+    They are computed over the answers with both labels; NaN without such answers. An answer that is neither
+    label is wrong. A denominator of 0 gives 0. Offsets and rounding reproduce evaluation scripts.
 
     Args:
         answer: Reward with the predicted label.
@@ -104,12 +104,12 @@ def binary_classification(
         offset: Added to all denominators except that of F1.
         f1_offset: Added to the denominator of F1.
         decimals: Digits of results, with precision and recall rounded before F1; null: no rounding.
-        share_name: Name of the share of positive answers.
-        label: Prefix of the names.
+        share_name: Name of the fraction of positive answers.
+        label: Prefix of the names of the metrics.
     """
     predicted, true = table.at_end(answer), table.at_end(truth)
-    known = ~(predicted.isnan() | true.isnan())
-    predicted, true = predicted[known], true[known]
+    valid = ~(predicted.isnan() | true.isnan())
+    predicted, true = predicted[valid], true[valid]
     flagged, real = predicted == positive, true == positive
 
     def share(top: torch.Tensor, bottom: float) -> float:
@@ -118,7 +118,7 @@ def binary_classification(
 
     precision = share(flagged & real, float(flagged.sum()))
     recall = share(flagged & real, float(real.sum()))
-    # f1 = 2 p r / (p + r) of shares; precision and recall are already scaled and rounded.
+    # f1 = 2 p r / (p + r), with p and r in [0, 1]; precision and recall are scaled and rounded already.
     f1 = scale * _share(2 * precision * recall / scale**2, (precision + recall) / scale + f1_offset)
     named = {
         "accuracy": share(predicted == true, len(predicted)),
@@ -127,7 +127,7 @@ def binary_classification(
         "f1": f1 if decimals is None else round(f1, decimals),
         share_name: share(flagged, len(predicted)),
     }
-    prefix, defined = f"{label}/" if label else "", bool(known.any())
+    prefix, defined = f"{label}/" if label else "", bool(valid.any())
     return {f"{prefix}{name}": value if defined else math.nan for name, value in named.items()}
 
 
@@ -140,11 +140,11 @@ def weighted_sum(
     constant: float = 0.0,
     label: str,
 ) -> dict[str, float]:
-    """Weighted sum of other metrics and a constant; returns these metrics too.
+    """Compute the weighted sum of other metrics and a constant; return these metrics too.
 
     Args:
         metric: Metrics to combine.
-        weights: Weight of each of their numbers, by name.
+        weights: Weights of the values that these metrics return, by name.
         constant: Added to the sum.
         label: Name of the sum.
     """
@@ -156,11 +156,11 @@ def weighted_sum(
 def harmonic_mean(
     table: RewardTable, *, metric: tuple[Callable, ...], of: tuple[str, ...], label: str
 ) -> dict[str, float]:
-    """Harmonic mean of other metrics, as in F1, 0 if one of them is 0; returns these metrics too.
+    """Compute the harmonic mean of other metrics, as in F1, 0 if one is 0; return these metrics too.
 
     Args:
         metric: Metrics to combine.
-        of: Names of the numbers to combine.
+        of: Names of the values to combine.
         label: Name of the harmonic mean.
     """
     numbers = _numbers(table, metric, of, "`harmonic_mean` combines")
@@ -190,22 +190,22 @@ def _share(top: float, bottom: float) -> float:
 def pass_at(
     table: RewardTable, *, of: str, k: tuple[PositiveInt, ...], threshold: float = 0.5, label: str = ""
 ) -> dict[str, float]:
-    """Probability that at least one of k answers is right (pass@k), and that all are (pass^k).
+    """Estimate the probability that any of k answers is right (pass@k), and that all are (pass^k).
 
-    Unbiased estimates from n answers with c right ones: 1 - C(n - c, k) / C(n, k) and C(c, k) / C(n, k),
-    averaged over prompts. Prompts with fewer than k answers are left out; NaN if all are.
+    These are unbiased estimates from n answers with c right ones: 1 - C(n - c, k) / C(n, k) and C(c, k) /
+    C(n, k), averaged over prompts. Prompts with fewer than k answers are left out; NaN if all are.
 
     Args:
         of: Name of the reward.
         k: Numbers of answers, such as [1, 8], at most `num_generations`.
         threshold: An answer is right if its reward is above this value.
-        label: Prefix of the names.
+        label: Prefix of the names of the metrics.
     """
     reward = table.at_end(of)
-    known = ~reward.isnan()
+    valid = ~reward.isnan()
     index = group_index([table.group])
-    answers = group_sum(known.double(), index).long().tolist()
-    right = group_sum((known & (reward > threshold)).double(), index).long().tolist()
+    answers = group_sum(valid.double(), index).long().tolist()
+    right = group_sum((valid & (reward > threshold)).double(), index).long().tolist()
     counts = list(zip(answers, right, strict=True))
     prefix, named = f"{label}/" if label else "", {}
     for number in k:
@@ -218,10 +218,10 @@ def pass_at(
 
 
 def runs_for(difference: float, std: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """Number of runs per method that detects a difference of mean scores, not rounded.
+    """Return the number of runs per method that detects a difference of mean scores, not rounded.
 
-    n = 2 ((z(1 - alpha / 2) + z(power)) std / difference)^2 with `std` the deviation between runs of a method
-    (On Randomness in Agentic Evals, arXiv 2602.07150).
+    n = 2 ((z(1 - alpha / 2) + z(power)) std / difference)^2 with `std` the standard deviation between runs of
+    a method (On Randomness in Agentic Evals, arXiv 2602.07150).
     """
     normal = statistics.NormalDist()
     return 2 * ((normal.inv_cdf(1 - alpha / 2) + normal.inv_cdf(power)) * std / difference) ** 2
@@ -237,7 +237,7 @@ def runs_needed(
     power: OpenShare = 0.8,
     label: str = "",
 ) -> dict[str, float]:
-    """Deviation between runs, and the number of runs that detects a difference (arXiv 2602.07150).
+    """Compute the deviation between runs, and how many runs detect a difference (arXiv 2602.07150).
 
     Run i consists of the i-th answers to all prompts; its score is their mean. The metrics are `run_std` and
     `runs_needed`, NaN with fewer than two runs (`num_generations`).
@@ -247,13 +247,13 @@ def runs_needed(
         difference: Difference of the mean scores of two methods to detect.
         alpha: Two-sided significance level.
         power: Probability to detect the difference.
-        label: Prefix of the names.
+        label: Prefix of the names of the metrics.
     """
     reward = table.at_end(of)
-    known = ~reward.isnan()
+    valid = ~reward.isnan()
     order = torch.arange(len(reward), dtype=torch.float64)[:, None]
-    run = group_rank(order, group_index([table.group]), known[:, None])[:, 0][known]
-    scores = [float(reward[known][run == number].mean()) for number in run.unique()]
+    run = group_rank(order, group_index([table.group]), valid[:, None])[:, 0][valid]
+    scores = [float(reward[valid][run == number].mean()) for number in run.unique()]
     prefix = f"{label}/" if label else ""
     std = needed = math.nan
     if len(scores) > 1:
@@ -271,7 +271,7 @@ def win_rate(
     draw: float = 0.0,
     label: str = "win_rate",
 ) -> dict[str, float]:
-    """Share of games won: a payoff above `draw` counts 1, a payoff equal to it 1/2.
+    """Compute the fraction of games won: a payoff above `draw` counts 1, a payoff equal to it 1/2.
 
     Args:
         of: Reward with the payoff, summed over the turns of a game.
@@ -279,7 +279,7 @@ def win_rate(
         draw: Payoff of a draw.
         label: Name of the metric.
     """
-    table.at_end(of)  # raises where there is no such reward
+    table.at_end(of)  # raises if there is no such reward
     payoff = torch.where(_turns(table, where), table.scored[of], torch.nan)
     payoff = payoff.nansum(-1)[~payoff.isnan().all(-1)] - draw
     won = (payoff > EQUAL).double() + 0.5 * (payoff.abs() <= EQUAL).double()
@@ -288,7 +288,7 @@ def win_rate(
 
 @metric(every_turn=True)
 def turns(table: RewardTable, *, where: TagWords | None = None, label: str = "turns") -> dict[str, float]:
-    """Mean number of turns of a conversation, and their share of all steps (`turns/share`).
+    """Compute the mean number of turns of a conversation, and their fraction of all steps (`turns/share`).
 
     Args:
         where: Tags of the turns that count, such as `{role: spy}`; empty: all turns.
@@ -302,7 +302,7 @@ def turns(table: RewardTable, *, where: TagWords | None = None, label: str = "tu
 
 
 def _turns(table: RewardTable, where: Mapping[str, str] | None) -> torch.Tensor:
-    """Mark the outcomes (N, K) that have all tags of `where`."""
+    """Return which outcomes (rows, outcomes) have all tags of `where`."""
     counted = table.present.clone()
     for tag, word in (where or {}).items():
         counted &= table.tag(tag) == name_id(word)

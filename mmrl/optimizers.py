@@ -16,7 +16,7 @@ from mmrl.config.registry import optimizer
 Named = Sequence[tuple[str, nn.Parameter]]
 
 _TOGETHER = 2**24  # largest number of elements that are orthogonalised at once
-_TABLES = re.compile(r"embed|lm_head")  # lookup tables with a row per token, no linear maps
+_TABLES = re.compile(r"embed|lm_head")  # lookup tables with a row per token, which are no linear maps
 
 
 @optimizer
@@ -28,7 +28,7 @@ def adamw(
     beta2: ShareBelowOne = 0.999,
     eps: NonNegativeFloat = 1e-8,
 ) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay (arXiv 1711.05101).
+    """Create AdamW: Adam with decoupled weight decay (arXiv 1711.05101).
 
     Args:
         weight_decay: Decoupled weight decay, at least 0.
@@ -40,7 +40,7 @@ def adamw(
 
 
 def _adamw(weights: Sequence[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    # On a GPU torch's default makes a temporary copy of all second moments; its one kernel makes none.
+    # On a GPU, torch's default makes a temporary copy of all second moments; the fused kernel makes none.
     return torch.optim.AdamW(weights, fused=all(p.is_cuda for p in weights) or None, **options)
 
 
@@ -53,7 +53,7 @@ def adamw_8bit(
     beta2: ShareBelowOne = 0.999,
     eps: NonNegativeFloat = 1e-8,
 ) -> torch.optim.Optimizer:
-    """AdamW with its two moments in 8 bits, from bitsandbytes (arXiv 2110.02861).
+    """Create AdamW with its two moments in 8 bits, from bitsandbytes (arXiv 2110.02861).
 
     Args:
         weight_decay: Decoupled weight decay, at least 0.
@@ -72,7 +72,7 @@ def adamw_8bit(
 def sgd(
     named: Named, *, momentum: ShareBelowOne = 0.0, weight_decay: NonNegativeFloat = 0.0
 ) -> torch.optim.Optimizer:
-    """Gradient descent with momentum."""
+    """Create stochastic gradient descent with momentum."""
     return torch.optim.SGD([p for _, p in named], lr=0.0, momentum=momentum, weight_decay=weight_decay)
 
 
@@ -85,10 +85,11 @@ def muon(
     beta1: ShareBelowOne = 0.9,
     beta2: ShareBelowOne = 0.99,
 ) -> torch.optim.Optimizer:
-    """Muon for matrices with AdamW's learning rate (arXiv 2502.16982), AdamW for all other parameters.
+    """Create Muon for matrices with AdamW's learning rate (arXiv 2502.16982), AdamW for other parameters.
 
-    Muon orthogonalises the momentum of matrices. The others are embeddings and heads, biases, norms and
-    convolutions. Matrices of one shape are orthogonalised together, on a CPU in float32 and not in bfloat16.
+    Muon orthogonalises the momentum of matrices. The other parameters are embeddings and heads, biases, norms
+    and convolutions. Matrices of one shape are orthogonalised together, on a CPU in float32 and not in
+    bfloat16.
 
     Args:
         momentum: Momentum of the matrices, in [0, 1).
@@ -111,8 +112,8 @@ class BatchedMuon(torch.optim.Muon):
     """torch's Muon, with matrices of one shape orthogonalised together.
 
     torch processes one matrix at a time, in bfloat16, which many CPUs emulate: small models spent more time
-    there than in their gradients. Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size of AdamW's
-    (section 2.2 of arXiv 2502.16982).
+    on this than on their gradients. Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size of
+    AdamW's updates (section 2.2 of arXiv 2502.16982).
 
     Args:
         matrices: Trained matrices.
@@ -154,7 +155,7 @@ class BatchedMuon(torch.optim.Muon):
         return gradient.lerp(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)
 
     def _update(self, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]], group: Mapping[str, Any]) -> None:
-        """Move parameters of one shape along their orthogonalised directions, in batches."""
+        """Update parameters of one shape along their orthogonalised directions, in batches."""
         rate, shape = float(group["lr"]), pairs[0][0].shape
         # Shards (DTensor) are processed one by one.
         size = 1 if hasattr(pairs[0][0], "device_mesh") else max(1, _TOGETHER // shape.numel())
@@ -173,10 +174,10 @@ def orthogonalize(
     steps: int = 5,
     eps: float = 1e-7,
 ) -> torch.Tensor:
-    """Bring all singular values of matrices (..., R, C) near 1, by Newton-Schulz steps (arXiv 2502.16982).
+    """Bring all singular values of a batch of matrices near 1, by Newton-Schulz steps (arXiv 2502.16982).
 
     Args:
-        coefficients: Of the powers 1, 3 and 5 of the matrix in a step.
+        coefficients: Coefficients of the powers 1, 3 and 5 of the matrix in a step.
         steps: Number of steps.
         eps: Smallest norm that a matrix is divided by.
     """
@@ -193,10 +194,10 @@ def orthogonalize(
 
 
 class Parted(torch.optim.Optimizer):
-    """Several optimizers as one, each over its own parameters."""
+    """An optimizer that consists of several optimizers, each for its own parameters."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        # Not torch's initialiser: groups and state belong to the parts.
+        # torch's initialiser is not called: groups and state belong to the component optimizers.
         self.parts, self.defaults, self.state = parts, {}, {}
         self.param_groups = [group for part in parts for group in part.param_groups]
 
@@ -215,7 +216,7 @@ class Parted(torch.optim.Optimizer):
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the states of the parts."""
+        """Restore the state of every component optimizer."""
         for part, own in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(own)  # which makes its groups anew
+            part.load_state_dict(own)  # this creates new parameter groups
         self.param_groups = [group for part in self.parts for group in part.param_groups]

@@ -28,7 +28,7 @@ from mmrl.reporting.html import write_predictions_page
 from mmrl.reporting.pareto import SettingResult, SettingsComparison, draw, page, plain, spell_row
 from mmrl.training.evaluate import CHUNK, Evaluator
 
-WARM = 8  # prompts of the warm-up before timing
+WARM = 8  # number of prompts of the warm-up before timing
 SECONDS = "seconds"
 
 
@@ -82,7 +82,7 @@ def compare(config: EvaluateConfig, folder: Path) -> SettingsComparison:
 
 @dataclass(frozen=True)
 class Resampled:
-    """Metrics of one setting, and their bootstrap distribution."""
+    """The metrics of one setting, and their bootstrap distribution."""
 
     uids: tuple[str, ...]
     values: Mapping[str, float]
@@ -92,9 +92,9 @@ class Resampled:
 def measure(
     evaluator: Evaluator, meters: Sequence[Bound], predictions: Path
 ) -> tuple[Resampled, dict[str, float]]:
-    """Generate answers to all prompts and time it; generate the first `CHUNK` again with the slower meters.
+    """Answer all prompts and measure the time; answer the first `CHUNK` again with slower cost metrics.
 
-    The answers are written to the file `predictions`.
+    The answers to all prompts are written to the file `predictions`.
     """
     engine, unshard = TimedEngine(evaluator.engine), evaluator.processes.unshard
     some = [prompt for prompt in evaluator.data[:CHUNK] for _ in range(evaluator.num_generations)]
@@ -111,12 +111,12 @@ def measure(
     costs = {name: amount / prompts for amounts in metered for name, amount in amounts.items()}
     draws = evaluator.resample(measured.table)
     values = {name: float(measured.metrics[name]) for name in draws}
-    costs[SECONDS] = statistics.median(engine.seconds)  # robust to an interrupted call
+    costs[SECONDS] = statistics.median(engine.seconds)  # the median is robust to interrupted calls
     return Resampled(measured.table.uids, values, draws), costs
 
 
 class TimedEngine:
-    """Wraps an engine and records the seconds per prompt of every rollout call."""
+    """Wrapper of an engine that records the seconds per prompt of every rollout call."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.policy, self.notes = engine, engine.policy, engine.notes
@@ -137,7 +137,7 @@ def describe(
     changes: Mapping[str, Any],
     costs: Mapping[str, float],
 ) -> SettingResult:
-    """Metrics and their differences to the first setting, with bootstrap intervals.
+    """Return the metrics and their differences to the first setting, with bootstrap intervals.
 
     All settings share the resampled prompts, so differences are paired.
     """

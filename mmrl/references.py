@@ -1,7 +1,7 @@
 """Reference policies: other weights of the trained parameters, and second models that learn.
 
-`frozen` and `ema` swap their weights into the policy, so that they store trained weights only: for an adapter
-the adapter.
+`frozen` and `ema` swap their weights into the policy, so they store trained weights only
+(for an adapter, only the adapter).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mmrl.runtime.fsdp import reshard, swap
 
 
 def trained(policy: Policy) -> dict[str, Tensor]:
-    """Map names to trained parameters, without prefixes of data parallelism."""
+    """Map names to the policy's trained parameters, without the prefix of data parallelism."""
     return {
-        # Data parallelism wraps the module, which puts a word before every name.
+        # Data parallelism wraps the module, which adds a prefix to every name.
         name.removeprefix("module."): parameter
         for name, parameter in policy.module.named_parameters()
         if parameter.requires_grad
@@ -35,18 +35,18 @@ def trained(policy: Policy) -> dict[str, Tensor]:
 
 
 class Reference:
-    """A policy with other weights, which may follow the trained ones as a moving average.
+    """A policy with other weights, which may follow the trained weights as a moving average.
 
     Args:
         policy: The policy that is trained.
-        decay: Share of the old weights that stays in an update; 1: they never change.
+        decay: Weight of the old average in an update; 1: the weights never change.
         every: Optimizer steps between updates.
     """
 
     def __init__(self, policy: Policy, decay: float, every: int = 1) -> None:
         self.policy = policy
         self.decay, self.every = decay, every
-        self.passed = 0  # optimizer steps of the learner
+        self.passed = 0  # number of optimizer steps of the learner so far
         self.weights: dict[str, Tensor] = {}
         self.snapshot()
 
@@ -68,13 +68,13 @@ class Reference:
             self._swap()
 
     def _swap(self) -> None:
-        reshard(self.policy.module)  # else FSDP2 would use the weights that it has gathered
+        reshard(self.policy.module)  # otherwise FSDP2 would use the weights that it has gathered
         for name, parameter in trained(self.policy).items():
             self.weights[name] = swap(parameter, self.weights[name])
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the moving average after an optimizer step, every `every` steps."""
+        """Count an optimizer step, and update the moving average after every `every` steps."""
         self.passed += 1
         if self.decay < 1 and self.passed % self.every == 0:
             for name, parameter in trained(self.policy).items():
@@ -90,20 +90,20 @@ class Reference:
         """Restore the weights and the number of optimizer steps."""
         self.passed = state["passed"]
         for name, weight in self.weights.items():
-            weight.copy_(state["weights"][name])  # in place, so that `state` stays its owner's
+            weight.copy_(state["weights"][name])  # in place, so that `state` is not shared
 
 
 @reference
 def frozen(policy: Policy) -> Reference:
-    """The policy as it was at the start of the run."""
+    """Create a reference with the weights of the policy at the start of the run."""
     return Reference(policy, 1.0)
 
 
 @reference
 def ema(policy: Policy, *, decay: Probability = 0.99, every: PositiveInt = 1) -> Reference:
-    """Exponential moving average of the policy.
+    """Create a reference with an exponential moving average of the policy's weights.
 
-    `decay` is the share of it that stays at an update, which comes after `every` optimizer steps
+    `decay` is the weight of the old average in an update. An update follows every `every` optimizer steps
     (Flow-GRPO's code: 8).
     """
     return Reference(policy, decay, every)
@@ -114,19 +114,19 @@ def ema(policy: Policy, *, decay: Probability = 0.99, every: PositiveInt = 1) ->
 class SecondModel:
     """Another model that learns beside the policy: a critic, or a model of process rewards.
 
-    It learns as the policy does: its chain gives every step a number, such as the value to predict, and its
-    objective learns from that. The advantage chain of the run, and objectives, read its outputs by its name
-    in `references`. It is placed on the devices, saved and resumed like the policy; its weights are in
-    `references/NAME` of a checkpoint.
+    It learns as the policy does: its advantage chain assigns a number to every step, such as the value to
+    predict, and its objective learns from these numbers. The advantage chain of the run, and objectives, read
+    its outputs by its name in `references`. It is placed on the devices, saved and resumed like the policy;
+    its weights are in `references/NAME` of a checkpoint.
 
     Args:
-        learning: The policy of the run, whose rows it reads.
-        advantage: Chain from the rewards to what every step of it learns from; it may read notes such as
+        learning: The policy of the run, whose rows the second model reads.
+        advantage: Chain that turns rewards into a learning target for every step; it may read notes such as
             "critic/value".
-        objective: What it minimises.
+        objective: Loss to minimise.
         policy: The model; None: one like the run's policy.
-        optimizer: What moves its weights.
-        learning_rate: Of its optimizer.
+        optimizer: Optimizer of its weights.
+        learning_rate: Learning rate of the optimizer.
         num_iterations: Passes over one collection.
         minibatches: Optimizer steps per pass.
         learns_first: Learn from a collection before the chain of the run reads the outputs (PRIME), instead
@@ -143,8 +143,8 @@ class SecondModel:
     num_iterations: PositiveInt = 1
     minibatches: PositiveInt = 1
     learns_first: bool = False
-    decay: ClassVar[float] = 1.0  # the share of its weights that `move` leaves
-    holds: ClassVar[str] = "a model that learns"  # for estimates of memory
+    decay: ClassVar[float] = 1.0  # as in `Reference`: `update` changes no weights
+    holds: ClassVar[str] = "a model that learns"  # used by memory estimates
 
     def __post_init__(self) -> None:
         if self.policy is None:
@@ -164,7 +164,7 @@ class SecondModel:
             return self.model(batch, extra)
 
     def rollout_weights(self) -> AbstractContextManager:
-        """Raise, because engines sample from the policy's own model."""
+        """Raise `ConfigError`, because engines sample from the policy's own model."""
         raise ConfigError(
             "'rollout.policy' names a second model, which cannot sample: name a reference of the policy's "
             "own weights (`frozen`, `ema`)"
@@ -181,4 +181,4 @@ class SecondModel:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore nothing."""
+        """Do nothing: the run restores the model and its optimizer."""

@@ -1,4 +1,4 @@
-"""Schedules over steps."""
+"""Schedules of option values over training steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mmrl.core.types import Clock
 
 def _warm(value: float, clock: Clock, warmup_steps: float) -> float:
     steps = math.ceil(warmup_steps * clock.max_steps) if warmup_steps < 1 else warmup_steps
-    # step + 1: the first step, 0, already has a value above 0, and step `steps` - 1 the whole one.
+    # step + 1, so that step 0 has a value above 0, and step `steps` - 1 the full value.
     return value * min(1.0, (clock.step + 1) / steps) if steps else value
 
 
 @schedule
 def constant(clock: Clock, *, value: TakenFloat, warmup_steps: NonNegativeFloat = 0) -> float:
-    """Constant `value`, after a linear warmup from 0 over `warmup_steps`; below 1: a share of the run."""
+    """Return `value`, after a linear warmup from 0 over `warmup_steps`; below 1: a fraction of the run."""
     return _warm(value, clock, warmup_steps)
 
 
@@ -34,13 +34,13 @@ def linear(
     steps: PositiveInt | None = None,
     warmup_steps: NonNegativeFloat = 0,
 ) -> float:
-    """Linear from `start` to `end` over `steps`, then constant.
+    """Change linearly from `start` to `end` over `steps`, then stay constant.
 
     Args:
         start: First value.
         end: Last value.
         steps: Length in steps of the clock; null: the whole run, of `max_steps`.
-        warmup_steps: Steps over which the value is scaled linearly up from 0; below 1: a share of the run.
+        warmup_steps: Steps over which the value is scaled linearly up from 0; below 1: a fraction of the run.
     """
     share = min(1.0, clock.step / max(steps or clock.max_steps, 1))
     return _warm(start + (end - start) * share, clock, warmup_steps)
@@ -55,13 +55,13 @@ def cosine(
     steps: PositiveInt | None = None,
     warmup_steps: NonNegativeFloat = 0,
 ) -> float:
-    """Half a cosine from `start` to `end` over `steps`, then constant.
+    """Change along half a cosine from `start` to `end` over `steps`, then stay constant.
 
     Args:
         start: First value.
         end: Last value.
         steps: Length in steps of the clock; null: the whole run, of `max_steps`.
-        warmup_steps: Steps over which the value is scaled linearly up from 0; below 1: a share of the run.
+        warmup_steps: Steps over which the value is scaled linearly up from 0; below 1: a fraction of the run.
     """
     share = min(1.0, clock.step / max(steps or clock.max_steps, 1))
     # (1 + cos(pi x)) / 2 falls from 1 at x = 0 to 0 at x = 1.
@@ -85,20 +85,20 @@ def periodic(
         low: Smallest value, at half of a period.
         high: Largest value, at the start of a period.
         period: Steps of a period; the paper's is 640.
-        form: `cosine`; `stairs`, high in the first half and low in the second (our reading); or
-            `stair_cosine`, which stays for a quarter of the period at each end.
+        form: `cosine`: a cosine. `stairs`: high in the first half and low in the second (our reading).
+            `stair_cosine`: a cosine that stays for a quarter of the period at each end.
     """
     share = clock.step % period / period
     if form == "stairs":
         return high if share < 0.5 else low
-    if form == "stair_cosine":  # an eighth at the top, a quarter down, one at the bottom, one up, an eighth
+    if form == "stair_cosine":  # 1/8 at the top, 1/4 down, 1/4 at the bottom, 1/4 up, 1/8 at the top
         share = min(max(share - 1 / 8, 0.0), 0.25) * 2 + min(max(share - 5 / 8, 0.0), 0.25) * 2
     return (high + low) / 2 + (high - low) / 2 * math.cos(2 * math.pi * share)
 
 
 @schedule
 def ramp(clock: Clock, *, slope: NonNegativeFloat, limit: TakenFloat, delay: NonNegativeInt = 0) -> float:
-    """Linear ramp from 0: DiffusionNFT's decay of the moving average (arXiv 2509.16117).
+    """Rise linearly from 0: DiffusionNFT's decay of the moving average (arXiv 2509.16117).
 
     Args:
         slope: Increase per step.
@@ -110,10 +110,10 @@ def ramp(clock: Clock, *, slope: NonNegativeFloat, limit: TakenFloat, delay: Non
 
 @schedule
 def ema_warmup(clock: Clock, *, limit: TakenFloat = 0.9, offset: PositiveInt = 10) -> float:
-    """Rise as (1 + n) / (offset + n), n the step, up to `limit` (Flow-GRPO, arXiv 2505.05470).
+    """Rise as (1 + n) / (offset + n) at step n, up to `limit` (Flow-GRPO, arXiv 2505.05470).
 
-    It is the decay of Flow-GRPO's moving average. Our reading: n counts collections, in the code it counts
-    optimizer steps.
+    It is the decay of Flow-GRPO's moving average. Our reading: n counts collections; in the authors' code it
+    counts optimizer steps.
     """
     return min(limit, (1 + clock.step) / (offset + clock.step))
 
@@ -132,18 +132,18 @@ def sliding_window(
     rate: NonNegativeFloat = 0.1,
     after: NonNegativeInt = 13,
 ) -> float:
-    """MixGRPO's sliding window: start of the trained denoising steps (arXiv 2507.21802).
+    """Return the first trained denoising step of MixGRPO's sliding window (arXiv 2507.21802).
 
     Args:
         start: First position of the window.
         step: Distance between positions.
-        every: Steps of training at a position.
+        every: Training steps at a position.
         stop: Last possible position.
-        roll_back: Begin anew after the last position; otherwise stay there.
-        decay: Leave later positions sooner. `linear` goes from `every` at 0 to `least` at `stop`, rounded
-            down (the code's strategy `decay`); `exponential` is every exp(-rate (position - after)) beyond
-            `after`, rounded up (`exp_decay`).
-        least: Steps of training at `stop` with `decay: linear`.
+        roll_back: Begin again after the last position; otherwise stay there.
+        decay: `linear`: from `every` steps at position 0 to `least` at `stop`, rounded down (the code's
+            strategy `decay`). `exponential`: every * exp(-rate * (position - after)) steps beyond `after`,
+            rounded up (`exp_decay`). `none`: `every` steps at all positions.
+        least: Training steps at `stop` with `decay: linear`.
         rate: Rate of `decay: exponential`, per position.
         after: Position after which `decay: exponential` begins.
     """
@@ -152,7 +152,7 @@ def sliding_window(
         raise ValueError(f"`sliding_window` climbs: `stop` {stop} must not be below `start` {start}")
 
     def length(stair: int) -> int:
-        """Count the steps on a stair."""
+        """Return the number of training steps at a position."""
         if decay == "linear":
             share = stair / max(stop, 1)
             return max(least, int(every * (1 - share) + least * share))
@@ -161,9 +161,9 @@ def sliding_window(
         return every
 
     stairs = range(start, stop + 1, step)
-    ends = list(accumulate(map(length, stairs)))  # steps of training after which each stair is left
+    ends = list(accumulate(map(length, stairs)))  # number of training steps after which each position is left
     at = clock.step % ends[-1] if roll_back else min(clock.step, ends[-1] - 1)
-    return stairs[bisect_right(ends, at)]  # the first stair that ends after `at`
+    return stairs[bisect_right(ends, at)]  # the first position that ends after `at`
 
 
 # ---- schedules that follow reported metrics
@@ -173,13 +173,13 @@ REWARDS = ("rewards/chosen", "rewards/rejected")
 
 @schedule
 def last_metric(clock: Clock, *, metrics: tuple[str, ...] = REWARDS, start: TakenFloat = 0.0) -> float:
-    """Mean of `metrics` at the previous step; `start` before there are any."""
+    """Return the mean of `metrics` at the previous step, or `start` before there are any."""
     return _mean(clock, metrics, start)
 
 
 @schedule
 class RunningMean:
-    """Mean of `metrics` over all steps so far; `start` before there are any.
+    """Mean of `metrics` over all steps so far, or `start` before there are any.
 
     With the defaults it is BCO's shift of the rewards (arXiv 2404.04656).
     """
@@ -209,18 +209,18 @@ class RunningMean:
 class Towards:
     """A value that moves at every step while reported metrics are off a target.
 
-    With a positive rate it rises while they are above the target: the multiplier of a constraint (dual
-    ascent). With a negative one it falls: an entropy coefficient that keeps up an entropy (TRL's
+    With a positive rate it rises while the metrics are above the target, like the multiplier of a constraint
+    (dual ascent). With a negative rate it falls, like an entropy coefficient that maintains an entropy (TRL's
     `use_adaptive_entropy`).
 
     Args:
         metrics: Metrics of the previous step, of which the mean is taken.
-        target: Value of the metrics at which nothing moves.
-        rate: Change per step: times the distance to the target, or with `form: sign` the change itself.
+        target: Value of the metrics at which the value stays.
+        rate: Change per step and unit of distance to the target; with `form: sign`, the change per step.
         start: First value.
         low: Smallest value.
         high: Largest value; null: none.
-        form: `proportional` to the distance, or its `sign` alone.
+        form: `proportional`: change in proportion to the distance. `sign`: use only its sign.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Towards:
         self.value = start
 
     def __call__(self, clock: Clock) -> float:
-        """Move by the metrics of the previous step, and return the value."""
+        """Update the value by the metrics of the previous step, and return it."""
         if all(name in clock.metrics for name in self.names):
             away = _mean(clock, self.names, 0.0) - self.target
             if self.form == "sign":

@@ -14,9 +14,10 @@ CLOCKS = ("time/", "step_time")  # prefixes of metrics that are not reproducible
 
 
 class StopRule:
-    """Averages the latest `window` values of a metric; ends the run once `holds` is true `patience` times.
+    """Rule that ends a run once a condition on a metric's mean holds `patience` times in a row.
 
-    There is a value per step, or per evaluation for metrics `eval_...`. Non-finite values are skipped.
+    The mean is over the latest `window` values. There is a value per step, or per evaluation for metrics
+    `eval_...`. Non-finite values are skipped.
     """
 
     def __init__(self, metric: str, window: int, patience: int) -> None:
@@ -27,7 +28,7 @@ class StopRule:
         self.metric, self.window, self.patience = metric, window, patience
         self.held_out = metric.startswith("eval_")
         self.latest: list[float] = []
-        self.streak = 0  # measurements in a row at which the condition held
+        self.streak = 0  # number of consecutive measurements at which the condition held
         self.ended = False
 
     def holds(self, mean: float) -> bool:
@@ -35,11 +36,11 @@ class StopRule:
         raise NotImplementedError
 
     def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Read the metric of a step; raises `ConfigError` if the run has no such metric."""
+        """Read the metric of a step; raise `ConfigError` if the run has no such metric."""
         if event != "step_end":
             return
         measured = [name for name in metrics if name.startswith("eval_") or not self.held_out]
-        if self.metric not in metrics and measured:  # none on a step without an evaluation
+        if self.metric not in metrics and measured:  # a step without an evaluation has no `eval_` metrics
             hint = nearest(self.metric, measured) or f"there are {', '.join(sorted(measured))}"
             raise ConfigError(f"until: the run has no metric '{self.metric}'; {hint}")
         value = metrics.get(self.metric, math.nan)
@@ -67,8 +68,8 @@ class Threshold(StopRule):
         of: A metric, by its name in metrics.jsonl, such as `reward` or `eval_recall`.
         above: The run ends when the mean of the window is above this; give this or `below`.
         below: The run ends when the mean of the window is below this.
-        window: Measurements that are averaged; nothing is decided before there are as many.
-        patience: Measurements in a row at which the mean has to be there.
+        window: Number of measurements in the mean; nothing is decided before there are as many.
+        patience: Number of consecutive measurements at which the condition must hold.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Threshold(StopRule):
         self.above, self.below = above, below
 
     def holds(self, mean: float) -> bool:
-        """Return whether the mean is beyond the number."""
+        """Return whether the mean is above `above`, or below `below`."""
         return mean > self.above if self.above is not None else self.below is not None and mean < self.below
 
 
@@ -97,10 +98,10 @@ class EarlyStopping(StopRule):
 
     Args:
         of: A metric, by its name in metrics.jsonl, such as `eval_mean_iou`.
-        greater_is_better: Of that metric; false where it should fall, such as an uncertainty.
-        threshold: An improvement is a mean that is better than the best so far by more than this.
-        window: Measurements that are averaged; the first mean is the first best.
-        patience: Measurements in a row without an improvement.
+        greater_is_better: Whether larger values of the metric are better; false e.g. for an uncertainty.
+        threshold: A mean is an improvement if it is better than the best so far by more than this.
+        window: Number of measurements in the mean; the first mean is the first best.
+        patience: Number of consecutive measurements without an improvement.
     """
 
     def __init__(
@@ -118,13 +119,13 @@ class EarlyStopping(StopRule):
         self.best: float | None = None
 
     def holds(self, mean: float) -> bool:
-        """Return whether the mean is no improvement; one that is becomes the best."""
+        """Return whether the mean is no improvement; otherwise record it as the best."""
         improved = self.best is None or self.sign * (mean - self.best) > self.threshold
         self.best = mean if improved else self.best
         return not improved
 
     def state_dict(self) -> dict[str, Any]:
-        """Return also the best mean so far."""
+        """Return the state of the base class and the best mean so far."""
         return {**super().state_dict(), "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -268,7 +268,7 @@ BUDGETS = {
     "data": 2750,
     "datasets": 60,
     "diagnostics": 1450,
-    "diffusion": 3930,
+    "diffusion": 6400,
     "engines": 1090,
     "flat files": 1930,
     "inference": 690,

@@ -1,4 +1,4 @@
-"""Memory cost of the KV cache."""
+"""Cost metric: memory of the KV cache."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mmrl.core.protocols import Engine
 @cost
 @contextmanager
 def keys_and_values(engine: Engine) -> Iterator[Mapping[str, float]]:
-    """Measure the peak size of the KV cache in bytes, summed over batches.
+    """Measure the peak size of the KV cache in bytes inside the context, summed over batches.
 
-    All tensors of a cache count, with spare room and padding masks; shared storage counts once.
+    All tensors of a cache count, including preallocated slots and padding masks. Shared storage counts once.
     """
     spent: dict[str, float] = {}
-    peaks: list[int] = []  # largest size of each cache
+    peaks: list[int] = []  # largest size of each cache so far, in bytes
     latest: Callable[[], Any] = lambda: None  # a weak reference, so that this hook keeps no cache alive
 
     def record(module: nn.Module, args: Any, options: Mapping[str, Any], output: Any) -> None:
         nonlocal latest
         cache, ids = options.get("past_key_values"), options.get("input_ids")
-        if cache is None or ids is None:  # a part of a model
+        if cache is None or ids is None:  # not the forward pass of a whole model
             return
-        # The model with its head and the model inside both get the same cache; count a new one once.
+        # The model with its head and the model without it both get the cache: count a new cache once.
         if cache.get_seq_length() == ids.shape[1] and latest() is not cache:
             peaks.append(0)
             latest = weakref.ref(cache)
@@ -47,7 +47,7 @@ def keys_and_values(engine: Engine) -> Iterator[Mapping[str, float]]:
 
 
 def held_bytes(thing: Any) -> int:
-    """Bytes of all tensors that an object references; each storage counts once."""
+    """Return the bytes of all tensors that an object references, also indirectly; count a storage once."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
     left = [thing]

@@ -1,4 +1,4 @@
-"""Memory estimates of token policies: generation, and one micro-batch of learning."""
+"""Memory estimates of token policies, for generation and for one micro-batch of training."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from mmrl.vision.decoding.token_steps import TokenSteps
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
-COLUMNS = 5  # mask, advantage, weight, and the engine's log-probability and entropy
-ROWS = 4  # of the passes that are measured
-LENGTHS = (4, 20, 36)  # tokens of their answers
+COLUMNS = 5  # of the step table: mask, advantage, weight, and the engine's log-probability and entropy
+ROWS = 4  # rows of the forward passes that are measured
+LENGTHS = (4, 20, 36)  # answer lengths of these passes, in tokens
 T = TypeVar("T")
 
 
 @memory_estimate
 def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-    """Estimate generation with an unquantised cache, the step table, and a micro-batch of learning.
+    """Estimate the bytes for generation, for the step table, and for one micro-batch of training.
 
-    Generation counts for `vision.generate` in this process alone; servers and workers have memory of their
-    own. Activations and logits are measured with a few short rows and extrapolated. They are linear in
-    tokens, because fused attention kernels store no scores; only the mask of packed rows is quadratic. All
-    answers are assumed to have the maximal length, all prompts the length of the longest of `prompts`.
+    Generation (unquantised cache) counts only if `vision.generate` samples in this process. Activations and
+    logits are measured with a few short rows and extrapolated. They grow linearly with the number of tokens,
+    because fused attention kernels store no scores; only the mask of packed rows grows quadratically. All
+    answers get the maximal length, and all prompts the length of the longest prompt in `prompts`.
     """
     engine, module = config.rollout.engine[0], getattr(policy, "module", None)
-    if not prompts or not isinstance(module, step_model.StepModel):  # of images, or of no model
+    if not prompts or not isinstance(module, step_model.StepModel):  # no token model
         return {}
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
     options = defaults | dict(engine.options)
@@ -54,8 +54,8 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
     encoded = max((policy.prompt_encoder.encode(prompt) for prompt in prompts), key=lambda e: len(e.ids))
     number = config.rollout.num_generations
     total = config.rollout.num_prompts * number
-    others = 1 + len(config.references)  # log-probabilities of `old` and of each reference
-    sizes = {"step table": 4.0 * total * longest * (COLUMNS + others)}  # float32
+    others = 1 + len(config.references)  # columns of log-probabilities: of `old` and of each reference
+    sizes = {"step table": 4.0 * total * longest * (COLUMNS + others)}  # 4 bytes: float32
     if engine.name == "vision.generate" and not sampled_elsewhere(config):
         at_once = min(options["batch_size"] or total, total)
         sizes |= _generation(policy, encoded, at_once, math.ceil(at_once / number), longest)
@@ -65,15 +65,15 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
 
 
 def _longest_recorded(policy: TokenPolicy, prompts: Sequence[Prompt]) -> int:
-    """Tokens of the longest recorded answer; 0 without answers."""
+    """Return the number of tokens of the longest recorded answer; 0 without recorded answers."""
     texts = [answer.text or "" for prompt in prompts for answer in prompt.answers]
     return max((len(policy.prompt_encoder.answer(text)) for text in texts), default=0)
 
 
 def cache_bytes(policy: TokenPolicy, prompt_tokens: int, answer_tokens: int) -> float:
-    """Bytes of unquantised keys and values of some tokens of prompts and answers."""
+    """Return the bytes of an unquantised KV cache with this many prompt and answer tokens."""
     text = policy.model.config.get_text_config()
-    # Not every config has this; some have it as null or under an alias.
+    # Some configs lack this attribute or have null; others provide it through an alias.
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * head_size(text) * policy.compute.itemsize
     return float(token * (prompt_tokens + answer_tokens))
@@ -82,28 +82,28 @@ def cache_bytes(policy: TokenPolicy, prompt_tokens: int, answer_tokens: int) -> 
 def _generation(
     policy: TokenPolicy, encoded: EncodedPrompt, rows: int, prompts: int, longest: int
 ) -> dict[str, float]:
-    """Estimate the cache, the prefill and decoding passes, and packed weights."""
+    """Estimate the bytes of generation: KV cache, prefill and decoding passes, and copies of weights."""
     length = len(encoded.ids)
-    before = (prompts if policy.share_prefix else rows) * length  # tokens of prompts in the cache
+    before = (prompts if policy.share_prefix else rows) * length  # prompt tokens in the cache
     with torch.no_grad(), evaluating(policy.model), _autocast(policy):
         prefill, reader = _measured(lambda: CachedReader(policy, [encoded]))
         decode, _ = _measured(lambda: _decoded(CachedReader(policy, [encoded] * ROWS)))
         packed = float(packed_bytes(policy.model))
     prompt_pass = max(0.0, prefill - cache_bytes(policy, length, 0)) * prompts
-    # The pass of a token of ROWS rows, without the prompt's pass before it.
+    # Decoding one token in ROWS rows, without the prefill before it and without the cache; scaled to `rows`.
     row_pass = max(0.0, decode - prefill - cache_bytes(policy, 0, ROWS * room_of(1))) / ROWS * rows
     del reader
     return {
         "rollouts/cache": cache_bytes(policy, before, rows * room_of(longest)),
         "rollouts/passes": max(prompt_pass, row_pass),
-        # Weights without numbers are on no device; `room` says which one trains.
+        # Only CPUs pack weights. These weights are on no device yet: assume a GPU if the machine has a GPU.
         "rollouts/packed weights": 0.0 if torch.cuda.is_available() else packed,
         "rollouts/cast weights": _cast_bytes(policy),
     }
 
 
 def _decoded(reader: CachedReader) -> object:
-    """Decode one token of every row."""
+    """Decode one token in every row."""
     logits = reader.read(None)
     return draw_tokens(logits, torch.full((len(logits),), 0.5, device=logits.device))
 
@@ -111,7 +111,7 @@ def _decoded(reader: CachedReader) -> object:
 def _learning(
     config: Config, policy: TokenPolicy, module: step_model.StepModel, encoded: EncodedPrompt, longest: int
 ) -> dict[str, float]:
-    """Estimate the activations of a micro-batch for the backward pass, and its logits."""
+    """Estimate the bytes of one micro-batch in training: activations kept for backward, and logits."""
     learn, rollout = config.learn, config.rollout
     extra: Set[str] = Pieces(Stream(config.seed)).make_field(config, "objective").needs.outputs
     prompts, rows, micros = micro_batch(
@@ -119,30 +119,31 @@ def _learning(
         rollout.num_generations, learn.micro_batch_steps,
     )  # fmt: skip
     measured = {ROWS * length: _states_bytes(policy, module, encoded, length) for length in LENGTHS}
-    # A packed sequence has a mask of all its pairs of tokens.
-    kept = prompts * extrapolated(measured, rows * longest // prompts, square=module.checkpointed)
-    kept += _cast_bytes(policy)
+    # A packed sequence has a mask over all pairs of its tokens, so its memory is quadratic.
+    activations = prompts * extrapolated(measured, rows * longest // prompts, square=module.checkpointed)
+    activations += _cast_bytes(policy)
     logits = _logits_bytes(policy, extra, rows * longest)
     head = policy.model.get_output_embeddings().weight
-    logits += head.nbytes if head.requires_grad else 0  # its new gradient, until it is added
+    logits += head.nbytes if head.requires_grad else 0  # the new gradient of the head, until it is added
     gradients = float(sum(p.nbytes for p in module.parameters() if p.requires_grad))
     if micros == 1:
-        # The backward pass allocates gradients while it frees activations: only the larger of both counts.
-        kept, logits = max(0.0, kept - gradients), max(0.0, logits - max(0.0, gradients - kept))
-    return {"learning/activations": kept, "learning/logits": logits}
+        # The backward pass allocates gradients while it frees activations: count only the larger amount.
+        logits = max(0.0, logits - max(0.0, gradients - activations))
+        activations = max(0.0, activations - gradients)
+    return {"learning/activations": activations, "learning/logits": logits}
 
 
 def micro_batch(
     before: int, longest: int, prompts: int, answers: int, max_steps: int
 ) -> tuple[int, int, int]:
-    """Prompts and rows of the largest micro-batch, and the number of micro-batches of a mini-batch.
+    """Return prompts and rows of the largest micro-batch, and the number of micro-batches per mini-batch.
 
     Args:
         before: Tokens of a prompt.
         longest: Tokens of an answer.
-        prompts: Prompts of the mini-batch.
-        answers: Answers to a prompt.
-        max_steps: The most tokens of a micro-batch, unless it has a single row.
+        prompts: Number of prompts in the mini-batch.
+        answers: Number of answers to each prompt.
+        max_steps: Largest number of tokens in a micro-batch; a single row may have more.
     """
     group = before + answers * longest
     if group <= max_steps:
@@ -153,9 +154,9 @@ def micro_batch(
 
 
 def extrapolated(measured: Mapping[int, float], count: int, *, square: bool) -> float:
-    """Extrapolate a line, or a parabola if `square`, through measured values to a count.
+    """Extrapolate measured values to the given count, with a parabola if `square`, else with a line.
 
-    `measured` maps three counts to values, in rising order; a line goes through the first and the last.
+    `measured` maps three counts, in rising order, to values. The line goes through the first and the last.
     """
     (x, f), (y, g), (z, h) = measured.items()
     bend = ((h - g) / (z - y) - (g - f) / (y - x)) / (z - x) if square else 0.0  # divided differences
@@ -166,7 +167,7 @@ def extrapolated(measured: Mapping[int, float], count: int, *, square: bool) -> 
 def _states_bytes(
     policy: TokenPolicy, module: step_model.StepModel, encoded: EncodedPrompt, length: int
 ) -> int:
-    """Activation memory kept for backward by `ROWS` answers of equal length to one prompt."""
+    """Measure the activation bytes kept for backward by `ROWS` answers of equal length to one prompt."""
     end = policy.prompt_encoder.end[0]
     steps = TokenSteps(
         (encoded,), torch.zeros(ROWS, dtype=torch.int64), torch.full((ROWS, length), end),
@@ -180,7 +181,7 @@ def _states_bytes(
 
 
 def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
-    """Memory of logits and their gradients, for the tokens of one chunk of `chunked_logp`."""
+    """Measure the bytes of logits and their gradients for one chunk of tokens in `chunked_logp`."""
     head = OutputHead(policy.model)
     weight = head.weight
     most = min(count, max(1, step_model.LOGIT_BYTES // (4 * weight.shape[0])))
@@ -199,7 +200,7 @@ def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
 
 @contextmanager
 def _autocast(policy: TokenPolicy) -> Iterator[None]:
-    """Autocast to the precision of a policy, with weights cast before, so that passes do not count it."""
+    """Autocast in the policy's precision; cast all weights first, so that no measured pass counts that."""
     kind = policy.core.get_input_embeddings().weight.device.type
     with torch.autocast(kind, policy.compute, enabled=policy.compute in LOW):
         for layer in _cast_layers(policy):
@@ -208,18 +209,18 @@ def _autocast(policy: TokenPolicy) -> Iterator[None]:
 
 
 def _cast_layers(policy: TokenPolicy) -> list[nn.Linear]:
-    """Linear layers with trained float32 weights that compute in 16 bits."""
+    """List the linear layers whose trained float32 weights autocast converts to 16 bits."""
     layers = (m for m in policy.model.modules() if isinstance(m, nn.Linear)) if policy.compute in LOW else ()
     return [m for m in layers if m.weight.requires_grad and m.weight.dtype == torch.float32]
 
 
 def _cast_bytes(policy: TokenPolicy) -> float:
-    """Bytes of the 16-bit copies of float32 weights."""
+    """Return the bytes of the 16-bit copies that autocast makes of float32 weights."""
     return float(sum(layer.weight.numel() * policy.compute.itemsize for layer in _cast_layers(policy)))
 
 
 def _measured(call: Callable[[], T]) -> tuple[float, T]:
-    """Peak memory of a call in bytes, and its result."""
+    """Call a function; return its peak memory in bytes and its result."""
     with Allocations() as counted:
         result = call()
     return float(counted.peak), result

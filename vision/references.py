@@ -1,4 +1,4 @@
-"""Reference policies with a vision-language model of their own: teachers."""
+"""Reference policies that load a vision-language model of their own: teachers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mmrl.vision.models import loading
 class Teacher:
     """Another, frozen vision-language model: the teacher of on-policy distillation.
 
-    It computes log-probabilities of the policy's tokens, so tokenizer and architecture must be the same;
-    raises `ValueError` otherwise. Every process has the whole model.
+    It computes log-probabilities of the policy's tokens. Raises `ValueError` if its tokenizer or its
+    architecture differs from the policy's. Every process holds the whole model.
 
     Args:
         model: Hub id or folder of the teacher.
@@ -29,8 +29,8 @@ class Teacher:
         attn_implementation: Attention of transformers, such as "sdpa", "eager" or "flash_attention_2".
     """
 
-    decay = 1.0  # share of the old weights after an update
-    holds = "a model"  # for memory estimates
+    decay = 1.0  # fraction of the old weights that an update keeps
+    holds = "a model"  # what the reference adds to memory, for memory estimates
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Teacher:
         """Do nothing, because the weights are fixed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty, because the weights are loaded from `model`."""
+        """Return an empty state, because the weights are loaded from `model`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

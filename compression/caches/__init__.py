@@ -1,1 +1,1 @@
-"""Caches of keys and values that are smaller than the model's own."""
+"""Caches of keys and values that use less memory than the model's own cache."""

@@ -1,4 +1,4 @@
-"""The cache `binary_codebook`: prompts as sums of codebook vectors, one bit per vector (ours)."""
+"""The cache `binary_codebook`: prompts as sums of codebook vectors, one bit per vector (our method)."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ class BinaryCodebookRecipe(SplitRecipe):
     first: int
     newest: int
     rounds: int
-    codebooks: list[tuple[CalibratedCodebook, CalibratedCodebook]] | None = None  # of keys and of values
+    codebooks: list[tuple[CalibratedCodebook, CalibratedCodebook]] | None = None  # (keys, values) per layer
     layer: int = 0
 
     def for_layer(self, layer: int) -> BinaryCodebookRecipe:
         return replace(self, layer=layer)
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Find the slots of exact tokens (P, n) and of coded ones, one group (P, 1, n)."""
+        """Return token positions in P prompts: exact tokens (P, n), coded tokens as one group (P, 1, n)."""
         rank = real.cumsum(1) - 1
         coded = real & (rank >= self.first) & (rank < real.sum(1, keepdim=True) - self.newest)
         if self.visual:
             coded &= visual
         if self.codebooks is None:
-            # A codebook for fewer tokens than channels would be larger than the tokens.
+            # If there are fewer tokens than channels, the codebook would be larger than the tokens.
             coded &= coded.sum(1, keepdim=True) > size
         return {"exact": group_slots(real & ~coded).flatten(1), "coded": group_slots(coded)}
 
     def encode(self, tokens: Tensor, slots: Tensor, side: Side) -> CodebookBlock:
-        """Encode the tokens (P, h, n, D) of slots (P, 1, n)."""
+        """Encode the tokens (P, h, n, D) at the slots (P, 1, n): P prompts, h key heads, D channels."""
         if self.codebooks is not None:
             codebook = self.codebooks[self.layer][side == "values"].for_tokens(tokens)
             return CodebookBlock(encode(tokens, codebook), codebook)
         nbits = self.nbits if side == "keys" else self.value_nbits
         mean, vectors, signs = fit(tokens, nbits, valid=(slots >= 0)[..., None], rounds=self.rounds)
         codebook = quantize_codebook(mean, vectors, tokens.dtype)
-        # One more sweep over the fitted signs, because the vectors are rounded to 8 bits.
+        # Choose the signs once more, because rounding to 8 bits has changed the vectors.
         return CodebookBlock(encode(tokens, codebook, signs=signs, sweeps=1), codebook)
 
 
@@ -74,25 +74,25 @@ def binary_codebook(
     rounds: NonNegativeInt = 3,
     fused: bool = True,
 ) -> Any:
-    """Store prompts, or their visual tokens, as sums of codebook vectors, one bit per vector (ours).
+    """Store prompts, or their visual tokens, as sums of codebook vectors, one bit per vector (our method).
 
-    Without `codebook` the vectors are fitted to each prompt when it is stored. They take `nbits` bytes per
-    head and squared channel, so this pays for prompts with many more tokens than a head has channels; shorter
-    rows stay exact. Tokens after the prompt are exact.
+    Without `codebook`, the vectors are fitted to each prompt when it is stored. They take `nbits` * D^2 bytes
+    per head of D channels, which pays off only for prompts with many more than D tokens. Prompts with at most
+    D tokens to code are not quantised, nor are tokens after the prompt.
 
     Args:
-        config: Config of the model.
-        visual: Which tokens are visual, (P, S) bool; needed for `of: visual`.
-        mask: Which tokens are not padding, (P, S) bool.
-        nbits: Bits per number of keys, in (0, 8], or 16 for exact keys; 1.5 means 1.5 vectors per channel. 2
-            by default.
-        value_nbits: Bits per number of values; `nbits` by default.
-        of: Quantise the whole prompt, or its visual tokens only.
-        codebook: File of the builder `calibrate_codebook`, fitted on similar prompts; it fixes the bits.
-        first: Exact tokens at the start of each row, which get most of the attention (arXiv 2401.18079).
-        newest: Exact tokens at the end of each row.
-        rounds: Alternations between fitting vectors and bits.
-        fused: Attention reads the codes; otherwise every step decodes them to dense tensors.
+        config: Configuration of the model.
+        visual: Mask of the visual tokens, (P, S) bool for P prompts of S tokens; needed for `of: visual`.
+        mask: Mask of the tokens that are not padding, (P, S) bool.
+        nbits: Bits per element of the keys, in (0, 8], or 16 for exact keys; 1.5: 1.5 vectors per channel.
+            Default: 2.
+        value_nbits: Bits per element of the values; by default `nbits`.
+        of: Tokens to quantise. `prompt`: the whole prompt. `visual`: only its visual tokens.
+        codebook: File written by the builder `calibrate_codebook` for similar prompts; it sets the bits.
+        first: Number of exact tokens at the start of each row; they get most attention (arXiv 2401.18079).
+        newest: Number of exact tokens at the end of each row.
+        rounds: Number of alternations between fitting the vectors and choosing the bits.
+        fused: Whether attention reads the codes directly; otherwise every step decodes them to dense tensors.
     """
     if codebook and (nbits, value_nbits) != (None, None):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The cache `kivi`: all tokens quantised but the newest (KIVI, arXiv 2402.02750)."""
+"""The cache `kivi`: all tokens except the newest are quantised (KIVI, arXiv 2402.02750)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mmrl.kv_cache.tails import KiviCodec, RaggedRows, ResidualWindow
 
 @dataclass(frozen=True)
 class KiviRecipe(Recipe):
-    """Older tokens quantised, the newest exact."""
+    """Recipe that quantises older tokens and stores the newest tokens exactly."""
 
     codec: KiviCodec
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Find the slots of older keys (P, E, g), older values (P, n), and of the newest keys and values."""
-        rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)  # padding does not count
+        """Return token positions in P prompts: older keys (P, E, g), older values (P, n), new tokens."""
+        rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)  # padding is not counted
         residual = self.codec.residual_length
-        # As if tokens had come one by one: keys leave in blocks of residual_length, values one by one.
+        # As if tokens came one by one: keys are quantised in blocks of residual_length, values one at a time.
         keys = real & (rank < length - length % residual)
         values = real & (rank < length - residual)
         return {
@@ -38,7 +38,7 @@ class KiviRecipe(Recipe):
         }
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Quantise older tokens of prompts (P, h, S, D) once for all rows; the rest goes to their windows."""
+        """Quantise older tokens of prompts (P, h, S, D) once for all rows; newer ones go to row windows."""
         shared: tuple[list[Part], list[Part]] = [], []
         old, flat = layout.slots["keys"], layout.slots["keys"].flatten(1)
         if flat.shape[1]:
@@ -49,10 +49,10 @@ class KiviRecipe(Recipe):
         if old.shape[1]:
             codes = self.codec.code_values(collect(values, old), (old >= 0)[:, None, :, None])
             shared[1].append(Part(self.codec.value_block(codes), old, name="values"))
-        # Windows move on row by row, so each row gets a copy of its prompt's newest tokens.
+        # The window of newest tokens differs between rows, so each row gets a copy of its prompt's tokens.
         rows, new = layout.groups.owner.to(keys.device), []
         for name, x in (("new keys", keys), ("new values", values)):
-            at = layout.slots[name]  # (P, n), -1 where a prompt has fewer new tokens
+            at = layout.slots[name]  # (P, n), -1 if a prompt has fewer new tokens
             new.append(RaggedRows({"x": collect(x, at)[rows]}, at[rows], (at >= 0).sum(1)[rows]))
         return *shared, ResidualWindow(self.codec, *new, layout.length)
 
@@ -71,23 +71,24 @@ def kivi(
     rotate: bool = False,
     fused: bool = True,
 ) -> Any:
-    """Quantise all tokens but the newest of every row (KIVI, arXiv 2402.02750).
+    """Quantise all tokens of a row except the newest (KIVI, arXiv 2402.02750).
 
-    Keys have one scale per channel and group of tokens, values one per token and group of channels. Keys are
-    quantised together whenever `residual_length` of them are exact, values when they are `residual_length`
-    steps old. The paper advises 2 bits where every query head has its own keys, and 4 where they are shared.
+    Keys have one scale per channel and group of tokens; values have one scale per token and group of
+    channels. Whenever `residual_length` keys are exact, they are quantised together; each value is quantised
+    when it is `residual_length` steps old. The paper advises 2 bits if every query head has its own keys, and
+    4 bits if query heads share keys.
 
     Args:
-        config: Config of the model.
+        config: Configuration of the model.
         visual: Not used.
-        mask: Which tokens are not padding, (P, S) bool.
-        nbits: Bits per number of keys.
-        value_nbits: Bits per number of values; `nbits` by default (other bits are ours).
-        q_group_size: Tokens of a group of keys, channels of a group of values.
-        residual_length: Newest tokens that stay exact, a multiple of `q_group_size`.
-        rule: Range of a group: minimum to maximum as published, or fitted for least squared error (ours).
-        rotate: Rotate channels first, which spreads outliers (ours).
-        fused: Attention reads the codes; otherwise every step decodes them to dense tensors.
+        mask: Mask of the tokens that are not padding, (P, S) bool for P prompts of S tokens.
+        nbits: Bits per element of the keys.
+        value_nbits: Bits per element of the values; by default `nbits` (other numbers are our extension).
+        q_group_size: Number of tokens in a group of keys, and of channels in a group of values.
+        residual_length: Number of newest tokens that are not quantised, a multiple of `q_group_size`.
+        rule: Range of a group. `range`: minimum to maximum, as published. `fitted`: least error (ours).
+        rotate: Whether to rotate the channels first, which spreads outliers (ours).
+        fused: Whether attention reads the codes directly; otherwise every step decodes them to dense tensors.
     """
     value_nbits = value_nbits or nbits
     if residual_length % q_group_size:
@@ -96,7 +97,7 @@ def kivi(
             "because keys leave the window in whole groups"
         )
     size = head_size(config.get_text_config(decoder=True))
-    # Each group of a value's channels is a product of its own with packed codes, which begins at a byte.
+    # Each channel group of the values is multiplied separately, so its packed codes must begin at a byte.
     if size % q_group_size or q_group_size * value_nbits % 8:
         raise ValueError(
             f"`q_group_size` ({q_group_size}) must divide the head size ({size}) and fill whole bytes"

@@ -18,7 +18,7 @@ from mmrl.kv_cache.row_groups import group_slots
 
 @dataclass(frozen=True, kw_only=True)
 class VisualQuantRecipe(SplitRecipe):
-    """Quantisation settings of the visual tokens; text keys and values stay exact."""
+    """Quantisation settings of the visual tokens; keys and values of text stay exact."""
 
     rule: quantization.Rule
     q_group_size: int
@@ -29,8 +29,8 @@ class VisualQuantRecipe(SplitRecipe):
     guard: bool
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Find the slots of text (P, n) and of groups of visual tokens (P, E, n)."""
-        group = None  # all of a prompt
+        """Return token positions in P prompts: text tokens (P, n), visual tokens in groups (P, E, n)."""
+        group = None  # all visual tokens of a prompt
         if self.per_image:
             # A group starts at each visual token after another kind of token; `pad` shifts right by one.
             group = ((visual & ~nn.functional.pad(visual, (1, -1))).cumsum(1) - 1).clamp(min=0)
@@ -39,7 +39,7 @@ class VisualQuantRecipe(SplitRecipe):
         return {"exact": group_slots(real & ~visual).flatten(1), "coded": group_slots(visual, group)}
 
     def encode(self, tokens: Tensor, slots: Tensor, side: quantization.Side) -> CodedBlock:
-        """Quantise the tokens (P, h, E * n, D) of slots (P, E, n)."""
+        """Quantise the tokens (P, h, E * n, D) at the slots (P, E, n): E groups of n tokens."""
         tokens = quantization.rotate(tokens) if self.rotated else tokens
         by_token = side == "values" and self.axis_value == "token"
         codes = quantization.quantize(
@@ -53,7 +53,7 @@ class VisualQuantRecipe(SplitRecipe):
         return CodedBlock(codes, self.rotated)
 
     def calibrate(self, scores: Tensor, slots: Tensor) -> Tensor:
-        """Lower the largest scores of visual tokens (R, h, Q, n)."""
+        """Lower the largest attention scores of visual tokens (R, h, Q, n) by `score_drop`, if it is set."""
         if not self.score_drop:
             return scores
         valid = per_head(slots >= 0)[:, :, None]  # (R, 1, 1, n)
@@ -79,23 +79,23 @@ def visual_quant(
 ) -> Any:
     """Quantise the visual tokens of prompts; text, answers and later images stay exact.
 
-    CalibQuant (arXiv 2502.14882) as published is `rule: shrunk, score_drop: 3.0`, except that `guard` keeps
-    the order of scores (our reading); its first version is `rule: quantile`. Rows of one prompt share it.
+    CalibQuant (arXiv 2502.14882) is `rule: shrunk, score_drop: 3.0`; only `guard`, which preserves the order
+    of scores, is our reading. Its first version is `rule: quantile`. Answers to a prompt share its cache.
 
     Args:
-        config: Config of the model.
-        visual: Which tokens are visual, (P, S) bool.
-        mask: Which tokens are not padding, (P, S) bool.
-        nbits: Bits per number of keys; 16 leaves them exact.
-        value_nbits: Bits per number of values; `nbits` by default, 16 leaves them exact.
+        config: Configuration of the model.
+        visual: Mask of the visual tokens, (P, S) bool for P prompts of S tokens.
+        mask: Mask of the tokens that are not padding, (P, S) bool.
+        nbits: Bits per element of the keys; 16: exact keys.
+        value_nbits: Bits per element of the values; by default `nbits`; 16: exact values.
         rule: How the range of a group is chosen, see `mmrl.kv_cache.quantization.bounds`.
-        q_group_size: Visual tokens that share a scale (0: all of a prompt).
-        per_image: The tokens of an image share a scale; excludes `q_group_size`.
-        axis_value: Values have one scale per channel and group, or one per token.
-        rotate: Rotate channels first, which spreads outliers.
+        q_group_size: Number of visual tokens that share a scale; 0: all visual tokens of a prompt.
+        per_image: Whether the tokens of an image share a scale; cannot be combined with `q_group_size`.
+        axis_value: Scales of the values. `channel`: one per channel and group. `token`: one per token.
+        rotate: Whether to rotate the channels first, which spreads outliers.
         score_drop: Nats by which the largest visual score of a query is lowered (paper: 3); needs `fused`.
-        guard: Never reverse the order of scores that span less than `score_drop`.
-        fused: Attention reads the codes; otherwise every step decodes them to dense tensors.
+        guard: Whether scores that span less than `score_drop` become equal instead of changing their order.
+        fused: Whether attention reads the codes directly; otherwise every step decodes them to dense tensors.
     """
     if per_image and q_group_size:
         raise ValueError("`per_image` and `q_group_size` both define groups; give one of them")

@@ -1,4 +1,4 @@
-"""The cache `vl_cache`: prompt tokens that the text attends to least are dropped (arXiv 2410.23317)."""
+"""The cache `vl_cache`: drops prompt tokens that get the least attention from text (arXiv 2410.23317)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.kv_cache.tails import GrowingTail
 
 @dataclass(eq=False, kw_only=True)
 class VLCacheRecipe(Recipe):
-    """Options of VL-Cache and the scores of the layers read so far; one recipe serves all layers."""
+    """Options of VL-Cache, and the scores of the layers so far; one recipe object serves all layers."""
 
     keep: float
     by_density: bool
@@ -34,9 +34,9 @@ class VLCacheRecipe(Recipe):
     needs_queries = True
 
     def score(self, layer: QuantizedLayer, query: Tensor, scaling: float) -> None:
-        """Score tokens by the attention of the text after the last image, with queries (P, H, S, D).
+        """Score tokens by the attention from the text after the last image; queries are (P, H, S, D).
 
-        The last layer's call chooses the tokens of every layer and stores them.
+        The call for the last layer also chooses the tokens of every layer and stores them.
         """
         masks = layer.layout.visual, layer.layout.real  # (P, S) each
         options = {"window": self.window, "threshold": self.threshold, "pool": self.pool}
@@ -51,16 +51,16 @@ class VLCacheRecipe(Recipe):
         self.scored, self.chosen = [], None
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Keep the chosen tokens of prompts (P, h, S, D)."""
+        """Store only the chosen tokens of P prompts' keys and values (P, h, S, D)."""
         parts = ([Part(ExactBlock(collect(x, self.chosen)), self.chosen)] for x in (keys, values))
         return *parts, GrowingTail(layout.length)
 
 
 def allocate(density: Tensor, keep: float) -> Tensor:
-    """Allocate each layer its share of a prompt's tokens by densities (L, P), `keep` on average: (L, P)."""
+    """Allocate each of L layers a fraction of P prompts' tokens by densities (L, P); the mean is `keep`."""
     if keep == 1:
         return torch.ones_like(density)
-    # Shares are proportional to densities; where they are cut to [0.01, 1], their mean is not `keep`.
+    # Fractions are proportional to densities; after clamping to [0.01, 1], their mean may differ from `keep`.
     total = density.sum(0).clamp(min=1e-12)
     return (density / total * keep * len(density)).clamp(0.01, 1.0)
 
@@ -71,27 +71,27 @@ def score_tokens(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Score tokens by the attention they get, (P, h, S), and measure the density of that attention, (P,).
 
-    The queries are those of the last `window` tokens after the last visual one, or of the last tokens of the
-    prompt if there are none (our reading). A key head gets the mean over its query heads. The density is the
-    share of visible tokens with at least `threshold` times the largest weight.
+    The queries are the last `window` tokens after the last visual token, or the last tokens of the prompt if
+    it ends with visual tokens (our reading). The scores of a key head are averaged over its query heads. The
+    density is the fraction of attended tokens with at least `threshold` times the largest weight.
     """
     _, heads, length, size = query.shape
     real, visual = real.to(query.device), visual.to(query.device)
     at = torch.arange(length, device=query.device)
     after = real & (at > torch.where(visual, at, -1).amax(1, keepdim=True))
     after = torch.where(after.any(1, keepdim=True), after, real)
-    # Slots (P, w) of the tokens whose queries score, the newest first, -1 where there are fewer.
+    # Slots (P, w) of the tokens whose queries are used, the newest first; -1 if there are fewer tokens.
     slots = torch.where(after, at, -1).sort(1, descending=True).values[:, :window]
     slots = slots[:, : max(1, int((slots >= 0).sum(1).max()))]
     index = slots.clamp(min=0)
     picked = query.gather(2, index[:, None, :, None].expand(-1, heads, -1, size))
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    # (P, h, r * w, D) with the keys, then (P, h, r, w, S): r query heads read one key head
+    # (P, h, r * w, D), multiplied with the keys, then (P, h, r, w, S): r query heads read one key head
     grouped = picked.to(exact).unflatten(1, (keys.shape[1], -1)).flatten(2, 3) * scaling
     logits = (grouped @ keys.to(exact).mT).unflatten(2, (-1, index.shape[1]))
     seen = (real[:, None, :] & (at <= index[:, :, None])) & (slots >= 0)[:, :, None]
     weights = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1).nan_to_num(0.0)
-    scores = weights.mean(2).sum(2)  # mean over query heads, sum over queries
+    scores = weights.mean(2).sum(2)  # mean over the query heads of a key head, sum over queries
     large = weights >= threshold * weights.amax(-1, keepdim=True)
     large = (large & seen[:, None, None]).to(exact).mean((1, 2)).sum((1, 2))
     density = large / seen.sum((1, 2)).clamp(min=1)
@@ -101,10 +101,10 @@ def score_tokens(
 
 
 def choose(scores: Tensor, real: Tensor, share: Tensor, recent: float) -> Tensor:
-    """Choose tokens by scores (P, h, S) and shares (P,): slots (P, h, n), -1 at the end of shorter prompts.
+    """Choose tokens by scores (P, h, S) and fractions (P,). Returns slots (P, h, n), filled up with -1.
 
-    The part `recent` of a prompt's budget goes to its newest tokens, the rest to the highest scores; of equal
-    scores the newer token stays.
+    The fraction `recent` of a prompt's budget goes to its newest tokens, the rest to the tokens with the
+    highest scores. Among equal scores the newer token is chosen.
     """
     real = real.to(scores.device)
     length = real.sum(1)
@@ -113,11 +113,11 @@ def choose(scores: Tensor, real: Tensor, share: Tensor, recent: float) -> Tensor
     age = real.flip(1).cumsum(1).flip(1)  # 1 for the newest token
     rank = torch.where((age <= newest[:, None])[:, None], torch.inf, scores)
     rank = rank.masked_fill(~real[:, None], -torch.inf)
-    # A stable sort of the reversed tokens lets the newer of two equal ones come first.
+    # Reverse the tokens before the stable sort, so that among equal scores the newer token comes first.
     order = rank.flip(-1).argsort(dim=-1, descending=True, stable=True)
     order = scores.shape[-1] - 1 - order[..., : int(num.max())]
     kept = torch.arange(order.shape[-1], device=scores.device) < num[:, None, None]
-    # In the model's order; places that are not kept sort to the end and become -1.
+    # Sort the slots in sequence order; slots that are not chosen sort to the end and become -1.
     return torch.where(kept, order, order.shape[-1] + scores.shape[-1]).sort(-1).values.where(kept, -1)
 
 
@@ -134,21 +134,24 @@ def vl_cache(
     threshold: Probability = 0.01,
     pool: PositiveInt = 1,
 ) -> Any:
-    """Keep the prompt tokens, visual or not, that the text after the images attends to (arXiv 2410.23317).
+    """Keep the prompt tokens that the text after the images attends to most (VL-Cache, arXiv 2410.23317).
 
-    Each key head has its own selection. The whole prompt stays in memory until its last layer is scored. With
-    `layers: uniform`, `window: 64` and `pool: 7` this resembles SnapKV (arXiv 2404.14469).
+    Visual and text tokens are treated alike. Each key head has its own selection. The whole prompt stays in
+    memory until the last layer is scored. With `layers: uniform`, `window: 64` and `pool: 7` it resembles
+    SnapKV (arXiv 2404.14469).
 
     Args:
-        config: Config of the model.
-        visual: Which tokens are visual, (P, S) bool.
-        mask: Which tokens are not padding, (P, S) bool.
-        keep: Share of tokens to keep, in (0, 1], on average over layers (paper: 0.1).
-        layers: `density` keeps more in layers with denser attention (the paper's), `uniform` the same share.
-        window: Newest tokens whose attention scores the others.
-        recent: Share of the budget for the newest tokens, in [0, 1].
-        threshold: Weight, relative to the largest, above which attention counts as dense (paper: 0.01).
-        pool: Scores are averaged over so many neighbouring tokens, an odd number.
+        config: Configuration of the model.
+        visual: Mask of the visual tokens, (P, S) bool for P prompts of S tokens.
+        mask: Mask of the tokens that are not padding, (P, S) bool.
+        keep: Fraction of the tokens to keep, in (0, 1], averaged over layers (paper: 0.1).
+        layers: `density`: keep more tokens in layers with denser attention, as in the paper. `uniform`: keep
+            the same fraction in all layers.
+        window: Number of newest tokens whose attention gives the scores.
+        recent: Fraction of the budget for the newest tokens, in [0, 1].
+        threshold: Attention weight, relative to the largest, from which a token counts as attended to (paper:
+            0.01).
+        pool: Number of neighbouring tokens over which scores are averaged; must be odd.
     """
     if pool % 2 == 0:
         raise ValueError(

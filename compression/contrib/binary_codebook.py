@@ -1,10 +1,11 @@
-"""Binary codebooks: tokens as sums of codebook vectors, one bit per vector (experimental, ours).
+"""Binary codebooks: tokens as sums of codebook vectors, one bit per vector (experimental, our method).
 
-A token of D channels is x = low + bits @ vectors with `m` vectors: m / D bits per number, in any fraction.
-Vectors start as the bits of the components of a Karhunen-Loeve transform, allocated by reverse water-filling
-(textbook transform coding); then vectors and bits are fitted in turn, so that vectors need not stay
-orthogonal (additive quantization, Babenko and Lempitsky, CVPR 2014, with codebooks of two entries; the sweep
-over single bits is ours). Fitting uses signs s = 2 * bits - 1 and halved vectors, whose mean is 0.
+A token of D channels is x = low + bits @ vectors with m vectors, and takes m / D bits per element, in any
+fraction. Vectors start from the principal components (Karhunen-Loeve transform), with bits allocated by
+reverse water-filling (textbook transform coding). Then vectors and bits are fitted alternately, so that
+vectors need not stay orthogonal. This is additive quantization (Babenko and Lempitsky, CVPR 2014) with
+codebooks of two entries; the sweep over single bits is ours. Fitting uses signs s = 2 * bits - 1 and halved
+vectors, whose mean is 0.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from torch import Tensor
 from mmrl.kv_cache.packed_matmul import dots, mix
 from mmrl.kv_cache.quantization import Codes, dequantize, pack, quantize, unpack
 
-# Best uniform quantisers of a Gaussian of variance 1 with 0 to 8 bits: squared error, and half their range.
+# Optimal uniform quantisers of a standard Gaussian with 0 to 8 bits: squared error, and half their range.
 ERROR = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.00104, 0.0003035, 0.0000869)
 HALF = (0.0, 0.798, 1.494, 2.051, 2.514, 2.915, 3.276, 3.613, 3.927)
-MAX_BITS = len(ERROR) - 1  # of one component
-MIN_VARIANCE = 1e-10  # relative to the largest; components below it get no bits
-RIDGE = 1e-3  # of the least squares, per token: two vectors may always have equal signs
+MAX_BITS = len(ERROR) - 1  # most bits per component
+MIN_VARIANCE = 1e-10  # relative to the largest variance; components below get no bits
+RIDGE = 1e-3  # ridge of the least squares, per token: two vectors may always have equal signs
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """A codebook: `low` (R, h, 1, D) and `vectors` (R, h, m, D) in 8 bits with one scale per vector.
+    """A codebook: `low` (R, h, 1, D), and `vectors` (R, h, m, D) in 8 bits with one scale per vector.
 
-    `metric` (1, h, D, D) weights the error when bits are chosen. A `calibrated` codebook has one row for all
-    prompts, and does not count as memory of a cache.
+    R is the number of rows, h of key heads, m of vectors, D of channels. `metric` (1, h, D, D) weights the
+    error when bits are chosen. A `calibrated` codebook has one row for all prompts and takes no cache memory.
     """
 
     low: Tensor
@@ -40,48 +41,48 @@ class Codebook:
 
     @property
     def num_vectors(self) -> int:
-        """Number of vectors."""
+        """Number of vectors of the codebook."""
         return self.vectors.packed.shape[-2]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a cache stores; 0 if calibrated."""
+        """Bytes of the codebook that a cache stores; 0 if calibrated."""
         return 0 if self.calibrated else self.vectors.nbytes + self.low.nbytes
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return low and vectors as numbers."""
+        """Return `low` and the dequantised vectors in `dtype`."""
         return self.low.to(dtype), dequantize(self.vectors).to(dtype)
 
     def select(self, rows: Tensor) -> Codebook:
-        """Keep rows, in this order."""
+        """Return the codebook of the given rows, in this order; unchanged if calibrated."""
         if self.calibrated:
             return self
         return replace(self, low=self.low[rows], vectors=self.vectors.map(lambda x: x[rows]))
 
 
 def allocate_bits(variance: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Allocate `num` bits to components of variances (..., D), each where it lowers the error most.
+    """Allocate `num` bits to components with variances (..., D), each where it lowers the error most.
 
-    Returns the components (..., num) and which bit of its component each is, from 0; the largest gains come
-    first. This is reverse water-filling in whole bits.
+    Returns for every bit its component (..., num), and which bit of the component it is, counted from 0; the
+    largest gains come first. This is reverse water-filling with whole bits.
     """
     error = variance.new_tensor(ERROR)
-    gains = variance[..., None] * (error[:-1] - error[1:])  # (..., D, MAX_BITS), of each further bit
+    gains = variance[..., None] * (error[:-1] - error[1:])  # (..., D, MAX_BITS), gain of each further bit
     best = gains.flatten(-2).topk(num, -1).indices
     return best // MAX_BITS, best % MAX_BITS
 
 
 def initial_vectors(covariance: Tensor, num: int) -> Tensor:
-    """Make vectors (..., num, D) of signs from the principal components of a covariance (..., D, D).
+    """Create vectors (..., num, D) for signs from the principal components of a covariance (..., D, D).
 
-    The signs of a component of b bits add 1/2, 1/4 and so on of the range of its levels.
+    The signs of a component with b bits contribute 1/2, 1/4 and so on of the range of its levels.
     """
     variance, basis = torch.linalg.eigh(covariance.double())
     variance = variance.masked_fill(variance < MIN_VARIANCE * variance.amax(-1, keepdim=True), 0)
     which, level = allocate_bits(variance, num)
     number = torch.zeros_like(variance, dtype=torch.int64).scatter_add_(-1, which, torch.ones_like(which))
     number, spread = number.gather(-1, which), variance.gather(-1, which).sqrt()
-    # 2^b levels span 2 * half in 2^b - 1 steps; the last sign moves by a step, each earlier one by twice.
+    # 2^b levels span 2 * half in 2^b - 1 steps: the last sign moves by one step, each earlier one by twice.
     length = variance.new_tensor(HALF)[number] * spread * 2.0 ** (number - 1 - level) / (2.0**number - 1)
     columns = basis.gather(-1, which[..., None, :].expand(*basis.shape[:-1], num))  # (..., D, num)
     return (columns * length[..., None, :]).mT.to(covariance.dtype)
@@ -92,22 +93,22 @@ def choose_signs(
 ) -> Tensor:
     """Choose signs (..., n, m), -1 or 1, such that signs @ vectors approximates x (..., n, D).
 
-    Coordinate descent on e' metric e with e = x - signs @ vectors: sign j becomes that of
-    v_j' metric (x - sum of the other signs' vectors). Without `signs` the first sweep starts from zeros.
+    Uses coordinate descent on e' metric e with e = x - signs @ vectors: sign j becomes the sign of v_j'
+    metric (x - sum of the other signed vectors). Without `signs`, the first sweep starts from zeros.
     """
     weighted = vectors if metric is None else vectors @ metric
     inner, wanted = weighted @ vectors.mT, weighted @ x.mT  # (..., m, m) and (..., m, n)
     signs = torch.zeros_like(wanted) if signs is None else signs.mT.clone()
     own = inner.diagonal(dim1=-2, dim2=-1)[..., None]
-    for j in list(range(signs.shape[-2])) * sweeps:  # signs are (..., m, n) here
-        # v_j' metric times the sum of all signs' vectors, less the one of sign j itself
+    for j in list(range(signs.shape[-2])) * sweeps:  # `signs` is (..., m, n) here
+        # v_j' metric times the sum of all signed vectors except vector j
         others = (inner[..., j, None, :] @ signs)[..., 0, :] - own[..., j, :] * signs[..., j, :]
         signs[..., j, :] = (wanted[..., j, :] >= others).to(x.dtype).mul_(2).sub_(1)
     return signs.mT
 
 
 def fit_vectors(x: Tensor, signs: Tensor, count: Tensor) -> Tensor:
-    """Least squares: vectors (..., m, D) for signs (..., n, m), 0 in padding; `count` (..., 1, 1) tokens."""
+    """Fit vectors (..., m, D) to signs (..., n, m), 0 in padding, by least squares; `count` tokens."""
     ridge = RIDGE * count.clamp(min=1) * torch.eye(signs.shape[-1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve(signs.mT @ signs + ridge, signs.mT @ x)
 
@@ -115,22 +116,22 @@ def fit_vectors(x: Tensor, signs: Tensor, count: Tensor) -> Tensor:
 def fit(
     x: Tensor, nbits: float, *, valid: Tensor | None = None, metric: Tensor | None = None, rounds: int = 3
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit a codebook of signs to tokens (R, h, n, D), of which `valid` (R, 1, n, 1) count.
+    """Fit a codebook of signs to tokens (R, h, n, D); only the tokens in `valid` (R, 1, n, 1) count.
 
-    Returns the mean (R, h, 1, D), the vectors (R, h, m, D) and the signs (R, h, n, m).
+    Returns the mean (R, h, 1, D), the vectors (R, h, m, D) and the signs (R, h, n, m) for m vectors.
     """
     exact = x if x.dtype == torch.float64 else x.float()
     weight = torch.ones_like(exact[..., :1]) if valid is None else valid.expand_as(exact[..., :1]).to(exact)
     count = weight.sum(-2, keepdim=True)
     mean = (exact * weight).sum(-2, keepdim=True) / count.clamp(min=1)
     away = (exact - mean) * weight
-    # `nbits` per number are that many vectors for every channel.
+    # `nbits` bits per element are `nbits` vectors per channel.
     num, covariance = max(1, round(nbits * x.shape[-1])), away.mT @ away / count.clamp(min=1)
     if metric is None:
         vectors = initial_vectors(covariance, num)
     else:
-        # With u = root @ x, root the symmetric square root of the metric, the weighted error is a plain one:
-        # fit in u, and map the vectors back.
+        # Let root be the symmetric square root of the metric. For u = root @ x, the weighted error becomes an
+        # unweighted one, so fit vectors to u and map them back.
         values, basis = torch.linalg.eigh(metric.double())
         values = values.clamp(min=1e-12).sqrt()[..., None, :]
         root, inverse = ((x @ basis.mT).to(metric.dtype) for x in (basis * values, basis / values))
@@ -144,17 +145,16 @@ def fit(
 
 
 def quantize_codebook(mean: Tensor, vectors: Tensor, dtype: torch.dtype) -> Codebook:
-    """Quantise a mean and vectors of signs: a bit adds twice its vector to `low`, where all signs are -1."""
+    """Quantise a mean and vectors of signs to a codebook of bits (bit 1 adds twice the vector to `low`)."""
     codes = quantize((2 * vectors).to(dtype), 8, channels=vectors.shape[-1])
     low = mean - dequantize(codes).to(mean.dtype).sum(-2, keepdim=True) / 2
     return Codebook(low.to(dtype), codes)
 
 
 def encode(x: Tensor, codebook: Codebook, *, signs: Tensor | None = None, sweeps: int = 3) -> Tensor:
-    """Choose the bits of tokens (R, h, n, D): packed, (R, h, n, ceil(m / 8)) uint8.
+    """Choose the bits of tokens (R, h, n, D); returns them packed, (R, h, n, ceil(m / 8)) uint8.
 
-    Pass the `signs` of the fit if available: starting from zeros gives a larger error, above all with many
-    bits.
+    Pass the fit's `signs` if available: starting from zeros gives larger errors, above all for many bits.
     """
     exact = x if x.dtype == torch.float64 else x.float()
     low, vectors = codebook.dense(exact.dtype)
@@ -166,16 +166,16 @@ def encode(x: Tensor, codebook: Codebook, *, signs: Tensor | None = None, sweeps
 
 
 def decode(packed: Tensor, codebook: Codebook) -> Tensor:
-    """Decode packed bits to tokens (R, h, n, D)."""
+    """Decode packed bits to tokens (R, h, n, D), using the codebook."""
     low, vectors = codebook.dense(codebook.low.dtype)
     return unpack(packed, 1, codebook.num_vectors, low.dtype) @ vectors + low
 
 
 @dataclass(frozen=True)
 class CodebookBlock:
-    """A block of tokens as bits (R, h, n, bytes) of a codebook.
+    """A block of tokens stored as packed bits (R, h, n, bytes) of a codebook.
 
-    With x = low + bits @ V products are taken without making tokens:
+    With x = low + bits @ V, attention products need no decoded tokens:
     q . x = (V q) . bits + q . low, and sum_n w_n x_n = (sum_n w_n bits_n) @ V + low * sum_n w_n.
     """
 

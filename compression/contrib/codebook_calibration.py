@@ -1,9 +1,9 @@
-"""Calibration of `binary_codebook`: codebooks fitted once on sample prompts, and stored in a file.
+"""Calibration of `binary_codebook`: codebooks are fitted once on sample prompts and stored in a file.
 
-Quantisation errors are weighted by a metric per layer and head: the second moment of the gradient of the
-logit margin (chosen token minus runner-up) with respect to keys and values. arXiv 2401.18079 uses the
-gradient of the likelihood. It vanishes for confident answers, so a few unusual prompts would dominate; the
-margin is ours.
+Quantisation errors are weighted by a metric per layer and head. The metric is the second moment of the
+gradient of the logit margin (chosen token minus runner-up) with respect to keys and values. arXiv 2401.18079
+uses the gradient of the likelihood, which vanishes for confident answers, so a few unusual prompts would
+dominate. The margin is our choice.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mmrl.compression.fidelity import Inputs, answer_positions, read_answer
 from mmrl.kv_cache.layout import find_visual
 
 SIDES, PARTS = ("keys", "values"), ("mean", "vectors", "metric")
-FLOOR = 0.003  # added to the metric, relative to its mean, because few prompts leave weak directions noisy
-TOKENS = 1 << 14  # sampled from all prompts to fit the vectors
+FLOOR = 0.003  # added to the metric, relative to its mean: with few prompts, small eigenvalues are noisy
+TOKENS = 1 << 14  # number of tokens, sampled from all prompts, to which the vectors are fitted
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class CalibratedCodebook:
     metric: Tensor
 
     def for_tokens(self, like: Tensor) -> Codebook:
-        """Quantise the codebook in the precision of these tokens (R, h, n, D)."""
-        if self.mean.shape[1::2] != like.shape[1::2]:  # heads and channels
+        """Quantise the codebook in the precision of the tokens `like` (R, h, n, D); check their sizes."""
+        if self.mean.shape[1::2] != like.shape[1::2]:  # numbers of heads and channels
             raise ValueError(
                 f"the codebook was fitted for {self.mean.shape[1]} heads of {self.mean.shape[3]} channels, "
                 f"but the model has {like.shape[1]} of {like.shape[3]}; fit one for this model"
@@ -49,14 +49,14 @@ class CalibratedCodebook:
 
 
 def write_codebooks(codebooks: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write codebooks for the option `codebook` of `binary_codebook`."""
+    """Write codebooks to a file for the option `codebook` of the cache `binary_codebook`."""
     from safetensors.torch import save_file
 
     save_file({name: x.contiguous() for name, x in codebooks.items()}, str(path))
 
 
 def read_codebooks(path: str, layers: int) -> list[tuple[CalibratedCodebook, CalibratedCodebook]]:
-    """Read the codebooks of keys and of values of every layer."""
+    """Read the codebooks of a file: a pair (keys, values) for each of `layers` layers."""
     from safetensors import SafetensorError
 
     try:
@@ -90,19 +90,19 @@ def calibrate_codebooks(
     of: Literal["prompt", "visual"] = "visual", first: int = 8, num_tokens: int = 16, rounds: int = 4,
     generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Fit codebooks on prompts, each the inputs of one call as in `fidelity.measure`.
+    """Fit codebooks on prompts; each prompt is the inputs of one model call, as in `fidelity.measure`.
 
-    Returns "keys.mean" (L, h, 1, D), "keys.vectors" (L, h, m, D), "keys.metric" (L, h, D, D), and the same of
-    values. The model answers greedily in up to `num_tokens` tokens. One backward pass gives the gradient of
-    the sum of all tokens' margins, each with a random sign drawn from `generator`, so that the products of
-    different tokens' gradients average out of the second moments.
+    Returns "keys.mean" (L, h, 1, D), "keys.vectors" (L, h, m, D), "keys.metric" (L, h, D, D) for L layers,
+    and the same for "values". The model answers greedily with up to `num_tokens` tokens. One backward pass
+    gives the gradient of the sum of all tokens' margins. Each margin gets a random sign from `generator`, so
+    that in the second moments the products of different tokens' gradients average out.
     """
     if not prompts:
         raise ValueError("there is no prompt to fit codebooks on; give at least one")
     tokens: dict[str, list[list[Tensor]]] = {"keys": [], "values": []}
     moments: dict[str, Any] = {"keys": 0.0, "values": 0.0}
     for inputs in prompts:
-        # The tokens that the cache will quantise; the last one of a prompt is not in it.
+        # Tokens that the cache will quantise; the last token of a prompt is not in the cache.
         ids = inputs["input_ids"][:, :-1]
         coded = torch.arange(ids.shape[1], device=ids.device) >= first
         if of == "visual":
@@ -126,20 +126,20 @@ def calibrate_codebooks(
 
 
 def scale_metric(moments: Tensor) -> Tensor:
-    """Scale second moments (L, h, D, D) to a mean diagonal of 1, and add the floor."""
+    """Scale second moments (L, h, D, D) to a mean diagonal of 1, and add `FLOOR` to the diagonal."""
     mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(moments.shape[-1], dtype=moments.dtype, device=moments.device)
-    # Unread by the answer, as the last layer of some models: all channels get equal weight.
+    # If the answer does not depend on them, as in the last layer of some models, weight all channels equally.
     return torch.where(mean > 0, moments / mean.clamp(min=1e-30), eye) + FLOOR * eye
 
 
 def margin_gradients(
     model: nn.Module, inputs: Inputs, num: int, generator: torch.Generator | None
 ) -> dict[str, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """Compute the "keys" and the "values" of a prompt in every layer, and their gradients of the margin."""
+    """Return "keys" and "values" of a prompt in every layer, each with gradients of the logit margin."""
     from transformers import DynamicCache
 
-    # One prompt without padding needs no mask; `read_answer` makes one of ones.
+    # A single prompt without padding needs no mask; `read_answer` uses a mask of ones.
     inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
     ids, cache = inputs["input_ids"], DynamicCache(config=model.config)
     ends = model.generation_config.eos_token_id
@@ -150,7 +150,7 @@ def margin_gradients(
             answer.append(token)
             if int(token) in ends:
                 break
-    # The prompt's keys and values as leaves of the graph, then the answer without its last token in one call.
+    # Make the prompt's keys and values leaves of the graph; read the answer without its last token at once.
     length, prompt = ids.shape[1] - 1, DynamicCache(config=model.config)
     read = [
         [x[:, :, :length].detach().requires_grad_() for x in (layer.keys, layer.values)]

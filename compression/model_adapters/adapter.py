@@ -1,4 +1,4 @@
-"""What differs between model families in pruned visual computation: patch grids, projections, positions."""
+"""Interface to model families for pruned visual computation: patch grids, projections, positions."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torch import Tensor, nn
 
 from mmrl.compression.pruning.sliced_linear import FeatureIndex, sliced_linear
 
-PatchGrids = list[tuple[int, int]]  # (rows, columns) of every image or frame, in the order of their tokens
+PatchGrids = list[tuple[int, int]]  # (rows, columns) of every image or frame, in token order
 
 
 @dataclass(frozen=True)
 class ModelAdapter:
     """Patch grids, attention projections and position ids of a model family.
 
-    `grids(core, inputs)` returns, by placeholder token id, the patch grids of the media in the batch; empty
-    if unknown. `class_token_attention(core)` is the attention module of the vision tower whose class token
+    `grids(core, inputs)` maps placeholder token ids to the patch grids of the media in the batch; empty if
+    unknown. `class_token_attention(core)` returns the attention module in the vision tower whose class token
     ranks patches (VisionZip), if there is one.
     """
 
     grids: Callable[[nn.Module, Mapping[str, Any]], dict[int, PatchGrids]]
     class_token_attention: Callable[[nn.Module], nn.Module] | None = None
-    grids_need_media: bool = False  # known only when media are encoded, so the features carry them
-    multimodal_positions: bool = False  # M-RoPE: time, height and width of every token
+    grids_need_media: bool = False  # known only after encoding; stored with the features
+    multimodal_positions: bool = False  # M-RoPE: (time, height, width) per token
     head_norm: bool = False  # queries and keys are normalised per head, as in Qwen3
 
     def project(
         self, attn: nn.Module, x: Tensor, queries: FeatureIndex = None, keys: FeatureIndex = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project (B, n, width) states to queries, keys and values, before rotary embedding.
+        """Project states (B, n, width) to queries, keys and values, before rotary embedding.
 
-        Each is (B, heads, n, D), of the chosen features only.
+        Each result is (B, heads, n, D) and contains only the chosen features; None means all features.
         """
         chosen = ((attn.q_proj, queries), (attn.k_proj, keys), (attn.v_proj, keys))
         q, k, v = (
@@ -44,17 +44,17 @@ class ModelAdapter:
         return (attn.q_norm(q), attn.k_norm(k), v) if self.head_norm else (q, k, v)
 
     def positions(self, ids: Tensor, batch: int) -> Tensor:
-        """Expand `position_ids` to every row, as `rotary_emb` takes them: (B, n), or (3, B, n) for M-RoPE."""
+        """Expand `position_ids` to all rows, shaped for `rotary_emb`: (B, n), or (3, B, n) for M-RoPE."""
         if not self.multimodal_positions:
             return ids.expand(batch, -1)
         ids = ids if ids.dim() == 3 else ids[None]
-        return ids[-3:].expand(3, batch, -1)  # an axis of text positions before the three is dropped
+        return ids[-3:].expand(3, batch, -1)  # drop an axis of text positions before these three
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embedding to queries or keys (B, H, n, D); `cos` and `sin` are (B, n, D)."""
-    # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin). Computed as (B, n, H, D), the memory layout of
-    # the projection, so that nothing is copied first.
+    # Maps (x1, x2) to (x1 cos - x2 sin, x2 cos + x1 sin). The shape (B, n, H, D) is the memory layout of the
+    # projection, so nothing is copied first.
     x, cos, sin = x.transpose(1, 2), cos[:, :, None], sin[:, :, None]
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]

@@ -1,4 +1,4 @@
-"""The model families whose visual computation can be pruned, and the look-up of their adapters."""
+"""Model families whose visual computation can be pruned, and the selection of their adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmrl.kv_cache.hf_cache import attention_types
 
 
 def _squares(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
-    """Patch grids of models with one square grid per image or tile; a kept class token is a 1 x 1 grid."""
+    """Return the grids of models with one square grid per image or tile; a class token is a 1 x 1 grid."""
     config, vision = core.config, core.config.vision_config
     match config.model_type:
         case "internvl":
@@ -23,7 +23,7 @@ def _squares(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids
             image = [(vision.image_size // vision.patch_size // config.scale_factor,) * 2]
         case _:
             if inputs.get("image_sizes") is not None:
-                sizes = torch.as_tensor(inputs["image_sizes"]) // vision.patch_size  # Pixtral takes any size
+                sizes = torch.as_tensor(inputs["image_sizes"]) // vision.patch_size  # Pixtral: any image size
                 return {config.image_token_id: [tuple(size) for size in sizes.tolist()]}
             image = [(1, 1)] if config.vision_feature_select_strategy == "full" else []
             image.append((vision.image_size // vision.patch_size,) * 2)
@@ -32,7 +32,7 @@ def _squares(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids
 
 
 def _qwen_vl(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
-    """Patch grids after merging: one per image and per temporal patch of a video."""
+    """Return the grids of merged patches: one per image, and one per temporal patch of a video."""
     merge, grids = core.config.vision_config.spatial_merge_size, {}
     for kind, token in (("image", core.config.image_token_id), ("video", core.config.video_token_id)):
         if (sizes := inputs.get(f"{kind}_grid_thw")) is not None:
@@ -41,13 +41,13 @@ def _qwen_vl(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids
 
 
 def _onevision(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
-    """Return a grid of the whole image and one of its joined tiles; videos are pooled to half the side.
+    """Return LLaVA-OneVision's grids: the whole image and its joined tiles; videos are pooled to half size.
 
-    The last column of the tiles' grid holds the newline features; a video ends with a grid of one cell.
+    The last column of the tiles' grid holds the newline features. A video ends with a 1 x 1 newline grid.
     """
     config, grids = core.config, {}
     side = config.vision_config.image_size // config.vision_config.patch_size
-    half = -(-side // 2)  # rounded up, as bilinear pooling to half the side does
+    half = -(-side // 2)  # rounded up, as in bilinear pooling to half the side
     if inputs.get("pixel_values") is not None:
         sizes = torch.as_tensor(inputs["image_sizes"]).tolist()
         numbers = inputs.get("batch_num_images")
@@ -61,7 +61,7 @@ def _onevision(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGri
     encoded = (inputs.get("mm_encoder_outputs") or {}).get("video")
     if encoded is not None:
         videos, tokens = encoded.pooler_output.shape[:2]
-        frames = (tokens - 1) // half**2  # less the newline after the video
+        frames = (tokens - 1) // half**2  # without the newline after the video
     elif inputs.get("pixel_values_videos") is not None:
         videos, frames = inputs["pixel_values_videos"].shape[:2]
     else:
@@ -70,10 +70,9 @@ def _onevision(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGri
 
 
 def _joined_tiles(core: nn.Module, side: int, size: list[int]) -> tuple[int, int]:
-    """Return the grid of the joined tiles of an image of `size` (height, width).
+    """Return the grid (rows, columns) of the joined tiles of an image of `size` (height, width).
 
-    Packs zero features with newline features of 1 by the model's own function, then finds the first newline,
-    which ends the first row.
+    Calls the model's packing function with zeros as features and ones as newlines: the first 1 ends a row.
     """
     from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
@@ -89,14 +88,14 @@ def _joined_tiles(core: nn.Module, side: int, size: list[int]) -> tuple[int, int
         image_newline=torch.ones(1),
         vision_aspect_ratio=config.vision_aspect_ratio,
     )
-    rest = packed[0][side * side :, 0]  # after the whole image
+    rest = packed[0][side * side :, 0]  # tokens after those of the whole image
     columns = int(rest.nonzero()[0]) + 1 if len(rest) else 1
     return len(rest) // columns, columns
 
 
 QWEN_VL = ModelAdapter(_qwen_vl, grids_need_media=True, multimodal_positions=True)
 ADAPTERS = {
-    # VisionZip ranks patches by the second-last layer of the tower.
+    # VisionZip ranks patches by attention in the second-last layer of the vision tower.
     "llava": ModelAdapter(_squares, lambda core: core.vision_tower.encoder.layers[-2].self_attn),
     "llava_onevision": ModelAdapter(_onevision, grids_need_media=True),
     "qwen2_vl": QWEN_VL,
@@ -104,7 +103,7 @@ ADAPTERS = {
     "internvl": ModelAdapter(_squares),
     "smolvlm": ModelAdapter(_squares),
 }
-# Language models with the projections of `ModelAdapter.project`; True: with a norm per head.
+# Language models with the projections of `ModelAdapter.project`; True: with a norm per head on q and k.
 HEAD_NORM = {
     "llama": False,
     "qwen2": False,
@@ -116,7 +115,7 @@ HEAD_NORM = {
 
 
 def adapter_of(core: nn.Module) -> ModelAdapter:
-    """Return the adapter of a model without its head; a ValueError names the supported families."""
+    """Return the adapter for a core model (without its head); ValueError if the family is not supported."""
     kind, text = core.config.model_type, core.config.get_text_config()
     if kind not in ADAPTERS:
         raise ValueError(

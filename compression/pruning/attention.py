@@ -1,4 +1,4 @@
-"""Attention of one pruned layer: text rows over all heads, visual rows over the heads that they keep."""
+"""Attention of one pruned layer: text tokens use all heads, visual tokens only the heads kept for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HeadSplit:
 
 @lru_cache(maxsize=1024)
 def split_heads(kept: Heads | None, heads: int, kv_heads: int) -> HeadSplit:
-    """Split the query heads of a layer into kept and dropped heads; None keeps all."""
+    """Split the query heads of a layer into heads kept and dropped for visual tokens; None keeps all."""
     group = heads // kv_heads
     if kept is None or len(kept) == heads:
         return HeadSplit(None, (), None, group)
@@ -41,10 +41,11 @@ def split_heads(kept: Heads | None, heads: int, kv_heads: int) -> HeadSplit:
 
 @dataclass(frozen=True, eq=False)
 class LayerAttention:
-    """Attention of one layer: queries, keys and values, and their products.
+    """Attention of one layer: queries, keys and values, and the computation on them.
 
-    `q` are the queries of text (B, H, n_t, D), `k` and `v` keys and values of all columns (B, Hkv, C, D),
-    `rows` the queries (None if the layer is frozen), keys and values of visual rows in their heads only.
+    `q` holds the queries of text tokens (B, H, n_t, D). `k` and `v` hold the keys and values of all columns
+    (B, Hkv, C, D). `rows` holds the queries, keys and values of visual tokens, only for their heads; the
+    queries are None if the layer is frozen.
     """
 
     q: Tensor
@@ -58,11 +59,11 @@ class LayerAttention:
     module: nn.Module
 
     def attend(self) -> tuple[Tensor, Tensor | None]:
-        """Compute attention of text rows over all heads, and of visual rows over the kept heads."""
+        """Compute attention of text tokens over all heads, and of visual tokens over the kept heads."""
         stage, kept, lost, vis = self.stage, self.split.kept, self.split.lost, None
         if not torch.is_tensor(self.k):
             return self._attend_quantised_cache(), None
-        # Without visual queries: no visual rows, a frozen layer, or one that drops all heads for them.
+        # No visual queries: no visual tokens, a frozen layer, or one in which all heads are dropped for them.
         if self.rows is None or self.rows[0] is None:
             if not lost or not stage.any_visual:
                 return self._attend_text(None), None
@@ -71,7 +72,7 @@ class LayerAttention:
             text, vis = self._attend_together()
         else:
             text, vis = self._attend_text(kept), self._attend_near()
-        if lost:  # in dropped heads text attends to text only
+        if lost:  # in dropped heads, text attends only to text
             q, make = _pick_heads(self.q, lost), lambda: stage.mask(stage.text, text_only=True)
             mask = stage.bias("text only", make, q.dtype)
             rest = F.scaled_dot_product_attention(q, *self.keys(lost), attn_mask=mask, scale=self.scale)
@@ -81,22 +82,22 @@ class LayerAttention:
         return text, vis
 
     def keys(self, heads: Heads | None) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that query heads read, one per head; None: all heads."""
+        """Return the keys and values that the query heads read, one per query head; None: all heads."""
         group = self.split.group
         if heads is None:
             return tuple(x if group == 1 else x.repeat_interleave(group, 1) for x in (self.k, self.v))
-        wanted = tuple(h // group for h in heads)  # query heads h of one `group` share a key head
+        wanted = tuple(h // group for h in heads)  # a `group` of query heads shares a key head
         return _pick_heads(self.k, wanted), _pick_heads(self.v, wanted)
 
     def last_row(self) -> Tensor:
-        """Compute the attention of the last text row to visual rows (B, n_v), mean over all heads."""
+        """Compute the attention weights of the last text token on visual tokens (B, n_v), mean over heads."""
         k, _ = self.keys(None)
         weights = softmax_rows(self.q[:, :, -1:], k, self.stage.mask(self.stage.text[:, -1:]), self.scale)
-        past = k.shape[2] - self.stage.cols.shape[1]  # columns of earlier calls, which have no rows here
+        past = k.shape[2] - self.stage.cols.shape[1]  # columns of earlier calls, without rows in this call
         return pick(weights.mean(1)[:, 0, past:], self.stage.vis_at)
 
     def _attend_quantised_cache(self) -> Tensor:
-        """Attend to a quantised cache with its registered attention function: (B, H, n_t, D)."""
+        """Attend to a quantised cache with its registered attention function; returns (B, H, n_t, D)."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         if self.rows is not None:
@@ -107,7 +108,7 @@ class LayerAttention:
             )
         stage, lost, mask = self.stage, self.split.lost, self.stage.text_mask
 
-        def mask_by_head() -> Tensor:  # (B, H, n_t, C): lost heads attend to text only
+        def mask_by_head() -> Tensor:  # (B, H, n_t, C): dropped heads attend only to text
             is_lost = torch.zeros(self.q.shape[1], dtype=torch.bool, device=self.q.device)
             is_lost[list(lost)] = True
             text_only = stage.mask(stage.text, text_only=True)
@@ -129,15 +130,15 @@ class LayerAttention:
                 return F.scaled_dot_product_attention(q, *self.keys(heads), is_causal=True, scale=self.scale)
             mask = stage.bias("text", lambda: stage.text_mask, q.dtype)
         if heads is None and q.shape[2] == 1 and group > 1:
-            # One query per head: the heads of a group become rows over its one key head, so that keys are not
-            # repeated. (B, H, 1, D) to (B, Hkv, group, D).
+            # With one query per head, the query heads of a group become rows of their key head, so that keys
+            # are not repeated: (B, H, 1, D) becomes (B, Hkv, group, D).
             packed = q.unflatten(1, (-1, group))[:, :, :, 0]
             out = F.scaled_dot_product_attention(packed, self.k, self.v, attn_mask=mask, scale=self.scale)
             return out.flatten(1, 2)[:, :, None]
         return F.scaled_dot_product_attention(q, *self.keys(heads), attn_mask=mask, scale=self.scale)
 
     def _attend_together(self) -> tuple[Tensor, Tensor]:
-        """Attend with text and visual rows in sequence order, so that a causal mask needs no tensor."""
+        """Attend with text and visual tokens in sequence order, so that causal attention needs no mask."""
         stage, q = self.stage, _pick_heads(self.q, self.split.kept)
         rows = stage.join(q, self.rows[0], None, q.shape[1])
         mask = None if stage.plain else stage.bias("all", lambda: stage.mask(stage.cols), q.dtype)
@@ -148,15 +149,15 @@ class LayerAttention:
         return pick(out, stage.text_at, 2), pick(out, stage.vis_at, 2)
 
     def _attend_near(self) -> Tensor:
-        """Attend from visual rows to the window on their patch grid and to the text before them."""
+        """Attend from visual tokens to their window on the patch grid and to the text before them."""
         stage, pruning, split = self.stage, self.pruning, self.split
         (q, *mine), (k, v) = self.rows, self.keys(split.kept)
-        # Blocks need complete grids; those that lost tokens to a reduction have a mask over all columns.
+        # Block-wise attention needs complete grids. If tokens were removed, use a mask over all columns.
         if stage.once("lost", lambda: int(stage.is_token.sum()) != int(stage.call.layout.visual.sum())):
             make = lambda: window_mask(stage, pruning)
             mask = stage.bias(("near", pruning.radius, pruning.causal), make, q.dtype)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
-        if split.kept is not None:  # visual rows have the needed key heads only
+        if split.kept is not None:  # visual tokens have only the needed key heads
             place = {head: at for at, head in enumerate(split.needed or range(mine[0].shape[1]))}
             heads = tuple(place[h // split.group] for h in split.kept)
             mine = [_pick_heads(x, heads) for x in mine]
@@ -167,7 +168,7 @@ class LayerAttention:
 
 
 def _pick_heads(x: Tensor, heads: Heads | None) -> Tensor:
-    """Select heads of (B, H, n, D); contiguous heads without a copy."""
+    """Select heads of (B, H, n, D); contiguous heads are not copied."""
     return take(x, 1, feature_index(heads))
 
 

@@ -21,13 +21,13 @@ from mmrl.compression.pruning.token_stages import ForwardCall, TokenStage, past_
 from mmrl.kv_cache.hf_cache import PromptCache
 from mmrl.runtime.modules import with_values
 
-# Callback while an importance plan is measured: called with ("attention", layer, LayerAttention), and with
-# ("ffn_units", layer, (inner units of visual rows (B, n_v, m), stage)).
+# Callback during the measurement of an importance plan. It gets ("attention", layer, LayerAttention), and
+# ("ffn_units", layer, (inner units of visual tokens (B, n_v, m), stage)).
 OBSERVER: ContextVar[Callable[[str, int, Any], None] | None] = ContextVar("observer", default=None)
 
 
 def forward_core(core: nn.Module, *args: Any, **inputs: Any) -> Any:
-    """`forward` of a pruned core model: find visual tokens and publish their layout to the language model."""
+    """Run a pruned core model: find the visual tokens and pass their layout to the language model."""
     if args:
         inputs["input_ids"] = args[0]
     pruning = pruning_of(core)
@@ -51,7 +51,7 @@ def forward_text(
     use_cache: bool | None = None,
     **other: Any,
 ) -> Any:
-    """`forward` of a pruned language model; removed visual tokens keep their last hidden state."""
+    """Run a pruned language model; removed visual tokens keep their last hidden state."""
     from transformers import DynamicCache
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -75,19 +75,19 @@ def forward_text(
         )
     batch, length = inputs_embeds.shape[:2]
     past = past_tokens(past_key_values, shape.layers)
-    known, allowed = read_mask(attention_mask, past, length)
+    is_token, allowed = read_mask(attention_mask, past, length)
     if position_ids is None:
         position_ids = torch.arange(past, past + length, device=inputs_embeds.device)[None]
     cos, sin = text.rotary_emb(inputs_embeds, adapter.positions(position_ids, batch))
     rotary = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
-    call = ForwardCall(layout, past_key_values, shape.layers, past, known, allowed, rotary)
+    call = ForwardCall(layout, past_key_values, shape.layers, past, is_token, allowed, rotary)
     states = PrunedForward(text, adapter, shape, pruning, call)(inputs_embeds)
     return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=past_key_values)
 
 
 @dataclass(frozen=True, eq=False)
 class PrunedForward:
-    """One pass of hidden states through all layers of a pruned language model."""
+    """A pass of hidden states through all layers of a pruned language model."""
 
     text: nn.Module
     adapter: ModelAdapter
@@ -104,12 +104,12 @@ class PrunedForward:
                 if reduction.layer == i:
                     stage, vis, scores = self._reduce(number, reduction, stage, text, vis, scores)
             layer = partial(self._layer, i, block, stage)
-            # As transformers' layers. With a cache, recomputation would append keys and values twice.
+            # As in transformers. With a cache, recomputation would append keys and values twice.
             if block.gradient_checkpointing and block.training and self.call.cache is None:
                 text, vis, scores = block._gradient_checkpointing_func(layer, text, vis)
             else:
                 text, vis, scores = layer(text, vis)
-        # Rows go back to their places in the sequence; the extra last place takes the padding (-1).
+        # Scatter rows to their positions in the sequence; padding rows (-1) go to an extra last position.
         batch, size, width = states.shape
         out = states.new_zeros(batch, size + 1, width)
         lines = torch.arange(batch, device=states.device)[:, None]
@@ -121,7 +121,7 @@ class PrunedForward:
         self, number: int, reduction: TokenReduction, stage: TokenStage, text: Tensor, vis: Tensor,
         scores: Tensor | None,
     ) -> tuple[TokenStage, Tensor, Tensor | None]:  # fmt: skip
-        """Apply a token reduction; returns the next stage, its visual rows and their scores."""
+        """Apply a token reduction; return the next stage, its visual tokens and their scores."""
         keep = torch.zeros_like(stage.is_token)
         if reduction.choose is not None and vis.shape[1]:
             if reduction.scores and self.call.allowed is not None:
@@ -132,21 +132,22 @@ class PrunedForward:
                 )
             if reduction.scores == "layer":
                 scores = self._scores(reduction.layer, stage, text, vis)
-            # How many tokens are left depends on numbers, and an estimate of memory has none.
+            # The number of remaining tokens depends on tensor values. A memory estimate uses fake tensors
+            # without values, so `with_values` replaces them by zeros.
             chosen, vis = reduction.choose(
                 stage, with_values(vis), None if scores is None else with_values(scores)
             )
             keep = chosen & stage.is_token
-        # Indices into the old visual rows, and by these the tokens of the new ones, padded with -1.
+        # `stay` holds indices of the visual tokens that remain, padded with -1, for the next stage.
         stay = pack_places(keep)
         after = self.call.stage(number, pick(stage.vis, stay).masked_fill(stay < 0, NO_TOKEN))
         match self.call.cache:
-            case PromptCache() as cache if not self.call.past:  # layers after this one store fewer columns
+            case PromptCache() as cache if not self.call.past:  # later layers store fewer columns
                 cache.lay_out(reduction.layer, after.visual, after.seen)
         return after, pick(vis, stay), scores if scores is None else pick(scores, stay)
 
     def _scores(self, i: int, stage: TokenStage, text: Tensor, vis: Tensor) -> Tensor:
-        """Compute the last text token's attention to visual rows in layer `i`, mean over heads: (B, n_v)."""
+        """Return the last text token's attention to visual tokens in layer `i`, mean over heads: (B, n_v)."""
         block = self.text.layers[i]
         q, k, _ = self.adapter.project(block.self_attn, block.input_layernorm(text))
         _, vis_k, _ = self.adapter.project(
@@ -154,7 +155,7 @@ class PrunedForward:
         )
         keys = torch.cat([rotate(k, *stage.text_rotary), rotate(vis_k, *stage.vis_rotary)], 2)
         keys = keys.repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)  # one per query head
-        last = rotate(q, *stage.text_rotary)[:, :, -1:]  # rows are padded on the left
+        last = rotate(q, *stage.text_rotary)[:, :, -1:]  # the last token, as rows are padded on the left
         is_token = torch.cat([stage.text >= 0, stage.is_token], 1)
         weights = softmax_rows(last, keys, is_token[:, None, None], block.self_attn.scaling)
         return weights.mean(1)[:, 0, text.shape[1] :]
@@ -162,12 +163,12 @@ class PrunedForward:
     def _layer(
         self, i: int, block: nn.Module, stage: TokenStage, text: Tensor, vis: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Apply layer `i` to text and visual rows; returns also the scores that the next reduction wants."""
+        """Apply layer `i` to text and visual tokens; also return the scores that the next reduction needs."""
         attn, mlp, norm = block.self_attn, block.mlp, block.post_attention_layernorm
         attention, observe = self._attention(i, block, stage, text, vis), OBSERVER.get()
         if observe is not None:
             observe("attention", i, attention)
-        # A pre-norm residual layer; text rows use all heads and inner units.
+        # A pre-norm residual layer. Text rows use all heads and inner units.
         text_out, vis_out = attention.attend()
         text = text + attn.o_proj(text_out.transpose(1, 2).flatten(2))
         text = text + mlp(norm(text))
@@ -175,27 +176,27 @@ class PrunedForward:
             if vis_out is not None:
                 kept = feature_index(attention.split.kept, self.shape.head_dim)
                 vis = vis + sliced_linear(attn.o_proj, vis_out.transpose(1, 2).flatten(2), columns=kept)
-            # The gated MLP (SwiGLU) with the inner units that visual tokens keep.
+            # The gated MLP (SwiGLU), restricted to the inner units kept for visual tokens.
             x, units = norm(vis), feature_index(self.pruning.ffn_units_of(i))
             hidden = mlp.act_fn(sliced_linear(mlp.gate_proj, x, rows=units))
             hidden = hidden * sliced_linear(mlp.up_proj, x, rows=units)
             if observe is not None:
                 observe("ffn_units", i, (hidden, stage))
             vis = vis + sliced_linear(mlp.down_proj, hidden, columns=units)
-        # FastV ranks by the attention of the layer before its cut.
+        # FastV ranks tokens by the attention of the layer before the cut.
         wanted = any(r.scores == "previous" and r.layer == i + 1 for r in self.pruning.reductions)
         return text, vis, attention.last_row() if wanted and vis.shape[1] else None
 
     def _attention(
         self, i: int, block: nn.Module, stage: TokenStage, text: Tensor, vis: Tensor
     ) -> LayerAttention:
-        """Project text and visual rows, and join their keys and values with those of the cache."""
+        """Project text and visual tokens, and append their keys and values to those of the cache."""
         attn, shape, cache = block.self_attn, self.shape, self.call.cache
         split = split_heads(self.pruning.heads_of(i), shape.heads, shape.kv_heads)
         q, k, v = self.adapter.project(attn, block.input_layernorm(text))
         q, k, rows = rotate(q, *stage.text_rotary), rotate(k, *stage.text_rotary), None
         if vis.shape[1]:
-            # Visual rows: only the queries of kept heads, and the keys and values that these read.
+            # For visual tokens, compute only queries of kept heads, and the keys and values that these read.
             queries = feature_index(() if i in self.pruning.frozen else split.kept, shape.head_dim)
             keys, needed = feature_index(split.needed, shape.head_dim), feature_index(split.needed)
             vis_q, vis_k, vis_v = self.adapter.project(attn, block.input_layernorm(vis), queries, keys)

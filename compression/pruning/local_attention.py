@@ -1,4 +1,4 @@
-"""Windowed attention on patch grids, in blocks of grid rows, without a full attention map."""
+"""Windowed attention on patch grids, computed in blocks of grid rows without a full attention matrix."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mmrl.compression.pruning.patch_grid import pick
 from mmrl.compression.pruning.spec import PruningSpec
 from mmrl.compression.pruning.token_stages import TokenStage
 
-BLOCK = 96  # target queries per block: smaller blocks underuse the kernel, larger ones mask more keys
+BLOCK = 96  # target queries per block: smaller blocks underuse the kernel, larger ones waste more masked keys
 
 
 def block_rows(rows: int, columns: int) -> int:
-    """Choose the number of grid rows per block, so that blocks are of nearly equal size."""
-    blocks = max(1, -(-rows * columns // BLOCK))  # divisions here are rounded up
+    """Choose the number of grid rows per block such that all blocks have nearly equal size."""
+    blocks = max(1, -(-rows * columns // BLOCK))  # divisions here round up
     return -(-rows // min(rows, blocks))
 
 
 def block_keys(rows: int, columns: int, radius: int, causal: bool) -> tuple[int, int, int]:
-    """Return the number of blocks of a grid, and of queries and visual keys per block."""
+    """Return the number of blocks of a grid, and the numbers of queries and of visual keys per block."""
     block = block_rows(rows, columns)
     reach = min(radius, rows - 1)
     return -(-rows // block), block * columns, (block + reach * (1 if causal else 2)) * columns
@@ -30,7 +30,7 @@ def block_keys(rows: int, columns: int, radius: int, causal: bool) -> tuple[int,
 
 @lru_cache(maxsize=64)
 def _window(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
-    """Compute which keys of its block are in the window of a query: (blocks, queries, keys)."""
+    """Compute for each query which keys of its block are in its window: (blocks, queries, keys) bool."""
     block, reach = block_rows(rows, columns), min(radius, rows - 1)
     blocks, queries, keys = block_keys(rows, columns, radius, causal)
     start = torch.arange(blocks)[:, None] * block  # the first grid row of every block
@@ -41,7 +41,7 @@ def _window(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
     near = ((qy - ky).abs() <= radius) & ((qx - kx).abs() <= radius) & (ky >= 0) & (ky < rows)
     if causal:
         near &= ky * columns + kx <= qy * columns + qx
-    # Padding rows of the last block attend everywhere, so that their softmax is defined; they are dropped.
+    # Padding rows of the last block attend to all keys, so that softmax is defined; they are dropped later.
     return near | (qy >= rows)
 
 
@@ -49,17 +49,17 @@ def attend_near(
     rows: tuple[Tensor, Tensor, Tensor], text: tuple[Tensor, Tensor], stage: TokenStage,
     pruning: PruningSpec, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Attend from visual rows to their window and to the text before them: (B, H, n_v, D).
+    """Attend from visual tokens to their window and to the text before them; returns (B, H, n_v, D).
 
-    `rows` are queries, keys and values of the visual rows; `text` keys and values (B, H, t, D) of the columns
-    `stage.words`. Every grid must be complete.
+    `rows` holds the queries, keys and values of the visual tokens. `text` holds the keys and values (B, H, t,
+    D) of the text tokens in the columns `stage.words`. No token of a grid may have been removed.
     """
     batch, heads, n, size = rows[0].shape
     flat = [x.transpose(1, 2).reshape(batch * n, heads, size) for x in rows]
     out = flat[0].new_zeros(batch * n, heads, size)
     for shape, at, whole in stage.once("grids", lambda: _grid_rows(stage)):
         mine = [x.view(*at.shape, heads, size) if whole else x[at] for x in flat]
-        before = [x[at[:, 0] // n] for x in text]  # every grid reads the text of its batch row
+        before = [x[at[:, 0] // n] for x in text]  # each grid attends to the text of its own batch row
         make = lambda shape=shape, at=at: _block_mask(stage, shape, at, pruning)
         bias = stage.bias(("blocks", shape, pruning.radius, pruning.causal), make, flat[0].dtype)
         done = _attend_blocks(mine, before, bias, shape, pruning, scale)
@@ -70,7 +70,7 @@ def attend_near(
 
 
 def _grid_rows(stage: TokenStage) -> list[tuple[tuple[int, int], Tensor, bool]]:
-    """List grids by shape: flat indices `b * n_v + j` (F, h * w), and whether they are all rows in order."""
+    """List per shape of grids: (shape, flat row indices (F, h * w), whether these are all rows in order)."""
     batch, n = stage.vis.shape
     every = torch.arange(batch * n, device=stage.vis.device)
     place = (stage.inverse(stage.vis) + every[::n, None]).flatten()
@@ -84,7 +84,7 @@ def _attend_blocks(
     rows: list[Tensor], text: list[Tensor], bias: Tensor, shape: tuple[int, int], pruning: PruningSpec,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """Attend within grids (F, h * w, H, D), block by block."""
+    """Attend within F grids of equal shape, (F, h * w, H, D), block by block."""
     (height, width), (frames, _, heads, size) = shape, rows[0].shape
     block, reach = block_rows(height, width), min(pruning.radius, height - 1)
     blocks = -(-height // block)
@@ -93,7 +93,7 @@ def _attend_blocks(
     keys = []
     for x, words in zip(rows[1:], text, strict=True):
         lines = _pad_rows(x, width, reach, fill + below).view(frames, -1, width, heads, size)
-        # Blocks overlap by their reach. (F, blocks, w, H, D, lines of a block) to (F, blocks, H, keys, D).
+        # Blocks overlap by `reach` rows. (F, blocks, w, H, D, block rows) becomes (F, blocks, H, keys, D).
         parts = lines.unfold(1, block + reach + below, block).permute(0, 1, 3, 5, 2, 4).flatten(3, 4)
         parts = torch.cat([parts, words[:, None].expand(-1, blocks, -1, -1, -1)], 3)
         keys.append(parts.flatten(0, 1))
@@ -102,7 +102,7 @@ def _attend_blocks(
 
 
 def _block_mask(stage: TokenStage, shape: tuple[int, int], at: Tensor, pruning: PruningSpec) -> Tensor:
-    """Compute the mask of every block over window and text: (F * blocks, 1, queries, keys + t)."""
+    """Compute the mask of every block for window and text: (F * blocks, 1, queries, keys + t) bool."""
     (height, width), frames = shape, len(at)
     near = _window(height, width, pruning.radius, pruning.causal).to(at.device).expand(frames, -1, -1, -1)
     _, blocks, queries, _ = near.shape
@@ -112,19 +112,19 @@ def _block_mask(stage: TokenStage, shape: tuple[int, int], at: Tensor, pruning: 
 
 
 def _pad_rows(x: Tensor, columns: int, above: int, below: int) -> Tensor:
-    """Pad with empty grid rows above and below."""
+    """Pad a grid with empty rows: `above` rows before and `below` rows after it."""
     return F.pad(x, (0, 0, 0, 0, above * columns, below * columns)) if above or below else x
 
 
 def window_mask(stage: TokenStage, pruning: PruningSpec) -> Tensor:
-    """Compute the window mask of visual rows over all columns, where grids lost tokens: (B, 1, n_v, C)."""
+    """Compute the window mask of visual tokens over all columns if grids lost tokens: (B, 1, n_v, C) bool."""
     rows, cols = (
         [pick(axis, index) for axis in stage.call.layout.place] for index in (stage.vis, stage.cols)
     )
     near = (rows[0][:, :, None] == cols[0][:, None]) & (rows[0] >= 0)[:, :, None]  # on the same grid
     for line, column in zip(rows[1:], cols[1:], strict=True):
         near &= (line[:, :, None] - column[:, None]).abs() <= pruning.radius
-    past = stage.orig.shape[1] - stage.cols.shape[1]  # columns of earlier calls have no place on a grid
+    past = stage.orig.shape[1] - stage.cols.shape[1]  # columns of earlier calls have no grid position
     near = F.pad(near, (past, 0)) & stage.visual[:, None] & stage.seen[:, None]
     base = stage.mask(stage.vis)[:, 0]
     see = (base & ~stage.visual[:, None]) | (near & base if pruning.causal else near)

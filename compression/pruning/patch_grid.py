@@ -1,7 +1,7 @@
-"""Visual tokens of a call: their places in the sequence and on the patch grids of their images.
+"""Visual tokens of a call: their positions in the sequence and on the patch grids of their images.
 
-`generate` encodes images first and passes on their features (repeated for beams) without the grids.
-Therefore grids, and queries and keys of the vision tower, are attributes of the feature tensors.
+`generate` encodes images first and then passes their features (repeated for beams) without the grids.
+Therefore the grids, and the queries and keys of the vision tower, are attributes of the feature tensors.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """Visual tokens of one call: `visual` (B, S) marks placeholders of images and frames.
+    """Visual tokens of a call, B rows of S tokens; `visual` (B, S) marks image and frame placeholders.
 
-    `grids` holds, by shape (h, w), the flat indices `b * S + s` of every patch grid, (F, h * w) in reading
-    order. `place` (3, B, S) is the number of the grid, the row and the column; -1 for text. `tower` are
-    queries and keys recorded in the vision tower, (images, 1 + patches, width).
+    `grids` maps a shape (h, w) to the flat indices `b * S + s` of the tokens in F such patch grids, (F, h *
+    w), in reading order. `place` (3, B, S) holds the number of the grid, the row and the column of each
+    token; -1 for text. `tower` holds queries and keys of the vision tower, (images, 1 + patches, width).
     """
 
     visual: Tensor
@@ -55,14 +55,14 @@ def lay_out(core: nn.Module, inputs: Mapping[str, Any], *, grids: bool) -> Token
     tower = {name: torch.stack([part[name] for part in tower]) for name in (tower[0] if tower else ())}
     if not grids or not bool(visual.any()):
         return TokenLayout(visual, tower=tower)
-    known, tokens = adapter_of(core).grids(core, inputs), placeholders(core.config)
+    grids_by_token, tokens = adapter_of(core).grids(core, inputs), placeholders(core.config)
     for kind, encodings in features.items():
         attached = [grid for feature in encodings for grid in getattr(feature, "grids", ())]
-        known.setdefault(tokens[kind], attached)
+        grids_by_token.setdefault(tokens[kind], attached)
     place, number = torch.full((3, ids.numel()), NO_TOKEN, device=ids.device), 0
     by_shape: dict[tuple[int, int], list[Tensor]] = {}
     for token in placeholder_ids(core.config):
-        shapes, at = known.get(token, []), (ids == token).flatten().nonzero()[:, 0]
+        shapes, at = grids_by_token.get(token, []), (ids == token).flatten().nonzero()[:, 0]
         wanted = [h * w for h, w in shapes]
         if sum(wanted) != len(at):
             raise ValueError(
@@ -84,7 +84,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
     adapter, tower, hooks = adapter_of(core), {}, []
     if kind == "image" and pruning_of(core).tower:
         attn = adapter.class_token_attention(core)
-        hooks = [  # queries and keys, because sdpa returns no attention weights
+        hooks = [  # record queries and keys, because sdpa returns no attention weights
             projection.register_forward_hook(lambda module, args, out, name=name: tower.update({name: out}))
             for name, projection in (("q", attn.q_proj), ("k", attn.k_proj))
         ]
@@ -93,7 +93,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
     finally:
         for hook in hooks:
             hook.remove()
-    if torch.is_tensor(out.pooler_output):  # no feature per image: grids follow from shapes
+    if torch.is_tensor(out.pooler_output):  # a single tensor: grids follow from shapes
         return out
     grids = iter(())
     if adapter.grids_need_media:
@@ -104,13 +104,13 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
         feature.grids, left = [], len(feature)
         while left > 0 and (grid := next(grids, None)) is not None:
             feature.grids.append(grid)
-            left -= grid[0] * grid[1]  # a feature of several tiles or frames has several grids
+            left -= grid[0] * grid[1]  # features of several tiles or frames have several grids
         feature.tower = {name: value[number] for name, value in tower.items()}
     return out
 
 
 def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
-    """Encode the images of a call first, as `generate` does, so that their attributes are available."""
+    """Encode the images of a call in advance, as `generate` does, so that features carry their attributes."""
     if inputs.get("pixel_values") is None:
         return
     wanted = inspect.signature(core.get_image_features).parameters
@@ -119,9 +119,9 @@ def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
 
 
 def pack_places(flags: Tensor) -> Tensor:
-    """List the indices where `flags` (B, S) is True, in order, padded on the left with -1: (B, n)."""
+    """Return the indices at which `flags` (B, S) is True, in order, padded on the left with -1: (B, n)."""
     n = int(flags.sum(1).max())
-    # A stable sort puts False before True and keeps the order of either.
+    # A stable sort puts False before True and preserves the order within each.
     order = torch.sort(flags.to(torch.uint8), dim=1, stable=True).indices[:, flags.shape[1] - n :]
     return order.masked_fill(~flags.gather(1, order), NO_TOKEN)
 
@@ -129,7 +129,7 @@ def pack_places(flags: Tensor) -> Tensor:
 def pick(x: Tensor, index: Tensor, dim: int = 1) -> Tensor:
     """Gather the entries `index` (B, n) along `dim` of `x` (B, ...); padding (-1) gathers entry 0."""
     n = index.shape[1]
-    # Often the index is the identity, and a comparison is cheaper than a copy.
+    # The index is often the identity, and a comparison is cheaper than a copy.
     if x.shape[dim] == n and bool((index == torch.arange(n, device=index.device)).all()):
         return x
     index = index.clamp(min=0)

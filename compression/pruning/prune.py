@@ -1,4 +1,4 @@
-"""Views of a model: the same weights with other computation."""
+"""Views of a model: modules that share its weights but compute something else."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def prune(
     reductions: Sequence[TokenReduction] = (),
     **changes: Any,
 ) -> nn.Module:
-    """Return a view of a model with more pruning; the view shares every weight with the model.
+    """Return a view of a model with additional pruning; the view shares every weight with the model.
 
-    `name` and `options` are recorded, so that the view can be saved and restored; `reductions` are added to
-    those of the model; `changes` are other fields of `PruningSpec`.
+    `name` and `options` are recorded, so that the view can be saved and restored. `reductions` are added to
+    those of the model. `changes` are other fields of `PruningSpec`.
     """
     layers, before = shape_of(model).layers, pruning_of(model)
     for reduction in reductions:
@@ -38,20 +38,20 @@ def prune(
             raise ValueError(
                 f"tokens cannot leave in front of layer {reduction.layer} of a model with {layers} layers"
             )
-    adapter_of(model.base_model)  # raises for families without an adapter
+    adapter_of(model.base_model)  # raises an error for families without an adapter
     view = record_transform(share_weights(model), model, name, options)
     core, text = view.base_model, view.base_model.get_decoder()
-    # In a layer, removal of all tokens comes last, after reductions that choose among the tokens.
+    # Before the same layer, reductions that choose among the tokens come before the removal of all tokens.
     order = lambda reduction: (reduction.layer, reduction.choose is None)
     reductions = tuple(sorted((*before.reductions, *reductions), key=order))
     vars(core)[PRUNING] = replace(before, reductions=reductions, **changes)
-    # Instance attributes override the methods of the class, and are rebound in a deep copy of the view.
+    # Instance attributes override the class methods. A `BoundFunction` is rebound in a deep copy of the view.
     core.forward = BoundFunction(forward_core, core)
     text.forward = BoundFunction(forward_text, text, core)
     for kind in ("image", "video"):
         getter = f"get_{kind}_features"
         if method := getattr(type(core), getter, None):
-            # `generate` reads the arguments of the method from its signature, which has no `self` when bound.
+            # `generate` reads the method's arguments from its signature; a bound method has no `self` in it.
             bound = BoundFunction(forward_features, core, kind, method)
             bound.__signature__ = inspect.signature(partial(method, core))
             setattr(core, getter, bound)
@@ -61,7 +61,7 @@ def prune(
 def share_weights(module: nn.Module, swap: Mapping[int, nn.Module] | None = None) -> nn.Module:
     """Copy a tree of modules without copying tensors; `swap` maps the `id` of modules to replacements.
 
-    Adapters that are added to the copy do not appear in the original, nor the other way round.
+    Adapters that are added to the copy do not appear in the original, and vice versa.
     """
     copies = dict(swap or {})
 
@@ -70,7 +70,7 @@ def share_weights(module: nn.Module, swap: Mapping[int, nn.Module] | None = None
             return copies[id(module)]
         view = copies[id(module)] = copy.copy(module)
         state = vars(view)
-        # Tables of parameters, buffers and hooks, so that a hook on the copy does not run in the original.
+        # Copy tables of parameters, buffers and hooks, so that hooks on the copy do not affect the original.
         tables = [name for name in state if name[0] == "_" and type(state[name]) in (dict, OrderedDict, set)]
         state |= {name: copy.copy(state[name]) for name in tables}
         for name, child in view._modules.items():
@@ -95,7 +95,7 @@ class BoundFunction:
         return self.function(*self.first, *rest, **named)
 
     def onto(self, copies: Mapping[int, nn.Module]) -> BoundFunction:
-        """Rebind the function to the copies of its modules, looked up by `id`."""
+        """Return the function bound to copies of its modules; `copies` maps a module's `id` to its copy."""
         moved = copy.copy(self)
         moved.first = tuple(copies.get(id(arg), arg) for arg in self.first)
         return moved

@@ -9,22 +9,22 @@ from torch import Tensor, nn
 
 from mmrl.core import onednn
 
-FeatureIndex = slice | Tensor | None  # which outputs or inputs; None: all
+FeatureIndex = slice | Tensor | None  # selected outputs or inputs; None: all
 
 
 def feature_index(chosen: Sequence[int] | None, size: int = 1) -> FeatureIndex:
-    """Index the features of chosen units of `size` features; a slice if contiguous, to avoid copies."""
+    """Return feature indices of chosen units of `size` features; a slice if contiguous, to avoid copies."""
     if chosen is None:
         return None
-    first, last = (chosen[0], chosen[-1]) if chosen else (0, -1)  # none: the empty slice
+    first, last = (chosen[0], chosen[-1]) if chosen else (0, -1)  # no units: the empty slice
     if list(chosen) == list(range(first, last + 1)):
         return slice(first * size, (last + 1) * size)
-    units = torch.tensor(list(chosen))  # (units, size) features, unit by unit
+    units = torch.tensor(list(chosen))  # feature indices (units, size), unit by unit
     return (units[:, None] * size + torch.arange(size)).flatten()
 
 
 def take(x: Tensor, axis: int, chosen: FeatureIndex) -> Tensor:
-    """Select features of a tensor; contiguous ones without a copy."""
+    """Select features along an axis of a tensor; contiguous features are not copied."""
     match chosen:
         case None:
             return x
@@ -36,9 +36,9 @@ def take(x: Tensor, axis: int, chosen: FeatureIndex) -> Tensor:
 def sliced_linear(
     linear: nn.Module, x: Tensor, *, rows: FeatureIndex = None, columns: FeatureIndex = None
 ) -> Tensor:
-    """Compute some outputs (`rows` of the weight) from some inputs (`columns`); `x` has these inputs only.
+    """Compute some outputs (`rows` of the weight) from some inputs (`columns`); `x` has only these inputs.
 
-    Layers of an unknown type compute all outputs, with zeros for missing inputs.
+    Layers of an unknown type compute all outputs, with zeros for the missing inputs.
     """
     if rows is None and columns is None:
         return linear(x)
@@ -68,7 +68,7 @@ def _four_bits(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: Featur
 
 def _adapted(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureIndex) -> Tensor:
     """Compute a LoRA layer: y = W x + scaling * B A x, with W and B sliced by rows, W and A by columns."""
-    if linear.lora_variant:  # DoRA and the like scale whole rows of W
+    if linear.lora_variant:  # DoRA and similar variants scale whole rows of W
         return _whole(linear, x, rows, columns)
     out = sliced_linear(linear.base_layer, x, rows=rows, columns=columns)
     if linear.disable_adapters or linear.merged:  # merged: the base weight contains the adapter
@@ -88,7 +88,7 @@ def _whole(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureInd
     return take(linear(x), -1, rows)
 
 
-# By name, so that neither bitsandbytes nor peft is imported for models without them.
+# Keyed by class name, so that bitsandbytes and peft are imported only for models that use them.
 SLICED: dict[str, Callable[[nn.Module, Tensor, FeatureIndex, FeatureIndex], Tensor]] = {
     "torch.nn.modules.linear.Linear": _plain,
     "bitsandbytes.nn.modules.Linear4bit": _four_bits,

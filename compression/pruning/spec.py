@@ -1,4 +1,4 @@
-"""The specification of pruned visual computation as plain data, and how it is read from a model."""
+"""Specification of pruned visual computation as plain data, and functions that read it from a model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 from mmrl.kv_cache.hf_cache import head_size
 
 PRUNING = "mmrl_pruning"
-Units = tuple[tuple[int, ...] | None, ...]  # of every layer; None for all
+Units = tuple[tuple[int, ...] | None, ...]  # chosen units of each layer; None: all
 
 
 @dataclass(frozen=True)
 class TokenReduction:
-    """Removal of visual tokens before a layer.
+    """Removal of visual tokens before layer `layer`.
 
-    `choose(stage, vis, scores)` gets the hidden states (B, n_v, width) of the visual rows of a `TokenStage`
-    and returns a mask (B, n_v) of those that stay, and the new states; None removes all. `scores` (B, n_v),
-    if wanted, is the attention of the last text token to the visual rows, mean over heads, in the `previous`
-    layer, or with the projections of this `layer`.
+    `choose(stage, vis, scores)` gets the hidden states (B, n_v, width) of the visual tokens of a
+    `TokenStage`. It returns a mask (B, n_v) of the tokens to keep, and the new states. If `choose` is None,
+    all tokens are removed. `scores` (B, n_v) is the attention of the last text token to the visual tokens,
+    averaged over heads: in the `previous` layer, or with the projections of this `layer`; empty: no scores.
     """
 
     layer: int
@@ -31,11 +31,11 @@ class TokenReduction:
 
 @dataclass(frozen=True)
 class PruningSpec:
-    """Pruned parts of the visual computation; the defaults prune nothing.
+    """Specification of the pruned visual computation; the defaults prune nothing.
 
-    `radius` and `causal` define the attention window on the patch grid of an image; `heads` and `ffn_units`
-    list the query heads and inner units that visual tokens keep in every layer (None: all); `frozen` layers
-    leave visual tokens unchanged; `reductions` are sorted by layer.
+    `radius` and `causal` define the attention window on the patch grid of an image. `heads` and `ffn_units`
+    list the query heads and inner units kept for visual tokens in every layer (None: all). `frozen` layers
+    leave visual tokens unchanged. `reductions` are sorted by layer.
     """
 
     radius: int | None = None
@@ -44,14 +44,14 @@ class PruningSpec:
     ffn_units: Units = ()
     frozen: frozenset[int] = frozenset()
     reductions: tuple[TokenReduction, ...] = ()
-    tower: bool = False  # a reduction reads queries and keys of the vision tower
+    tower: bool = False  # whether a reduction reads the vision tower's queries and keys
 
     def heads_of(self, layer: int) -> tuple[int, ...] | None:
-        """Return the query heads that visual tokens keep in a layer; None: all."""
+        """Return the query heads that a layer keeps for visual tokens; None: all heads."""
         return self.heads[layer] if self.heads else None
 
     def ffn_units_of(self, layer: int) -> tuple[int, ...] | None:
-        """Return the inner units that visual tokens keep in a layer; None: all."""
+        """Return the inner units that a layer keeps for visual tokens; None: all units."""
         return self.ffn_units[layer] if self.ffn_units else None
 
 
@@ -68,7 +68,7 @@ class ModelShape:
 
 
 def shape_of(model: nn.Module) -> ModelShape:
-    """Read the sizes of a model's language model from its config."""
+    """Return the sizes of a model's language model, read from its configuration."""
     config = model.config.get_text_config()
     return ModelShape(
         layers=config.num_hidden_layers,
@@ -81,5 +81,5 @@ def shape_of(model: nn.Module) -> ModelShape:
 
 
 def pruning_of(model: nn.Module) -> PruningSpec:
-    """Return the pruning of a model; by default nothing is pruned."""
+    """Return the pruning specification of a model; the default specification prunes nothing."""
     return vars(model.base_model).get(PRUNING, PruningSpec())

@@ -1,8 +1,8 @@
-"""Stages: the layers between two token reductions, with equal rows and columns of attention.
+"""Stages: the layers between two token reductions, which have the same rows and columns of attention.
 
-All layers of a stage have the same visual tokens, and thus the same columns in their cache layers. Position
-and kind of every column are stored in extra layers at the end of the same cache, so that beam search,
-repeats, crops and row selection rearrange them too.
+All layers of a stage have the same visual tokens, and thus the same columns in their cache layers. The
+position and kind of every column are stored in extra layers at the end of the same cache. So beam search,
+repeats, crops and row selection also rearrange them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from torch import Tensor
 from mmrl.compression.pruning.patch_grid import TokenLayout, pack_places, pick
 from mmrl.compression.pruning.sliced_linear import FeatureIndex
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines of rows, (B, n, D) each
+Rotary = tuple[Tensor, Tensor]  # cosines and sines of rows, each (B, n, D)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenStage:
-    """Rows and columns of attention of one stage: `S` tokens in this call, `C` columns with past ones.
+    """Rows and columns of attention in a stage: `S` tokens in this call, `C` columns including past ones.
 
-    `text` (B, n_t) and `vis` (B, n_v) index tokens of this call; `cols` (B, n_c) those that become columns,
-    in the order of the sequence; -1 pads on the left. `orig` (B, C) numbers columns in the whole sequence,
-    `visual` (B, C) marks visual ones, `seen` (B, C) those that are not padding.
+    `text` (B, n_t) and `vis` (B, n_v) are indices of text and visual tokens of this call. `cols` (B, n_c) are
+    the indices of tokens that become columns, in sequence order. All three are padded with -1 on the left.
+    `orig` (B, C) is the position of each column in the whole sequence. `visual` (B, C) marks visual columns,
+    and `seen` (B, C) columns that are not padding.
     """
 
     call: ForwardCall
@@ -39,7 +40,7 @@ class TokenStage:
     seen: Tensor
     text_rotary: Rotary
     vis_rotary: Rotary
-    plain: bool  # no padding and no past: the mask is just causal
+    plain: bool  # no padding and no past, so that the mask is simply causal
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, name: Any, make: Callable[[], Any]) -> Any:
@@ -59,9 +60,9 @@ class TokenStage:
         return self.once((name, dtype), added)
 
     def mask(self, rows: Tensor, *, text_only: bool = False) -> Tensor:
-        """Compute which columns the rows (B, n) of this call attend to: (B, 1, n, C).
+        """Compute the columns to which the rows (B, n) of this call attend: (B, 1, n, C) bool.
 
-        A fully masked row (padding) attends everywhere, so that its softmax is defined.
+        A fully masked row (padding) attends to all columns, so that its softmax is defined.
         """
         at = rows.clamp(min=0) + self.call.past
         see = self.seen[:, None] & (self.orig[:, None] <= at[:, :, None])
@@ -73,60 +74,60 @@ class TokenStage:
 
     @cached_property
     def text_mask(self) -> Tensor | None:
-        """Attention mask of text rows; None if they attend to all columns."""
+        """Attention mask of the text tokens; None if they attend to all columns."""
         mask = self.mask(self.text)
         return None if self.text.shape[1] == 1 and bool(mask.all()) else mask
 
     @cached_property
     def is_token(self) -> Tensor:
-        """Mark visual rows that are tokens, not padding: (B, n_v)."""
+        """Mask of the visual rows that are tokens and not padding: (B, n_v)."""
         return self.vis >= 0
 
     @cached_property
     def any_visual(self) -> bool:
-        """Whether a column is visual."""
+        """Whether at least one column is visual."""
         return bool(self.visual.any())
 
     @cached_property
     def all_text(self) -> bool:
-        """Whether the new columns are exactly the text rows, in order."""
+        """Whether the new columns are exactly the text tokens, in order."""
         same_shape = self.vis.shape[1] == 0 and self.text.shape == self.cols.shape
         return same_shape and bool((self.text == self.cols).all())
 
     def inverse(self, index: Tensor) -> Tensor:
-        """Invert `index` (B, n): the place in it of every token of this call, (B, S); 0 if not in it."""
+        """Invert `index` (B, n): the position in `index` of every token of this call, (B, S); 0 if none."""
         size = self.call.layout.visual.shape[1]
         order = torch.arange(index.shape[1], device=index.device).expand_as(index)
-        # The extra last entry absorbs padding (-1).
+        # The extra last entry takes the values of padding (-1).
         places = index.new_zeros(len(index), size + 1)
         places.scatter_(1, index.masked_fill(index < 0, size), order)
         return places[:, :size]
 
     @cached_property
     def text_at(self) -> Tensor:
-        """Column of every text row: (B, n_t)."""
+        """Column of every text token: (B, n_t)."""
         return self.inverse(self.cols).gather(1, self.text.clamp(min=0))
 
     @cached_property
     def vis_at(self) -> Tensor:
-        """Column of every visual row: (B, n_v)."""
+        """Column of every visual token: (B, n_v)."""
         return self.inverse(self.cols).gather(1, self.vis.clamp(min=0))
 
     @cached_property
     def gather(self) -> Tensor:
-        """Index of every new column in the concatenated text and visual rows: (B, n_c)."""
+        """Index of every new column in the concatenation of text and visual tokens: (B, n_c)."""
         return pick(self.inverse(torch.cat([self.text, self.vis], 1)), self.cols)
 
     @cached_property
     def runs(self) -> list[tuple[bool, slice, slice]] | None:
-        """Split the new columns into contiguous runs: `(visual, rows, columns)`.
+        """Contiguous runs of the new columns: `(visual, rows, columns)`; rows and columns are slices.
 
-        None if rows of the batch differ or are padded.
+        None if the rows of the batch differ or have padding.
         """
         padded = torch.cat([self.text, self.vis, self.cols], 1).lt(0)
         if bool(padded.any()) or not self.cols.numel() or bool((self.gather != self.gather[0]).any()):
             return None
-        # A run ends where rows jump, or pass from text rows (below n) to visual ones.
+        # A run ends where the row index jumps, or where it changes from text rows (below n) to visual rows.
         rows, n = self.gather[0].tolist(), self.text.shape[1]
         starts = [at for at, row in enumerate(rows) if not at or row != rows[at - 1] + 1 or row == n]
         runs = []
@@ -137,9 +138,9 @@ class TokenStage:
         return runs
 
     def join(self, text: Tensor, vis: Tensor, heads: FeatureIndex, total: int) -> Tensor:
-        """Merge text rows (B, H, n_t, D) and visual rows (B, h, n_v, D) in the order of the new columns.
+        """Merge text tokens (B, H, n_t, D) and visual tokens (B, h, n_v, D) in the order of the new columns.
 
-        `heads` are those of `total` that the visual rows have; the other heads of visual rows are zero.
+        `heads` are the heads, out of `total`, that the visual tokens have; other heads become zero.
         """
         batch, _, _, size = text.shape
         if self.runs is None:
@@ -159,7 +160,7 @@ class TokenStage:
 
     @cached_property
     def words(self) -> tuple[Tensor, Tensor]:
-        """Text columns before visual rows, (B, t) padded with -1, and a mask per visual row (B, n_v, t)."""
+        """Text columns before visual tokens, (B, t) padded with -1, and their mask per row (B, n_v, t)."""
         at = self.vis.clamp(min=0) + self.call.past
         last = at.masked_fill(self.vis < 0, -1).max(1).values
         columns = pack_places(~self.visual & self.seen & (self.orig < last[:, None]))
@@ -176,22 +177,22 @@ class ForwardCall:
 
     layout: TokenLayout
     cache: Any
-    layers: int  # of the model: the records of columns are in the cache's layers after these
+    layers: int  # layers of the model; the cache's extra layers come after these
     past: int
     known: Tensor | None  # (B, past + S), True for tokens that are not padding
     allowed: Tensor | None  # (B, S, past + S) mask of all pairs, if the caller passed one
-    rotary: Rotary  # of all tokens, (B, S, D)
+    rotary: Rotary  # of all tokens, each (B, S, D)
 
     def stage(self, number: int, vis: Tensor | None = None) -> TokenStage:
-        """Build stage `number` with the visual rows that are left; None: all."""
+        """Build stage `number` with the visual tokens `vis`; None: all visual tokens."""
         from transformers.cache_utils import DynamicLayer
 
         visual = self.layout.visual
         size = visual.shape[1]
         real = torch.ones_like(visual) if self.known is None else self.known[:, self.past :]
         text = pack_places(~visual & real)
-        # Stage 0 has a column for every token, padding included, as an unpruned model; later stages only for
-        # the text and the visual tokens that are left.
+        # Stage 0 has a column for every token, including padding, as in an unpruned model. Later stages have
+        # columns only for the text and the remaining visual tokens.
         if vis is None:
             vis = pack_places(visual & real)
             cols = torch.arange(size, device=visual.device).expand_as(visual)
@@ -205,7 +206,7 @@ class ForwardCall:
             while len(self.cache.layers) <= self.layers + number:
                 self.cache.layers.append(DynamicLayer())
             record = self.cache.layers[self.layers + number]
-            # Keys and values of one head and channel: (B, 1, C, 1).
+            # Stored as keys and values with one head and one channel: (B, 1, C, 1).
             orig, marks = (
                 x[:, 0, :, 0] for x in record.update(new[:, None, :, None], marks[:, None, :, None])
             )
@@ -219,13 +220,13 @@ class ForwardCall:
 
 
 def past_tokens(cache: Any, layers: int) -> int:
-    """Count the tokens of the whole sequence in a cache, by the record of columns of its first stage."""
+    """Return the number of tokens of the whole sequence in a cache, stored in its first extra layer."""
     filled = cache is not None and cache.get_seq_length() and len(cache.layers) > layers
     return cache.layers[layers].get_seq_length() if filled else 0
 
 
 def read_mask(mask: Tensor | None, past: int, length: int) -> tuple[Tensor | None, Tensor | None]:
-    """Convert an attention mask to a padding mask (B, past + S) or a mask of all pairs (B, S, past + S)."""
+    """Convert an attention mask to a padding mask (B, past + S), or a mask of all pairs (B, S, past + S)."""
     if mask is None:
         return None, None
     if type(mask) is dict:

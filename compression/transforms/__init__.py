@@ -1,1 +1,1 @@
-"""Transforms: functions that turn a model into a cheaper one (pruned, quantised, cast)."""
+"""Transforms: functions that convert a model into a cheaper one (pruned, quantised, cast)."""

@@ -12,7 +12,7 @@ from mmrl.config.registry import transform
 from mmrl.runtime.low_bit import quantize_into
 from mmrl.runtime.modules import record_transform
 
-ADAPTER = "lora_"  # part of the names of the layers that a LoRA adapter adds
+ADAPTER = "lora_"  # part of the names of all layers of a LoRA adapter
 
 
 @transform(packages={"bitsandbytes": "lowbit"})
@@ -26,19 +26,17 @@ def bnb_quantize(
 ) -> nn.Module:
     """Quantise the linear layers of the language model to 4 or 8 bits with bitsandbytes.
 
-    The quantised weights are frozen; an adapter (LoRA) on top of them learns, whether it was added before or
-    after. 4 bits: QLoRA (arXiv 2305.14314), blocks of 64 weights with one scale each. 8 bits: LLM.int8
-    (arXiv 2208.07339), one scale per output feature.
+    The quantised weights are frozen. A LoRA adapter, added before or after the quantisation, remains
+    trainable. 4 bits: QLoRA (arXiv 2305.14314) with one scale per block of 64 weights. 8 bits: LLM.int8
+    (arXiv 2208.07339) with one scale per output feature.
 
     Args:
         nbits: Bits per weight, 4 or 8.
         kind: Number format of 4-bit weights: `nf4` (QLoRA's NormalFloat) or `fp4`.
-        double: Quantise the scales of 4-bit blocks too (QLoRA's double quantisation).
-        threshold: Input features with a magnitude above this are multiplied in 16 bits; 8 bits only
-            (the paper's 6.0).
+        double: Whether to quantise the scales of 4-bit blocks, too (QLoRA's double quantisation).
+        threshold: Input features with a larger magnitude are multiplied in 16 bits; 8 bits only (paper: 6.0).
 
-    Raises:
-        ValueError: If the language model has no plain linear layer left to quantise.
+    Raises: ValueError: If the language model has no plain linear layer left to quantise.
     """
     try:
         import bitsandbytes as bnb
@@ -51,8 +49,8 @@ def bnb_quantize(
         if nbits == 4:
             form = {"compress_statistics": double, "quant_type": kind}
             out = bnb.nn.Linear4bit(*sizes, compute_dtype=weight.dtype, device="meta", **form)
-            # The CPU fast path repacks weights at the first call without gradients: it then computes in
-            # bfloat16 whatever `compute_dtype` is, and no gradient flows through the packed weights.
+            # The CPU fast path repacks the weights in the first call without gradients. It then computes in
+            # bfloat16 regardless of `compute_dtype`, and no gradient flows through packed weights.
             out.support_avx512bf16_for_cpu = False
         else:
             out = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=threshold, device="meta")
@@ -61,7 +59,7 @@ def bnb_quantize(
         return quantize_into(out, weight).train(linear.training)
 
     layers = model.base_model.get_decoder().layers
-    # The factors of a LoRA adapter are small and learn, so only its base layers are quantised.
+    # LoRA matrices are small and trainable, so quantise only the base layers.
     linear = [m for name, m in layers.named_modules() if type(m) is nn.Linear and ADAPTER not in name]
     if not linear:
         raise ValueError(
@@ -69,7 +67,7 @@ def bnb_quantize(
             "`layer_cast`"
         )
     view = share_weights(model, {id(m): quantised(m) for m in linear})
-    # peft reads this flag to choose the adapter class that fits quantised layers.
+    # peft reads this flag to choose the adapter class for quantised layers.
     vars(view)[f"is_loaded_in_{nbits}bit"] = True
     options = {"nbits": nbits, "kind": kind, "double": double, "threshold": threshold}
     return record_transform(view, model, "bnb_quantize", options)

@@ -15,19 +15,19 @@ from mmrl.compression.pruning.token_stages import TokenStage
 from mmrl.config.ranges import NonNegativeInt, PositiveInt, Probability
 from mmrl.config.registry import transform
 
-Chosen = tuple[Tensor, Tensor]  # a mask (B, n_v) of the visual rows that stay, and the states of all
+Chosen = tuple[Tensor, Tensor]  # mask (B, n_v) of the visual tokens to keep, and states of all
 
 
 @transform
 def fastv(model: nn.Module, *, after: PositiveInt = 2, keep: Probability = 0.5) -> nn.Module:
     """Keep the visual tokens that the last prompt token attends to most (FastV, arXiv 2403.06764).
 
-    Tokens are ranked once, during the prefill, by the attention of layer `after`, averaged over heads. Kept
-    tokens keep their positions.
+    Tokens are ranked once, during the prefill, by the attention of layer `after`, averaged over heads. The
+    remaining tokens keep their position ids.
 
     Args:
         after: Number of layers that process all visual tokens, at least 1 (the paper's K = 2).
-        keep: Share of visual tokens kept, in [0, 1] (the paper's R = 50 % drops half).
+        keep: Fraction of the visual tokens to keep, in [0, 1] (the paper's R = 50 % drops half).
     """
 
     def choose(stage: TokenStage, vis: Tensor, scores: Tensor) -> Chosen:
@@ -44,14 +44,14 @@ def pyramid_drop(
     keep: tuple[Probability, ...] = (0.5, 0.25, 0.125),
     layers: tuple[NonNegativeInt, ...] | None = None,
 ) -> nn.Module:
-    """Keep fewer visual tokens from stage to stage of the layers (PyramidDrop, arXiv 2410.17247).
+    """Keep fewer visual tokens in each later stage of the layers (PyramidDrop, arXiv 2410.17247).
 
     Tokens are ranked by the attention of the last prompt token in the first layer of a stage. Our reading:
-    tokens keep their positions (the released code renumbers them), so that the layers of a cache agree.
+    tokens keep their position ids, so that all cache layers agree; the released code renumbers them.
 
     Args:
-        keep: Share of the visual tokens that remain in each stage after the first, in [0, 1].
-        layers: First layer of each of these stages, one per share (default: stages of equal length).
+        keep: Fraction of all visual tokens that remain in each stage after the first, in [0, 1].
+        layers: First layer of each stage after the first, one per entry of `keep`. Default: equal stages.
     """
     if layers is None:
         total, stages = shape_of(model).layers, len(keep) + 1
@@ -71,9 +71,9 @@ def pyramid_drop(
 
 
 def top_mask(scores: Tensor, is_token: Tensor, numbers: Tensor) -> Tensor:
-    """Mark the `numbers` (B,) highest scores (B, n) of real tokens; ties go to the earlier token."""
+    """Mark the `numbers` (B,) highest scores (B, n) among real tokens; ties go to the earlier token."""
     ranked = scores.masked_fill(~is_token, float("-inf")).sort(dim=1, descending=True, stable=True).indices
-    # The rank of every token: the inverse of the permutation that sorts.
+    # The rank of every token, which is the inverse of the sorting permutation.
     order = torch.arange(ranked.shape[1]).to(ranked).expand_as(ranked)
     place = torch.empty_like(ranked).scatter_(1, ranked, order)
     return is_token & (place < numbers[:, None])
@@ -83,16 +83,16 @@ def top_mask(scores: Tensor, is_token: Tensor, numbers: Tensor) -> Tensor:
 def vision_zip(
     model: nn.Module, *, dominant: NonNegativeInt = 54, contextual: NonNegativeInt = 10
 ) -> nn.Module:
-    """Keep the dominant patches of every image and merge the others into a few (VisionZip).
+    """Keep the dominant patches of an image and merge the others into a few (VisionZip, arXiv 2412.04467).
 
-    Dominant patches get the most attention from the class token of the vision tower; every other patch is
-    averaged into the contextual patch with the most similar key. Needs a tower whose class token is not
-    passed to the language model. Our reading: patches are merged after the projector, the released code
-    merges before it. arXiv 2412.04467.
+    Dominant patches get the most attention from the vision tower's class token. Contextual patches are evenly
+    spaced among the others, and each remaining patch is averaged into the contextual patch with the most
+    similar key. Needs a tower whose class token is not passed to the language model. Our reading: patches are
+    merged after the projector; the released code merges before it.
 
     Args:
-        dominant: Dominant patches per image (the paper's 54 of 64 tokens).
-        contextual: Contextual patches per image (the paper's 10 of 64 tokens).
+        dominant: Number of dominant patches per image (the paper's 54 of 64 tokens).
+        contextual: Number of contextual patches per image (the paper's 10 of 64 tokens).
     """
     core = model.base_model
     if adapter_of(core).class_token_attention is None:
@@ -110,11 +110,11 @@ def vision_zip(
             )
         # Queries and keys of the tower: (images, 1 + patches, H, D).
         q, k = (stage.call.layout.tower[name].unflatten(-1, (heads, -1)) for name in ("q", "k"))
-        # Attention of the class token (query 0) of every head, summed over heads.
+        # Attention of the class token (query 0) to all patches, later summed over heads.
         weights = torch.einsum("fhd,fnhd->fhn", q[:, 0], k) * q.shape[-1] ** -0.5
-        seen = weights.float().softmax(-1).sum(1)[:, 1:]  # the class token itself is no patch
+        seen = weights.float().softmax(-1).sum(1)[:, 1:]  # the class token itself is not a patch
         keys = F.normalize(k[:, 1:].mean(2).float(), dim=-1)
-        rows, columns = stage.is_token.nonzero(as_tuple=True)  # images * patches, in the order of the images
+        rows, columns = stage.is_token.nonzero(as_tuple=True)  # images * patches, in image order
         if seen.numel() != len(rows):
             raise ValueError(
                 f"the tower saw {seen.shape[0]} images of {seen.shape[1]} patches for {len(rows)} visual "
@@ -134,7 +134,7 @@ def vision_zip(
 def vision_zip_image(
     states: Tensor, seen: Tensor, keys: Tensor, dominant: int, contextual: int
 ) -> tuple[Tensor, Tensor]:
-    """Select the patches of one image (n, width): a mask of those kept, and the states with means added."""
+    """Select the patches of an image (n, width); return a mask of them, and the states after merging."""
     n = len(states)
     stay = torch.zeros(n, dtype=torch.bool, device=states.device)
     stay[seen.topk(min(dominant, n)).indices] = True
@@ -142,22 +142,21 @@ def vision_zip_image(
     number = min(contextual, len(rest))
     if not number:
         return stay, states
-    # The targets of merging, contextual patches, are evenly spaced among the rest.
+    # The contextual patches, into which others are merged, are evenly spaced among the rest.
     targets = rest[torch.arange(0, len(rest), max(1, len(rest) // number))[:number]]
     stay[targets] = True
     others = rest[~torch.isin(rest, targets)]
-    nearest = (keys[others] @ keys[targets].T).argmax(1)  # by the cosine of keys of the tower
+    nearest = (keys[others] @ keys[targets].T).argmax(1)  # cosine similarity of the tower's keys
     total = states.new_zeros(number, states.shape[1]).index_add(0, nearest, states[others])
     count = torch.bincount(nearest, minlength=number).clamp(min=1)[:, None]
-    return stay, states.index_add(0, targets, total / count)  # a target plus the mean of its patches
+    return stay, states.index_add(0, targets, total / count)  # each target plus the mean of its patches
 
 
 @transform
 def div_prune(model: nn.Module, *, keep: Probability = 0.098) -> nn.Module:
-    """Keep the share `keep` of visual tokens that differ most from each other (DivPrune).
+    """Keep the fraction `keep` of visual tokens that differ most (DivPrune, arXiv 2503.02175).
 
-    Tokens are chosen before the first layer, greedily, to maximise the smallest distance (1 - cosine)
-    between kept tokens. arXiv 2503.02175.
+    Tokens are chosen before the first layer, greedily, to maximise their smallest distance (1 - cosine).
     """
 
     def choose(stage: TokenStage, vis: Tensor, scores: None) -> Chosen:
@@ -171,9 +170,9 @@ def div_prune(model: nn.Module, *, keep: Probability = 0.098) -> nn.Module:
 
 
 def max_min_diversity(states: Tensor, number: int) -> Tensor:
-    """Choose `number` of (n, width) states by greedy max-min distance.
+    """Choose `number` of n states (n, width) by greedy max-min distance; returns their indices.
 
-    First the state whose nearest neighbour is farthest, then always the one farthest from those chosen.
+    The first choice is the state with the farthest nearest neighbour, then the one farthest from all chosen.
     """
     if number >= len(states):
         return torch.arange(len(states), device=states.device)
@@ -193,9 +192,9 @@ def max_min_diversity(states: Tensor, number: int) -> Tensor:
 def tome(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 0) -> nn.Module:
     """Merge the most similar visual tokens of a prompt (ToMe, arXiv 2210.09461).
 
-    Bipartite soft matching on the hidden states before layer `before`, until the share `keep` remains. Means
-    are weighted by the number of original tokens; a merged token has the position of one of them. Our
-    reading: attention is not weighted by size, because keys are cached once.
+    Uses bipartite soft matching on the hidden states before layer `before`, until the fraction `keep`
+    remains. Means are weighted by the number of original tokens. A merged token has the position of one of
+    its tokens. Our reading: attention is not weighted by size, because keys are cached only once.
     """
 
     def choose(stage: TokenStage, vis: Tensor, scores: None) -> Chosen:
@@ -211,22 +210,22 @@ def tome(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 
 
 
 def bipartite_soft_matching(states: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Merge (n, width) states into `number` states; returns their indices and values.
+    """Merge states (n, width) into `number` states; return their indices and values.
 
-    In every round each even token is matched with the most similar (cosine) odd token, and the closest pairs
-    are replaced by their mean, weighted by the number of original tokens.
+    In every round, each even token is matched with the most similar (cosine) odd token. The most similar
+    pairs are replaced by their mean, weighted by the number of original tokens.
     """
-    number = max(number, min(1, len(states)))  # one is left even at `keep: 0`
+    number = max(number, min(1, len(states)))  # at least one token remains, even at `keep: 0`
     places, size = torch.arange(len(states), device=states.device), states.new_ones(len(states))
     while len(states) > number:
         unit = F.normalize(states.detach().to(torch.promote_types(states.dtype, torch.float32)), dim=-1)
-        best_match = (unit[::2] @ unit[1::2].T).max(1)  # (even, odd) cosines
-        # Merge at most one half per round: `going` even tokens, the most similar to their match.
+        best_match = (unit[::2] @ unit[1::2].T).max(1)  # from cosines (even, odd)
+        # Merge at most half of the tokens per round: the `going` even tokens most similar to their match.
         going = min(len(states) - number, len(states) // 2)
         source = best_match.values.topk(going).indices
         target = best_match.indices[source] * 2 + 1
         source = source * 2
-        # (s_a x_a + s_b x_b) / (s_a + s_b): the mean of all original tokens of both.
+        # (s_a x_a + s_b x_b) / (s_a + s_b): the mean over all original tokens of the pair.
         weighted = states * size[:, None]
         weighted = weighted.index_add(0, target, weighted[source])
         size = size.index_add(0, target, size[source])

@@ -1,4 +1,4 @@
-"""LayerCast: weights stored in 16 bits, computation in 32 bits."""
+"""LayerCast: weights stored in 16 bits, computation in float32."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def layer_cast(
     storage: Literal["bfloat16", "float16"] = "bfloat16",
     compute: Literal["float32", "float64"] = "float32",
 ) -> nn.Module:
-    """Store linear layers in 16 bits and cast each just in time to compute in float32 (LayerCast).
+    """Store linear layers in 16 bits and cast each to float32 just before its computation (LayerCast).
 
-    Everything else, including the cache, is float32, so that greedy answers hardly depend on the batch size.
-    Needs `dtype: float32` of the policy. Saves half of the bytes of the language model's linear layers; at
-    most one of them is in float32 at a time. arXiv 2506.09501.
+    Everything else, including the cache, is in float32, so that greedy answers hardly depend on the batch
+    size. The policy must have `dtype: float32`. Saves half of the memory of the language model's linear
+    layers, because at most one of them is in float32 at a time. arXiv 2506.09501.
     """
     if torch.backends.cuda.matmul.allow_tf32:
         raise ValueError(
@@ -34,9 +34,9 @@ def layer_cast(
     layers = model.base_model.get_decoder().layers
     swap = {id(m): UpcastLinear(m, low, wide) for m in layers.modules() if isinstance(m, nn.Linear)}
     view = share_weights(model, swap)
-    cast: dict[int, nn.Parameter] = {}  # by the id of the original, so that tied parameters stay tied
+    cast: dict[int, nn.Parameter] = {}  # keyed by the id of the original, so that tied parameters stay tied
     for module in view.modules():
-        if type(module) is UpcastLinear:  # its weights stay narrow
+        if type(module) is UpcastLinear:  # keeps its 16-bit weights
             continue
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.dtype in LOW:

@@ -20,19 +20,19 @@ from mmrl.runtime.modules import record_transform
 def structured_pruning(
     model: nn.Module, *, ffn_units: Probability = 1.0, heads: Probability = 1.0, plan: str = ""
 ) -> nn.Module:
-    """Remove inner units and heads of the language model for all tokens, so that matrices shrink.
+    """Remove inner units and heads of the language model for all tokens, so that weight matrices shrink.
 
-    The cache and saved checkpoints shrink too. Every layer keeps the same share, so that an ordinary
-    transformers config describes the sizes. Heads are removed in groups with shared keys and values. The
+    The cache and saved checkpoints shrink, too. Every layer keeps the same fraction, so that an ordinary
+    transformers config can describe the sizes. Heads are removed in groups with shared keys and values. The
     model needs fine-tuning afterwards.
 
     Args:
-        ffn_units: Share of the inner units of every feed-forward layer kept, in (0, 1].
-        heads: Share of the groups of heads of every layer kept, in (0, 1].
-        plan: Path of an importance plan that ranks units and groups; without it the first ones stay.
+        ffn_units: Fraction of the inner units to keep in every feed-forward layer, in (0, 1].
+        heads: Fraction of the groups of heads to keep in every layer, in (0, 1].
+        plan: Path of an importance plan that ranks units and groups. Without a plan the first ones are kept.
 
     Raises:
-        ValueError: If nothing would be left, or after transforms that count heads or units.
+        ValueError: If no unit or group would be left, or after transforms that use indices of heads or units.
     """
     shape, pruning = shape_of(model), pruning_of(model)
     if pruning.heads or pruning.ffn_units:
@@ -51,7 +51,7 @@ def structured_pruning(
     if plan and ffn_units < 1.0:
         kept_units = best_each(read_plan(plan, "ffn_units"), ffn_units)
     if plan and heads < 1.0:
-        # A group of query heads shares one key and value head; its importance is the mean of its heads.
+        # The query heads of a group share a key and value head; its importance is their mean importance.
         scores = torch.tensor(read_plan(plan, "heads")).view(shape.layers, shape.kv_heads, group)
         kept_groups = best_each(scores.mean(-1).tolist(), heads)
     swap: dict[int, nn.Module] = {}
@@ -59,7 +59,7 @@ def structured_pruning(
         model.base_model.get_decoder().layers, kept_units, kept_groups, strict=True
     ):
         inner, keys = feature_index(inner), feature_index(kept, shape.head_dim)
-        queries = feature_index(kept, shape.head_dim * group)  # groups of query heads are contiguous
+        queries = feature_index(kept, shape.head_dim * group)  # the query heads of a group are contiguous
         mlp, attn = block.mlp, block.self_attn
         for linear, index in ((mlp.gate_proj, inner), (mlp.up_proj, inner), (attn.q_proj, queries),
                               (attn.k_proj, keys), (attn.v_proj, keys)):  # fmt: skip
@@ -91,7 +91,7 @@ def _slice(linear: nn.Module, *, rows: FeatureIndex = None, columns: FeatureInde
 
 
 def _resize(view: nn.Module, sizes: dict[str, int]) -> None:
-    """Set new sizes in a copy of the config for the view."""
+    """Set the new sizes in a copy of the configuration, which becomes the configuration of the view."""
     config = copy.deepcopy(view.config)
     text = config.get_text_config()
     if "head_dim" in sizes and "head_dim" not in text.to_dict():

@@ -20,21 +20,21 @@ def drop_visual_heads(
     whole: NonNegativeInt = 2,
     heads: tuple[tuple[NonNegativeInt, ...] | None, ...] | None = None,
 ) -> nn.Module:
-    """Keep a share of the attention heads for visual tokens; text uses all heads among itself.
+    """Keep a fraction of the attention heads for visual tokens; text attends to text in all heads.
 
-    In a dropped head visual tokens are neither queries nor keys. They are excluded before the softmax, which
-    saves their computation; the released code zeroes them after it. arXiv 2410.06169.
+    In a dropped head, visual tokens are neither queries nor keys. They are excluded before the softmax, which
+    saves their computation; the released code zeroes them after the softmax. arXiv 2410.06169.
 
     Args:
-        keep: Share of the query heads kept, in [0, 1].
-        plan: Path of an importance plan: the heads with the most attention to visual tokens stay, ranked
-            over all layers together (default: the first heads of every layer).
-        whole: First layers that keep all heads; only with a `plan`.
-        heads: Query heads to keep, listed per layer (`null`: all of that layer), instead of a share.
+        keep: Fraction of the query heads to keep, in [0, 1].
+        plan: Path of an importance plan. The heads with the most attention to visual tokens are kept, ranked
+            over all layers together. Without a plan, the first heads of every layer are kept.
+        whole: Number of first layers that keep all heads; only with a `plan`.
+        heads: Query heads to keep, listed per layer (`null`: all heads of the layer), instead of `keep`.
     """
     shape = shape_of(model)
     if heads is None and plan:
-        heads = best_overall(read_plan(plan, "heads"), keep, whole)  # some layers keep more heads than others
+        heads = best_overall(read_plan(plan, "heads"), keep, whole)  # the number per layer may vary
     elif heads is None:
         heads = first_units(keep, shape.layers, shape.heads)
     chosen = check_chosen("heads", heads, shape.layers, shape.heads)
@@ -45,8 +45,8 @@ def drop_visual_heads(
 def drop_visual_layers(model: nn.Module, *, after: PositiveInt) -> nn.Module:
     """Remove visual tokens after `after` layers: later layers compute and cache text only.
 
-    Text keeps its positions. `after` equal to the number of layers changes nothing. arXiv 2410.06169; the
-    released Qwen2-VL code masks the tokens, here they are removed.
+    Text keeps its position ids. If `after` is the number of layers, nothing changes. arXiv 2410.06169; the
+    released Qwen2-VL code masks the tokens, while this transform removes them.
     """
     return prune(model, "drop_visual_layers", {"after": after}, reductions=[TokenReduction(after)])
 
@@ -55,11 +55,11 @@ def drop_visual_layers(model: nn.Module, *, after: PositiveInt) -> nn.Module:
 def local_visual_attention(model: nn.Module, *, radius: NonNegativeInt = 2, causal: bool = True) -> nn.Module:
     """Restrict attention between visual tokens to a window on the patch grid of their image.
 
-    The window has `2 * radius + 1` patches on a side. Visual tokens still attend to the text before them,
-    and text attends to everything. Every image, tile and video frame is a patch grid of its own, and grids
-    do not attend to each other. `causal` keeps earlier neighbours only, as the model was trained; the
-    released LLaVA checkpoints attend to later ones too. With one image, a radius as large as the image
-    changes nothing. arXiv 2410.06169; separate grids and the causal default are our reading.
+    The window is `2 * radius + 1` patches wide and high. Visual tokens still attend to the text before them,
+    and text attends to everything. Every image, tile and video frame has its own patch grid, and grids do not
+    attend to each other. With `causal`, tokens attend only to earlier neighbours, as in the model's training;
+    in the released LLaVA checkpoints they attend to later ones, too. With one image, a radius as large as the
+    image changes nothing if `causal`. arXiv 2410.06169; separate grids and `causal`: our reading.
     """
     options = {"radius": radius, "causal": causal}
     return prune(model, "local_visual_attention", options, **options)
@@ -73,15 +73,15 @@ def sparse_visual_ffn(
     plan: str = "",
     ffn_units: tuple[tuple[NonNegativeInt, ...] | None, ...] | None = None,
 ) -> nn.Module:
-    """Keep a share of the inner units of every feed-forward layer for visual tokens; text uses all.
+    """Keep a fraction of every feed-forward layer's inner units for visual tokens; text uses all units.
 
-    The first units stay by default, as in the paper, which fine-tunes with them. arXiv 2410.06169.
+    By default the first units are kept, as in the paper, which then fine-tunes. arXiv 2410.06169.
 
     Args:
-        keep: Share of the inner units kept, in [0, 1].
-        plan: Path of an importance plan that ranks units (our reading, for use without fine-tuning); costs a
-            copy of the kept weights in every call.
-        ffn_units: Inner units to keep, listed per layer (`null`: all of that layer), instead of a share.
+        keep: Fraction of the inner units to keep, in [0, 1].
+        plan: Path of an importance plan that ranks units (our reading, for use without fine-tuning). Every
+            call then copies the kept weights.
+        ffn_units: Inner units to keep, listed per layer (`null`: all units of the layer), instead of `keep`.
     """
     shape = shape_of(model)
     if ffn_units is None and plan:
@@ -105,9 +105,9 @@ def shortv(
     Frozen layers add nothing to the hidden states of visual tokens. arXiv 2504.00502.
 
     Args:
-        freeze: Share of the layers that are frozen for visual tokens, in [0, 1] (the paper's 0.6).
+        freeze: Fraction of the layers that are frozen for visual tokens, in [0, 1] (the paper's 0.6).
         plan: Path of an importance plan; the layers with the lowest scores are frozen.
-        layers: Layers to freeze, counted from 0, instead of a share and a plan.
+        layers: Layers to freeze, counted from 0, instead of `freeze` and `plan`.
     """
     total = shape_of(model).layers
     if layers is None:
@@ -115,7 +115,7 @@ def shortv(
             raise ValueError(
                 "`shortv` needs a `plan` with the importance of layers, or the `layers` to freeze"
             )
-        # Negated, so that the least important layers rank first.
+        # Negate the scores, so that the least important layers rank first.
         (layers,) = best_each([[-score for score in read_plan(plan, "layers")]], freeze)
     unknown = sorted(set(layers) - set(range(total)))
     if unknown:
@@ -126,21 +126,21 @@ def shortv(
 
 @transform
 def yopo25(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Module:
-    """Prune visual computation to about a quarter: half of the layers, heads and feed-forward units.
+    """Prune visual computation to about a quarter by keeping half of the layers, heads and inner units.
 
-    Visual attention has a window of 5 by 5 patches; a `plan` (path) chooses the heads; `causal` as in
-    `local_visual_attention`. arXiv 2410.06169; the paper does not publish how budgets map to settings: this
-    mapping is our reading and leaves 24.5 % of LLaVA-1.5-7B by the paper's formula.
+    Visual attention has a window of 5 by 5 patches. The file `plan` chooses the heads. `causal` is as in
+    `local_visual_attention`. The paper (arXiv 2410.06169) does not publish how budgets map to settings. This
+    mapping is our reading; it leaves 24.5 % of the visual computation of LLaVA-1.5-7B by the paper's formula.
     """
     return _yopo(model, 0.5, plan, causal)
 
 
 @transform
 def yopo12(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Module:
-    """Prune visual computation to about an eighth: half of the layers, a quarter of heads and units.
+    """Prune visual computation to about an eighth: keep half of the layers, a quarter of heads and units.
 
-    Window, `plan` and `causal` as in `yopo25`. arXiv 2410.06169; our reading as in `yopo25`, which leaves
-    12.2 % by the paper's formula.
+    The window, `plan`, `causal` and our reading are as in `yopo25`. By the formula of the paper (arXiv
+    2410.06169), 12.2 % of the visual computation remains.
     """
     return _yopo(model, 0.25, plan, causal)
 
@@ -148,5 +148,5 @@ def yopo12(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Modul
 def _yopo(model: nn.Module, keep: float, plan: str, causal: bool) -> nn.Module:
     model = local_visual_attention(model, radius=2, causal=causal)
     model = drop_visual_heads(model, keep=keep, plan=plan)
-    model = sparse_visual_ffn(model, keep=keep)  # the first units, as the paper does
+    model = sparse_visual_ffn(model, keep=keep)  # keeps the first units, as in the paper
     return drop_visual_layers(model, after=max(1, shape_of(model).layers // 2))

@@ -15,6 +15,7 @@ from mmrl.diffusion.model_family import (
     PackedFamily,
     Request,
     check_fits,
+    images_of,
     pack,
     per_text,
     texts_of,
@@ -55,24 +56,34 @@ class Flux(PackedFamily):
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network at timestep sigma; position ids are (0, row, column), zeros for words."""
-        height, width = latents.shape[-2:]
-        inputs = {name: value.to(network.dtype) for name, value in condition.items()}
-        sides = (torch.arange(n, device=latents.device).float() for n in (1, height // 2, width // 2))
-        positions = torch.cartesian_prod(*sides)  # (tokens, 3), row by row
+        """Run the network at timestep sigma; tokens of the condition's images follow those of the latents.
+
+        Position ids are (0, row, column), of images (1, row, column), and zeros for words.
+        """
+        images = images_of(condition)
+        shown = [latents, *images.values()]  # (B, C, h, w) each
+        packed = [pack(one) for one in shown]
+        inputs = {name: value.to(network.dtype) for name, value in condition.items() if name not in images}
+        positions = [token_positions(one, min(i, 1)) for i, one in enumerate(shown)]
         tokens = network(
-            hidden_states=pack(latents).to(network.dtype),
+            hidden_states=torch.cat(packed, 1).to(network.dtype),
             timestep=sigma,
             guidance=guidance if network.config.guidance_embeds else None,
             **inputs,
-            txt_ids=positions.new_zeros(inputs["encoder_hidden_states"].shape[1], 3),
-            img_ids=positions,
+            txt_ids=positions[0].new_zeros(inputs["encoder_hidden_states"].shape[1], 3),
+            img_ids=torch.cat(positions),
             return_dict=False,
         )[0]
-        return unpack(tokens, height, width)
+        return unpack(tokens[:, : packed[0].shape[1]], *latents.shape[-2:])
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
         """Space times evenly unless the scheduler does so itself, and shift them by the image's size."""
         if pipe.scheduler.config.get("use_flow_sigmas", False):
             return scheduled_times(pipe.scheduler, num_steps, mu=size_shift(pipe.scheduler, shape, 2))
         return super().sigmas(pipe, num_steps, shape)
+
+
+def token_positions(latents: Tensor, first: int) -> Tensor:
+    """Number the tokens of latents (B, C, h, w) row by row: (tokens, 3) of `first`, row, column."""
+    rows, columns = (torch.arange(side // 2, device=latents.device).float() for side in latents.shape[-2:])
+    return torch.cartesian_prod(rows.new_full((1,), first), rows, columns)

@@ -16,6 +16,7 @@ from mmrl.diffusion.model_family import (
     PackedFamily,
     Request,
     check_fits,
+    images_of,
     pack,
     per_text,
     texts_of,
@@ -91,8 +92,3 @@ class QwenImage(PackedFamily):
         conditional, combined = pack(with_text), pack(super().guide(with_text, without, guidance))
         scale = conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
         return unpack(combined * scale, *with_text.shape[-2:])
-
-
-def images_of(condition: Condition) -> dict[str, Tensor]:
-    """Select the latents of a condition's images, in order."""
-    return {name: condition[name] for name in sorted(condition) if name.startswith("image_")}

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from mmrl.config.registry import family
 from mmrl.diffusion.image_io import to_pil
-from mmrl.diffusion.model_families.qwen_image import QwenImage, images_of
-from mmrl.diffusion.model_family import Condition, Request, per_text
+from mmrl.diffusion.model_families.qwen_image import QwenImage
+from mmrl.diffusion.model_family import Request, per_text
 
 AREA = 1024 * 1024  # pixels of an image as the pipeline resizes it
 
 
 @family
 class QwenImageEdit(QwenImage):
-    """Qwen-Image-Edit: the vision-language model reads the image and the text; the network sees its latents.
+    """Qwen-Image-Edit: a vision-language model reads image and text; the network also sees image latents.
 
     As in the pipeline, the image is resized to about 1024 x 1024 pixels of its aspect ratio, in multiples of
     32, whatever the size of the result; its tokens do not count for the length of the text. Images of one
@@ -37,7 +37,7 @@ class QwenImageEdit(QwenImage):
             self.check_count(len(request.images))
             read, seen = self.resize(pipe, request.images)
             states, _ = pipe.encode_prompt([request.text], image=read)
-            latents = {f"image_{i}": image_latents(self, pipe, image) for i, image in enumerate(seen)}
+            latents = {f"image_{i}": self.image_latents(pipe, image) for i, image in enumerate(seen)}
             conditions += [{**condition, **latents} for condition in per_text(encoder_hidden_states=states)]
         return conditions
 
@@ -45,10 +45,6 @@ class QwenImageEdit(QwenImage):
         """Resize images to Pillow images: what the language model reads, and what the autoencoder encodes."""
         image = resized(pipe, images[0], AREA)
         return image, [image]
-
-    def batch_key(self, condition: Condition) -> Hashable:
-        """Key by the shapes of the images, since the network cannot pad their tokens."""
-        return tuple(tuple(latents.shape) for latents in images_of(condition).values())
 
 
 def resized(pipe: Any, image: Tensor, area: int) -> Any:
@@ -58,10 +54,3 @@ def resized(pipe: Any, image: Tensor, area: int) -> Any:
     height, width = image.shape[-2:]
     new_width, new_height, _ = calculate_dimensions(area, width / height)
     return pipe.image_processor.resize(to_pil(image), new_height, new_width)
-
-
-def image_latents(own: QwenImage, pipe: Any, image: Any) -> Tensor:
-    """Encode a Pillow image to latents (C, h, w), on the CPU."""
-    processor = pipe.image_processor
-    pixels = processor.numpy_to_pt(processor.pil_to_numpy(image))  # (1, 3, height, width) in [0, 1]
-    return own.compress(pipe, pixels.to(pipe.vae.device))[0].cpu()

@@ -15,7 +15,7 @@ READ_AREA = 384 * 384  # pixels of an image for the language model
 
 @family
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit-Plus: edits one image or combines several, which the text calls "Picture 1" and so on.
+    """Qwen-Image-Edit-Plus: edits one image or combines several, numbered from 1 before the text.
 
     As in the pipeline, the language model reads images of about 384 x 384 pixels, and the network sees them
     in about 1024 x 1024, both of the image's aspect ratio in multiples of 32, whatever the size of the

@@ -1,1 +1,1 @@
-"""Advantage functions, from reward table to reward table; a chain of them, in order, defines a method."""
+"""Advantage functions: each maps a reward table to a reward table; a chain of them defines a method."""

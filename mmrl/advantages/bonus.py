@@ -27,10 +27,10 @@ def capped_bonus(
 ) -> RewardTable:
     """Add a label x to advantages, at most `cap` times their size so that no sign changes.
 
-    A + min(max(coef x, 0), cap |A|). XRPO (arXiv 2510.06672) adds `novelty` to right answers (coef 2.5, cap
-    0.5), VERL (arXiv 2509.23808) its own signal to all. ASPO (arXiv 2508.19201) rewards early code: x is the
-    position of the first code block, `two_sided` with `center: length`, coef -2 and cap 0.7. Answers without
-    the label get no bonus.
+    The result is A + min(max(coef x, 0), cap |A|). XRPO (arXiv 2510.06672) adds `novelty` to right answers
+    (coef 2.5, cap 0.5); VERL (arXiv 2509.23808) adds its own signal to all answers. ASPO (arXiv 2508.19201)
+    rewards early code: x is the position of the first code block, `two_sided` with `center: length`, coef -2
+    and cap 0.7. Answers without the label get no bonus.
 
     Args:
         of: Name of the label x.

@@ -7,16 +7,16 @@ from torch import Tensor
 
 from mmrl.core.reward_table import RewardTable
 
-HINT, WROTE = "hint", "wrote"  # tags: the hint that an answer saw; the hint that a row is
+HINT, WROTE = "hint", "wrote"  # tags: an answer with a hint; a row that is a hint
 
 
 def hint_of(table: RewardTable, tag: str = HINT) -> Tensor:
-    """Hashed word of a hint tag of each row: (N,), 0 without the tag."""
+    """Return the hashed value of a hint tag for each row: (N,), 0 without the tag."""
     return table.ids[tag][:, 0] if tag in table.ids else torch.zeros(len(table), dtype=torch.int64)
 
 
 def successes(table: RewardTable, of: str, threshold: float) -> Tensor:
-    """Rows with a reward above a threshold: (N,) bool, False where the reward does not apply."""
+    """Whether the reward of each row is above a threshold: (N,) bool, False if it does not apply."""
     if not of and not set(table.names) <= set(table.scored):
         raise ValueError(
             "it compares the rewards as measured; put it before `total`, or name one reward in `of`"

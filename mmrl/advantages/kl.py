@@ -21,9 +21,9 @@ def kl_in_reward(
 ) -> RewardTable:
     """Subtract the KL to another policy from the reward (RLOO, arXiv 2402.14740, eq. 2).
 
-    An answer loses `coef` times the KL of all its steps; after `per_step` every step loses the KL from it to
-    the end, the return of REINFORCE++ (arXiv 2501.03262). It reads the log-probabilities that the engine
-    recorded. Put it after `total` and before the baseline.
+    An answer loses `coef` times the KL of all its steps. After `per_step`, every step loses the KL from that
+    step to the end, the return of REINFORCE++ (arXiv 2501.03262). It reads the log-probabilities that the
+    engine recorded. Put it after `total` and before the baseline.
 
     Args:
         coef: Weight of the KL, beta.

@@ -52,8 +52,8 @@ def group_normalize(
 
     Args:
         by: Keys that define a group.
-        scale: Standard deviation of the group, or of all rewards of the step (`batch`; Lite PPO, arXiv
-            2508.08221).
+        scale: `group`: divide by the standard deviation of the group. `batch`: by that of all rewards of the
+            step (Lite PPO, arXiv 2508.08221).
         std: Divide squares by n - 1 (`unbiased`) or by n (`population`).
         eps: Added to the standard deviation.
         singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
@@ -100,8 +100,8 @@ def leave_one_out(
 
     Args:
         by: Keys that define a group.
-        scale: Divide by nothing (`none`), by the standard deviation of the group (`group`), or by that of the
-            other rows (`others`), except where there is one other row or all are equal, as in NeMo-RL.
+        scale: `none`: do not divide. `group`: divide by the standard deviation of the group. `others`: divide
+            by that of the other rows, unless there is one other row or all are equal, as in NeMo-RL.
         std: Divide squares by n - 1 (`unbiased`) or by n (`population`).
         eps: Added to the standard deviation.
         singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).

@@ -1,4 +1,4 @@
-"""Notes of the engine on steps, in the shapes that advantage functions need."""
+"""Notes (values per step that the engine recorded), in the shapes that advantage functions need."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mmrl.core.tensor import group_index, pad_to
 
 
 def row_mean(table: RewardTable, name: str) -> Tensor:
-    """Mean of a note over the steps of each row: (N,), NaN without a note."""
+    """Compute the mean of a note over the steps of each row: (N,), NaN without a note."""
     return table.notes[name].nanmean(-1)
 
 
 def holes(table: RewardTable, steps: int) -> Tensor:
-    """Holes: steps inside a row that the policy did not choose, such as replies of tools: (N, steps) bool.
+    """Find holes, steps in a row that the policy did not choose, such as tool replies: (N, steps) bool.
 
     These steps have no `logp`; a row without any `logp`, such as a demonstration, has no holes.
     """
@@ -27,7 +27,7 @@ def holes(table: RewardTable, steps: int) -> Tensor:
 
 
 def hole_places(table: RewardTable) -> Tensor:
-    """Entries that are holes, in rows after `per_step`: (N, K) bool; False in other rows."""
+    """Find the entries that are holes, in rows after `per_step`: (N, K) bool; False in other rows."""
     places = table.ends.shape[1]
     steps = torch.arange(1, places + 1)
     by_step = table.ends == torch.where(steps <= table.length[:, None], steps, ABSENT)
@@ -35,7 +35,7 @@ def hole_places(table: RewardTable) -> Tensor:
 
 
 def noted(table: RewardTable, name: str) -> Tensor:
-    """Note per step of a table after `per_step`: (N, T), NaN in holes."""
+    """Return a note for every step of a table after `per_step`: (N, T), NaN in holes."""
     steps = table.ends.shape[1]
     return _of_width(table.notes[name], steps).masked_fill(holes(table, steps), torch.nan)
 
@@ -49,17 +49,17 @@ def next_noted(values: Tensor) -> Tensor:
 
 
 def first_noted(table: RewardTable, name: str) -> Tensor:
-    """First value of a note in each row: (N, 1), NaN without one."""
+    """Return the first value of a note in each row: (N, 1), NaN without one."""
     return next_noted(pad_to(table.notes[name], 1, 1, torch.nan))[:, :1]
 
 
 def _of_width(note: Tensor, steps: int) -> Tensor:
-    # Notes have the width of the longest sampled row, which may have been dropped since.
+    # Notes are as wide as the longest sampled row, which may have been dropped since.
     return pad_to(note, steps, 1, torch.nan)[:, :steps]
 
 
 def label(table: RewardTable, name: str) -> Tensor:
-    """Unweighted values of a reward or label: (N, 1, K), NaN where it does not apply.
+    """Return the unweighted values of a reward or label: (N, 1, K), NaN where it does not apply.
 
     Raises `ValueError` for an unknown name.
     """
@@ -73,12 +73,12 @@ def clusters(table: RewardTable, of: str, index: Tensor) -> Tensor:
 
     Answers with the same value of the label `of` form a cluster; an answer without it is its own cluster.
     """
-    number = label(table, of)[:, 0] + 0.0  # turns -0.0 into 0.0: equal bits
+    number = label(table, of)[:, 0] + 0.0  # turns -0.0 into 0.0, which has other bits
     alone = torch.where(number.isnan(), torch.arange(1, number.numel() + 1).view(number.shape), 0)
     bits = number.nan_to_num().view(torch.int64)  # equal bits for equal numbers
     return group_index([column.flatten() for column in (index, bits, alone)]).view(index.shape)
 
 
 def tagged_as(table: RewardTable, tag: str) -> Tensor:
-    """Hashed words of a tag: (N, K), 0 without the tag. Raises `ValueError` if no outcome has it."""
+    """Return the hashed words of a tag: (N, K), 0 without it. Raises `ValueError` if no outcome has it."""
     return table.tag(tag)

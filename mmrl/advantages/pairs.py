@@ -19,7 +19,7 @@ def best_vs_worst(
 ) -> RewardTable:
     """Set the best row of every group to 1, the worst to -1, and drop the rest (DPO, arXiv 2305.18290).
 
-    Groups of equal rewards are dropped; of ties the first row counts. Each of several rewards makes its own
+    Groups of equal rewards are dropped; of ties the first row is used. Each of several rewards has its own
     pairs.
 
     Args:
@@ -29,7 +29,7 @@ def best_vs_worst(
     """
     groups, index = table.groups(by), table.index(by)
     best, worst = groups.largest(), groups.smallest()
-    apart = table.valid & (best - worst > max(margin, EQUAL))  # also excludes ties
+    apart = table.valid & (best - worst > max(margin, EQUAL))  # also excludes groups of ties
     # (N, R, K) running numbers of entries, to find the first of equal rewards.
     order = torch.arange(index.numel(), dtype=best.dtype).view(index.shape)[:, None].expand_as(best)
     pair = torch.zeros_like(best)
@@ -39,9 +39,9 @@ def best_vs_worst(
         pair = torch.where(first, sign, pair)
     if length_ratio:
         steps = table.length.double()[:, None, None].expand_as(pair)
-        lengths = GroupStatistics(steps, pair != 0, index)  # of the two rows of a pair
+        lengths = GroupStatistics(steps, pair != 0, index)  # lengths of the two rows of a pair
         pair = torch.where(lengths.largest() <= length_ratio * lengths.smallest(), pair, 0.0)
-    return table.replace(values=pair, learn=table.learn & pair.any(1))  # a row in the pair of any reward
+    return table.replace(values=pair, learn=table.learn & pair.any(1))  # rows in a pair of any reward
 
 
 @advantage
@@ -60,5 +60,5 @@ def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
 
 
 def tagged_rows(table: RewardTable, tag: str) -> torch.Tensor:
-    """Outcomes with a tag: (N, K) bool."""
+    """Whether each outcome has a tag: (N, K) bool."""
     return (table.ids.get(tag, torch.zeros_like(table.ends)) != 0) & table.present

@@ -14,18 +14,18 @@ def mean_by_end(table: RewardTable, *, best: bool = False) -> RewardTable:
     """Average the rewards of outcomes with the same end: the value of a prefix (SPO, arXiv 2505.23564).
 
     Labels are averaged too; rewards that do not apply are ignored. With `best` the value is the largest
-    reward: that of a prover that keeps the best of its samples (PAV, arXiv 2410.08146).
+    reward, as for a prover that keeps its best sample (PAV, arXiv 2410.08146).
     """
     ends, present = table.ends, table.present
     if not ends.numel():
         return table
     first = present.clone()
     first[:, 1:] &= ends[:, 1:] != ends[:, :-1]
-    slot = (first.cumsum(1) - 1).clamp(min=0)  # (N, K): the new place of every outcome
+    slot = (first.cumsum(1) - 1).clamp(min=0)  # (N, K): the new index of every outcome
     width = int(slot.max()) + 1
 
     def gathered(values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-        """Reduce (N, R, K) to (N, R, width); the second result tells where values exist."""
+        """Reduce (N, R, K) to (N, R, width); the second result is True where values exist."""
         index = slot[:, None].expand_as(values)
         count = values.new_zeros(*values.shape[:2], width).scatter_add(2, index, known.to(values))
         if best:
@@ -36,7 +36,7 @@ def mean_by_end(table: RewardTable, *, best: bool = False) -> RewardTable:
         return total / count.clamp(min=1), count > 0
 
     values, valid = gathered(table.values, table.valid)
-    # The last outcome with an end represents all of them.
+    # The last outcome with an end represents all outcomes with this end.
     places = torch.zeros(len(table), width, dtype=torch.int64)
     at = torch.arange(ends.shape[1]).expand_as(ends)
     places.scatter_reduce_(1, slot, torch.where(present, at, 0), "amax")

@@ -12,9 +12,9 @@ from mmrl.core.reward_table import ABSENT, NAN, RewardTable, name_id, place_of_s
 
 @advantage(notes={"entropy"})
 def high_entropy(table: RewardTable, *, top: Probability = 0.2) -> RewardTable:
-    """Keep the advantages of the `top` share of steps with the highest entropy (arXiv 2506.01939).
+    """Keep the advantages of the fraction `top` of steps with the highest entropy (arXiv 2506.01939).
 
-    The quantile is over all sampled steps of the batch. Other steps have advantage 0 and stay in every
+    The quantile is over all sampled steps of the batch. Other steps get advantage 0 and still count in every
     denominator. Our reading: steps without a recorded entropy (demonstrations) keep their advantage.
     """
     table = per_step(table)
@@ -31,7 +31,7 @@ def high_entropy(table: RewardTable, *, top: Probability = 0.2) -> RewardTable:
 def drop_truncated(table: RewardTable, *, finish: tuple[str, ...] = ("length",)) -> RewardTable:
     """Drop answers that were cut at the length limit (DAPO's overlong filter).
 
-    TRL's `mask_truncated_completions`. They stay in the statistics.
+    The answers stay in the statistics. This is TRL's `mask_truncated_completions`.
 
     Args:
         finish: Values of the tag `finish` that count as cut; conversations with tools also end by `turns`,
@@ -91,7 +91,7 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> R
     for place in reversed(range(rewards.shape[2])):
         carried = nothing
         if by and summed:
-            later = torch.stack(summed[::-1], -1)  # returns of all places after this one
+            later = torch.stack(summed[::-1], -1)  # returns of all outcomes after this one
             same = (alike[:, place + 1 :] == alike[:, place, None]) & table.present[:, place + 1 :]
             following = same.long().argmax(-1)[:, None, None].expand(-1, len(table.names), 1)
             carried = torch.where(same.any(-1, keepdim=True), later.gather(2, following)[..., 0], 0.0)
@@ -115,7 +115,7 @@ def increments(table: RewardTable, *, of: tuple[str, ...] = ()) -> RewardTable:
         raise ValueError(
             f"the chain has no reward called '{unknown[0]}' here; it has {', '.join(table.names)}"
         )
-    credit = table.after_first(table.values.diff(dim=-1))  # valid where the later outcome is
+    credit = table.after_first(table.values.diff(dim=-1))  # valid if the later outcome is valid
     changed = torch.tensor([not of or name in of for name in table.names], dtype=torch.bool)[:, None]
     both = table.valid[..., 1:] & table.valid[..., :-1]
     answer = table.valid[..., 1:] & (torch.arange(1, table.ends.shape[1]) == table.last[:, None])[:, None]

@@ -46,7 +46,7 @@ def pick(table: RewardTable, *, of: str) -> RewardTable:
 
 
 def column_of(table: RewardTable, of: str) -> int:
-    """Column of a reward in the values of the table."""
+    """Return the index of a reward in the table's values; raises `ValueError` for another name."""
     if of not in table.names:
         raise ValueError(f"the chain has no reward called '{of}' at this place; it has {table.names}")
     return table.names.index(of)
@@ -54,9 +54,9 @@ def column_of(table: RewardTable, of: str) -> int:
 
 @advantage
 def value_weights(table: RewardTable) -> RewardTable:
-    """Add the labels `value` and `value_weight`: value over the mean of its row (VGPO, arXiv 2512.12387).
+    """Add the labels `value` and `value_weight`, value / mean of its row (VGPO, arXiv 2512.12387).
 
-    The values themselves stay. Our reading: the weight is 1 where the mean is at most 1e-6, so no sign flips.
+    The values do not change. Our reading: the weight is 1 where the mean is at most 1e-6, so no sign flips.
     Several rewards are summed as in `total`.
     """
     known = table.valid.any(1)
@@ -74,8 +74,8 @@ def value_anchor(
 ) -> RewardTable:
     """Add `k` times a label to the advantage of the first `steps` steps (VGPO, arXiv 2512.12387).
 
-    A group of equal rewards still learns. Our reading of the mixing weight k std(Q) times Q / std(Q), which
-    is 0 / 0 in that case.
+    A group of equal rewards then still learns. This is our reading of the mixing weight k std(Q) times
+    Q / std(Q), which is 0 / 0 for equal rewards.
 
     Args:
         of: Name of the label, from `value_weights`.
@@ -103,9 +103,9 @@ def tempsamp_shaping(
 ) -> RewardTable:
     """Compress one reward above `threshold` and stretch it below (TempSamp-R1, arXiv 2509.18056, eq. 4).
 
-    threshold + alpha1 ln(r - threshold + 1) above; threshold - (exp(alpha2 (threshold - r)) - 1) /
-    (exp(alpha2) - 1) below. A perfect demonstration then no longer pushes every sampled answer below the
-    mean. Our reading: only the IoU is shaped, not the format.
+    The reward r becomes threshold + alpha1 ln(r - threshold + 1) above the threshold, and threshold -
+    (exp(alpha2 (threshold - r)) - 1) / (exp(alpha2) - 1) below. A perfect demonstration then no longer pushes
+    every sampled answer below the mean. Our reading: only the IoU is shaped, not the format.
 
     Args:
         of: Name of the reward.
@@ -127,11 +127,11 @@ def tempsamp_shaping(
 def tempsamp_downscale(
     table: RewardTable, *, of: str, factor: NonNegativeFloat = 0.8, max_reward: float = 1.0
 ) -> RewardTable:
-    """Set one reward of off-policy rows to a share of its maximum (TempSamp-R1, arXiv 2509.18056, 3.2).
+    """Set one reward of off-policy rows to a fraction of its maximum (TempSamp-R1, arXiv 2509.18056, 3.2).
 
     Args:
         of: Name of the reward.
-        factor: Share of the maximum.
+        factor: Fraction of the maximum.
         max_reward: Largest value that the reward can have.
     """
     place = column_of(table, of)

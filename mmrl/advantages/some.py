@@ -46,43 +46,43 @@ def for_some(
         valid=part.valid[:, chosen],
         weights={name: table.weights[name] for name in (table.names[i] for i in chosen)},
     )
-    return put_back(table, inside, chosen, reduce(lambda made, function: function(made), advantage, part))
+    return put_back(table, inside, chosen, reduce(lambda part, apply: apply(part), advantage, part))
 
 
-def put_back(table: RewardTable, inside: Tensor, chosen: list[int], made: RewardTable) -> RewardTable:
-    """Merge a part, the rows `inside` (N,) bool and the columns `chosen`, back into its table."""
+def put_back(table: RewardTable, inside: Tensor, chosen: list[int], part: RewardTable) -> RewardTable:
+    """Merge a part of a table (its rows `inside` (N,) bool and rewards `chosen`) back into the table."""
     others = [i for i in range(len(table.names)) if i not in chosen]
     if inside.all() and not others:
-        return made
-    # A part may be narrower than the table.
-    table, made = table.widen(made), made.widen(table)
-    same = torch.equal(made.ends, table.ends[inside])
+        return part
+    # A part may have fewer outcomes per row than the table.
+    table, part = table.widen(part), part.widen(table)
+    same = torch.equal(part.ends, table.ends[inside])
     if inside.all():
         if not same:
             raise ValueError("`for_some` with `of` must keep the places, since the other rewards keep theirs")
-        return made.replace(
-            values=torch.cat([table.values[:, others], made.values], 1),
-            valid=torch.cat([table.valid[:, others], made.valid], 1),
-            weights={**{table.names[i]: table.weights[table.names[i]] for i in others}, **made.weights},
+        return part.replace(
+            values=torch.cat([table.values[:, others], part.values], 1),
+            valid=torch.cat([table.valid[:, others], part.valid], 1),
+            weights={**{table.names[i]: table.weights[table.names[i]] for i in others}, **part.weights},
         )
-    if not same or made.names != tuple(table.names[i] for i in chosen):
+    if not same or part.names != tuple(table.names[i] for i in chosen):
         raise ValueError(
             "`for_some` with `where` must keep the rewards and the places of its rows, but "
-            f"{made.names} came of {table.names}; combine rewards before it"
+            f"{part.names} came of {table.names}; combine rewards before it"
         )
     values, valid, learn = table.values.clone(), table.valid.clone(), table.learn.clone()
     rows, columns = inside.nonzero(), torch.tensor(chosen)
-    values[rows, columns], valid[rows, columns], learn[inside] = made.values, made.valid, made.learn
+    values[rows, columns], valid[rows, columns], learn[inside] = part.values, part.valid, part.learn
 
-    def merged(whole: Mapping[str, Tensor], part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        unknown = torch.full(table.ends.shape, NAN, dtype=torch.float64)  # a label of these rows alone
-        return {**whole, **{n: whole.get(n, unknown).index_copy(0, rows[:, 0], part[n]) for n in part}}
+    def merged(whole: Mapping[str, Tensor], some: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        unknown = torch.full(table.ends.shape, NAN, dtype=torch.float64)  # for labels of these rows only
+        return {**whole, **{n: whole.get(n, unknown).index_copy(0, rows[:, 0], some[n]) for n in some}}
 
     return table.replace(
         values=values,
         valid=valid,
         learn=learn,
-        scored=merged(table.scored, made.scored),
-        ids=merged(table.ids, made.ids),
-        notes=merged(table.notes, made.notes),
+        scored=merged(table.scored, part.scored),
+        ids=merged(table.ids, part.ids),
+        notes=merged(table.notes, part.notes),
     )

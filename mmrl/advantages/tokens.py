@@ -28,19 +28,19 @@ def keep_steps(
 ) -> RewardTable:
     """Keep the advantages of steps, or of rows, whose entropy or log-probability is in a range.
 
-    Other steps have advantage 0 and stay in every denominator. GTPO (arXiv 2508.03772) keeps rows with a mean
-    entropy of at most 0.7, SPO (arXiv 2505.23564) steps with a log-probability of at most log 0.9, D3S (arXiv
-    2509.22115) the steps of largest |A| H. Our reading: steps without notes (demonstrations) are kept.
+    Other steps get advantage 0 but count in denominators. GTPO (arXiv 2508.03772) keeps rows with a mean
+    entropy of at most 0.7; SPO (arXiv 2505.23564) keeps steps with a log-probability of at most log 0.9; D3S
+    (arXiv 2509.22115) keeps steps of largest |A| H. Our reading: unrecorded steps (demonstrations) are kept.
 
     Args:
         of: `entropy` in nats, the `logp` of the sampled token, or |advantage| times entropy
             (`weighted_entropy`).
-        at_least: Lower bound, or null.
-        at_most: Upper bound, or null.
-        top: Share of the largest values to keep, among the steps that are learned from; null: all.
+        at_least: Lower bound of the value, or null for none.
+        at_most: Upper bound of the value, or null for none.
+        top: Fraction of the largest values to keep, among the steps that are learned from; null: all.
         level: Judge each `step`, or each `row` by its mean.
         drop: Drop the other steps, so that denominators do not count them.
-        if_mean_inside: Keep everything unless the mean of the batch is in the range (GTPO does so where the
+        if_mean_inside: Apply the bounds only if the mean of the batch is inside of them (GTPO does so if the
             entropy exceeds log 2 from the start).
     """
     table = per_step(table)
@@ -72,7 +72,7 @@ def keep_steps(
 
 
 def covariance_of_steps(table: RewardTable) -> tuple[Tensor, Tensor]:
-    """(A - mean A) (logp - mean logp) of all steps, and a mask of where it is defined: (N, R, T) each."""
+    """Compute (A - mean A) (logp - mean logp) of all steps, and where it is defined: (N, R, T) each."""
     logp = noted(table, "logp")
     known = (table.present & ~logp.isnan())[:, None] & table.valid
     count = known.sum((0, 2), keepdim=True).clamp(min=1)

@@ -9,7 +9,7 @@ Node = tuple[int, ...]  # the group, and the numbers of the segments on the path
 
 
 def leaf_of(group: int, number: Tensor, row: int) -> Node:
-    """Leaf of a row: its group and the numbers of its segments, in order."""
+    """Return the leaf of a row: its group and the numbers of its segments, in order."""
     numbers = number[~number.isnan()].long()
     if not len(numbers):
         return (group, -1 - row)
@@ -17,7 +17,7 @@ def leaf_of(group: int, number: Tensor, row: int) -> Node:
 
 
 def parts_of(path: Node, number: Tensor) -> list[tuple[Node, Tensor]]:
-    """Segments of a row, each with a mask of its steps: (T,) bool."""
+    """List the segments of a row, each with a mask (T,) bool of its steps."""
     if path[1] < 0:
         return [(path, torch.ones_like(number, dtype=torch.bool))]
     return [(path[: depth + 1], number == path[depth]) for depth in range(1, len(path))]

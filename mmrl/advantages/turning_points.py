@@ -35,10 +35,10 @@ def turning_points(
         consistent: Require that the change after a turning point has its direction too, so that credits are
             only amplified.
         balance: Keep equally many turning points of rising and of falling rows, if there are both; others
-            earn their increment. Our reading: over the whole batch (the code: a micro-batch), of ties the
-            first.
+            earn their increment. Our reading: balance over the whole batch (the code: a micro-batch), and
+            keep the first of ties.
         balance_key: Keep the largest overall changes (`delta_global`) or the largest credits (`aggregated`).
-        only_rising: Turning points only in rows whose reward rose overall.
+        only_rising: Allow turning points only in rows whose reward rose overall.
         first_step: Allow the first step as a turning point (the code's `apply_first_step_bonus`).
         atol: A change of at most this size, in units of reward, has no sign (our reading).
     """
@@ -55,13 +55,13 @@ def turning_points(
     increment = change(reward[..., 1:], reward[..., :-1], known[..., :-1] & known[..., 1:])  # (N, R, T)
     last = table.last.clamp(min=0)[:, None, None].expand(-1, reward.shape[1], 1)
     ended = known.gather(2, last)
-    remaining = change(reward.gather(2, last), reward[..., :-1], known[..., :-1] & ended)  # to the end
-    trend = remaining[..., :1]  # (N, R, 1): of the row as a whole
+    remaining = change(reward.gather(2, last), reward[..., :-1], known[..., :-1] & ended)  # change to the end
+    trend = remaining[..., :1]  # (N, R, 1): change over the whole row
     agrees = sign(increment) * sign(trend)  # 1: with the trend, -1: against it, 0: one has no sign
     turning = agrees > 0
     turning[..., 1:] &= agrees[..., :-1] < 0  # 0 is not against the trend
     if consistent:
-        turning &= sign(increment) * sign(remaining - increment) > 0  # the rest, after the step
+        turning &= sign(increment) * sign(remaining - increment) > 0  # the change after the step
     if only_rising:
         turning &= trend > atol
     if not first_step:

@@ -24,7 +24,7 @@ def per_episode(
     advantage: tuple[Callable[[RewardTable], RewardTable], ...],
     by: Tags = (),
 ) -> RewardTable:
-    """Apply advantage functions to whole conversations; all turns get the advantage of theirs.
+    """Apply advantage functions to whole conversations; all turns get their conversation's advantage.
 
     Inside, a conversation is one answer with the sum of its rewards. Chains without pieces for turns do this
     anyway; use it in chains that continue with single turns.
@@ -35,7 +35,7 @@ def per_episode(
             by these tags too (`by: [group, role]`).
     """
     merged, index = merge_turns(table, by)
-    return share_turns(reduce(lambda made, function: function(made), advantage, merged), index, table)
+    return share_turns(reduce(lambda changed, function: function(changed), advantage, merged), index, table)
 
 
 def away_from_mean(groups: GroupStatistics, scale: bool, eps: float, unbiased: bool = True) -> Tensor:
@@ -70,10 +70,11 @@ def gigpo(
         omega: Weight of the comparison of turns.
         same: Tags that compared turns share; engines tag the `state` at the start of a turn.
         scale: Divide both differences by the deviation of the group plus eps (`group`), or not (`none`).
-        count: In the mean score a conversation counts once per turn, as in the code, or once (`episode`).
+        count: Weight of a conversation in the mean score. `turn`: its number of turns, as in the code.
+            `episode`: 1.
         eps: Added to the deviations.
-        singleton: Result of a group of one conversation or turn: 0, or the score and the return themselves
-            (`raw`; the code of GiGPO for conversations, MatchTIR's for turns).
+        singleton: Result of a group of one conversation or turn. `zero`: 0. `raw`: the score or the return
+            itself (the code of GiGPO for conversations, MatchTIR's for turns).
         by: Keys that define a group.
     """
     unknown = [name for name in same if name != "place" and name not in table.ids]

@@ -13,7 +13,7 @@ from mmrl.core.reward_table import RewardTable, name_id
 
 
 def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> tuple[RewardTable, Tensor]:
-    """TD errors r_t + gamma V_(t+1) - V_t of every step: a table of steps, and (N, R, T).
+    """Compute TD errors r_t + gamma V_(t+1) - V_t (N, R, T); also return the table with an entry per step.
 
     The reward of an outcome belongs to its last step. Steps without a value (holes) are moved to the end with
     error 0; `_put_back` restores the order.
@@ -41,12 +41,12 @@ def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> 
 
 
 def _known_first(known: Tensor) -> Tensor:
-    """Order of the steps of every row (N, T) with those that have a value first."""
+    """Return the order (N, T) that moves the steps with a value to the front of each row."""
     return (~known).long().sort(dim=-1, stable=True).indices
 
 
 def _put_back(steps: RewardTable, against: str, values: Tensor) -> RewardTable:
-    """Move values (N, R, T) from the order of `_errors` back to their steps; holes have none."""
+    """Move values (N, R, T) from the order of `_errors` back to their steps; holes get no value."""
     known = (steps.present & ~noted(steps, f"{against}/value").isnan())[:, None]
     back = _known_first(known[:, 0]).argsort(-1)
     values = values.gather(2, back[:, None].expand_as(values))
@@ -54,7 +54,7 @@ def _put_back(steps: RewardTable, against: str, values: Tensor) -> RewardTable:
 
 
 def discounted(errors: Tensor, discount: float) -> Tensor:
-    """Discounted sum from every step to the end: S_t = e_t + discount S_(t+1)."""
+    """Compute the discounted sum from every step to the end: S_t = e_t + discount S_(t+1)."""
     carried, summed = torch.zeros_like(errors[..., 0]) if errors.shape[-1] else errors.sum(-1), []
     for place in reversed(range(errors.shape[-1])):
         carried = errors[..., place] + discount * carried
@@ -113,7 +113,7 @@ def lambda_returns(
 
 @advantage(of_others={"value"})
 def value_baseline(table: RewardTable, *, against: str = "critic") -> RewardTable:
-    """Subtract the value of the prompt by a critic: the first value of the row.
+    """Subtract a critic's value of the prompt, which is the first value of the row.
 
     One rollout per prompt is enough; groups of equal rewards have an advantage too.
     """
@@ -123,7 +123,7 @@ def value_baseline(table: RewardTable, *, against: str = "critic") -> RewardTabl
 
 @advantage(of_others={"value"})
 def value_label(table: RewardTable, *, against: str = "critic", label: str = "predicted") -> RewardTable:
-    """Add the value of the prompt by a critic as a label, for `shrunk_mean` (V_0.5).
+    """Add a critic's value of the prompt as a label, for `shrunk_mean` (V_0.5).
 
     Args:
         against: Name of the critic in `references`.

@@ -1,1 +1,1 @@
-"""The classes that Python programs use, in the habit of TRL and transformers."""
+"""Classes for Python programs, with the interface of TRL and transformers."""

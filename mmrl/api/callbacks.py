@@ -13,8 +13,8 @@ from mmrl.training.trainer import Run
 class CallbackAdapter:
     """Calls one callback with the arguments, state and control that transformers' trainer would pass.
 
-    `on_step_begin` and events inside of a step are not called. Of `control` the flag `should_training_stop`
-    is read: the run then ends after the step, with its last evaluation and a checkpoint.
+    `on_step_begin` and events inside a step are not called. Only the flag `should_training_stop` of `control`
+    is read: the run then ends after the step, with a last evaluation and a checkpoint.
     """
 
     def __init__(self, callback: Any, run: Run) -> None:
@@ -26,14 +26,14 @@ class CallbackAdapter:
 
     @property
     def ended(self) -> bool:
-        """Whether the callback asked for the end of the training."""
+        """Whether the callback has requested the end of the training."""
         return self.control.should_training_stop
 
     def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Call the methods of the callback that belong to an event of the run."""
+        """Call the methods of the callback that correspond to an event of the run."""
         self.state.global_step, callback = step, self.callback
         match event:
-            case "train_begin" if not self.ended:  # it would reset the flag of a resumed run
+            case "train_begin" if not self.ended:  # `on_train_begin` would reset the flag of a resumed run
                 self._call(callback.on_train_begin)
             case "step_end":
                 record = {**metrics, "step": step}
@@ -53,7 +53,7 @@ class CallbackAdapter:
         self.control = method(self.arguments, self.state, self.control, **parts) or self.control
 
     def _note_best(self, record: Mapping[str, float]) -> None:
-        """Keep the best metric after the callback has seen the evaluation, as transformers' trainer does."""
+        """Store the best metric after the callback has seen the evaluation, as transformers' trainer does."""
         value, best = record.get(self.arguments.metric_for_best_model or ""), self.state.best_metric
         if value is None:
             return
@@ -62,10 +62,10 @@ class CallbackAdapter:
 
 
 class StatefulCallbackAdapter(CallbackAdapter):
-    """Saves what a callback exports by its `state()` in checkpoints, and whether it ended the run."""
+    """Adapter that saves a callback's exported `state()`, and whether it ended the run, in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the exported attributes of the callback and the best metric so far."""
+        """Return the exported attributes of the callback, its stop flag, and the best metric so far."""
         return {
             "attributes": self.callback.state()["attributes"],
             "ended": self.ended,
@@ -73,7 +73,7 @@ class StatefulCallbackAdapter(CallbackAdapter):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the values that `state_dict` returned."""
         for name, value in state["attributes"].items():
             setattr(self.callback, name, value)
         self.control.should_training_stop = state["ended"]
@@ -81,14 +81,14 @@ class StatefulCallbackAdapter(CallbackAdapter):
 
 
 def add_callback(run: Run, callback: Any) -> None:
-    """Add a callback of transformers to a run that has not begun; a class is instantiated."""
+    """Add a callback of transformers to a run that has not started; a class is instantiated."""
     from transformers import TrainerCallback
 
     match callback() if isinstance(callback, type) else callback:
-        case TrainerCallback(state=_) as made:  # an `ExportableState`
-            adapter = StatefulCallbackAdapter(made, run)
-        case TrainerCallback() as made:
-            adapter = CallbackAdapter(made, run)
+        case TrainerCallback(state=_) as instance:  # an `ExportableState`
+            adapter = StatefulCallbackAdapter(instance, run)
+        case TrainerCallback() as instance:
+            adapter = CallbackAdapter(instance, run)
         case other:
             raise TypeError(f"a callback must be a transformers.TrainerCallback, not {other!r}")
     number = sum(place.startswith("callbacks[") for place in run.pieces.made)
@@ -96,7 +96,7 @@ def add_callback(run: Run, callback: Any) -> None:
 
 
 def training_arguments(config: Config) -> SimpleNamespace:
-    """Make an object with the attributes of transformers' `TrainingArguments` that mmrl has as well."""
+    """Return an object with those attributes of transformers' `TrainingArguments` that mmrl also has."""
     evaluates = bool(config.eval_steps and config.evaluation.data)
     rate = config.learn.learning_rate
     return SimpleNamespace(
@@ -113,7 +113,7 @@ def training_arguments(config: Config) -> SimpleNamespace:
         max_grad_norm=config.learn.max_grad_norm,
         metric_for_best_model=config.metric_for_best_model or None,
         greater_is_better=config.greater_is_better,
-        load_best_model_at_end=False,  # the best checkpoint is kept, the policy has the last weights
+        load_best_model_at_end=False,  # the best one is kept; the policy has the last weights
         num_train_epochs=None,
         seed=config.seed,
         push_to_hub=config.push_to_hub,

@@ -1,4 +1,4 @@
-"""From what a Python program hands over (objects, functions, datasets, TRL's keywords) to a configuration."""
+"""Conversion of Python arguments (objects, functions, datasets, TRL's names) to a configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mmrl.trl.translation import arguments_of, kind_of, lora_of, tell, translate
 
 Reward = Callable[..., Any] | str | Mapping[str, Any]
 Tool = Callable[..., Any] | str | Mapping[str, Any]
-OTHERS = {  # arguments of TRL's trainers, and what to do
+OTHERS = {  # unsupported arguments of TRL's trainers, and what to do instead
     "reward_processing_classes": "A reward model is a reward with options: `mmrl list reward reward_model`.",
     "optimizers": "Set `optim` and `lr_scheduler_type`, or keys below `learn`, in `args`.",
     "optimizer_cls_and_kwargs": "Set `optim`, or keys below `learn`, in `args`.",
@@ -56,12 +56,12 @@ def configuration(
     method: str = "",
     config: str | Path | Mapping[str, Any] | Config | None = None,
 ) -> Config:
-    """Make the configuration of a run from the arguments of `mmrl.Trainer`, which documents them."""
+    """Create the configuration of a run from the arguments of `mmrl.Trainer`, which documents them."""
     if model is None and isinstance(args, Mapping):
         model = args.get("model_name_or_path")
     flow = config is None and is_pipeline(model)
-    # TRL has no trainer of flow models: their methods' files and mmrl's own defaults stand. Beside a whole
-    # configuration a dictionary changes what it names, and an object says everything.
+    # TRL has no trainer for flow models: these use the defaults of their method's file and of mmrl. Next to a
+    # whole configuration, a dictionary changes only its own keys; an object sets all TRL arguments.
     spoken = not flow and (config is None or args is not None and not isinstance(args, Mapping))
     keywords, own = _arguments(args, ours=not spoken)
     if keywords.pop("model_name_or_path", model) != model:
@@ -73,13 +73,13 @@ def configuration(
     if model is not None:
         named = _policy(model, processing_class)
         if spoken and "dtype" in named:
-            keywords.setdefault("dtype", named.pop("dtype"))  # of its weights
+            keywords.setdefault("dtype", named.pop("dtype"))  # dtype of the model's weights
         raw = merge(raw, {"policy": named})
     keywords |= {} if peft_config is None else lora_of(peft_config)
     raw = merge(raw, nested(quantized(quantization_config)))
     if ref_model is not None:
         _check_reference(ref_model, model, raw)
-    names: dict[str, Any] = {}  # objects of this call, so that two functions of one name stay two
+    names: dict[str, Any] = {}  # objects of this call, so that two functions of the same name get two names
     factories = environments_of(environment_factory)
     if tools or factories:
         raw = with_tools(raw, tools or (), factories, names)
@@ -98,7 +98,7 @@ def configuration(
 
 
 def _with_data(raw: dict[str, Any], train: Any, test: Any, factories: Sequence[Factory]) -> dict[str, Any]:
-    """Name the rows of a run; without any, those of an environment."""
+    """Add the data sets of a run; without training rows, use the environment's own episodes."""
     if train is not None:
         raw["data"] = data_piece("train_dataset", train, "train", raw.get("data"))
     elif factories:
@@ -110,7 +110,7 @@ def _with_data(raw: dict[str, Any], train: Any, test: Any, factories: Sequence[F
 
 
 def _kind(args: Any, keywords: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Name the method that arguments of TRL are for: by their class, or by their names."""
+    """Return the method for arguments of TRL, from their class or their names: "dpo" or "grpo"."""
     if args is None or isinstance(args, Mapping):
         return "dpo" if pairs_of(keywords, own) else "grpo"
     return kind_of(args)
@@ -119,7 +119,7 @@ def _kind(args: Any, keywords: Mapping[str, Any], own: Mapping[str, Any]) -> str
 def _changed(
     raw: dict[str, Any], keywords: Mapping[str, Any], own: dict[str, Any], *, complete: bool
 ) -> dict[str, Any]:
-    """Change a configuration by arguments of TRL, and by keys of its own, which win."""
+    """Change a configuration by arguments of TRL and by its own keys; the own keys take precedence."""
     merged = merge(raw, own)
     change, decided, differs = translated(keywords, merged, own, complete=complete)
     change = {k: v for k, v in change.items() if k in decided or lookup(own, k, ABSENT) is ABSENT}
@@ -129,7 +129,7 @@ def _changed(
 
 
 def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
-    """Read what the run begins with: a whole configuration, or the defaults of the model and the method."""
+    """Read the starting configuration: a whole configuration, or the defaults of the model and the method."""
     match config:
         case None:
             file = method_file(method or ("flow_grpo" if is_pipeline(model) else "grpo"))
@@ -143,7 +143,7 @@ def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
 
 
 def method_file(name: str) -> Path:
-    """Find the file of a method by its name, such as "dapo"."""
+    """Return the path of a method's configuration file, given a name such as "dapo"."""
     package = Path(__file__).parents[1]
     homes = [home / "methods" for home in (package / "configs", package.parent / "configs")]
     files = {file.stem: file for home in homes for file in home.glob("*/*.yaml")}
@@ -154,7 +154,7 @@ def method_file(name: str) -> Path:
 
 
 def is_pipeline(model: Any) -> bool:
-    """Return whether a model is a pipeline of diffusers: an object, a folder, or a repository of the hub."""
+    """Whether a model is a pipeline of diffusers, given as an object, a folder, or a hub repository."""
     match model:
         case None:
             return False
@@ -166,19 +166,19 @@ def is_pipeline(model: Any) -> bool:
 
 
 def check_others(others: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for an argument of TRL's trainers that is not here, unless it is None."""
+    """Raise `ConfigError` for an unsupported argument of TRL's trainers, unless its value is None."""
     for name, value in others.items():
         if name not in OTHERS:
-            known = [*OTHERS, *inspect.signature(configuration).parameters]
+            supported = [*OTHERS, *inspect.signature(configuration).parameters]
             raise ConfigError(
-                f"the trainer has no argument '{name}'; {nearest(name, known) or 'see its docstring'}"
+                f"the trainer has no argument '{name}'; {nearest(name, supported) or 'see its docstring'}"
             )
         if value is not None and value != (None, None):
             raise ConfigError(f"'{name}' of TRL's trainers is not here. {OTHERS[name]}")
 
 
 def _check_reference(reference: Any, model: Any, raw: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a reference model whose weights are not those that training begins with."""
+    """Raise `ConfigError` if the weights of a reference model differ from the model's initial weights."""
     advice = (
         "leave it out, or name its folder as `model` and that of the other weights as `init_from` in `args`"
     )
@@ -198,7 +198,7 @@ def _check_reference(reference: Any, model: Any, raw: Mapping[str, Any]) -> None
 
 
 def _policy(model: Any, processor: Any) -> dict[str, Any]:
-    """Name a model in a configuration; an object is kept, with its precision and attention."""
+    """Return the policy options for a model; an object is registered, with its precision and attention."""
     match model:
         case str() | Path():
             return {"model": str(model)}
@@ -220,25 +220,25 @@ def _dtype(module: Any) -> str:
 
 
 def _arguments(args: Any, *, ours: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sort `args` into arguments of TRL, and keys of a configuration, nested.
+    """Split `args` into arguments of TRL, and nested keys of a configuration.
 
     Args:
         args: A dictionary, or an object such as a GRPOConfig.
-        ours: Whether a name that both know, such as `max_steps`, is a key of the configuration.
+        ours: Whether a name in both TRL and mmrl, such as `max_steps`, is a key of the configuration.
     """
     match args:
         case None:
             return {}, {}
         case Mapping():
-            known = {name for name in Config.__dataclass_fields__ if ours or name not in NAMES}
-            names = [name for name in args if "." in name or name in known]
+            config_keys = {name for name in Config.__dataclass_fields__ if ours or name not in NAMES}
+            names = [name for name in args if "." in name or name in config_keys]
             changes = reduce(merge, (nested({name: args[name]}) for name in names), {})
             return {name: value for name, value in args.items() if name not in names}, changes
     return arguments_of(args), {}
 
 
 def _rewards(rewards: Reward | Sequence[Reward], names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Name one reward or several in a configuration."""
+    """Return the configuration of one or several rewards as a list of pieces."""
     match rewards:
         case str() | Mapping() | Callable():
             rewards = [rewards]
@@ -246,7 +246,7 @@ def _rewards(rewards: Reward | Sequence[Reward], names: dict[str, Any]) -> list[
 
 
 def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Let the filter of a method that reads a reward of its own, as DAPO's does, read the first one given."""
+    """If a group filter reads its method's own reward, as in DAPO, make it read the first given reward."""
     names = [one.get("label") or one["name"].rpartition(":")[2].rpartition(".")[2] for one in rewards]
     match group_filter:
         case {"of": str(name)} if names and name not in names:
@@ -255,7 +255,7 @@ def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def _weighted(pieces: Sequence[Any], weights: float | Sequence[float]) -> list[dict[str, Any]]:
-    """Set the weights of rewards, in order."""
+    """Set the weights of the rewards, in their order."""
     weights = as_list(weights)
     if len(weights) != len(pieces):
         raise ConfigError(f"`reward_weights` has {len(weights)} numbers for {len(pieces)} rewards")
@@ -264,10 +264,10 @@ def _weighted(pieces: Sequence[Any], weights: float | Sequence[float]) -> list[d
 
 
 def reward_piece(reward: Reward, names: dict[str, Any], kind: str = "reward") -> dict[str, Any]:
-    """Name a reward in a configuration: a function by its module where that has it, else as an object.
+    """Return the configuration of a reward: by its module if it can be imported, otherwise as an object.
 
-    `names` holds the objects of the configuration so far; another object of the same name gets a number.
-    Pieces of another kind are named alike.
+    `names` maps names to the objects of the configuration so far; another object with the same name gets a
+    number. Pieces of another `kind` are handled in the same way.
     """
     match reward:
         case str():
@@ -289,20 +289,20 @@ def reward_piece(reward: Reward, names: dict[str, Any], kind: str = "reward") ->
 
 # ---- tools and environments
 
-NO_LIMIT = 10_000  # turns, images: in TRL tokens alone limit a conversation
+NO_LIMIT = 10_000  # limit of turns and images: TRL limits conversations only by tokens
 
 
 @dataclass(frozen=True)
 class Factory:
-    """What makes environments: a class, a function, a name or a mapping with one, and its label."""
+    """A factory of environments (a class, a function, a name, or a mapping with a name) and its label."""
 
     piece: Any
     label: str
-    scores: bool  # by `get_reward`
+    scores: bool  # whether the environment has `get_reward`
 
 
 def environments_of(given: Factories | None) -> list[Factory]:
-    """List what makes environments, as TRL takes it: one, or several by the names that rows choose from."""
+    """List environment factories in TRL's format: one, or a mapping with the names from which rows choose."""
     if given is None:
         return []
     listed: list[tuple[str, Any]] = [("", given)]
@@ -324,7 +324,7 @@ def environments_of(given: Factories | None) -> list[Factory]:
 def with_tools(
     raw: dict[str, Any], tools: Sequence[Tool], factories: Sequence[Factory], names: dict[str, Any]
 ) -> dict[str, Any]:
-    """Add the engine that holds conversations with tools to a configuration, without limits, as in TRL."""
+    """Add the engine for conversations with tools to a configuration, with no limits, as in TRL."""
     engines = [as_piece_mapping(engine) for engine in as_list(raw["rollout"]["engine"])]
     if taken := [engine["name"] for engine in engines if engine.get("name") in CONVERSING]:
         raise ConfigError(
@@ -343,12 +343,12 @@ def with_tools(
 
 
 def rewards_of(factories: Sequence[Factory]) -> list[dict[str, Any]]:
-    """Name the rewards that environments give themselves, each under the name of its environment."""
+    """Return the configuration of the rewards from `get_reward`, each named after its environment."""
     return [{"name": "precomputed", "key": f.label, "label": f.label} for f in factories if f.scores]
 
 
 def without_rows(factories: Sequence[Factory], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the data of a run whose environment says itself what is to be done."""
+    """Return the data configuration of a run whose environment provides the tasks itself."""
     if len(factories) > 1:
         raise ConfigError(
             "of several environments each row names its own in the column `environment`; give `train_dataset`"
@@ -357,7 +357,7 @@ def without_rows(factories: Sequence[Factory], raw: Mapping[str, Any]) -> dict[s
 
 
 def data_piece(name: str, data: Any, split: str, base: Any) -> dict[str, Any]:
-    """Name a dataset in a configuration; a path or rows in memory are read by the piece `base`."""
+    """Return the configuration of a dataset; a path, or rows in memory, are read with the piece `base`."""
     match data:
         case {"name": _}:
             return dict(data)
@@ -369,5 +369,5 @@ def data_piece(name: str, data: Any, split: str, base: Any) -> dict[str, Any]:
 
 
 def as_piece_mapping(piece: Any) -> dict[str, Any]:
-    """Write a piece of a configuration as a mapping with a name; without one it is empty."""
+    """Convert a piece of a configuration to a mapping with a name; without a piece it is empty."""
     return as_mapping(as_plain(piece or {}))

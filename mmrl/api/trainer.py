@@ -1,4 +1,4 @@
-"""Training from Python in the habit of TRL: objects and functions, and the same run as from YAML."""
+"""Training from Python with the interface of TRL: objects and functions give the same run as a YAML file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmrl.training.loop import train
 
 
 class TrainOutput(NamedTuple):
-    """What `Trainer.train` returns, as that of transformers."""
+    """The result of `Trainer.train`, with the fields of transformers' class of the same name."""
 
     global_step: int
     training_loss: float
@@ -33,50 +33,49 @@ class Prediction:
     """An answer of an evaluation, with its prompt, its target and its rewards."""
 
     prompt: str
-    answer: Any  # a text, an image of PIL, or the frames of a video as a list of these
+    answer: Any  # a text, a PIL image, or the frames of a video as a list of PIL images
     target: Any
-    rewards: dict[str, float]  # NaN where a reward does not apply
+    rewards: dict[str, float]  # NaN if a reward does not apply
 
 
 class Trainer:
     """Trains a vision-language model or a flow-matching image model with a published method.
 
-    The run is the one of a YAML file with the same contents, bit for bit: `trainer.config` is its
-    configuration. A second `train()` of the same `output_dir` resumes from the last checkpoint.
-    `Trainer(config=...)` takes a whole configuration: a file, a dictionary or a `Config`; what is given
-    beside it changes it.
+    The run is identical, bit for bit, to a run of a YAML file with the same contents; `trainer.config` is its
+    configuration. A second `train()` with the same `output_dir` resumes from the last checkpoint.
+    `Trainer(config=...)` takes a whole configuration: a file, a dictionary or a `Config`. The other arguments
+    then change this configuration.
 
     Args:
-        model: Hub id, folder, a model of transformers, or a pipeline of diffusers. Objects are trained in
-            place; weights that are trained become float32.
-        reward_funcs: One reward or several: functions in TRL's form or mmrl's, names such as
-            "vision.temporal_iou", or mappings `{"name": ..., "weight": ...}`. Left out, those of the method.
-            A method that filters groups by a reward of its own, as DAPO does, filters by the first one.
-        args: A `GRPOConfig`, a `DPOConfig`, or a dictionary of TRL's names (`{"beta": 0.04}`), which may have
-            keys of an mmrl configuration too, nested (`{"learn": {...}}`) or dotted
-            (`{"learn.num_iterations": 2}`). What neither they nor the file of another method say is TRL's
-            default; of a flow model, and of a dictionary beside `config`, it is mmrl's.
+        model: Hub id, folder, model of transformers, or pipeline of diffusers. Objects are trained in place;
+            trained weights are converted to float32.
+        reward_funcs: One reward or several: functions in TRL's or mmrl's form, names such as
+            "vision.temporal_iou", or mappings `{"name": ..., "weight": ...}`. The default is the rewards of
+            the method. A method that filters groups by a reward of its own, such as DAPO, uses the first one.
+        args: A `GRPOConfig`, a `DPOConfig`, or a dictionary with TRL's names (`{"beta": 0.04}`). The
+            dictionary may also have keys of an mmrl configuration, nested (`{"learn": {...}}`) or dotted
+            (`{"learn.num_iterations": 2}`). All other settings have TRL's defaults, except those in the file
+            of another method. For flow models, and for a dictionary next to `config`, mmrl's defaults apply.
         train_dataset: A dataset of `datasets`, a list of dictionaries, the path of a file, or a piece
-            (`{"name": "vision.grounding", "path": ...}`). Rows of VLMs are read as TRL's conversations.
-        eval_dataset: The same for evaluations.
-        processing_class: The processor of a model that is an object.
+            (`{"name": "vision.grounding", "path": ...}`). Rows for VLMs are read as TRL's conversations.
+        eval_dataset: The dataset for evaluations, in the same forms.
+        processing_class: The processor, if `model` is an object.
         callbacks: `TrainerCallback`s of transformers, objects or classes.
-        peft_config: A `LoraConfig`. What cannot be taken of it is an error; its dropout is 0 here.
-        tools: Functions that the model may call, also by name ("vision.crop") or as mappings with options.
-        environment_factory: A class or function that makes an environment for every rollout, or several by
-            the names that the column `environment` chooses from. What its `get_reward` gives is a reward
-            beside `reward_funcs`, of weight 1. Without `train_dataset` its `reset` says what is to be done.
-        ref_model: The model that pairs are compared with: it must have the weights that `model` begins with.
+        peft_config: A `LoraConfig`. An unsupported setting is an error; dropout is 0.
+        tools: Functions that the model may call; also names ("vision.crop") or mappings with options.
+        environment_factory: A class or function that creates an environment for every rollout, or a mapping
+            with the names from which the column `environment` chooses. `get_reward` is added to
+            `reward_funcs` with weight 1. Without `train_dataset`, `reset` provides the tasks.
+        ref_model: The reference model for preference pairs; it must have the initial weights of `model`.
         quantization_config: A `BitsAndBytesConfig`.
-        method: Name of a file under configs/methods, such as "dapo", "flow_grpo" or "dpo" (whose rows are
-            preference pairs); by default "grpo", "dpo" for a `DPOConfig` or names that it alone has, and
-            "flow_grpo" for pipelines.
-        config: A whole configuration to begin with.
-        quiet: Print no progress.
-        others: Further arguments of TRL's trainers, which may be left at their defaults.
+        method: Name of a file under configs/methods, such as "dapo", "flow_grpo" or "dpo" (for preference
+            pairs). The default is "grpo", "flow_grpo" for pipelines, or "dpo" for a `DPOConfig` or for
+            argument names that exist only there.
+        config: A whole configuration to start from.
+        quiet: Whether to print no progress.
+        others: Further arguments of TRL's trainers, accepted only at their defaults.
 
-    Raises:
-        ConfigError: Where something is unknown, contradictory or missing, before a weight is loaded.
+    Raises: ConfigError: If an argument is unknown, contradictory or missing, before any weights are loaded.
     """
 
     def __init__(
@@ -111,10 +110,10 @@ class Trainer:
             add_callback(self.run, callback)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train until `max_steps`, from the last checkpoint of `output_dir` if there is one.
+        """Train until `max_steps`, starting from the last checkpoint in `output_dir` if there is one.
 
         Args:
-            resume_from_checkpoint: As in transformers; of folders only the last checkpoint.
+            resume_from_checkpoint: As in transformers; a folder must be the last checkpoint.
         """
         if isinstance(resume_from_checkpoint, str | Path):
             last = next(iter(checkpoints(self.run.folder)), None)
@@ -134,16 +133,16 @@ class Trainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The metrics of every reported step, as in `metrics.jsonl`."""
+        """Return the metrics of every reported step, as in `metrics.jsonl`."""
         return self.run.journal.read()
 
     @property
     def model(self) -> Any:
-        """The trained module."""
+        """The trained module of the policy."""
         return self.run.policy.module
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Measure the policy as it is now on `eval_dataset` or another one; metrics begin with `eval_`."""
+        """Evaluate the current policy on `eval_dataset` or another dataset; metrics start with `eval_`."""
         return describe_measured(self._measure(eval_dataset))
 
     def predict(self, test_dataset: Any = None) -> list[Prediction]:
@@ -157,13 +156,13 @@ class Trainer:
         return predictions
 
     def save_model(self, output_dir: str | Path = "") -> Path:
-        """Write the model as a folder that its library loads, by default `output_dir`/model."""
+        """Write the model as a folder for transformers or diffusers, by default to `output_dir`/model."""
         folder = Path(expanded(str(output_dir))) if output_dir else self.run.folder / "model"
         write_model(self.run, folder)
         return folder
 
     def push_to_hub(self, **names: Any) -> None:
-        """Check that the model is pushed: a run with `push_to_hub` does it when it ends."""
+        """Raise `ConfigError` unless `push_to_hub` is set; the run then pushes the model when it ends."""
         if not self.config.push_to_hub:
             raise ConfigError("set `push_to_hub` and `hub_model_id` in `args`: the run pushes when it ends")
 
@@ -178,13 +177,13 @@ class Trainer:
         prompts, run = held_out(config), self.run
         evaluator = make_evaluator(config, prompts, run.policy, run.processes)
         if not self.config.evaluation.rewards:
-            # Those of the training itself: by now another trainer may have handed over others of these names.
+            # Use the rewards of the training: another trainer may have registered others with these names.
             evaluator = replace(evaluator, rewards=run.method.rewards)
         return evaluator.measure(state=run.log.state)
 
 
 class GRPOTrainer(Trainer):
-    """`Trainer` with the arguments of TRL's GRPOTrainer in their order."""
+    """`Trainer` with the arguments of TRL's GRPOTrainer in the same order."""
 
     def __init__(
         self, model: Any = None, reward_funcs: Any = None, args: Any = None, train_dataset: Any = None,
@@ -202,7 +201,7 @@ class GRPOTrainer(Trainer):
 
 
 class DPOTrainer(Trainer):
-    """`Trainer` with the arguments of TRL's DPOTrainer in their order."""
+    """`Trainer` with the arguments of TRL's DPOTrainer in the same order."""
 
     def __init__(
         self, model: Any = None, ref_model: Any = None, args: Any = None, data_collator: Any = None,

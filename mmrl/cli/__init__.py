@@ -1,7 +1,7 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line: every file of this package holds commands.
+"""The command line `mmrl`: each module of this package defines commands.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 stopped by the keyboard.
+Exit codes: 0 success, 1 failure, 2 wrong usage or configuration, 130 keyboard interrupt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmrl.config.loading import ConfigError, expanded, nearest
 from mmrl.core.progress import showing
 from mmrl.reporting.console import ProgressLines
 
-PROSE = {"prompt", "message", "overrides"}  # arguments that are no paths
+PROSE = {"prompt", "message", "overrides"}  # arguments that are not paths
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,13 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser()
     completion.complete(commands)
     given, late = commands.parse_known_args(arguments)
-    # argparse stops a list of files and overrides at a flag; add the arguments after it.
+    # argparse ends a list of files or overrides at a flag, so append the arguments after the flag.
     place = next((name for name in ("configs", "overrides") if hasattr(given, name)), "")
     if late and (not place or any(text.startswith("-") for text in late)):
         commands.error(f"unrecognized arguments: {' '.join(late)}")
     if late:
         setattr(given, place, [*getattr(given, place), *late])
-    # Import modules of the working directory, as `python -m mmrl` does.
+    # Make modules of the working directory importable, as `python -m mmrl` does.
     sys.path.append(str(Path.cwd()))
     quiet_progress_bars()
     logging.basicConfig(format="%(levelname)s: %(message)s")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader closed the pipe: `mmrl list | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `mmrl list | head`
         sys.stderr.close()
         return 0
     except (ValueError, RuntimeError, OSError, ArithmeticError, ImportError) as error:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _expand_paths(given: argparse.Namespace) -> None:
-    """Expand `~` and `$NAME` in paths, which shells do not do inside quotes and after `=`."""
+    """Expand `~` and `$NAME` in all path arguments; shells do not expand them in quotes or after `=`."""
 
     def expand(value: Any) -> Any:
         if isinstance(value, list):
@@ -76,7 +76,7 @@ def _expand_paths(given: argparse.Namespace) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with one-line errors that end with the usage."""
+    """Argument parser that prints errors as one line with the usage at the end."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with code 2."""
@@ -90,9 +90,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def quiet_progress_bars() -> None:
-    """Turn off progress bars of libraries where stderr is no terminal, to keep log files short.
+    """Turn off the progress bars of libraries if stderr is not a terminal, to keep log files short.
 
-    tqdm, huggingface_hub and datasets read these variables when imported; variables that are set stay.
+    Sets environment variables that tqdm, huggingface_hub and datasets read on import, unless they are set.
     """
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
@@ -100,7 +100,7 @@ def quiet_progress_bars() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands; imports the modules that define them."""
+    """Build the parser of all commands, after importing every module that defines commands."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)
     top = Parser(prog="mmrl", description="Train and measure multimodal models with RL.")
@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     groups = {"": top.add_subparsers(required=True, metavar="command")}
     for command in sorted(COMMANDS, key=lambda command: command.order):
         group, _, name = command.name.rpartition(" ")
-        if group not in groups:  # commands of two words: `mmrl data check`
+        if group not in groups:  # commands with two words: `mmrl data check`
             inner = groups[""].add_parser(group, help=f"Commands about {group}.")
             groups[group] = inner.add_subparsers(required=True, metavar="command")
         command.add_to(groups[group], name)

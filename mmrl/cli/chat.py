@@ -1,4 +1,4 @@
-"""The command for a conversation with a model in the terminal."""
+"""Command `mmrl chat`: a conversation with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ HELP = "/image PATH, /video PATH: show it with the next question; /reset: forget
 
 
 class Conversation:
-    """The turns of a conversation, and the images and videos of the next question."""
+    """A conversation with a model: all turns so far, and the images and videos for the next question."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns and unused media."""
+        """Delete all turns, and media that were not used yet."""
         self.turns: list[dict[str, Any]] = []
         self.shown: list[dict[str, str]] = []
 
     def show(self, kind: str, path: str) -> None:
-        """Add an image or a video to the next question; raises `ConfigError` where it cannot be opened."""
+        """Add an image or a video to the next question; raise `ConfigError` if it cannot be opened."""
         check_medium(kind, Path(path).expanduser())
         self.shown.append({"type": kind, "path": path})
 
     def ask(self, text: str) -> Trajectory:
-        """Answer a question with all turns before it, and with what tools replied in them.
+        """Answer a question, given all earlier turns and the tool replies in them.
 
-        An answer that is no text ends the conversation.
+        If the answer is not text, the conversation starts anew.
         """
         question = {"role": "user", "content": [*self.shown, {"type": "text", "text": text}]}
         (row,) = self.session.ask([[*self.turns, question]])
@@ -59,7 +59,7 @@ class Conversation:
 def chat(given: argparse.Namespace) -> None:
     """Talk with a model in the terminal, about images and videos too; /exit leaves.
 
-    The end of the input leaves too. Every question includes all turns before it. Images of the model are
+    The end of the input also leaves. Every question includes all turns before it. Images of the model are
     written into --output. Answers go to the standard output, everything else to the standard error.
     """
     from mmrl.build import load_engine
@@ -69,7 +69,7 @@ def chat(given: argparse.Namespace) -> None:
     for line in lines():
         try:
             reply = respond(talk, line)
-        except ValueError as error:  # a wrong path or question; the conversation goes on
+        except ValueError as error:  # wrong path or question; the conversation continues
             print(f"error: {error}", file=sys.stderr)
             continue
         if reply is not None:
@@ -79,7 +79,7 @@ def chat(given: argparse.Namespace) -> None:
 
 
 def respond(talk: Conversation, line: str) -> Trajectory | None:
-    """Run the command in a line (None), or answer its question; raises `ConfigError` for unknown commands."""
+    """Run the command in a line and return None, or answer its question; ConfigError for unknown commands."""
     name, _, rest = line.partition(" ")
     match name, rest.strip():
         case "/reset", "":
@@ -94,7 +94,7 @@ def respond(talk: Conversation, line: str) -> Trajectory | None:
 
 
 def lines() -> Iterator[str]:
-    """Read lines up to /exit or the end of the input; a terminal shows a prompt and edits lines."""
+    """Yield lines up to /exit or the end of the input; a terminal shows a prompt and allows editing."""
     if sys.stdin.isatty():
         import readline  # noqa: F401  `input` then edits lines and remembers them
     while True:

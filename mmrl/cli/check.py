@@ -1,4 +1,4 @@
-"""The command that checks configurations."""
+"""Command `mmrl check`: checks configuration files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mmrl.config.schema import BuildConfig, Config, EvaluateConfig, is_part, loa
     ),
 )
 def check(given: argparse.Namespace) -> int:
-    """Check configuration files, and that what they name exists; print the error of each that is wrong.
+    """Check configuration files, and that all files they name exist; print the error of each wrong file.
 
     No weights are loaded. It reads the first rows of data; with --data all rows, which also finds samplers
     without prompts, missing columns, prompts that the model cannot read, and targets that do not earn full
@@ -52,9 +52,9 @@ def check(given: argparse.Namespace) -> int:
 def check_file(
     path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False, data: bool = False
 ) -> None:
-    """Check the names and options of a file: a run, an evaluation, a build, or a part of a run.
+    """Check the names and options in a file: a training run, an evaluation, a build, or a part of a run.
 
-    `inputs` also checks that named files, folders and columns exist, `data` all rows.
+    With `inputs`, also check that the named files, folders and columns exist; with `data`, all data rows.
     """
     from mmrl.build import check as check_run
     from mmrl.build import check_data
@@ -88,8 +88,8 @@ def check_file(
 
         def check_stage(i: int) -> None:
             check_run(config := stages[i].config)
-            made = [stage.config.output_dir for stage in stages[:i]]  # not there yet
-            check_inputs_and_data(replace(config, init_from="") if config.init_from in made else config)
+            outputs = [stage.config.output_dir for stage in stages[:i]]  # folders that do not exist yet
+            check_inputs_and_data(replace(config, init_from="") if config.init_from in outputs else config)
 
         on_each([stage.place for stage in stages], check_stage)
     else:

@@ -1,4 +1,4 @@
-"""Declaration of commands: functions of the parsed arguments, with arguments and examples."""
+"""Declaration of commands: functions of the parsed arguments, with argument specifications and examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from mmrl.cli import completion
 from mmrl.cli.completion import Completer
 
-# Commands are listed in this order in `mmrl --help`, others after them.
+# Order of commands in `mmrl --help`; all other commands come after these.
 FIRST = ("train", "evaluate", "generate", "chat", "check", "doctor", "estimate-memory", "report", "build")
 COMMANDS: list[Command] = []
 
@@ -22,7 +22,7 @@ Function = Callable[[argparse.Namespace], int | None]
 
 @dataclass(frozen=True)
 class Argument:
-    """Arguments of one `add_argument` call, and a completer for shells (`completion.py`)."""
+    """Parameters of an `add_argument` call, and a completer for shells (see `completion.py`)."""
 
     names: tuple[str, ...]
     options: dict[str, Any]
@@ -31,7 +31,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `mmrl`: its name of one or two words, its function, arguments and examples."""
+    """A command of `mmrl`: a name of one or two words, its function, arguments and examples."""
 
     name: str
     function: Function
@@ -40,11 +40,11 @@ class Command:
 
     @property
     def order(self) -> tuple[int, str]:
-        """Sort key for `mmrl --help`."""
+        """Sort key of the command in `mmrl --help`."""
         return FIRST.index(self.name) if self.name in FIRST else len(FIRST), self.name
 
     def add_to(self, commands: Any, name: str) -> None:
-        """Add the command to the sub-commands of a parser."""
+        """Add the command as `name` to the sub-commands of a parser."""
         text = inspect.getdoc(self.function) or ""
         examples = "".join(f"\n  {example}" for example in self.examples)
         added = commands.add_parser(
@@ -62,7 +62,7 @@ class Command:
 
 
 def argument(*names: str, completer: Completer | None = None, **options: Any) -> Argument:
-    """Declare an argument as in `ArgumentParser.add_argument`, with a completer for shells."""
+    """Declare an argument with parameters of `ArgumentParser.add_argument`, and a completer for shells."""
     return Argument(names, options, completer)
 
 
@@ -89,7 +89,7 @@ CONFIG = argument("config", help="a YAML file, or one that comes with mmrl", com
 OVERRIDES = argument(
     "overrides",
     nargs="*",
-    default=(),  # else argparse calls them required
+    default=(),  # otherwise argparse reports them as required
     metavar="key=value",
     help="changes, dotted: learn.learning_rate=1e-6",
     completer=completion.overrides,
@@ -97,40 +97,40 @@ OVERRIDES = argument(
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into files and overrides; `key=value` is an override unless it is a file."""
+    """Split arguments into files and overrides: `key=value` is an override unless such a file exists."""
     files = [text for text in arguments if "=" not in text or Path(text).is_file()]
     return files, [text for text in arguments if text not in files]
 
 
 def one_line(error: Exception) -> str:
-    """Message of an error as one line without control characters."""
+    """Return the message of an error as one line without control characters."""
     return printable(" ".join(line.strip() for line in str(error).splitlines()))
 
 
 def for_terminal(text: str) -> str:
-    """Replace control characters in the text of a model if the output is a terminal."""
+    """Replace control characters in the output of a model if stdout is a terminal."""
     return printable(text) if sys.stdout.isatty() else text
 
 
 def printable(text: str) -> str:
-    """Replace characters that are not printable, except line breaks and tabs."""
+    """Replace all unprintable characters except line breaks and tabs by U+FFFD."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def print_table(titles: Sequence[str], *rows: Sequence[str], title: str | None = None) -> None:
-    """Print a table, 200 columns wide if the output is no terminal."""
+    """Print a table; it is 200 columns wide if stdout is not a terminal."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*titles, title=title, title_justify="left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    # No markup: `[mean]` in a cell is not a style.
+    # Disable markup, so that `[mean]` in a cell is not parsed as a style.
     Console(markup=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def print_measured(measured: Any) -> None:
-    """Print the metrics of an evaluation with their intervals."""
+    """Print the metrics of an evaluation with their confidence intervals."""
     spelled = {name: f"{low:.4g} to {high:.4g}" for name, (low, high) in measured.intervals.items()}
     rows = [[name, f"{value:.4g}", spelled.get(name, "")] for name, value in measured.metrics.items()]
     print_table(["metric", "value", "interval"], *rows)

@@ -1,4 +1,4 @@
-"""The command that asks two models or settings the same, side by side on a local page."""
+"""Command `mmrl compare-answers`: asks two models or settings the same question on a local web page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mmrl.inference.session import Session, images_of
 def compare_answers(given: argparse.Namespace) -> None:
     """Open a local page that asks two checkpoints or settings the same question side by side.
 
-    Both draw the same random numbers. The page is served to this machine alone, without sharing.
+    Both use the same random numbers. The page is reachable only from this machine.
     """
     gradio = load_gradio()
     from mmrl.build import check_source, open_source
@@ -46,7 +46,7 @@ def compare_answers(given: argparse.Namespace) -> None:
 
 
 def load_gradio() -> Any:
-    """Import gradio, or raise `ConfigError` that names its extra."""
+    """Import gradio; raise `ConfigError` with the name of the extra if it is not installed."""
     try:
         import gradio  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -55,7 +55,7 @@ def load_gradio() -> Any:
 
 
 def ask_both(sessions: Sequence[Session]) -> Callable[..., list[Outcome]]:
-    """Make the function of the page: a question with the path of an image and of a video to the answers."""
+    """Return the function of the page: it asks all sessions a question, with an image and a video path."""
 
     def ask(question: str, image: str | None = None, video: str | None = None) -> list[Outcome]:
         media = [[image] if image else None], [[video] if video else None]
@@ -65,7 +65,7 @@ def ask_both(sessions: Sequence[Session]) -> Callable[..., list[Outcome]]:
 
 
 def page(gradio: Any, ask: Callable[..., list[Outcome]], names: Sequence[str]) -> Any:
-    """Lay out the page: a question with a file, and an answer under the name of each model."""
+    """Build the page: a question with a file, and below the name of each model its answer."""
     with gradio.Blocks(title="mmrl compare-answers") as blocks:
         question = gradio.Textbox(label="Question", lines=2)
         with gradio.Row():
@@ -75,7 +75,7 @@ def page(gradio: Any, ask: Callable[..., list[Outcome]], names: Sequence[str]) -
             columns = [(gradio.Textbox(label=name, lines=8), gradio.Gallery(label=name)) for name in names]
 
         def shown(*asked: str | None) -> list[Any]:
-            # Every column has a text and images, of which a model fills one.
+            # Every column has a text and images; a model fills one of these.
             values: list[Any] = []
             for answer in ask(*asked):
                 values += [answer.text or "", images_of(answer)]

@@ -1,7 +1,6 @@
-"""Completion of command lines in a shell, by argcomplete where it is installed.
+"""Shell completion of command lines with argcomplete, if it is installed.
 
-After `pip install 'mmrl[completion]'` put `eval "$(register-python-argcomplete mmrl)"` into the start file of
-bash or zsh.
+After `pip install 'mmrl[completion]'` add `eval "$(register-python-argcomplete mmrl)"` to .bashrc or .zshrc.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ Completer = Callable[..., Iterable[str]]
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell with completions, and end the process, where it is a shell that asks."""
+    """Print completions and end the process if a shell requests them; otherwise do nothing."""
     try:
         import argcomplete  # pyright: ignore[reportMissingImports]
-    except ImportError:  # an extra
+    except ImportError:  # argcomplete is optional
         return
     argcomplete.autocomplete(parser, always_complete_options=False)
 
 
 def configs(prefix: str, **_: Any) -> list[str]:
-    """List YAML files and folders that begin with a prefix: in the working directory, and mmrl's own runs."""
+    """List YAML files and folders that start with a prefix, in the working directory and mmrl's configs."""
     folder = Path(prefix).parent
     own = Path(__file__).parents[1] / "configs"
-    found = []
+    paths = []
     for home in (Path(), own):
         for path in sorted((home / folder).glob("*")):
             name = path.relative_to(home).as_posix()
             if path.is_dir():
-                found.append(f"{name}/")
+                paths.append(f"{name}/")
             elif path.suffix == ".yaml":
-                found.append(name)
-    return [name for name in dict.fromkeys(found) if name.startswith(prefix)]
+                paths.append(name)
+    return [name for name in dict.fromkeys(paths) if name.startswith(prefix)]
 
 
 def overrides(prefix: str, **_: Any) -> list[str]:
-    """List keys of a training run that begin with a prefix, with the sign before the value."""
+    """List the keys of a training run that start with a prefix, each followed by `=`."""
     from mmrl.config.keys import keys_of
     from mmrl.config.schema import Config
 
@@ -47,14 +46,14 @@ def overrides(prefix: str, **_: Any) -> list[str]:
 
 
 def kinds(prefix: str, **_: Any) -> list[str]:
-    """List the kinds of pieces."""
+    """List the kinds of pieces that start with a prefix."""
     from mmrl.config.registry import HOMES
 
     return sorted(kind for kind in HOMES if kind.startswith(prefix))
 
 
 def names(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    """List the pieces of the kind that stands before."""
+    """List the pieces of the kind given before on the command line, if they start with a prefix."""
     from mmrl.config.registry import HOMES, pieces
 
     listed = pieces(parsed_args.kind) if parsed_args.kind in HOMES else []
@@ -62,6 +61,6 @@ def names(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
 
 
 def keys(prefix: str, **_: Any) -> list[str]:
-    """List keys and sections of a training run that begin with a prefix."""
+    """List the keys and sections of a training run that start with a prefix."""
     places = [text.removesuffix("=") for text in overrides(prefix)]
     return sorted({*places, *(place.rpartition(".")[0] for place in places)} - {""})

@@ -20,8 +20,8 @@ from mmrl.config.schema import BuildConfig, as_plain, load
 def build(given: argparse.Namespace) -> None:
     """Build a data set or a model folder into the `output` of a configuration.
 
-    The folder appears when the build is complete. A build of the same configuration is replaced; one of
-    another configuration only with --overwrite; any other folder never.
+    The folder appears when the build is complete. An earlier build of the same configuration is replaced, and
+    a build of another configuration only with --overwrite. Any other folder is never replaced.
     """
     from mmrl.config.binding import Pieces
     from mmrl.config.misplaced import check_all
@@ -36,10 +36,10 @@ def build(given: argparse.Namespace) -> None:
         builder = pieces.make_field(config, "build")
     except ConfigError:
         raise
-    except ValueError as error:  # a wrong value of an option
+    except ValueError as error:  # wrong value of an option
         raise ConfigError(f"build: {error}") from error
     output = Path(config.output)
-    if getattr(builder, "goes_on", False):  # continues an interrupted build after comparing its configuration
+    if getattr(builder, "goes_on", False):  # can resume; compares the configuration itself
         facts = {"builder": config.build.name}
         check_replaceable(output, "build", overwrite=given.overwrite, **facts)
         mark(output, "build", **facts)
@@ -62,7 +62,7 @@ def build(given: argparse.Namespace) -> None:
     examples=("mmrl data check data/questions.jsonl", "mmrl data check data/chat --model models/mine"),
 )
 def check_data(given: argparse.Namespace) -> int:
-    """Find rows and media that are missing, broken or in several splits; exit code 1 if there are any."""
+    """Find rows and media that are missing, broken or in several splits; exit code 1 for any findings."""
     from mmrl.config.registry import pieces
     from mmrl.data.dataset_io import Rows, SourceError, row_files
 
@@ -90,7 +90,7 @@ def check_data(given: argparse.Namespace) -> int:
 
 
 def special_tokens_of(model: str) -> frozenset[str]:
-    """Special tokens of a model folder or hub id; raises ConfigError if its tokenizer cannot be read."""
+    """Return the special tokens of a model (folder or hub id); ConfigError if its tokenizer is unreadable."""
     from transformers import AutoTokenizer
 
     from mmrl.core.plain_text import control_words

@@ -20,7 +20,7 @@ from mmrl.config.schema import Config, EvaluateConfig, as_plain, load
 if TYPE_CHECKING:
     from mmrl.runtime.distributed import Processes
 
-# Files that an evaluation writes into its folder.
+# Files that an evaluation writes into its output folder.
 WRITES = (
     "evaluation.json",
     "evaluation.html",
@@ -42,11 +42,11 @@ WRITES = (
     ),
 )
 def evaluate(given: argparse.Namespace) -> None:
-    """Measure one model or several `settings` of it; print a table and write it into `output_dir`.
+    """Evaluate a model, or several `settings` of it; print a table and write it into `output_dir`.
 
-    The folder of a run stands for its configuration with the model of its last checkpoint, or of its last
-    finished stage. Results of a run go into `evaluation` in its folder, those of a second evaluation into
-    `evaluation-2`. An `output_dir` with another evaluation is refused. All answers are written to
+    If the folder of a run is given, its configuration is used with the model of its last checkpoint, or of
+    its last finished stage. Results of a run go into `evaluation` in its folder, those of a second evaluation
+    into `evaluation-2`. An `output_dir` with another evaluation is refused. All answers are written to
     `predictions.parquet`, or to a file of `predictions/` for each setting.
     """
     from mmrl.build import load_evaluator
@@ -89,9 +89,9 @@ def evaluate(given: argparse.Namespace) -> None:
 
 
 def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
-    """Folder of an evaluation; if it holds another one and is our choice (`own`), its name gets a number.
+    """Return the folder of an evaluation; append a number if mmrl chose it (`own`) and it is taken.
 
-    Raises ConfigError if the user named the folder of another evaluation.
+    Raises ConfigError if the user named a folder that contains another evaluation.
     """
     from mmrl.runtime.folders import mark_of
 
@@ -114,7 +114,7 @@ def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
 
 @contextmanager
 def _writing(folder: Path, processes: Processes, facts: Mapping[str, Any]) -> Iterator[None]:
-    """Lock the folder of an evaluation, and mark it as one."""
+    """Lock the output folder of an evaluation, and write its marker file."""
     from mmrl.runtime.files import locked
     from mmrl.runtime.folders import mark
 
@@ -125,7 +125,7 @@ def _writing(folder: Path, processes: Processes, facts: Mapping[str, Any]) -> It
 
 
 def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateConfig, Path | None, bool]:
-    """Configuration of a file or of the folder of a run, and the model folder with its weights, if any.
+    """Return the configuration of a file or run folder, and the folder with the model's weights, if any.
 
     The third value tells whether mmrl chose the output folder.
     """
@@ -162,7 +162,7 @@ def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateCo
 def compare(given: argparse.Namespace) -> None:
     """Compare two evaluations answer by answer, with p-values, and write a page with both side by side.
 
-    Answers are joined on the uids of their prompts.
+    Answers are matched by the uids of their prompts.
     """
     from mmrl.reporting.html import write_compared_page
     from mmrl.reporting.html.predictions import change_rows, notes_on

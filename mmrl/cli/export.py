@@ -1,4 +1,4 @@
-"""Commands that hand a model on: write it as a folder of its own, and upload a folder."""
+"""Commands `mmrl export` (writes a model as a folder) and `mmrl push` (uploads a model folder)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from mmrl.config.loading import ConfigError
     ),
 )
 def export(given: argparse.Namespace) -> None:
-    """Write a model as one folder: adapter merged, transforms and cache recorded, with a model card.
+    """Write a model as one folder with a model card; merges the adapter, records transforms and cache.
 
-    A model without transforms is an ordinary folder of transformers or diffusers. One with pruning transforms
-    is refused by `from_pretrained`, which would load the whole model; `mmrl.load_engine` and
-    `mmrl.load_pruned` load it.
+    A model without transforms is an ordinary folder of transformers or diffusers. `from_pretrained` refuses a
+    model with pruning transforms, which it would load unpruned; use `mmrl.load_engine` or `load_pruned`.
     """
     from mmrl.build import check_source, open_source
     from mmrl.inference.saving import export as write

@@ -31,20 +31,20 @@ ENGINE = (
     argument("--temperature", type=float, metavar="T", help="0 takes the most likely token"),
     argument("--seed", type=int, metavar="N", help="of random draws"),
 )
-IMAGES = Path("images")  # default folder of images
-ASKED = ("prompt", "messages", "question", "caption")  # columns with the question; the first one counts
-ROWS = (".jsonl", ".json", ".parquet")  # suffixes of files of rows
+IMAGES = Path("images")  # default folder for images
+ASKED = ("prompt", "messages", "question", "caption")  # columns with the question; the first one is used
+ROWS = (".jsonl", ".json", ".parquet")  # suffixes of files with rows
 IS_IMAGES = "this model makes images; name a folder for them as --output, not a file of rows"
 IS_TEXT = "this model answers in words; name a file such as answers.jsonl as --output"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question, the columns of its row, and the turns of its answer."""
+    """A question, the columns of its row, and the turns of its answer, if tools were called."""
 
     prompt: Prompt
     columns: Mapping[str, Any]
-    turns: tuple[Message, ...] = ()  # if tools replied
+    turns: tuple[Message, ...] = ()  # only if tools replied
 
 
 @command(
@@ -105,7 +105,7 @@ def generate(given: argparse.Namespace) -> None:
 
 
 def engine_options(given: argparse.Namespace) -> dict[str, Any]:
-    """Options of the engine among the flags; None if not given."""
+    """Return the flags that are options of the engine; the value is None for flags that are not given."""
     return {name: vars(given)[name] for name in ("max_completion_length", "temperature", "seed")}
 
 
@@ -138,7 +138,7 @@ def check_arguments(given: argparse.Namespace) -> None:
 
 
 def check_output(source: ModelSource, output: Path | None) -> None:
-    """Raise `ConfigError` if --output does not fit the outputs of the policy (text or images)."""
+    """Raise `ConfigError` if --output does not fit the type of answers of the policy (text or images)."""
     if output is None:
         return
     makes = getattr(find("policy", source.config.policy.name).target, "makes", "")
@@ -149,7 +149,7 @@ def check_output(source: ModelSource, output: Path | None) -> None:
 
 
 def check_medium(kind: str, path: Path) -> None:
-    """Raise `ConfigError` for a file that is missing, or that cannot be read as its kind of media."""
+    """Raise `ConfigError` if a file is missing, or cannot be read as an image, video or other `kind`."""
     if not path.is_file():
         raise ConfigError(f"there is no file '{path}' (--{kind})")
     try:
@@ -158,11 +158,11 @@ def check_medium(kind: str, path: Path) -> None:
         raise ConfigError(f"--{kind}: {error}") from error
 
 
-# ---- questions
+# ---- reading of questions
 
 
 def questions(given: argparse.Namespace, session: Session) -> Iterable[Asked]:
-    """Questions of --prompt, of the rows of --input, or of the lines of the standard input."""
+    """Return the questions of --prompt, of the rows of --input, or of the lines of standard input."""
     from mmrl.data.messages import prompt_of
 
     if given.input is not None:
@@ -179,9 +179,9 @@ def questions(given: argparse.Namespace, session: Session) -> Iterable[Asked]:
 
 
 def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = False) -> Iterator[Asked]:
-    """Read questions from rows; raises one error for all unusable rows.
+    """Read questions from data rows; raise one error that lists all unusable rows.
 
-    Without `binary` the columns must be JSON values, since they are written with the answers.
+    Without `binary`, the columns must be JSON values, because they are written together with the answers.
     """
     from mmrl.data.dataset_io import DataRow, Rows, read_each
     from mmrl.data.messages import prompt_of
@@ -201,7 +201,7 @@ def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = F
                 plain(columns[column], column)
         media = {
             kind: [medium for column in modality.columns for medium in as_list(columns.get(column))]
-            for kind, modality in MODALITIES.items()  # one or a list in each column
+            for kind, modality in MODALITIES.items()  # each column may contain one file or a list
         }
         read_here = (name, "id", "split", *media_columns())
         if unread := [key for key in ASKING if key not in read_here and has_content(columns.get(key))]:
@@ -212,16 +212,16 @@ def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = F
     yield from read_each(path, Rows(path, root), make)
 
 
-# ---- answers
+# ---- writing of answers
 
 
 def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tuple[Asked, Outcome]]:
-    """Answer questions in batches; shows progress on a terminal."""
+    """Answer questions in batches of `size`; on a terminal, show the progress."""
     from rich.console import Console
     from rich.progress import track
 
     total = len(asked) if isinstance(asked, list) else None
-    # Lines of the standard input are answered one by one, as they come.
+    # Lines of standard input are answered one at a time, as soon as they are read.
     size, left = (size, iter(asked)) if total else (1, iter(asked))
     quiet = not sys.stderr.isatty() or total in (None, 1)
     console = Console(stderr=True)
@@ -233,7 +233,7 @@ def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tup
 
 
 def show(asked: Asked, answer: Outcome, *, as_row: bool) -> None:
-    """Print an answer or the name of its file; `as_row` prints JSON with the columns of its row."""
+    """Print an answer, or the name of its file; with `as_row`, print JSON with the columns of its row."""
     import json
 
     if as_row and answer.text is not None:
@@ -246,7 +246,7 @@ def show(asked: Asked, answer: Outcome, *, as_row: bool) -> None:
 
 
 def row_with(asked: Asked, answer: Outcome, images: Path, root: Path | None = None) -> dict[str, Any]:
-    """Columns of a row with the answer as `completion`, and turns with tools as `conversation`.
+    """Return the columns of a row, with the answer as `completion` and turns with tools as `conversation`.
 
     Images from tools are written to the folder `images`, with paths relative to `root`.
     """
@@ -257,7 +257,7 @@ def row_with(asked: Asked, answer: Outcome, images: Path, root: Path | None = No
 
 
 def written(turns: Sequence[Message], images: Path, root: Path | None = None) -> list[dict[str, Any]]:
-    """Messages in the format of transformers; writes their images to files."""
+    """Convert messages to the format of transformers, and write their images to files."""
 
     def block(part: Part) -> dict[str, str]:
         if part.media is None:
@@ -270,7 +270,7 @@ def written(turns: Sequence[Message], images: Path, root: Path | None = None) ->
 
 
 def spoken(turns: Sequence[Message], images: Path) -> str:
-    """Messages as readable text, with file names for images."""
+    """Format messages as readable text, with file names in place of images."""
     lines = []
     for message in written(turns, images):
         words = " ".join(block.get("path") or block["text"] for block in message["content"])
@@ -279,7 +279,7 @@ def spoken(turns: Sequence[Message], images: Path) -> str:
 
 
 def write_rows_of(answered: Iterable[tuple[Asked, Outcome]], path: Path) -> None:
-    """Write rows with their answers."""
+    """Write the rows of questions together with their answers to a file."""
     from mmrl.data.dataset_io import write_rows
 
     images = path.parent / f"{path.stem}_images"
@@ -288,7 +288,7 @@ def write_rows_of(answered: Iterable[tuple[Asked, Outcome]], path: Path) -> None
 
 
 def write_images(answered: Iterable[tuple[Asked, Outcome]], folder: Path) -> None:
-    """Write the images as PNG files (videos as animated ones), and their prompts as `metadata.jsonl`."""
+    """Write images as PNG files (videos as animated PNG) and the prompts to `metadata.jsonl`."""
     from mmrl.data.dataset_io import write_rows
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -302,7 +302,7 @@ def write_images(answered: Iterable[tuple[Asked, Outcome]], folder: Path) -> Non
 
 
 def printed(answer: Outcome, folder: Path) -> str:
-    """Text of an answer, or the path of its image, which is written to a free name."""
+    """Return the text of an answer, or save its image under a free name and return the path."""
     if answer.text is not None:
         return answer.text
     path = free_name(folder)
@@ -311,13 +311,13 @@ def printed(answer: Outcome, folder: Path) -> str:
 
 
 def free_name(folder: Path) -> Path:
-    """First free path `00000.png`, ... in a folder; creates the folder."""
+    """Return the first free path of `00000.png`, `00001.png`, ... in a folder; create the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return next(path for n in count() if not (path := folder / f"{n:05d}.png").exists())
 
 
 def save_image(answer: Outcome, path: Path) -> None:
-    """Write an image as PNG, or the frames of a video as an animated one."""
+    """Write the image of an answer as PNG, or the frames of a video as animated PNG."""
     if answer.text is not None:
         raise ConfigError(IS_TEXT)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -325,6 +325,6 @@ def save_image(answer: Outcome, path: Path) -> None:
 
 
 def save_frames(images: Sequence[Any], path: Path) -> None:
-    """Write an image of PIL as PNG, or several as an animated one."""
+    """Write a PIL image as PNG, or several images as animated PNG."""
     first, *frames = images
     first.save(path, **({"save_all": True, "append_images": frames, "duration": 62} if frames else {}))

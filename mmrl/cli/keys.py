@@ -1,4 +1,4 @@
-"""The command that lists the keys of configurations."""
+"""Command `mmrl keys`: lists the keys of configuration files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def keys(given: argparse.Namespace) -> None:
     from mmrl.config.keys import keys_of
 
     every = {title: list(keys_of(kind)) for title, kind in FILES.items()}
-    prefix, found = given.prefix, False
-    shown: set[tuple[str, str]] = set()  # what an evaluation shares with a training run stands there only
+    prefix, matched = given.prefix, False
+    shown: set[tuple[str, str]] = set()  # (key, default) pairs that were listed for an earlier file kind
     for title, listed in every.items():
         rows = []
         for key in listed:
@@ -41,10 +41,10 @@ def keys(given: argparse.Namespace) -> None:
                 comment = "; ".join(filter(None, (key.comment, more)))
                 rows.append([key.place, describe_type(key.wanted), default, comment])
         if rows:
-            found = True
+            matched = True
             print_table(["key", "type", "default", "what it is"], *rows, title=f"of {title}")
             print()
-    if not found:
+    if not matched:
         places = [key.place for listed in every.values() for key in listed]
         names = {place.rpartition(".")[2]: place for place in reversed(places)}
         near = names.get(prefix.rpartition(".")[2])

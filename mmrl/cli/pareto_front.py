@@ -1,6 +1,6 @@
-"""The command that shows the Pareto front of checkpoints in several metrics of their evaluations.
+"""Command `mmrl pareto-front`: shows the Pareto front of checkpoints for several evaluation metrics.
 
-All metrics are maximised. C-MORL (arXiv 2410.02236) fills the gaps of a front by further training from its
+All metrics are maximised. C-MORL (arXiv 2410.02236) fills gaps in a front by further training from the
 members with the largest crowding distance.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from mmrl.cli.command import argument, command, print_table
 from mmrl.config.loading import ConfigError, nearest
 
-Point = tuple[float, ...]  # a value of every objective
+Point = tuple[float, ...]  # one value per objective
 
 
 @command(
@@ -39,10 +39,10 @@ Point = tuple[float, ...]  # a value of every objective
 def pareto_front(given: argparse.Namespace) -> None:
     """Show the Pareto front of evaluated checkpoints in several metrics, and the gaps in it.
 
-    Every evaluation of the runs is a point. Members with the largest gaps around them are marked: training
-    on from one, one metric at a time with the others held above their thresholds by the advantage `barrier`,
-    fills the gaps (C-MORL, arXiv 2410.02236). With a reference point it prints the hypervolume (larger is
-    better).
+    Every evaluation of the runs is a point. The members next to the largest gaps are marked. To fill the
+    gaps, continue training from a marked member for one metric at a time, while the advantage `barrier` holds
+    the other metrics above their thresholds (C-MORL, arXiv 2410.02236). With a reference point, the command
+    also prints the hypervolume (larger is better).
     """
     if given.reference and len(given.reference) != len(given.metrics):
         raise ConfigError(f"--reference wants {len(given.metrics)} values, one a metric, in their order")
@@ -72,7 +72,7 @@ def pareto_front(given: argparse.Namespace) -> None:
 
 
 def evaluated(runs: list[Path], metrics: list[str]) -> dict[str, tuple[float, ...]]:
-    """Values of the metrics in every evaluation, by run and step."""
+    """Return the values of the metrics in every evaluation; maps "run step n" to values."""
     from mmrl.reporting.metrics import Journal, steps_taken
 
     points: dict[str, tuple[float, ...]] = {}
@@ -89,9 +89,9 @@ def evaluated(runs: list[Path], metrics: list[str]) -> dict[str, tuple[float, ..
 
 
 def front_of(points: Sequence[Point], reference: Point | None = None) -> list[int]:
-    """Return the places of points that no other beats, in order; equal points count once.
+    """Return the indices of points that no other point dominates, in order; of equal points only the first.
 
-    A point with a value that is not finite, or below the `reference` in an objective, is never a member.
+    A point is never a member if a value is not finite, or is below the `reference` in an objective.
     """
 
     def admitted(point: Point) -> bool:
@@ -109,10 +109,10 @@ def front_of(points: Sequence[Point], reference: Point | None = None) -> list[in
 
 
 def crowding_distance(front: Sequence[Point]) -> list[float]:
-    """Measure how far apart the neighbours of each member are; infinite for the ends of an objective.
+    """Return the crowding distance of every member; infinite for the first and last member of an objective.
 
-    For every objective (next - previous) / (largest - smallest), added up. An objective without a spread adds
-    0; of equal values the first counts as the smaller one.
+    For every objective, (next - previous) / (largest - smallest) is added up. An objective with equal values
+    adds 0. Among equal values, the first counts as the smaller one.
     """
     distances = [0.0] * len(front)
     for values in zip(*front, strict=True):
@@ -127,19 +127,20 @@ def crowding_distance(front: Sequence[Point]) -> list[float]:
 
 
 def loneliest(front: Sequence[Point], count: int) -> list[int]:
-    """Return the places of the `count` members of largest crowding distance; ties to the first."""
+    """Return the indices of the `count` members with the largest crowding distance; ties go to the first."""
     distances = crowding_distance(front)
     return sorted(range(len(front)), key=lambda i: -distances[i])[:count]
 
 
 def hypervolume(front: Sequence[Point], reference: Point) -> float:
-    """Measure what lies between the reference and the front: the volume that some member beats."""
+    """Compute the volume that the front dominates above the reference point."""
     inside = [point for point in front if all(a > b for a, b in zip(point, reference, strict=True))]
     if not inside:
         return 0.0
     if len(reference) == 1:
         return max(inside)[0] - reference[0]
-    # Slices along the last objective: in each, the points that reach so far span a volume of one less.
+    # Cut the volume into slices along the last objective. In each slice, the points that reach it span a
+    # volume with one dimension less.
     levels = sorted({point[-1] for point in inside})
     return sum(
         (level - below) * hypervolume([p[:-1] for p in inside if p[-1] >= level], reference[:-1])
@@ -148,13 +149,13 @@ def hypervolume(front: Sequence[Point], reference: Point) -> float:
 
 
 def expected_utility(front: Sequence[Point], step: float = 0.01) -> float:
-    """Average, over weights of the objectives, the best weighted sum that a member has.
+    """Compute the best weighted sum of objectives that a member reaches, averaged over weights.
 
-    Weights are those of at least 0 that add up to 1, in multiples of `step`.
+    The weights are all multiples of `step` that are at least 0 and add up to 1.
     """
     import torch
 
-    # Stars and bars: `size` - 1 bars among `last` places cut the multiples of `step` into `size` parts.
+    # Stars and bars: `size` - 1 bars at `last` positions divide the multiples of `step` into `size` summands.
     size = len(front[0])
     last = round(1 / step) + size - 1
     parts = [pairwise((-1, *bars, last)) for bars in combinations(range(last), size - 1)]
@@ -164,7 +165,7 @@ def expected_utility(front: Sequence[Point], step: float = 0.01) -> float:
 
 
 def sparsity(front: Sequence[Point]) -> float:
-    """Average the squared gaps between neighbours, added up over the objectives; 0 for a single member."""
+    """Compute the mean squared gap between neighbours, added up over objectives; 0 for a single member."""
     if len(front) < 2:
         return 0.0
     ordered = [sorted(values) for values in zip(*front, strict=True)]
@@ -173,8 +174,8 @@ def sparsity(front: Sequence[Point]) -> float:
 
 
 def threshold(start: float, beta: float) -> float:
-    """Return what an objective may fall to from a start: start - (1 - beta) |start|.
+    """Return the lowest value to which an objective may fall from a start: start - (1 - beta) |start|.
 
-    C-MORL has beta times the start, which is the same above 0 and cannot be met below (our reading).
+    C-MORL uses beta times the start. This is equal above 0, but cannot be met below 0 (our reading).
     """
     return start - (1 - beta) * abs(start)

@@ -1,4 +1,4 @@
-"""Commands `mmrl train`, `doctor`, `estimate-memory` and `report`."""
+"""Commands `mmrl train`, `mmrl doctor`, `mmrl estimate-memory` and `mmrl report`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     examples=("mmrl train my_run.yaml", "mmrl train my_run.yaml learn.learning_rate=2e-5 output_dir=runs/b"),
 )
 def train(given: argparse.Namespace) -> None:
-    """Train into `output_dir`, one stage after another; continues from the last checkpoint."""
+    """Train into `output_dir`, one stage after another; continue from the last checkpoint."""
     from mmrl.build import build as make
     from mmrl.build import check
     from mmrl.training.checkpointing import check_output_folder
@@ -88,9 +88,9 @@ def _print_diagnosis(report: Diagnosis) -> None:
     ),
 )
 def estimate_memory(given: argparse.Namespace) -> int:
-    """Estimate the memory of a training run by parts; exit code 1 if the device has less.
+    """Estimate the memory of a training run by component; exit code 1 if the device has less.
 
-    Weights are not loaded, except those of checkpoints quantised by another library than bitsandbytes.
+    Weights are not loaded, except for checkpoints quantised with a library other than bitsandbytes.
     """
     from mmrl.build import check
     from mmrl.diagnostics import memory_estimates
@@ -129,7 +129,7 @@ def _print_memory(memory: Mapping[str, float], room: float, device: str) -> None
     examples=("mmrl report runs/a", "mmrl report runs/a runs/b --output both.html"),
 )
 def report(given: argparse.Namespace) -> None:
-    """Write the page of a run, or one page that compares several runs, or the stages of one."""
+    """Write the page of a run, or one page that compares several runs or the stages of a run."""
     from mmrl.reporting.html import find_run, write_comparison, write_page
     from mmrl.runtime.stages import read_stages
     from mmrl.training.stages import write_report

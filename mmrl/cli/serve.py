@@ -1,4 +1,4 @@
-"""The command that prints how the servers of a run are started."""
+"""Command `mmrl serve-command`: prints the command lines that start the servers of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmrl.config.stages import load_stages, on_each
     examples=("mmrl serve-command my_run.yaml", "mmrl serve-command my_run.yaml --cpu"),
 )
 def serve_command(given: argparse.Namespace) -> None:
-    """Print the command lines that start the servers which a run asks for rollouts, each once."""
+    """Print the command lines that start the rollout servers of a run, without repeats."""
     from mmrl.build import check
 
     stages = load_stages(given.config, given.overrides)

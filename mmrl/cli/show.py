@@ -16,7 +16,7 @@ PACKAGES = (
 )  # fmt: skip
 
 
-METHODS = "methods"  # listed like a kind of pieces
+METHODS = "methods"  # `mmrl list methods`, beside the kinds of pieces
 
 
 @command(
@@ -37,7 +37,7 @@ METHODS = "methods"  # listed like a kind of pieces
     examples=("mmrl list reward", "mmrl list reward short_answer", "mmrl list methods --family grpo"),
 )
 def show(given: argparse.Namespace) -> None:
-    """List pieces with their options and defaults, or methods by family, or show one of them whole."""
+    """List pieces with options and defaults, or methods by family, or show one piece or method in full."""
     from mmrl.config.binding import FILLED
     from mmrl.config.registry import HOMES, pieces
 
@@ -59,12 +59,12 @@ def show(given: argparse.Namespace) -> None:
             options = []
             shown_options = ((name, p.default) for name, p in entry.options.items() if name not in FILLED)
             for name, default in shown_options:
-                # A default that is a piece is shown by its name.
+                # Show a default that is a piece by its name.
                 shown = f"={getattr(default, 'name', default)}"
                 options.append(name if default is inspect.Parameter.empty else name + shown)
             rows.append([entry.full_name, entry.on, ", ".join(options), entry.summary])
         table = [["name", "runs on", "options", "what it does"], *rows]
-        if not any(row[1] for row in rows):  # a kind without stages
+        if not any(row[1] for row in rows):  # this kind has no stages
             table = [[name, *rest] for name, _, *rest in table]
         if rows:
             print_table(*table, title=kind)
@@ -72,7 +72,7 @@ def show(given: argparse.Namespace) -> None:
 
 
 def show_methods(family: str | None) -> None:
-    """List methods with their papers, differences from GRPO and our readings; the best known first."""
+    """List methods with their papers, differences from GRPO and our readings; the best known come first."""
     from mmrl.reporting.methods import all_methods, tables
 
     families = dict.fromkeys(method.family for method in all_methods())
@@ -90,14 +90,14 @@ def show_methods(family: str | None) -> None:
 
 
 def show_method(name: str) -> None:
-    """Print a method: its file, and its pieces with our readings."""
+    """Print a method: its configuration file, and its pieces with our readings."""
     from mmrl.reporting.methods import all_methods, readings
 
-    known = {method.name: method for method in all_methods()}
-    if name not in known:
-        near = nearest(name, known)
+    by_name = {method.name: method for method in all_methods()}
+    if name not in by_name:
+        near = nearest(name, by_name)
         raise ConfigError(f"there is no method '{name}'; {near or f'mmrl list {METHODS} names all'}")
-    method = known[name]
+    method = by_name[name]
     print(f"{method.path.read_text().strip()}\n")
     print_table(
         ["piece", "kind", "our reading", "what it does"],
@@ -117,7 +117,7 @@ def show_method(name: str) -> None:
 def show_piece(kind: str, name: str) -> None:
     """Print a piece: description, options, packages, file and an example in YAML.
 
-    The name needs no package if it is unique.
+    The name may omit the package if it is unique.
     """
     from mmrl.cli.describe import describe_default, describe_option, split_docstring, yaml_of
     from mmrl.config.binding import CALLED_WITH, FILLED
@@ -151,7 +151,7 @@ def show_piece(kind: str, name: str) -> None:
 
 @command()
 def env(given: argparse.Namespace) -> None:
-    """Print versions for a bug report."""
+    """Print the versions of Python, packages and devices for a bug report."""
     import platform
 
     import torch

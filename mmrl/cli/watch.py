@@ -1,4 +1,4 @@
-"""Command `mmrl watch`: serves the page of a run while it trains."""
+"""Command `mmrl watch`: serves the report page of a run while it trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.config.loading import ConfigError
 from mmrl.runtime.stages import begun, read_stages
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-READ = ("metrics.jsonl", "warnings.jsonl", "evaluation.json", "config.yaml")  # files shown on the page
+READ = ("metrics.jsonl", "warnings.jsonl", "evaluation.json", "config.yaml")  # files that the page shows
 
 
 @command(
@@ -24,7 +24,7 @@ READ = ("metrics.jsonl", "warnings.jsonl", "evaluation.json", "config.yaml")  # 
     examples=("mmrl watch runs/a", "mmrl watch runs/a --port 9000"),
 )
 def watch(given: argparse.Namespace) -> None:
-    """Serve the page of a run to a browser on this machine while the run trains; Ctrl-C ends it."""
+    """Serve the report page of a run to a browser on this machine while the run trains; Ctrl-C ends it."""
     if not given.run.is_dir():
         raise ConfigError(f"there is no folder '{given.run}'; name the output_dir of a training run")
     if given.every < 1 or not 0 <= given.port < 2**16:
@@ -45,12 +45,12 @@ def watch(given: argparse.Namespace) -> None:
 
 
 def serve(folder: Path, host: str, port: int, every: int) -> HTTPServer:
-    """Server of the page of a run, and of no other file."""
+    """Create the server for the page of a run; it serves no other file."""
     page = Page(folder)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # Refuse other host names: DNS rebinding would let web pages read this server.
+            # Refuse other host names. Otherwise web pages could read this server through DNS rebinding.
             header = self.headers.get("Host", "")
             name = header.rpartition(":")[0].strip("[]") or header
             allowed = host not in LOOPBACK or name in LOOPBACK
@@ -68,13 +68,13 @@ def serve(folder: Path, host: str, port: int, every: int) -> HTTPServer:
             self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: Any) -> None:
-            """Print no line per request."""
+            """Print nothing, instead of a line per request."""
 
     return HTTPServer((host, port), Handler)
 
 
 class Page:
-    """The page of a run or of its stages, rendered again when one of its files changes."""
+    """The page of a run or of its stages, rendered again whenever one of its files changes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,7 +82,7 @@ class Page:
         self.made, self.finished = "", False
 
     def text(self) -> str:
-        """The current page; one sentence before the first step, or if a file cannot be read."""
+        """Return the current page; a single sentence before the first step, or if a file cannot be read."""
         from mmrl.reporting.html.pages import comparison, run_page
         from mmrl.reporting.html.run_folder import read_run
 
@@ -99,13 +99,13 @@ class Page:
             else:
                 self.made = comparison(runs, stages=True) if stages else run_page(runs[0])
             last = runs[-1] if len(runs) == max(1, len(stages)) else None
-            # A run of epochs has no `max_steps`.
+            # A run that is limited by epochs has no `max_steps`.
             self.finished = last is not None and last.done >= (last.config.get("max_steps") or float("inf"))
-        except (ValueError, OSError) as error:  # such as a file that is being written
+        except (ValueError, OSError) as error:  # such as an incomplete file that is being written
             self.shown, self.made = None, sentence(f"The page cannot be made: {error}")
         return self.made
 
 
 def sentence(text: str) -> str:
-    """A page of one sentence."""
+    """Return an HTML page with a single sentence."""
     return f"<!doctype html><meta charset=utf-8><title>mmrl</title><p>{html.escape(text)}"

@@ -1,4 +1,4 @@
-"""Bind the names in a configuration to callables with checked options, schedules and random streams."""
+"""Binding of names in a configuration to callables with checked options, schedules and random streams."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
 
 T = TypeVar("T")
-# Options that the run fills, never a configuration.
+# Options that the run sets; a configuration must leave them out.
 FILLED = ("generator", "recipe", "stream", "train_prompts")
-WORKERS = "mmrl.runtime.workers:workers_of"  # of a wing above, so by name
-CALLED = {"label": str, "timeout": PositiveFloat, "retries": NonNegativeInt}  # the time-out in seconds
+WORKERS = "mmrl.runtime.workers:workers_of"  # import path, because a higher package defines the function
+CALLED = {"label": str, "timeout": PositiveFloat, "retries": NonNegativeInt}  # `timeout` in seconds
 TOOL = {**CALLED, "on_error": Literal["tell", "skip", "raise"]}
-# Keys of a piece that are settings of its caller and no options of the piece itself.
+# Keys of a piece in a configuration that its caller reads; they are no options of the piece itself.
 CALLED_WITH = {
     "reward": {
         "weight": float,
         **CALLED,
         "on_error": Literal["raise", "skip"],
         "on_absent": Literal["raise", "warn"],
-        "where": Mapping[str, Any],  # columns of the prompts that it scores, with their values
-        "at": str,  # turns that it scores: `last` (the default), `every`, `tag` or `tag=word`
-        "workers": Mapping[str, Any],  # settings of the Ray actors that compute it
+        "where": Mapping[str, Any],  # score only prompts with these column values
+        "at": str,  # scored turns: `last` (default), `every`, or those with a `tag` or `tag=word`
+        "workers": Mapping[str, Any],  # settings of the Ray actors that compute the reward
     },
     "compare": {"weight": float},
     "tool": TOOL,
-    "environment": TOOL,  # `retries` of its `reset`
+    "environment": TOOL,  # `retries` applies to its method `reset`
 }
 
 
 @dataclass
 class Bound:
-    """A function with its options; those that follow a schedule change at every tick of the clock."""
+    """A function with its options. Options with a schedule get a new value at every step."""
 
     entry: Entry
     function: Callable
@@ -52,25 +52,25 @@ class Bound:
     stream: Stream
     weight: float = 1.0
     label: str = ""
-    call: Mapping[str, Any] = field(default_factory=dict)  # settings of its caller: time-outs, error policies
+    call: Mapping[str, Any] = field(default_factory=dict)  # settings of the caller, such as time-outs
 
     def __call__(self, *arguments: Any) -> Any:
         random = {}
-        # A new generator at every call: equal draws for equal steps. A class draws from `stream` instead.
+        # A new generator at every call makes the draws of a step reproducible. Classes use `stream` instead.
         if "generator" in self.entry.options and not inspect.isclass(self.entry.target):
             random["generator"] = self.stream.generator(self.entry.full_name)
         return self.function(*arguments, **self.options, **random)
 
     @property
     def name(self) -> str:
-        """The name in metrics: the label, or else the name without its package."""
+        """The name in metrics: the label, or else the name of the piece without its package."""
         return self.label or self.entry.name
 
     @property
     def needs(self) -> Needs:
-        """What the piece reads with its options.
+        """The needs of the piece with its options, including those of the pieces in its options.
 
-        Log-probabilities of `old` are those of the current pass, so they are no need; further outputs are.
+        The current pass gives the log-probabilities of `old`, so only further outputs of `old` are needed.
         """
         default = self.entry.options.get("against")
         against = self.options.get("against", default.default if default else "old")
@@ -86,25 +86,25 @@ class Recipe:
     """Everything that another process needs to rebuild an engine."""
 
     policy: Piece
-    engines: tuple[Piece, ...]  # those that it wraps, the innermost first
+    engines: tuple[Piece, ...]  # the wrapped engines, innermost first
     seed: int
     stage: int
-    remembering: tuple[str, ...]  # which of the engines have a state
-    clock: Callable[[], Clock]  # of the schedules of this step
+    remembering: tuple[str, ...]  # names of the engines that have a state
+    clock: Callable[[], Clock]  # returns the inputs of schedules at this step
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A reward that Ray actors rebuild and call: its piece, the policy, the random stream and the clock."""
+    """A reward that runs in Ray actors: everything that an actor needs to rebuild and call it."""
 
-    name: str  # in errors
+    name: str  # for errors
     piece: Piece
-    policy: Piece | None  # of the run
+    policy: Piece | None  # policy of the run
     stream: Stream
     clock: Callable[[], Clock]
 
     def __call__(self, *arguments: Any) -> Any:
-        """Raise: actors have to be started for it first."""
+        """Raise `RuntimeError`, because the actors of the reward were not started."""
         raise RuntimeError(f"the reward '{self.name}' has `workers`, which were not started")
 
 
@@ -113,18 +113,18 @@ class Pieces:
 
     def __init__(self, stream: Stream, policy: Piece | None = None) -> None:
         self.stream = stream
-        self.policy = policy  # of the run: what a second model is without a policy of its own
-        self.made: dict[str, Any] = {}  # objects that may have state, by place: the same name in every run
-        self.entries: list[Entry] = []  # of all pieces that were looked up
-        self.answer_form: Callable[[], str | None] = lambda: None  # of the data's targets, see `leaves_form`
-        self.trained: Piece | None = None  # the policy of engines; `make` notes it
-        self.engines: dict[str, Piece] = {}  # that were made, by place
+        self.policy = policy  # policy of the run, which second models copy by default
+        self.made: dict[str, Any] = {}  # built objects by dotted path, which is equal in every run
+        self.entries: list[Entry] = []  # entries of all pieces that were looked up
+        self.answer_form: Callable[[], str | None] = lambda: None  # form of the targets
+        self.trained: Piece | None = None  # the trained policy; `make` sets it
+        self.engines: dict[str, Piece] = {}  # engines that were built, by dotted path
         self.clock = Clock()
         self._scheduled: list[tuple[Callable[[str, Any], None], str, _Follows]] = []
-        self.scheduled: dict[str, float] = {}  # values of this step of options that follow a schedule
+        self.scheduled: dict[str, float] = {}  # current values of scheduled options, by dotted path
 
     def make(self, kind: str, piece: Piece, *wrapped: Any, place: str = "") -> Any:
-        """Find a piece, check its options and bind it; objects are made, around what they wrap."""
+        """Look up a piece, check its options and bind them; a class is instantiated around `wrapped`."""
         place = place or kind
         bound = self.name(kind, piece, place)
         if leaves_form(bound.entry, bound.options) and (form := self.answer_form()):
@@ -138,7 +138,7 @@ class Pieces:
             options["recipe"] = self._recipe(place, bound.name)
         if "train_prompts" in entry.options:
             options["train_prompts"] = self.made.get("data", ())
-        setter = options.__setitem__  # a function gets its options anew at every call
+        setter = options.__setitem__  # a function gets the options at every call
         if "workers" in bound.call:
             own = {name: value for name, value in piece.options.items() if name not in CALLED_WITH[kind]}
             policy = self.policy if entry.copies_policy else None
@@ -147,14 +147,14 @@ class Pieces:
         elif kind in MADE or (inspect.isclass(entry.target) and kind not in FACTORIES):
             thing = self.made[place] = _construct(entry, wrapped, options, place)
             bound.function, bound.options = thing, {}
-            setter = partial(setattr, thing)  # an object keeps them as attributes
+            setter = partial(setattr, thing)  # an object stores options as attributes
         self._scheduled += [(setter, name, value) for name, value in follows.items()]
         self.trained = piece if place == "policy" else self.trained
         self.engines |= {place: piece} if kind == "engine" else {}
         return bound.function if kind in MADE else bound
 
     def _recipe(self, place: str, name: str) -> Recipe:
-        """Describe the policy and the engines that the engine at a place wraps."""
+        """Return the recipe of an engine: its policy, and the engines that it wraps."""
         chain = place.rpartition("[")[0]  # `rollout.engine` of `rollout.engine[1]`
         before = {at: piece for at, piece in self.engines.items() if at.startswith(f"{chain}[")}
         if self.trained is None:
@@ -166,59 +166,59 @@ class Pieces:
         return Recipe(*parts, remembering, lambda: self.clock)
 
     def prompts(self, piece: Piece, place: str) -> Sequence[Any]:
-        """Read a data set; one without prompts is an error."""
+        """Read a data set; raises `ConfigError` if it has no prompts."""
         data = self.make("data", piece, place=place)
         if not len(data):
             raise ConfigError(f"{place}: '{piece.name}' has no prompts: {dict(piece.options)}")
         return data
 
     def number(self, value: Any, wanted: Any, place: str) -> Callable[[Clock], float] | float:
-        """Convert a number to a type with a range, or bind the schedule that gives it."""
+        """Convert a number to the type `wanted` and check its range, or bind a schedule (a mapping)."""
         if not isinstance(value, Mapping):
             return convert(value, wanted, place)
         schedule = self.make("schedule", as_piece(value, place), place=place)
         hints = schedule.entry.hints
         for name, option in value.items():
-            # One that follows a schedule itself has no fixed value; `_Follows` checks each result.
+            # A nested schedule has no fixed value to check; `_Follows` checks each result instead.
             if marks(hints.get(name), Taken) and not isinstance(option, Mapping):
                 _fit(option, wanted, f"{place}.{name}")
         return _Follows(schedule, wanted, place)
 
     def that_are(self, protocol: type[T]) -> dict[str, T]:
-        """List the pieces that implement a runtime-checkable protocol, by their places."""
+        """Return the built objects that implement a runtime-checkable protocol, by dotted path."""
         return {place: thing for place, thing in self.made.items() if isinstance(thing, protocol)}
 
     @property
     def notes(self) -> frozenset[str]:
-        """The notes of the engine that the chain, samplers and engines read from the reward table."""
+        """Names of the engine's per-step notes that the advantage chain, samplers and engines read."""
         readers = ("advantage", "sampler", "engine")
         return frozenset().union(*(e.needs.notes for e in self.entries if e.kind in readers))
 
     def tick(self, clock: Clock) -> None:
-        """Set every option that follows a schedule to its value at a step."""
+        """Set all scheduled options to their values at a step."""
         self.clock = clock
         for setter, name, follows in self._scheduled:
             self.scheduled[follows.place] = value = follows(clock)
             setter(name, value)
 
     def make_field(self, config: Any, place: str, *wrapped: Any) -> Any:
-        """Make what a field of a configuration names: a piece, a list of pieces or a mapping.
+        """Build the pieces in a field of a configuration: one piece, a list or a mapping.
 
         Args:
             config: A configuration dataclass.
             place: The dotted name of the field: `report.checks`.
-            wrapped: What every piece of the field takes first, such as the policy for references.
+            wrapped: The first arguments of every piece in the field, such as the policy for references.
         """
         mark, value = next((mark, value) for mark, value, name in held_fields(config) if name == place)
-        made = [self.make(mark.name, piece, *wrapped, place=name) for piece, name in each(value, place)]
+        built = [self.make(mark.name, piece, *wrapped, place=name) for piece, name in each(value, place)]
         if isinstance(value, Piece):
-            return made[0]
-        return dict(zip(value, made, strict=True)) if isinstance(value, Mapping) else made
+            return built[0]
+        return dict(zip(value, built, strict=True)) if isinstance(value, Mapping) else built
 
     def check_all(self, config: Any) -> dict[str, Any]:
-        """Check every piece that a configuration names; those that load nothing are made.
+        """Check every piece in a configuration; pieces of kinds that load nothing are also built.
 
-        Returns what `make` or `name` return, by the places of the pieces: `objective`, `rewards[0]`.
+        Returns the results of `make` or `name` by dotted path: `objective`, `rewards[0]`.
         """
         checked = {}
         for mark, value, field_name in held_fields(config):
@@ -227,21 +227,21 @@ class Pieces:
                     self.number(value, wanted, field_name)
                 case Kind(name=kind, on=on):
                     for piece, place in each(value, field_name):
-                        made = (self.name if kind in LOADED else self.make)(kind, piece, place=place)
-                        if on and made.entry.on not in ("", on):
+                        bound = (self.name if kind in LOADED else self.make)(kind, piece, place=place)
+                        if on and bound.entry.on not in ("", on):
                             raise ConfigError(
-                                f"{place}: the {kind} '{piece.name}' runs on {made.entry.on}, "
+                                f"{place}: the {kind} '{piece.name}' runs on {bound.entry.on}, "
                                 f"but those of `{field_name}` run on {on}"
                             )
-                        checked[place] = made
+                        checked[place] = bound
         return checked
 
     def check(self, kind: str, piece: Piece, place: str = "") -> Entry:
-        """Check a piece and everything inside it without making it."""
+        """Check a piece and the pieces in its options without building it, and return its entry."""
         return self.name(kind, piece, place).entry
 
     def name(self, kind: str, piece: Piece, place: str = "") -> Bound:
-        """Check a piece like `check`; the result has its name, weight, caller's settings and options."""
+        """Check a piece like `check`; returns its converted options, weight, label and caller's settings."""
         place, options = place or kind, dict(piece.options)
         call = {
             name: convert(options.pop(name), wanted, f"{place}.{name}")
@@ -252,7 +252,7 @@ class Pieces:
             entry = find(kind, piece.name)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
-        known = len(self.entries)
+        num_entries = len(self.entries)
         self.entries.append(entry.given(options))
         _check_options(entry, entry.hints, options, place)
         options = {
@@ -268,14 +268,14 @@ class Pieces:
                     options[name] = self._inner(name, self.policy, f"{place}.{name}")
         if "workers" in call:
             call["workers"] = import_name(WORKERS)(entry, piece.options, call["workers"], place)
-            if call["workers"].runtime_env:  # which has the packages of the piece, and this process need not
-                del self.entries[known:]
+            if call["workers"].runtime_env:  # it has the packages, so this process needs none
+                del self.entries[num_entries:]
             self.entries.append(replace(entry, packages={"ray": "ray"}))
         weight, label = call.pop("weight", 1.0), call.pop("label", "")
         return Bound(entry, entry.target, options, self.stream, weight, label, call)
 
     def _option(self, name: str, value: Any, wanted: Any, place: str) -> Any:
-        """Convert an option; one that is called like a kind names a piece, or a list of pieces."""
+        """Convert an option. An option that is called like a kind holds a piece or a list of pieces."""
         match value:
             case {"name": _} if name not in HOMES and is_number(wanted):
                 return self.number(value, wanted, place)
@@ -283,17 +283,17 @@ class Pieces:
                 return convert(value, wanted, place)
             case list() | tuple():
                 listed = each([as_piece(item, place) for item in value], place)
-                made = tuple(self._inner(name, piece, at) for piece, at in listed)
-                _check_names(name, made, place)
-                return made
+                built = tuple(self._inner(name, piece, at) for piece, at in listed)
+                _check_names(name, built, place)
+                return built
             case None if wanted is Any or type(None) in typing.get_args(wanted):
                 return None
         return self._inner(name, as_piece(value, place), place)
 
     def _inner(self, kind: str, piece: Piece, place: str) -> Any:
-        """Make a piece that is an option of another; one that may load files is checked, and made by a call.
+        """Build a piece in an option; for kinds that load files, return a function that builds it once.
 
-        So a data set around another gets a function that reads it, once, and a check reads nothing.
+        A data set thus gets a function that reads its inner data set, and a mere check reads no files.
         """
         if kind not in LOADED:
             return self.make(kind, piece, place=place)
@@ -304,7 +304,7 @@ class Pieces:
         """Raise if a piece that was looked up needs a package that is not installed."""
         for entry in self.entries:
             for package, extra in entry.packages.items():
-                # `find_spec` raises for a module whose spec is None, such as one that a program made itself.
+                # `find_spec` raises for a loaded module without a spec, such as one that a program created.
                 loaded = package in sys.modules
                 if (sys.modules[package] if loaded else importlib.util.find_spec(package)) is None:
                     raise ConfigError(
@@ -315,7 +315,7 @@ class Pieces:
 
 @dataclass
 class _Follows:
-    """The value of an option that follows a schedule: rounded for integer options, checked for its range."""
+    """Scheduled value of an option, as a function of the clock; rounded for integers, checked for range."""
 
     schedule: Bound
     wanted: Any
@@ -333,30 +333,30 @@ class _Follows:
             raise ConfigError(f"{self.place}: schedule '{name}' at step {clock.step}: {error}") from error
 
 
-def _check_names(kind: str, made: Sequence[Any], place: str) -> None:
-    """Raise at two pieces of one name in a list, which a `label` would tell apart."""
-    names = [piece.name for piece in made if isinstance(piece, Bound)]
+def _check_names(kind: str, built: Sequence[Any], place: str) -> None:
+    """Raise `ConfigError` if two pieces in a list have one name, where a `label` would distinguish them."""
+    names = [piece.name for piece in built if isinstance(piece, Bound)]
     twice = [name for name in names if names.count(name) > 1]
     if twice and "label" in CALLED_WITH.get(kind, ()):
         raise ConfigError(f"{place}: two {kind}s are called '{twice[0]}'; give one of them a `label`")
 
 
 def left_out(entry: Entry, name: str, value: Any) -> bool:
-    """Whether None means the default of an option, because the option's type excludes None."""
+    """Whether a value is None and stands for the option's default, because its type excludes None."""
     wanted = entry.hints.get(name, Any)
-    known = wanted is not Any and type(None) not in marks(wanted, type)
-    return value is None and known and entry.options[name].default is not inspect.Parameter.empty
+    excludes_none = wanted is not Any and type(None) not in marks(wanted, type)
+    return value is None and excludes_none and entry.options[name].default is not inspect.Parameter.empty
 
 
 def _fit(value: Any, wanted: Any, place: str) -> float:
-    """Convert a value of a schedule to the type of an option."""
+    """Convert the value of a schedule to the type of an option, rounded for integers."""
     value = convert(value, float, place)
     return convert(round(value) if is_whole(wanted) else value, wanted, place)
 
 
 def _construct(entry: Entry, wrapped: Sequence[Any], options: Mapping[str, Any], place: str) -> Any:
-    """Make a piece that is a class; an error about its options names its place."""
-    try:  # before the call, whose own TypeErrors are faults of the code
+    """Instantiate a piece that is a class; errors about its options name its dotted path."""
+    try:  # a separate `bind`, because a TypeError inside the constructor is a bug
         inspect.signature(entry.target).bind(*wrapped, **options)
     except TypeError as error:
         raise ConfigError(f"{place}: '{entry.full_name}' is no {entry.kind}: {error}") from error
@@ -365,26 +365,26 @@ def _construct(entry: Entry, wrapped: Sequence[Any], options: Mapping[str, Any],
     except ConfigError:
         raise
     except ValueError as error:
-        if entry.kind in LOADED:  # what is wrong with data or weights is no error of the configuration
+        if entry.kind in LOADED:  # faulty data or weights are no error of the configuration
             raise
         raise ConfigError(f"{place}: {error}") from error
 
 
 def _check_options(entry: Entry, hints: Mapping[str, Any], options: Mapping[str, Any], place: str) -> None:
-    """Raise at options that a piece does not take, lacks or has in the wrong order."""
-    known, piece = entry.options, f"{entry.kind} '{entry.full_name}'"
+    """Raise `ConfigError` for unknown or missing options, and for two bounds in the wrong order."""
+    own, piece = entry.options, f"{entry.kind} '{entry.full_name}'"
     for name in options:
-        if name not in known:
-            takes = ", ".join(option for option in known if option not in FILLED) or "none"
+        if name not in own:
+            takes = ", ".join(option for option in own if option not in FILLED) or "none"
             what = f"{place}: {piece} has no option '{name}'; it takes {takes}"
-            raise UnknownKey(what, f"{place}.{name}", known, f"`mmrl list {entry.kind} {entry.full_name}`")
+            raise UnknownKey(what, f"{place}.{name}", own, f"`mmrl list {entry.kind} {entry.full_name}`")
         if name in FILLED:
             raise ConfigError(f"'{place}.{name}' is filled by the run; leave it out")
-    values = {**{name: p.default for name, p in known.items()}, **options}
+    values = {**{name: p.default for name, p in own.items()}, **options}
     missing = [n for n, v in values.items() if v is inspect.Parameter.empty and n not in FILLED]
     if missing:
         raise ConfigError(f"{place}: {piece} needs the option{'s'[: len(missing) > 1]} {', '.join(missing)}")
-    for name in known:
+    for name in own:
         for mark in marks(hints.get(name), AtMost):
             match values[name], values[mark.option]:  # None and schedules are not compared
                 case int() | float() as low, int() | float() as high if low > high:

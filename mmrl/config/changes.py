@@ -1,4 +1,4 @@
-"""What differs between two configurations of a run, and which keys may change when it is resumed."""
+"""Differences between two configurations, and the keys that may change when a run is resumed."""
 
 from __future__ import annotations
 
@@ -7,57 +7,57 @@ from typing import Any
 
 from mmrl.config.plain import as_mapping
 
-# These and the keys below them may change between a run and its resumption. Everything else decides what was
-# learned so far.
+# These keys, and the keys below them, may change when a run is resumed. All other keys influenced what the
+# run has learned so far.
 MAY_CHANGE = (
     "learn.learning_rate", "learn.micro_batch_steps", "evaluation", "eval_steps", "report", "max_steps",
     "num_train_epochs", "until", "save_steps", "save_total_limit", "metric_for_best_model",
     "greater_is_better", "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout", "output_dir",
     "overwrite_output_dir",
 )  # fmt: skip
-BEST = ("evaluation", "metric_for_best_model", "greater_is_better")  # what the best checkpoint is chosen by
-UNTOLD = ("output_dir", "overwrite_output_dir", "num_train_epochs")  # changes that nobody needs to read
+BEST = ("evaluation", "metric_for_best_model", "greater_is_better")  # keys that decide on the best checkpoint
+UNTOLD = ("output_dir", "overwrite_output_dir", "num_train_epochs")  # keys whose changes are not reported
 ABSENT = "not there"
-SHOWN, LENGTH = 6, 80  # differences in a message, and characters of a value
+SHOWN, LENGTH = 6, 80  # most differences in a message, and most characters of a value
 
 
 def inside(key: str, *above: str) -> bool:
-    """Return whether a dotted key or place is one of those above, or below one of them."""
+    """Whether a dotted key equals one of the keys `above`, or lies below one of them."""
     return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in above)
 
 
 def may_change(key: str) -> bool:
-    """Return whether a dotted key may change between a run and its resumption.
+    """Whether a dotted key may change when a run is resumed.
 
-    What becomes of bad rows may, since the prompts themselves are compared.
+    The option `bad_rows` of data may change, because the prompts themselves are compared.
     """
     return inside(key, *MAY_CHANGE) or (inside(key, "data") and key.endswith(".bad_rows"))
 
 
 def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    """List the dotted keys at which two plain configurations differ, each with both values."""
+    """Map the dotted keys at which two plain configurations differ to their (old, new) values."""
     match old, new:
         case (str(), {"name": _}) | ({"name": _}, str()):  # a piece without options is just its name
             old, new = as_mapping(old), as_mapping(new)
     below: dict[str, tuple[Any, Any]] = {}
     match old, new:
         case ({"name": first}, {"name": second}) if first != second:
-            pass  # options of different pieces do not compare
+            pass  # options of different pieces are not compared
         case dict(), dict():
             names = dict.fromkeys([*old, *new])
             below = {name: (old.get(name, ABSENT), new.get(name, ABSENT)) for name in names}
         case list(), list() if len(old) == len(new):
             below = {str(i): both for i, both in enumerate(zip(old, new, strict=True))}
     if below:
-        found: dict[str, tuple[Any, Any]] = {}
+        changed: dict[str, tuple[Any, Any]] = {}
         for name, both in below.items():
-            found |= differences(*both, f"{key}.{name}" if key else name)
-        return found
+            changed |= differences(*both, f"{key}.{name}" if key else name)
+        return changed
     return {} if old == new else {key: (old, new)}
 
 
 def describe(found: Mapping[str, tuple[Any, Any]], then: str, now: str) -> str:
-    """Write differences as `seed is 0 there and 1 here`, the first of them where there are many."""
+    """Format up to `SHOWN` differences: `seed is 0 there and 1 here` if `then` is "there", `now` "here"."""
     texts = [f"{key} is {_short(old)} {then} and {_short(new)} {now}" for key, (old, new) in found.items()]
     rest = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return "; ".join(texts[:SHOWN]) + rest

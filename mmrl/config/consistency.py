@@ -21,13 +21,13 @@ from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
 from mmrl.config.tags import check_replay, check_tags
 from mmrl.core.rng import Stream
 
-OWN_WEIGHTS = "trained weights"  # of a reference that declares no `holds`
+OWN_WEIGHTS = "trained weights"  # default of the class attribute `holds` of references
 
 
 def check_training(config: Config) -> Pieces:
-    """Check a training run; returns its pieces, so that a caller can require their packages."""
+    """Check the configuration of a training run; returns its pieces, whose packages a caller can check."""
     pieces = Pieces(Stream(), config.policy)
-    parse(as_plain(config), Config)  # types and ranges, where it was not read from a file
+    parse(as_plain(config), Config)  # types and ranges, in case `config` was not read from a file
     _check_together(config)
     checked = check_all(pieces, config)
     _check_rewards(checked, "rewards")
@@ -44,11 +44,11 @@ def check_training(config: Config) -> Pieces:
         names = [bound.name for bound in _listed(checked, "rewards")]
         _check_metric("until.of", config.until.options.get("of"), names)
     acting = checked.get(f"references.{config.rollout.policy}")
-    kept = getattr(acting.entry.target, "holds", OWN_WEIGHTS) if acting else OWN_WEIGHTS
-    if kept != OWN_WEIGHTS:
+    weights = getattr(acting.entry.target, "holds", OWN_WEIGHTS) if acting else OWN_WEIGHTS
+    if weights != OWN_WEIGHTS:
         raise ConfigError(
-            f"'rollout.policy' is '{config.rollout.policy}', {kept} of its own, which cannot sample: name a "
-            "reference of the policy's own weights (`frozen`, `ema`), or record answers of the other model "
+            f"'rollout.policy' is '{config.rollout.policy}', {weights} of its own, which cannot sample: name "
+            "a reference of the policy's own weights (`frozen`, `ema`), or record answers of the other model "
             "and use the engine `offline`"
         )
     chain, engines = _listed(checked, "advantage"), _listed(checked, "rollout.engine")
@@ -57,13 +57,13 @@ def check_training(config: Config) -> Pieces:
     _check_groups(config, chain)
     _check_branching(config, engines)
     needs = _needs_of(config, checked)
-    asked = reduce(Needs.__or__, (bound.needs for bound in chain), Needs())
-    _check_references(config, asked, "the advantage chain reads")
+    chain_needs = reduce(Needs.__or__, (bound.needs for bound in chain), Needs())
+    _check_references(config, chain_needs, "the advantage chain reads")
     valued = {str(bound.options.get("value_model") or "") for bound in _listed(checked, "sampler")} - {""}
-    valuing = Needs(others=dict.fromkeys(valued, frozenset({"value"})))
-    _check_references(config, valuing, "a sampler reads")
+    sampler_needs = Needs(others=dict.fromkeys(valued, frozenset({"value"})))
+    _check_references(config, sampler_needs, "a sampler reads")
     says = _says(config, checked)
-    for wanted in (needs, asked, valuing):
+    for wanted in (needs, chain_needs, sampler_needs):
         check_outputs(config, wanted, says)
     for place, bound in checked.items():
         if place.startswith("references."):
@@ -73,7 +73,7 @@ def check_training(config: Config) -> Pieces:
         _check_ahead(config, needs, engines)
     notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
     wanted = needs.notes | pieces.notes
-    # `engine` compares with the log-probabilities that it noted while sampling.
+    # Comparing with `engine` needs the log-probabilities that the engine recorded while sampling.
     missing = (wanted | ({"logp"} if "engine" in needs.others else set())) - notes
     if missing:
         raise ConfigError(
@@ -84,7 +84,7 @@ def check_training(config: Config) -> Pieces:
 
 
 def _check_groups(config: Config, chain: Sequence[Bound]) -> None:
-    """Raise where an advantage compares more rollouts than a prompt has, so every advantage would be 0."""
+    """Raise `ConfigError` if an advantage compares more rollouts than a prompt has, and so is always 0."""
     number = config.rollout.num_generations
     for i, bound in enumerate(chain):
         options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
@@ -107,10 +107,10 @@ def _check_groups(config: Config, chain: Sequence[Bound]) -> None:
 
 
 def check_some(raw: Mapping[str, Any], config: Any) -> None:
-    """Check a part of a configuration, such as a variant, which has no policy and no data."""
+    """Check a partial configuration, such as a variant, which has no policy and no data."""
     pieces = Pieces(Stream())
     for name, option in (raw.get("policy") or {}).items():
-        if name in HOMES:  # of the policy that a run will name
+        if name in HOMES:  # an option for the policy of a run
             pieces.check(name, as_piece(option, f"policy.{name}"), f"policy.{name}")
     checked = check_all(pieces, config)
     if config.objective is not None:
@@ -121,7 +121,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     """Check every name and option of an evaluation without loading anything."""
     config, pieces = evaluation_of(config), Pieces(Stream())
     checked = check_all(pieces, config)
-    _check_rewards(checked, "evaluation.rewards", weighted=False)  # labels are enough
+    _check_rewards(checked, "evaluation.rewards", weighted=False)  # rewards of weight 0 are enough
     _check_reward_names(checked, config.evaluation.correct)
     _check_every_turn(checked)
     check_tags(pieces, checked)
@@ -135,7 +135,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
 
 
 def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str) -> None:
-    """Raise unless the first piece has the parameter `first`, and each next one the parameter `wrapped`."""
+    """Raise `ConfigError` if the first of `listed` wraps another piece, or if a later one wraps none."""
     for i, bound in enumerate(listed):
         takes = next(iter(inspect.signature(bound.entry.target).parameters), "")
         if i == 0 and takes == wrapped:
@@ -151,9 +151,9 @@ def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str
 
 
 def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str) -> None:
-    """Raise where a wrapper calls methods that the wrapped piece lacks."""
+    """Raise `ConfigError` if a wrapper calls methods that the pieces before it lack."""
     needs, first, inner = bound.entry.hints.get(wrapped), before[0].entry, before[-1].entry
-    # Protocols are for any piece; a class is one whose parts the wrapper calls.
+    # If the annotation is a protocol, any piece fits; if it is a class, the wrapper calls its methods.
     if not inspect.isclass(needs) or getattr(needs, "_is_protocol", False):
         return
     if getattr(first.target, "answers_elsewhere", False):
@@ -161,7 +161,7 @@ def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str
             f"{place}: '{bound.entry.full_name}' decodes with the model itself, and '{first.full_name}' "
             "answers elsewhere; use 'vision.generate'"
         )
-    # The first one may be another's that has the same parts; one that wraps it has others.
+    # The innermost piece may be of another class with the same methods; pieces that wrap it lack these.
     if inner is not first and inspect.isclass(inner.target) and not issubclass(inner.target, needs):
         wanted = next((e.full_name for e in known(wrapped) if e.target is needs), needs.__name__)
         advice = getattr(bound.entry.target, "instead", "")
@@ -172,7 +172,7 @@ def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str
 
 
 def _check_every_turn(checked: Mapping[str, Any]) -> None:
-    """Raise where a piece needs an outcome per turn, but the engine returns one for the last turn only."""
+    """Raise `ConfigError` if a piece needs an outcome per turn, but the engine gives only the last turn's."""
     engines = _listed(checked, "rollout.engine")
     evaluating = _listed(checked, "evaluation.engine") or engines[:1]
     for place, bound in checked.items():
@@ -202,10 +202,10 @@ def _listed(checked: Mapping[str, Any], place: str) -> list[Bound]:
 
 
 def _check_together(config: Config) -> None:
-    """Raise if keys contradict each other."""
+    """Raise `ConfigError` if keys of the configuration contradict each other."""
     learn, rollout, best = config.learn, config.rollout, config.metric_for_best_model
     ends = str(config.until.options.get("of", "")) if config.until else ""
-    # Then some checkpoints would be written without a measurement.
+    # Unless `times` is a whole number, some checkpoints are written without an evaluation.
     saves, measures = config.save_steps, config.eval_steps
     times = saves / measures if measures and (0 < saves < 1) <= (measures < 1) else 0.5
     unmeasured = abs(times - round(times)) > 1e-9
@@ -241,7 +241,7 @@ def _check_together(config: Config) -> None:
 
 
 def _check_ahead(config: Config, needs: Needs, engines: Sequence[Bound]) -> None:
-    """Raise unless rollouts can be asked for a step ahead, and the objective knows that they are older."""
+    """Raise `ConfigError` unless the engine can sample a step ahead and the objective corrects for that."""
     if config.rollout.max_rounds > 1:
         raise ConfigError(
             f"'rollout.max_staleness' is 1 and 'rollout.max_rounds' {config.rollout.max_rounds}, but only "
@@ -269,7 +269,7 @@ def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = T
 
 
 def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
-    """Raise where a filter, sampler, metric or check reads a reward that no reward is called."""
+    """Raise `ConfigError` if a filter, sampler, metric or check names a reward that does not exist."""
     trained = [bound.name for bound in _listed(checked, "rewards")]
     evaluated = [bound.name for bound in _listed(checked, "evaluation.rewards")] or trained
     _check_name("evaluation.correct", correct, evaluated)
@@ -285,7 +285,7 @@ def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
 
 
 def _check_metric(place: str, metric: Any, names: Sequence[str]) -> None:
-    # `rewards/NAME/mean`, as the journal has it; pairs report `rewards/chosen`.
+    # Names of metrics.jsonl: `rewards/NAME/mean`. Objectives of pairs report `rewards/chosen`.
     match str(metric).split("/"):
         case ["rewards", name, _, *_]:
             _check_name(place, name, names)
@@ -298,7 +298,7 @@ def _check_name(place: str, name: Any, names: Sequence[str]) -> None:
 
 
 def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
-    """Return the needs of the objective; raise unless the policies that it reads are references."""
+    """Return the needs of the objective; raise `ConfigError` if `references` lacks a policy that it reads."""
     match checked["objective"]:
         case object(needs=Needs() as needs):
             pass
@@ -311,7 +311,7 @@ def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
 
 
 def _needs_of_second(config: Config, bound: Bound, place: str, says: Mapping[str, frozenset[str]]) -> Needs:
-    """Check what a second model that learns reads in its chain and its objective, and return that."""
+    """Check and return the needs of a second trained model: of its advantage chain and its objective."""
     chain, objective = bound.options.get("advantage", ()), bound.options.get("objective")
     needs = reduce(Needs.__or__, (piece.needs for piece in as_list(chain)), Needs())
     if objective is not None:
@@ -324,7 +324,7 @@ def _needs_of_second(config: Config, bound: Bound, place: str, says: Mapping[str
 
 
 def _says(config: Config, checked: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """Map the policy ("") and the second models by their names to what they say."""
+    """Map "" (the policy) and the name of every second model to the outputs that the model computes."""
     inner = {name: piece.options.get("policy") for name, piece in config.references.items()}
     return {"": _declared(checked["policy"].entry, "outputs")} | {
         name: _declared(find("policy", as_piece(piece, f"references.{name}.policy").name), "outputs")
@@ -334,7 +334,7 @@ def _says(config: Config, checked: Mapping[str, Any]) -> dict[str, frozenset[str
 
 
 def _check_branching(config: Config, engines: Sequence[Bound]) -> None:
-    """Raise where `num_generations` is no multiple of the leaves of an engine's trees."""
+    """Raise `ConfigError` if `num_generations` is no multiple of the number of leaves of an engine's tree."""
     number = config.rollout.num_generations
     for i, bound in enumerate(engines):
         for name in (name for name, hint in bound.entry.hints.items() if marks(hint, DividesGenerations)):
@@ -348,8 +348,8 @@ def _check_branching(config: Config, engines: Sequence[Bound]) -> None:
 
 
 def _check_references(config: Config, needs: Needs, who: str) -> None:
-    """Raise unless `references` names every policy in `needs`."""
-    missing = set(needs.others) - set(config.references) - {"old", "engine"}  # need no reference
+    """Raise `ConfigError` unless `references` names every policy in `needs`."""
+    missing = set(needs.others) - set(config.references) - {"old", "engine"}  # these two are no references
     if missing:
         raise ConfigError(
             f"{who} {sorted(missing)}, but `references` has {sorted(config.references) or 'nothing'}; add "
@@ -358,9 +358,9 @@ def _check_references(config: Config, needs: Needs, who: str) -> None:
 
 
 def check_outputs(config: Config, needs: Needs, says: Mapping[str, frozenset[str]]) -> None:
-    """Raise unless models compute, besides log-probabilities, what the chain and objectives need of them.
+    """Raise `ConfigError` unless every model computes the outputs that the chain and objectives read.
 
-    `says` maps second models by name to what they say, and "" to what the policy and its references do.
+    `says` maps the name of a second model to its outputs, and "" to those of the policy and its references.
     """
     for name, wanted in {"": needs.outputs, **needs.others}.items():
         outputs = says.get(name, says[""])
@@ -375,15 +375,15 @@ def check_outputs(config: Config, needs: Needs, says: Mapping[str, frozenset[str
 
 
 def _declared(entry: Entry, name: str) -> frozenset[str]:
-    """Read what a class declares: the outputs that a policy `says`, the `notes` of an engine."""
-    declared = getattr(entry.target, name, None)  # of the class: nothing is made to check a configuration
+    """Return a set that a class declares: the `outputs` of a policy or the `notes` of an engine."""
+    declared = getattr(entry.target, name, None)  # a class attribute, because a check builds no objects
     if declared is None:
         raise ConfigError(f"'{entry.full_name}' is no {entry.kind}: it does not declare `{name}`")
     return declared
 
 
 def evaluation_of(config: Config | EvaluateConfig) -> EvaluateConfig:
-    """The evaluation of a training run; an engine or rewards that it leaves out are those of the training."""
+    """Return the evaluation of a training run, with the engine and rewards of the training by default."""
     match config:
         case EvaluateConfig():
             return config

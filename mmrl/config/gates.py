@@ -1,4 +1,4 @@
-"""Gates of stages: what the evaluation of a stage has to show before the next stage may go on from it."""
+"""Gates: conditions on the evaluation of a stage that must hold before the next stage starts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.plain import as_list
 from mmrl.config.schema import convert
 
-HELD_OUT = "eval_"  # how the names of an evaluation's metrics begin
+HELD_OUT = "eval_"  # prefix of the metrics of an evaluation
 PREVIOUS = re.compile(r"previous(?:\s*([+-])\s*(\d+(?:\.\d*)?(?:e-?\d+)?))?")
 WANTED = "a number, or `previous` with a number added or taken away: previous - 0.01"
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A condition on an evaluation, `keep_if` of a stage.
+    """A condition on the last evaluation of a stage, from its key `keep_if`.
 
     Args:
-        of: A metric of the last evaluation of the stage, by its name in metrics.jsonl: `eval_mean_iou`.
-        not_below: The least value with which the stage is kept: a number, or `previous - 0.01`, where
-            `previous` is the value of the stage that it began from.
-        not_above: The largest value, likewise.
+        of: Name of the metric in metrics.jsonl, such as `eval_mean_iou`.
+        not_below: Lower bound of the metric: a number or an expression such as `previous - 0.01`, where
+            `previous` is the metric of the stage whose model this stage started from. None: no bound.
+        not_above: Upper bound of the metric, in the same form.
     """
 
     of: str
@@ -34,27 +34,27 @@ class Gate:
 
     @property
     def compares(self) -> bool:
-        """Whether it compares with the stage before."""
+        """Whether a bound refers to the earlier stage (`previous`)."""
         return any(isinstance(bound, str) for bound in (self.not_below, self.not_above))
 
     def refusal(self, after: Mapping[str, float], before: Mapping[str, float]) -> str:
-        """Say why a stage is not kept, from its metrics and those of the one before; empty where it is kept.
+        """Return why the metrics `after` a stage fail the gate; empty if they pass.
 
-        Raises `ConfigError` where one of them lacks the metric.
+        `before` are the metrics of the earlier stage. Raises `ConfigError` if a needed metric is missing.
         """
         value = measured(self.of, after)
         for words, bound, sign in (("not below", self.not_below, 1), ("not above", self.not_above, -1)):
             if bound is None:
                 continue
             limit = bound_of(bound, measured(self.of, before) if isinstance(bound, str) else math.nan)
-            if not sign * value >= sign * limit:  # NaN is not kept
+            if not sign * value >= sign * limit:  # NaN fails the gate
                 spelled = f"{bound} = {limit:.6g}" if isinstance(bound, str) else f"{limit:.6g}"
                 return f"{self.of} is {value:.6g}, and keep_if wants it {words} {spelled}"
         return ""
 
 
 def gates_of(raw: Any, place: str) -> tuple[Gate, ...]:
-    """Read `keep_if`: a mapping or a list of them. Raises `ConfigError` for anything else."""
+    """Parse `keep_if`: one mapping or a list of mappings. Raises `ConfigError` for anything else."""
     gates = []
     for i, given in enumerate(as_list(raw) if raw else ()):
         at = f"{place}[{i}]" if isinstance(raw, list | tuple) else place
@@ -74,20 +74,20 @@ def gates_of(raw: Any, place: str) -> tuple[Gate, ...]:
 
 
 def bound_of(bound: Any, previous: float, place: str = "keep_if") -> float:
-    """Compute a bound: a number, or one relative to `previous`. Raises `ConfigError` for anything else."""
+    """Evaluate a bound: a number, or a text relative to `previous`. Raises `ConfigError` for others."""
     match bound:
         case bool():
             pass
         case int() | float() if math.isfinite(bound):
             return float(bound)
-        case str() if found := PREVIOUS.fullmatch(bound.strip()):
-            sign, number = found.groups()
+        case str() if relative := PREVIOUS.fullmatch(bound.strip()):
+            sign, number = relative.groups()
             return previous + float(f"{sign}{number}" if sign else 0.0)
     raise ConfigError(f"'{place}' must be {WANTED}, not {bound!r}")
 
 
 def measured(name: str, metrics: Mapping[str, float]) -> float:
-    """Look a metric up."""
+    """Return a metric by name; raises `ConfigError` if the evaluation has none of that name."""
     if name not in metrics:
         hint = nearest(name, metrics) or f"there are {', '.join(sorted(metrics)) or 'none'}"
         raise ConfigError(f"keep_if: the evaluation has no metric '{name}'; {hint}")

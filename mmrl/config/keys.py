@@ -20,7 +20,7 @@ REQUIRED = dataclasses.MISSING
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its dotted name, its type annotation, its default (`REQUIRED` without one), its comment."""
+    """A configuration key: dotted name, type annotation, default (or `REQUIRED`) and comment."""
 
     place: str
     wanted: Any
@@ -29,31 +29,31 @@ class Key:
 
     @property
     def kind(self) -> Kind | None:
-        """The kind of the pieces that it holds."""
+        """The kind of the pieces that the key holds; None if it holds no pieces."""
         return next(iter(marks(self.wanted, Kind)), None)
 
     @property
     def name(self) -> str:
-        """The last part of its dotted name."""
+        """The last component of the dotted name."""
         return self.place.rpartition(".")[2]
 
 
 def keys_of(kind: type, place: str = "") -> Iterator[Key]:
-    """Walk over the keys of a configuration dataclass and of its sections, in their order."""
+    """Iterate over the keys of a configuration dataclass, including those of its sections, in order."""
     hints, comments = hints_of(kind), comments_of(kind)
     for field in dataclasses.fields(kind):
         wanted = hints[field.name]
         if dataclasses.is_dataclass(wanted) and wanted is not Piece:
             yield from keys_of(typing.cast(type, wanted), f"{place}{field.name}.")
             continue
-        made = field.default_factory
-        default = field.default if made is REQUIRED else made()
+        factory = field.default_factory
+        default = field.default if factory is REQUIRED else factory()
         yield Key(place + field.name, wanted, default, comments[field.name])
 
 
 @cache
 def comments_of(kind: type) -> Mapping[str, str]:
-    """Read the comment of every field: that behind it, else the lines of comment above it."""
+    """Read the comment of every field: the comment at the end of its line, or else the lines above it."""
     lines = inspect.getsource(schema).splitlines()
     nodes = [node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef)]
     (node,) = [node for node in nodes if node.name == kind.__name__]
@@ -61,7 +61,7 @@ def comments_of(kind: type) -> Mapping[str, str]:
     for item in node.body:
         match item:
             case ast.AnnAssign(target=ast.Name(id=name), lineno=first, end_lineno=int(last)):
-                above = first - 2  # of the list, which counts from 0
+                above = first - 2  # list index of the line above the field
                 while lines[above].lstrip().startswith("#"):
                     above -= 1
                 written = [line.strip().removeprefix("# ") for line in lines[above + 1 : first - 1]]

@@ -1,7 +1,7 @@
 """Read YAML files with includes and dotted overrides into plain mappings and lists.
 
-Later keys win, mappings merge, lists replace. Two mappings that name different pieces do not merge: the later
-one replaces the earlier. There is no interpolation and no code in YAML.
+Later values override earlier ones: mappings are merged, lists are replaced. A mapping that names another
+piece than the earlier mapping replaces it. YAML files contain no interpolation and no code.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-# yaml raises ValueError for a scalar that is not of its tag (`!!int x`), RecursionError for an anchor inside
-# itself; OmegaConf raises TypeError for a key that cannot be hashed.
+# yaml raises ValueError for a scalar that does not fit its tag (`!!int x`) and RecursionError for an anchor
+# inside itself. OmegaConf raises TypeError for a key that cannot be hashed.
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OmegaConfBaseException, YAMLError)
 
 
-# Keys at the top of a file that stand for others, with what writes them out: a function of the key's value,
-# of the merged configuration, of what the file itself has besides, and of the overrides.
+# Keys at the top of a file that expand to other keys, with the function that expands them. It takes the
+# key's value, the merged configuration, the other keys of the file without includes, and the overrides.
 SHORTHANDS: dict[str, Callable[..., dict[str, Any]]] = {}
 
 
 class ConfigError(ValueError):
-    """An error in a configuration: the place, what is wanted, what is given and what to do."""
+    """An error in a configuration. Its text names the key, the wanted and the given value, and a remedy."""
 
 
 class UnknownKey(ConfigError):
-    """A key or option that does not exist at its place.
+    """Error for a key or option that does not exist.
 
     Args:
-        what: The error without a hint.
-        place: The dotted place of the key, itself included.
-        known: The keys that exist there.
-        hint: What to say where none of them is close.
+        what: The error text without a hint.
+        place: The dotted path of the key, such as `learn.lr`.
+        known: The keys that exist at this level.
+        hint: Hint for the case that none of them is similar.
     """
 
     def __init__(self, what: str, place: str, known: Iterable[str], hint: str) -> None:
@@ -50,13 +50,13 @@ class UnknownKey(ConfigError):
 
 
 def nearest(name: str, known: Iterable[str], words: str = "did you mean '{}'?") -> str:
-    """The end of an error about an unknown name: `did you mean 'x'?`, or nothing where none is close."""
+    """Return a hint with the most similar known name, `did you mean 'x'?`; empty if none is similar."""
     near = difflib.get_close_matches(name, known, 1)
     return words.format(near[0]) if near else ""
 
 
 def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a YAML file, or a mapping of the same form, with its includes and `key=value` overrides."""
+    """Read a YAML file or a mapping of the same form; apply its includes and `key=value` overrides."""
     match source:
         case str() | Path():
             own, place, above = _read_own(Path(source), ())
@@ -71,7 +71,7 @@ def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
 
 
 def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Merge `key=value` overrides into plain mappings."""
+    """Merge overrides of the form `dotted.key=value` into plain mappings."""
     for text in overrides:
         key, equals, _ = text.partition("=")
         if not equals or not key:
@@ -88,12 +88,12 @@ def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """Read a file and what it includes; `above` are the files that include it."""
+    """Read a file and the files that it includes; `above` lists the files that include it."""
     return _with_includes(*_read_own(path, above))
 
 
 def _read_own(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], str, tuple[Path, ...]]:
-    """Read a file alone; its name in errors, and the files above those that it includes."""
+    """Read a file without its includes; also return its name for errors, and `above` with this file added."""
     path = _locate(Path(expanded(str(path))), above)
     if path in above:
         raise ConfigError(f"'{path}' includes itself through {[str(p) for p in above]}")
@@ -117,12 +117,12 @@ def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> 
     match raw.get("stages"):
         case list() as stages:
             raw["stages"] = [_stage(stage, f"{place}: stages[{i}]", above) for i, stage in enumerate(stages)]
-    # Later files win over earlier ones, and the file itself over those that it includes.
+    # Later files override earlier ones, and the file itself overrides the files that it includes.
     return reduce(merge, [*(_read_file(Path(name), above) for name in names), raw], {})
 
 
 def _stage(stage: Any, place: str, above: tuple[Path, ...]) -> Any:
-    """Merge a stage over the files that it includes; its shorthands wait for the rest of the file."""
+    """Merge a stage over the files that it includes; its shorthand keys are not expanded yet."""
     match stage:
         case dict():
             return _with_includes(dict(stage), place, above)
@@ -130,7 +130,7 @@ def _stage(stage: Any, place: str, above: tuple[Path, ...]) -> Any:
 
 
 def without_stages(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of one run; raises `ConfigError` where it lists stages."""
+    """Return a copy of the configuration of a single run; raises `ConfigError` if it has stages."""
     if stages := raw.get("stages"):
         raise ConfigError(
             f"the file has {len(stages)} stages, each a run of its own: `mmrl train`, `mmrl check` and `mmrl "
@@ -160,7 +160,7 @@ def _locate(path: Path, above: tuple[Path, ...]) -> Path:
 
 
 def _check_plain(value: Any, place: str) -> None:
-    """Raise at interpolations, and at keys that are neither a text nor the number of an item."""
+    """Raise `ConfigError` for interpolations, and for keys that are neither texts nor integers."""
     match value:
         case dict():
             for key, inner in value.items():
@@ -177,7 +177,7 @@ def _check_plain(value: Any, place: str) -> None:
 
 
 def merge(below: Any, above: Any) -> Any:
-    """Merge plain values: `{"0": x}` changes the first item of a list, options extend a name."""
+    """Merge the plain value `above` over `below`; the mapping `{"0": x}` changes item 0 of a list."""
     match below, above:
         case list(), dict() if above and all(str(key).isdigit() for key in above):
             changed = {int(key): value for key, value in above.items()}
@@ -185,9 +185,9 @@ def merge(below: Any, above: Any) -> Any:
                 raise ConfigError(f"there is no item {max(changed)} in a list of {len(below)}: {below}")
             return [merge(item, changed[i]) if i in changed else item for i, item in enumerate(below)]
         case str(), dict() if "name" not in above:
-            return {"name": below, **above}  # options for a piece that was named alone
+            return {"name": below, **above}  # options for a piece that was only a name
         case {"name": lower}, {"name": upper} if lower != upper:
-            return above  # the options of one piece are not those of another
+            return above  # options of different pieces do not merge
         case dict(), dict():
             return below | {k: merge(below[k], value) if k in below else value for k, value in above.items()}
     return above
@@ -196,46 +196,46 @@ def merge(below: Any, above: Any) -> Any:
 # ---- home folders and environment variables in paths
 
 VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
-PART = re.compile(r"(?:^|/)\$[A-Za-z_]\w*(?=/|$)")  # a variable that is a whole part of a path
+PART = re.compile(r"(?:^|/)\$[A-Za-z_]\w*(?=/|$)")  # a variable that is a whole component of a path
 USER = re.compile(r"~(?:[a-z_][\w.-]*(?=/))?(?=/|$)")
-PLACES = ("output_dir", "output", "init_from", "path", "root", "model", "adapter")  # never anything but paths
+PLACES = ("output_dir", "output", "init_from", "path", "root", "model", "adapter")  # keys of paths
 
 
 def expanded(text: str, place: str = "") -> str:
-    """Replace `~`, `~user` at the beginning of a path and `$NAME` anywhere in it, as a shell does.
+    """Replace `~` or `~user` at the start of a path and `$NAME` anywhere in it, as a shell does.
 
-    A text counts as a path with variables where every `$` begins a name, and where it has no spaces or each
-    variable is a whole part between slashes; any other text is returned as it is.
+    Variables are replaced only if every `$` starts a name, and if the text has no spaces or each variable is
+    a whole component between slashes. Any other text is returned unchanged.
 
     Args:
         text: A value of a configuration, or an argument of a command.
-        place: The dotted key that it stands at, for errors.
+        place: The dotted key of the value, for errors.
 
     Raises:
         ConfigError: There is no such user, or the variable is not set or empty.
     """
     at = f"'{place}': " if place else ""
     if home := USER.match(text):
-        found = os.path.expanduser(home[0])
-        if found.startswith("~"):
-            raise ConfigError(f"{at}there is no user '{found[1:]}' for '{text}'; write the whole path")
-        text = found + text[home.end() :]
+        folder = os.path.expanduser(home[0])
+        if folder.startswith("~"):
+            raise ConfigError(f"{at}there is no user '{folder[1:]}' for '{text}'; write the whole path")
+        text = folder + text[home.end() :]
     names = VARIABLE.findall(text)
     spaced = re.search(r"\s", text) and len(PART.findall(text)) != len(names)
     if not names or text.count("$") != len(names) or "\\" in text or spaced:
         return text
     missing = [name for name in names if not os.environ.get(name)]
     if not missing:
-        return VARIABLE.sub(lambda found: os.environ[found[1]], text)
+        return VARIABLE.sub(lambda variable: os.environ[variable[1]], text)
     if Path(text).exists() or not ("/" in text or place.rpartition(".")[2] in PLACES):
-        return text  # a file may have such a name
+        return text  # a file can have a name with `$`
     raise ConfigError(
         f"{at}the environment variable {missing[0]} of '{text}' is not set; write the whole path"
     )
 
 
 def expand_all(value: Any, place: str = "") -> Any:
-    """Expand every text in plain values, at any depth."""
+    """Replace `~` and `$NAME` (see `expanded`) in every text of a plain value, at any depth."""
     match value:
         case str():
             return expanded(value, place)

@@ -1,4 +1,4 @@
-"""Where a key belongs that stands at a wrong place, or that another trainer calls by another name."""
+"""Hints for keys at the wrong place, and for keys that other trainers call by another name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmrl.config.registry import HOMES, find
 from mmrl.config.schema import LOCATE, Piece, as_plain
 from mmrl.trl.names import advice
 
-CLOSE = 0.8  # how alike a name at another place must be to be suggested (difflib's ratio)
-# Words for keys that are neither keys here nor arguments of TRL's training classes: what to write instead.
+CLOSE = 0.8  # least similarity (difflib's ratio) of a suggested key at another place
+# Maps common names of keys, other than the arguments of TRL's training classes, to our keys.
 WORDS = {
     "peft_config": "policy.lora_rank, such as 64",
     "train_dataset": "data, such as {name: vision.visual_qa, path: data/questions.jsonl}",
@@ -27,12 +27,12 @@ WORDS = {
 
 
 def located(error: UnknownKey, raw: Mapping[str, Any], kind: type) -> ConfigError:
-    """Extend an error about an unknown key by the place where a key of that name, or of a like one, belongs.
+    """Extend an error about an unknown key by the places where a key of the same or similar name belongs.
 
     Args:
-        error: The error of the parser or of a piece.
+        error: The error that the parser or a piece raised.
         raw: The whole configuration, as plain mappings.
-        kind: Its dataclass.
+        kind: The dataclass of the configuration.
     """
     places = [place for place in _places(raw, kind) if place != error.place]
     hint = _among(error, places) or _of_trl(error.key)
@@ -47,7 +47,7 @@ LOCATE.append(located)
 
 
 def check_all(pieces: Pieces, config: Any) -> dict[str, Any]:
-    """Check every piece that a configuration names, like `Pieces.check_all`, with such errors extended."""
+    """Call `Pieces.check_all`; errors about unknown keys get a hint where the key belongs."""
     try:
         return pieces.check_all(config)
     except UnknownKey as error:
@@ -55,16 +55,16 @@ def check_all(pieces: Pieces, config: Any) -> dict[str, Any]:
 
 
 def _among(error: UnknownKey, places: Iterable[str]) -> str:
-    """Name the places of a key: one in the same section first, then that of the training."""
+    """Suggest other paths with an unknown key's name: first in its section, `evaluation` last."""
     section = error.place.partition(".")[0] + "."
-    found = [place for place in dict.fromkeys(places) if place.rpartition(".")[2] == error.key]
-    found.sort(key=lambda place: (not place.startswith(section), place.startswith("evaluation.")))
-    others = ", ".join(f"`{place}`" for place in found[1:4])
-    return f"did you mean `{found[0]}`?{f' (there is {others} as well)' if others else ''}" if found else ""
+    paths = [place for place in dict.fromkeys(places) if place.rpartition(".")[2] == error.key]
+    paths.sort(key=lambda place: (not place.startswith(section), place.startswith("evaluation.")))
+    others = ", ".join(f"`{place}`" for place in paths[1:4])
+    return f"did you mean `{paths[0]}`?{f' (there is {others} as well)' if others else ''}" if paths else ""
 
 
 def _of_trl(key: str) -> str:
-    """Translate an argument of TRL, or another word for a key."""
+    """Return a hint for an argument of TRL or another common name of a key; empty for other names."""
     if key in WORDS:
         return f"here that is {WORDS[key]}"
     return advice(key)
@@ -81,7 +81,7 @@ def _places(raw: Mapping[str, Any], kind: type) -> Iterator[str]:
 
 
 def _options(kind: str, value: Any, place: str) -> Iterator[str]:
-    """List the options of the pieces in a value, and of the pieces inside them."""
+    """List the dotted paths of the options of the pieces in a value, including nested pieces."""
     match value:
         case Piece():
             yield from _options(kind, as_plain(value), place)

@@ -1,7 +1,7 @@
 """Objects of a Python program that a configuration names, such as `python:train_dataset`.
 
-A configuration is plain text. What `mmrl.Trainer` gets as an object (a model, a dataset, a function without a
-module of its own) is kept here under a name, which stands in the configuration in its place.
+A configuration is plain text. The objects that `mmrl.Trainer` gets as arguments (a model, a dataset, a
+function that cannot be imported) are stored here, and the configuration contains their names.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _OBJECTS: dict[str, Any] = {}
 
 
 def put(name: str, thing: Any) -> str:
-    """Keep an object under a name, in place of an earlier one; return what a configuration calls it."""
+    """Store an object, in place of an earlier one of that name; return its name for a configuration."""
     _OBJECTS[PREFIX + name] = thing
     return PREFIX + name
 
 
 def is_object(name: str) -> bool:
-    """Return whether a configuration means an object by this name."""
+    """Whether a name in a configuration refers to an object of a Python program."""
     return name.startswith(PREFIX)
 
 
 def get(name: str) -> Any:
-    """Return the object of a name; raises `ConfigError` outside of the program that put it there."""
+    """Return the object with a name; raises `ConfigError` if this program did not store it."""
     if name not in _OBJECTS:
         raise ConfigError(
             f"'{name}' is an object of a Python program, which is not here; run that program again (its "

@@ -1,4 +1,4 @@
-"""Plain values of a configuration, as YAML has them: pieces as mappings, dotted keys, lists, numbers."""
+"""Functions for the plain values of a YAML file: pieces as mappings, dotted keys, lists, numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from mmrl.config.loading import ConfigError, merge
 from mmrl.config.ranges import LARGEST
 
-ABSENT = object()  # stands for no value where None is one
+ABSENT = object()  # marks a missing value, because None is a value
 
 
 def as_mapping(piece: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Write a piece as a mapping: `clip` is `{name: clip}`."""
+    """Convert a piece to a mapping: `clip` becomes `{name: clip}`."""
     match piece:
         case str():
             return {"name": piece}
@@ -22,7 +22,7 @@ def as_mapping(piece: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return the members of a list or tuple, a list with any other value, or an empty one for None."""
+    """Convert a value to a list: the items of a list or tuple, [] for None, [value] for any other value."""
     match value:
         case None:
             return []
@@ -32,7 +32,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def lookup(raw: Any, key: str, default: Any = None) -> Any:
-    """Look a dotted key up in plain values; items of a list go by their numbers: `rewards.0.name`."""
+    """Return the value at a dotted key; list items are addressed by index: `rewards.0.name`."""
     for part in key.split("."):
         match raw:
             case str():
@@ -43,20 +43,20 @@ def lookup(raw: Any, key: str, default: Any = None) -> Any:
                 pass
             case _:
                 return default
-        # In a mapping that changes a list, the numbers may be texts or whole numbers.
+        # The keys of a mapping that changes a list are indices, as texts or as integers.
         names = [part, int(part)] if part.isdigit() else [part]
         raw = next((raw[name] for name in names if name in raw), ABSENT)
     return default if raw is ABSENT else raw
 
 
 def nested(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nest values by their dotted keys; the numbers of items stay keys, with which `merge` changes a list."""
+    """Convert {dotted key: value} to nested mappings, which `merge` can apply; list indices stay keys."""
     parts = ((reversed(key.split(".")), value) for key, value in changes.items())
     return reduce(merge, (reduce(lambda inner, part: {part: inner}, *both) for both in parts), {})
 
 
 def check_finite(value: Any, place: str) -> None:
-    """Raise at NaN, infinities and whole numbers beyond 64 bits, at any depth."""
+    """Raise `ConfigError` for NaN, infinities and integers beyond 64 bits, at any depth of a value."""
     match value:
         case float() if not math.isfinite(value):
             raise ConfigError(f"'{place}' must be a finite number, not {value!r}")

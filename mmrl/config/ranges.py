@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-LARGEST = 2**63 - 1  # of int64 tensors
+LARGEST = 2**63 - 1  # largest value of int64 tensors
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`; `above` and `below` exclude the bound itself."""
+    """Numbers from `low` to `high`; `above` excludes `low` itself, and `below` excludes `high`."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -27,7 +27,7 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         over = value > self.low if self.above else value >= self.low
-        # NaN compares as False, so that no range has it.
+        # Comparisons with NaN are False, so no range contains it.
         return over and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Ascending:
 
 @dataclass(frozen=True)
 class AtMost:
-    """A number that is at most another option of the same piece, where both are given."""
+    """A number that must be at most the value of another option of the same piece, if both are given."""
 
     option: str
 
@@ -60,7 +60,7 @@ class AtMost:
 
 @dataclass(frozen=True)
 class BelowGenerations:
-    """A number of rollouts of a prompt that is below `rollout.num_generations`, so that several fit in."""
+    """A number of rollouts that must be below `rollout.num_generations`."""
 
     def __str__(self) -> str:
         return "less than `rollout.num_generations`"
@@ -68,7 +68,7 @@ class BelowGenerations:
 
 @dataclass(frozen=True)
 class DividesGenerations:
-    """Numbers whose product divides `rollout.num_generations`, such as the branches of a tree of answers."""
+    """Numbers whose product must divide `rollout.num_generations`, such as the branches per tree level."""
 
     def __str__(self) -> str:
         return "with a product that divides `rollout.num_generations`"
@@ -76,14 +76,14 @@ class DividesGenerations:
 
 @dataclass(frozen=True)
 class TagName:
-    """An option that names tags of outcomes (one, several, or words by tag), which a piece has to set."""
+    """An option with tags of outcomes that some piece must set: a tag, a list, or a mapping keyed by tag."""
 
     def __str__(self) -> str:
         return "a tag of outcomes"
 
 
 class Taken:
-    """An option of a schedule that is one of its values, so that it has the range of the scheduled option."""
+    """An option of a schedule that is one of its values, so it must be in the scheduled option's range."""
 
     def __str__(self) -> str:
         return "in the range of what follows"
@@ -94,34 +94,34 @@ NonNegativeInt = Annotated[int, Range(0)]
 PositiveFloat = Annotated[float, Range(0, above=True)]
 NonNegativeFloat = Annotated[float, Range(0)]
 Probability = Annotated[float, Range(0, 1)]
-PositiveShare = Annotated[float, Range(0, 1, above=True)]  # of which something must remain
-ShareBelowOne = Annotated[float, Range(0, 1, below=True)]  # such as a momentum or a decay
-Steps = NonNegativeInt | Annotated[float, Range(0, 1, above=True, below=True)]  # below 1: a share of a run
+PositiveShare = Annotated[float, Range(0, 1, above=True)]  # a fraction above 0
+ShareBelowOne = Annotated[float, Range(0, 1, below=True)]  # a fraction below 1, such as a momentum
+Steps = NonNegativeInt | Annotated[float, Range(0, 1, above=True, below=True)]  # below 1: fraction of a run
 TakenFloat = Annotated[float, Taken()]
 TakenInt = Annotated[int, Taken()]
 Tag = Annotated[str, TagName()]
 Tags = Annotated[tuple[str, ...], TagName()]
-TagWords = Annotated[Mapping[str, str], TagName()]  # words by tag
+TagWords = Annotated[Mapping[str, str], TagName()]  # maps a tag to its word
 
 
 def is_number(wanted: Any) -> bool:
-    """Whether a type annotation takes a number, which may follow a schedule."""
+    """Whether a type annotation allows a number, so that the option can have a schedule."""
     return bool({int, float} & {*marks(wanted, type)})
 
 
 def is_whole(wanted: Any) -> bool:
-    """Whether a type annotation takes whole numbers only."""
+    """Whether a numeric type annotation allows only integers."""
     return float not in marks(wanted, type)
 
 
 def marks(wanted: Any, kind: type | types.UnionType) -> list[Any]:
-    """What is of a class in a type annotation: its type, its metadata, and those of a union's members."""
+    """List the instances of `kind` in a type annotation: types and metadata, also in a union's members."""
     if typing.get_origin(wanted) in (Annotated, typing.Union, types.UnionType):
         return [mark for inner in typing.get_args(wanted) for mark in marks(inner, kind)]
     return [wanted] if isinstance(wanted, kind) else []
 
 
 def bounds_of(wanted: Any) -> list[Range | Ascending]:
-    """List the ranges that a type annotation gives its whole value."""
+    """List the ranges in the metadata of a type annotation, which apply to the value as a whole."""
     _, *metadata = typing.get_args(wanted)
     return [mark for mark in metadata if isinstance(mark, Range | Ascending)]

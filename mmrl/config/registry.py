@@ -1,9 +1,9 @@
-"""The registry: names in a configuration to decorated functions and classes ("pieces").
+"""The registry: maps names in a configuration to decorated functions and classes ("pieces").
 
-Every kind of piece has a home folder and a decorator, made by one line at the end of this file. A name
-without a dot lives in `mmrl/<home>`, `vision.temporal_iou` in `vision/<home>`, `package.module:function`
-anywhere. The first look-up of a kind imports the modules of its home: they import nothing heavy. A name that
-no home has is looked for in `mmrl/papers`, of which only the file that defines it is imported.
+Every kind of piece has a home folder and a decorator; one line at the end of this file defines both. The
+piece `name` lives in `mmrl/<home>`, `vision.name` in `vision/<home>`, and `package.module:function` anywhere.
+The first lookup of a kind imports all modules in its home, which must not import heavy packages. A name
+without a home is searched in `mmrl/papers`; only the file that defines it is imported.
 """
 
 from __future__ import annotations
@@ -31,39 +31,40 @@ SCOPES = {
     "diffusion": "mmrl.diffusion",
     "compression": "mmrl.compression",
 }
-# Wings of the core that hold homes besides the package itself.
+# Packages that are searched for home folders, besides those in `SCOPES`.
 WINGS = ("mmrl", "mmrl.diagnostics", "mmrl.reporting")
 
-HOMES: dict[str, str] = {}  # kind to home folder
-MADE: set[str] = set()  # kinds whose pieces are objects, made once; all others are functions
-FACTORIES: set[str] = set()  # kinds whose pieces are classes of objects that are made when they are called
-LOADED: set[str] = set()  # kinds whose pieces may read files or load a model when they are made
+HOMES: dict[str, str] = {}  # maps a kind of piece to the name of its home folder
+MADE: set[str] = set()  # kinds whose pieces a run builds once, as objects; other pieces are functions
+FACTORIES: set[str] = set()  # kinds whose classes are instantiated at every call, instead of once
+LOADED: set[str] = set()  # kinds whose constructors may read files or load a model
 PIECES: dict[tuple[str, str], Entry] = {}
 _IMPORTED: set[str] = set()
 NOTHING: frozenset[str] = frozenset()
-# Functions of wings above this one, by name: they check what a model may call, and wrap rewards of TRL.
+# Functions of higher packages, by import path: checks of tools and environments, wrapper of TRL rewards.
 CHECKS = {
     "tool": "mmrl.vision.tools.declarations:check_tool",
     "environment": "mmrl.vision.tools.declarations:check_environment",
 }
 FROM_TRL = "mmrl.rewards.adapters:from_trl"
-FORM_PACKAGE = "form=math:math_verify"  # of rewards that compare answers with targets
+FORM_PACKAGE = "form=math:math_verify"  # entry of `Entry.packages`: `form: math` needs math_verify
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a piece reads besides the log-probabilities of the policy that learns."""
+    """The inputs of a piece besides the log-probabilities of the trained policy."""
 
-    unit: Unit = Unit.STEP  # the smallest part of a batch that it can be computed on
-    outputs: frozenset[str] = frozenset()  # further outputs of the policy that learns
-    others: Mapping[str, frozenset[str]] = field(default_factory=dict)  # outputs of other policies, by name
+    unit: Unit = Unit.STEP  # smallest part of a batch on which the piece can be computed
+    outputs: frozenset[str] = frozenset()  # further outputs of the trained policy
+    # Maps the name of another policy to the outputs that the piece reads from it.
+    others: Mapping[str, frozenset[str]] = field(default_factory=dict)
     notes: frozenset[str] = frozenset()  # values per step that the engine records
-    tags: frozenset[str] = frozenset()  # tags of outcomes
-    turns: bool = False  # the turns of a conversation, which others see as one answer
-    every_turn: bool = False  # an outcome of every turn: with one of the last turn alone it does nothing
+    tags: frozenset[str] = frozenset()  # tags of outcomes that the piece reads
+    turns: bool = False  # reads single turns; other pieces get a conversation as one answer
+    every_turn: bool = False  # needs an outcome for every turn; has no effect with only the last one
 
     def __or__(self, other: Needs) -> Needs:
-        # Sorted, because every process has to ask for sharded weights in the same order.
+        # Sorted, because all processes must gather sharded weights in the same order.
         names = sorted({*self.others, *other.others})
         others = {name: self.others.get(name, NOTHING) | other.others.get(name, NOTHING) for name in names}
         outputs, notes = self.outputs | other.outputs, self.notes | other.notes
@@ -74,30 +75,28 @@ class Needs:
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered piece: its kind, its name, the function or class, and what it declared."""
+    """A registered piece: kind, name, function or class, and the declarations of its decorator."""
 
     kind: str
     scope: str
     name: str
     target: Callable
     needs: Needs = Needs()
-    of_others: frozenset[str] = (
-        frozenset()
-    )  # outputs that the piece reads of the policy named by its option `against`
-    takes: tuple[str, ...] | None = None  # its options, where the signature does not list them
-    # Imported package to its extra; "form=math:math_verify" is needed with that option alone.
+    of_others: frozenset[str] = frozenset()  # outputs that are read from the policy in the option `against`
+    takes: tuple[str, ...] | None = None  # the keyword-only parameters that are options; None: all
+    # Maps a package to the pip extra with it; "form=math:math_verify" applies only with `form: math`.
     packages: Mapping[str, str] = field(default_factory=dict)
-    on: str = ""  # when it runs, for kinds with stages
-    copies_policy: bool = False  # whether its option `policy`, left out, is a model like the run's
+    on: str = ""  # stage at which the piece runs, for kinds with `stages`
+    copies_policy: bool = False  # whether the option `policy` defaults to a copy of the run's policy
 
     @property
     def full_name(self) -> str:
-        """The name in a configuration, with its scope."""
+        """The name in a configuration: scope and name."""
         return f"{self.scope}.{self.name}" if self.scope else self.name
 
     @cached_property
     def options(self) -> Mapping[str, inspect.Parameter]:
-        """The keyword-only parameters by name."""
+        """The options by name: keyword-only parameters of the signature."""
         parameters = inspect.signature(self.target).parameters
         return {
             name: p
@@ -107,7 +106,7 @@ class Entry:
 
     @cached_property
     def hints(self) -> Mapping[str, Any]:
-        """The type annotations of the options."""
+        """The type annotations of the options, by name."""
         target = self.target
         if inspect.isclass(target) and "__dataclass_fields__" not in vars(target):
             target = target.__init__
@@ -117,24 +116,24 @@ class Entry:
             return {}
 
     def given(self, options: Mapping[str, Any]) -> Entry:
-        """Return the piece with the packages that it needs with these options."""
+        """Copy the entry; its `packages` are only those that these options need."""
         needed = [(*name.rpartition(":")[::2], extra) for name, extra in self.packages.items()]
         named = {f"{option}={value}" for option, value in options.items()}
         return replace(self, packages={name: extra for only, name, extra in needed if only in {"", *named}})
 
     @property
     def sets_tags(self) -> frozenset[str]:
-        """The tags that it sets on outcomes or prompts, declared by the decorator or a class attribute."""
+        """The tags that the piece sets on outcomes or prompts: declared, or a class attribute."""
         return frozenset(getattr(self.target, "sets_tags", NOTHING))
 
     @property
     def own_answer(self) -> Callable[..., Any] | None:
-        """From a prompt and options of the reward by name to the answer that its target asks for."""
+        """Function of a prompt and the reward's options that returns a correct answer; None without one."""
         return getattr(self.target, "own_answer", None)
 
     @property
     def summary(self) -> str:
-        """The first paragraph of the docstring in one line."""
+        """The first paragraph of the docstring, as one line."""
         return " ".join((inspect.getdoc(self.target) or "").split("\n\n")[0].split())
 
 
@@ -144,7 +143,7 @@ Target = TypeVar("Target", bound=Callable)
 
 
 class Decorator(Protocol):
-    """The decorator of a kind, which can be used with and without what `kind` lets a piece declare."""
+    """Decorator of a kind, with or without declarations: `@advantage` or `@advantage(turns=True)`."""
 
     @overload
     def __call__(self, target: Target, /) -> Target: ...
@@ -162,17 +161,17 @@ def kind(
     factory: bool = False,
     stages: tuple[str, ...] = ("",),
 ) -> Decorator:
-    """Declare a kind of piece and return the decorator that registers a piece of it.
+    """Declare a kind of piece and return the decorator that registers its pieces.
 
     Args:
-        name: The kind, as fields of a configuration and `mmrl list` name it.
-        home: The folder of its modules in every package.
-        made: Whether a piece is an object that is made once, around what it wraps.
-        loads: Whether making a piece may read files or load a model, so that checking must not make it.
-        factory: Whether a piece that is a class is called for new objects, instead of being made once.
-        stages: When pieces may run; a piece declares one of these as `on`.
+        name: Name of the kind in configurations and in `mmrl list`.
+        home: Name of the folder with its modules, in every package.
+        made: Whether a run builds a piece once, as an object around the piece that it wraps.
+        loads: Whether the constructor may read files or load a model; checks then do not call it.
+        factory: Whether a class is instantiated at every call, instead of once.
+        stages: Allowed values of the declaration `on`, the stage at which a piece runs.
 
-    A piece of `mmrl/papers` whose name begins with a package declares it: `@engine(scope="vision")`.
+    Pieces in `mmrl/papers` declare the package that their name begins with: `@engine(scope="vision")`.
     """
     HOMES[name] = home
     MADE.update([name] if made else [])
@@ -202,33 +201,38 @@ def kind(
         needs = Needs(unit, *sets, turns or every_turn, every_turn)
         for option, value, allowed in (("on", on, stages), ("scope", scope, SCOPES)):
             if value not in allowed:
-                known = ", ".join(filter(None, allowed)) or "none"
-                raise ValueError(f"a {name} declares `{option}`, one of {known}, not '{value}'")
+                names = ", ".join(filter(None, allowed)) or "none"
+                raise ValueError(f"a {name} declares `{option}`, one of {names}, not '{value}'")
 
         def enter(target: Callable) -> Callable:
-            module = target.__module__
-            package = next((s for s, home in SCOPES.items() if s and module.startswith(f"{home}.")), scope)
-            within = package if module.partition(".")[0] == "mmrl" else module
             _set_declared(target, sets_tags=frozenset(sets_tags), own_answer=own_answer)
             declared = needs, frozenset(of_others), None, packages, on, copies_policy
-            entry = Entry(name, within, snake_case(target.__name__), target, *declared)
-            known = PIECES.setdefault((name, entry.full_name), entry)
-            # A reward that is wrapped by `per_outcome` belongs to the file of the function inside.
-            files = [inspect.getsourcefile(inspect.unwrap(piece.target)) for piece in (known, entry)]
-            if files[0] != files[1]:
-                raise ValueError(
-                    f"two pieces of kind '{name}' are called '{entry.full_name}': {files[0]} and {files[1]}"
-                )
-            PIECES[name, entry.full_name] = entry
-            return target
+            return _register(name, target, scope, *declared)
 
         return enter if target is None else enter(target)
 
     return cast(Decorator, decorate)
 
 
+def _register(kind: str, target: Callable, scope: str, *declared: Any) -> Callable:
+    """Add a piece to `PIECES` and return it; raises `ValueError` if another file defines its name."""
+    module = target.__module__
+    package = next((s for s, home in SCOPES.items() if s and module.startswith(f"{home}.")), scope)
+    scope = package if module.partition(".")[0] == "mmrl" else module
+    entry = Entry(kind, scope, snake_case(target.__name__), target, *declared)
+    earlier = PIECES.setdefault((kind, entry.full_name), entry)
+    # `unwrap`, because a reward that `per_outcome` wraps belongs to the file of the inner function.
+    files = [inspect.getsourcefile(inspect.unwrap(piece.target)) for piece in (earlier, entry)]
+    if files[0] != files[1]:
+        raise ValueError(
+            f"two pieces of kind '{kind}' are called '{entry.full_name}': {files[0]} and {files[1]}"
+        )
+    PIECES[kind, entry.full_name] = entry
+    return target
+
+
 def _set_declared(target: Callable, **declared: Any) -> None:
-    """Set what a piece declares as attributes, so that classes that derive from it have them."""
+    """Set declarations as attributes of a piece, so that subclasses inherit them."""
     for name, value in declared.items():
         if value:
             setattr(target, name, value)
@@ -238,7 +242,7 @@ def _set_declared(target: Callable, **declared: Any) -> None:
 
 
 def pieces(kind: str, on: str = "") -> list[Entry]:
-    """List the pieces of a kind by name, those of papers too; with `on` only those that run then."""
+    """List the pieces of a kind in order of name, papers included; with `on`, only those of that stage."""
     _import_homes(kind)
     import_papers(kind)
     entries = [entry for (k, _), entry in PIECES.items() if k == kind and on in ("", entry.on)]
@@ -246,47 +250,47 @@ def pieces(kind: str, on: str = "") -> list[Entry]:
 
 
 def _import_homes(kind: str) -> None:
-    """Import every module in the homes of a kind, once."""
+    """Import all modules in the home folders of a kind; a second call does nothing."""
     for package in dict.fromkeys((*WINGS, *SCOPES.values())):
         home = f"{package}.{HOMES[kind]}"
-        # The package first: `find_spec` of what is inside a missing one raises.
+        # Check the package first, because `find_spec` raises for a module inside a missing package.
         if home in _IMPORTED or not importlib.util.find_spec(package):
             continue
         if spec := importlib.util.find_spec(home):
             importlib.import_module(home)
-            folders = spec.submodule_search_locations or []  # none where the home is a single file
+            folders = spec.submodule_search_locations or []  # None if the home is a single file
             for inside in pkgutil.iter_modules(folders):
                 importlib.import_module(f"{home}.{inside.name}")
         _IMPORTED.add(home)
 
 
 def leaves_form(entry: Entry, options: Mapping[str, Any]) -> bool:
-    """Return whether a reward leaves the form in which answers are compared (`form: null`) to the data."""
+    """Whether a reward has `form: null`: the data set then chooses the form of compared answers."""
     form = entry.options.get("form") if FORM_PACKAGE in entry.packages else None
     return form is not None and form.default is None and options.get("form") is None
 
 
 def is_trl(function: Callable) -> bool:
-    """Whether a reward function has TRL's form: it takes `completions` or `environments`."""
+    """Whether a reward function has TRL's signature: it takes `completions` or `environments`."""
     return not {"completions", "environments"}.isdisjoint(inspect.signature(function).parameters)
 
 
 def import_name(name: str) -> Any:
-    """Import what `package.module:attribute` names."""
+    """Import and return the object with a name of the form `package.module:attribute`."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def find(kind: str, name: str) -> Entry:
-    """Look up a piece by its name; an unknown name is an error that suggests the nearest.
+    """Look up a piece by name; raises `ConfigError` with the most similar name if there is none.
 
-    `package.module:function` is imported; such a piece needs no decorator.
+    A name of the form `package.module:function` is imported; such a piece needs no decorator.
     """
     _import_homes(kind)
     if (kind, name) not in PIECES and ":" not in name:
         import_papers(kind, name)
-    if known := PIECES.get((kind, name)):
-        return known
+    if entry := PIECES.get((kind, name)):
+        return entry
     module, colon, attribute = name.partition(":")
     if not colon:
         entries = {entry.full_name: entry for entry in pieces(kind)}
@@ -294,19 +298,18 @@ def find(kind: str, name: str) -> Entry:
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(entries) or 'none'}"
         raise ConfigError(f"no {kind} is called '{name}'; {hint}")
     try:
-        there = objects.is_object(name)
-        target = objects.get(name) if there else import_name(name)
+        target = objects.get(name) if objects.is_object(name) else import_name(name)
         if callable(target):
-            inspect.signature(target)  # of some types that are built in Python knows none
-    except Exception as error:  # whatever that module raises when it is imported
+            inspect.signature(target)  # raises for built-in types that have no signature
+    except Exception as error:  # an import can raise any error
         raise ConfigError(f"cannot import the {kind} '{name}': {type(error).__name__}: {error}") from error
     if not callable(target):
         raise ConfigError(f"the {kind} '{name}' must be a function or a class, not {type(target).__name__}")
-    for (of_kind, _), entry in PIECES.items():  # the import may have registered it
+    for (of_kind, _), entry in PIECES.items():  # the import may have registered the piece
         if of_kind == kind and entry.target is target:
             return entry
     if kind == "reward" and is_trl(target):
-        # TRL's own keyword arguments come from the data, so none of them is an option.
+        # The keyword arguments of a TRL reward come from the data, so none of them is an option.
         return Entry(kind, module, attribute, import_name(FROM_TRL)(target), takes=())
     if kind in CHECKS:
         import_name(CHECKS[kind])(target, name)

@@ -1,7 +1,7 @@
 """Configuration schema: frozen dataclasses, and strict conversion of plain values into them.
 
-A field that holds pieces declares their kind once, as metadata of its type: `Annotated[tuple[Piece, ...],
-Kind("metric")]`. `held_fields` walks over them, so that checking and making need no list of fields.
+A field with pieces declares their kind as metadata of its type: `Annotated[tuple[Piece, ...],
+Kind("metric")]`. `held_fields` iterates over these fields, so that checks need no list of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A name with options: `{name: clip, epsilon_high: 0.28}`, or just `clip`."""
+    """A piece in a configuration: a name with options, `{name: clip, epsilon_high: 0.28}` or `clip`."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Kind:
-    """Mark of a field that holds pieces: their kind and, for checks, when they run."""
+    """Type annotation of a field with pieces: their kind and, for checks, the stage at which they run."""
 
     name: str
     on: str = ""
@@ -54,51 +54,51 @@ class Kind:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Mark of a field that holds a number of the type `wanted`, or the schedule that gives it."""
+    """Type annotation of a field with a number of type `wanted`, or a schedule of such numbers."""
 
     wanted: Any
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Settings of rollouts. The first engine takes the policy, each next one wraps the one before."""
+    """Settings of rollouts. The first engine samples from the policy; others wrap the one before."""
 
-    engine: Annotated[tuple[Piece, ...], Kind("engine")]  # the first samples from the policy
-    policy: str = ""  # a name in `references` when another policy than the learner rolls out
-    num_prompts: PositiveInt = 32  # groups per update, over all processes
+    engine: Annotated[tuple[Piece, ...], Kind("engine")]  # engines, from the innermost to the outermost
+    policy: str = ""  # name in `references` of the policy that samples; empty: the trained one
+    num_prompts: PositiveInt = 32  # prompts (groups) per update, over all processes
     num_generations: PositiveInt = 8  # rollouts per prompt
-    max_staleness: Annotated[int, Range(0, 1)] = 0  # steps that rollouts may be older; 1: made while learning
-    max_rounds: PositiveInt = 1  # calls of the sampler per update: after dropped groups, hints, budgets
+    max_staleness: Annotated[int, Range(0, 1)] = 0  # 1: sample the next rollouts during the update
+    max_rounds: PositiveInt = 1  # most sampling rounds per update, to replace dropped groups or show hints
 
 
 @dataclass(frozen=True)
 class Learn:
     """Settings of the optimizer and of its updates."""
 
-    learning_rate: Annotated[Any, Scheduled(NonNegativeFloat)] = 1e-6  # of the optimizer, at every step
-    optimizer: Annotated[Piece, Kind("optimizer")] = Piece("adamw")  # moves the trained weights
-    num_iterations: NonNegativeInt = 1  # passes over one collection; 0: samplers observe, nothing is learned
+    learning_rate: Annotated[Any, Scheduled(NonNegativeFloat)] = 1e-6  # a number or a schedule
+    optimizer: Annotated[Piece, Kind("optimizer")] = Piece("adamw")  # updates the trained weights
+    num_iterations: NonNegativeInt = 1  # passes over the rollouts of a step; 0: only samplers observe them
     minibatches: PositiveInt = 1  # optimizer steps per pass
-    micro_batch_steps: PositiveInt = 16384  # steps in memory at once
-    max_grad_norm: NonNegativeFloat = 1.0  # 0: no limit
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # after a loss or gradient that is NaN or infinite
-    max_skipped: NonNegativeInt = 10  # updates that may be skipped in a run
-    on_no_learning: Literal["stop", "warn"] = "stop"  # after twelve first steps that move no weight
+    micro_batch_steps: PositiveInt = 16384  # most steps (tokens, denoising steps) in memory at once
+    max_grad_norm: NonNegativeFloat = 1.0  # gradients are clipped to this norm; 0: no clipping
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # reaction to a loss or gradient that is NaN or infinite
+    max_skipped: NonNegativeInt = 10  # most updates that a run may skip before it fails
+    on_no_learning: Literal["stop", "warn"] = "stop"  # reaction if the first twelve steps change no weight
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Settings of `mmrl evaluate`, and of a training run every `eval_steps`.
+    """Settings of `mmrl evaluate`, and of the evaluations that a training run makes every `eval_steps`.
 
-    An empty engine or list of rewards is that of the training.
+    An empty list of engines or rewards stands for those of the training.
     """
 
-    data: Annotated[Piece | None, Kind("data")] = None  # held-out prompts; none: no evaluation
-    engine: Annotated[tuple[Piece, ...], Kind("engine")] = ()  # empty: the first of the training
-    rewards: Annotated[tuple[Piece, ...], Kind("reward")] = ()  # empty: those of the training
-    metrics: Annotated[tuple[Piece, ...], Kind("metric")] = (Piece("mean"),)  # numbers of the rewards
-    correct: str = ""  # the reward of 0 or 1 that says which answers are correct; "": that of most weight
-    num_prompts: NonNegativeInt = 0  # 0: all of them
+    data: Annotated[Piece | None, Kind("data")] = None  # held-out prompts; null: no evaluation
+    engine: Annotated[tuple[Piece, ...], Kind("engine")] = ()  # empty: the first engine of the training
+    rewards: Annotated[tuple[Piece, ...], Kind("reward")] = ()  # empty: the rewards of the training
+    metrics: Annotated[tuple[Piece, ...], Kind("metric")] = (Piece("mean"),)  # statistics of the rewards
+    correct: str = ""  # name of the 0/1 reward that marks correct answers; "": the reward of largest weight
+    num_prompts: NonNegativeInt = 0  # prompts to answer; 0: all
     num_generations: PositiveInt = 1  # answers per prompt
     confidence: Annotated[float, Range(0, 1, above=True, below=True)] = 0.95  # of the bootstrap intervals
 
@@ -108,18 +108,18 @@ class Report:
     """Files, dashboards and warnings of a run, besides `metrics.jsonl`."""
 
     logging_steps: PositiveInt = 1  # steps between lines of metrics.jsonl
-    log_completions: bool = True  # rows with their rewards and advantages, as parquet
-    # Collections whose rows get thumbnails: the first, the last and some between.
+    log_completions: bool = True  # write rollouts with rewards and advantages to parquet files
+    # Collections whose rows get thumbnails in the report (a number): the first, the last, others between.
     media_log_steps: NonNegativeInt = 5
-    # Dashboards. One that is named in a file must be installed.
+    # Dashboards. Packages of dashboards that the configuration names must be installed.
     trackers: Annotated[tuple[Piece, ...], Kind("tracker")] = (Piece("tensorboard", {"required": False}),)
     visualizations: Annotated[tuple[Piece, ...], Kind("visualization")] = ()  # images in the HTML report
-    # Warnings on the console and at the head of the HTML report.
+    # Checks during training, which print warnings on the console and at the top of the HTML report.
     checks: Annotated[tuple[Piece, ...], Kind("check", on="training")] = (
         Piece("logprob_mismatch", {"tolerance": 0.05}),
         Piece("effective_samples"),
     )
-    # Checks of the first step at no cost; `mmrl doctor` runs all of them.
+    # Checks of the first step that need no extra computation; `mmrl doctor` runs all checks.
     startup_checks: Annotated[tuple[Piece, ...], Kind("check", on="start")] = (
         Piece("rewards_apply"),
         Piece("zero_variance_groups"),
@@ -131,45 +131,45 @@ class Report:
 
 @dataclass(frozen=True)
 class Config:
-    """A training run."""
+    """Configuration of a training run."""
 
-    policy: Annotated[Piece, Kind("policy")]  # the model that learns
+    policy: Annotated[Piece, Kind("policy")]  # the model to train
     data: Annotated[Piece, Kind("data")]  # prompts to train on
     rollout: Rollout
     rewards: Annotated[tuple[Piece, ...], Kind("reward")]  # each may have `weight` and `label`
-    advantage: Annotated[tuple[Piece, ...], Kind("advantage")]  # from rewards to advantages, in this order
-    objective: Annotated[Piece, Kind("objective")]  # from advantages to the loss
-    # Choose the prompts of a step. The first takes the data, each next one wraps the one before.
+    advantage: Annotated[tuple[Piece, ...], Kind("advantage")]  # turn rewards into advantages, in order
+    objective: Annotated[Piece, Kind("objective")]  # computes the loss from advantages
+    # Choose the prompts of a step. The first sampler reads the data; each further one wraps the one before.
     sampler: Annotated[tuple[Piece, ...], Kind("sampler")] = (Piece("uniform"),)
     group_filter: Annotated[Piece, Kind("group_filter")] = Piece("keep_all")  # drops groups after scoring
-    # Policies that the objective compares with, by name: `{ref: frozen}`.
+    # Other policies that the objective reads, by name: `{ref: frozen}`.
     references: Annotated[Mapping[str, Piece], Kind("reference")] = field(default_factory=dict)
-    metrics: Annotated[tuple[Piece, ...], Kind("metric")] = ()  # further numbers of every step
+    metrics: Annotated[tuple[Piece, ...], Kind("metric")] = ()  # further metrics of every step
     learn: Learn = Learn()
     evaluation: Evaluation = Evaluation()
     report: Report = Report()
     max_steps: PositiveInt = 1000  # steps of the whole run
-    num_train_epochs: NonNegativeFloat = 0.0  # passes over the data, in place of `max_steps`; 0: that one
-    until: Annotated[Piece | None, Kind("stop_rule")] = None  # ends the run by a metric, before `max_steps`
-    init_from: str = ""  # a run or model folder to take the first weights from; `frozen` stays `policy.model`
-    init_references: bool = False  # whether `frozen` begins at `init_from` too
-    # What goes on from the checkpoint of `init_from` besides its weights.
+    num_train_epochs: NonNegativeFloat = 0.0  # passes over the data; above 0 it replaces `max_steps`
+    until: Annotated[Piece | None, Kind("stop_rule")] = None  # stops the run early by a metric
+    init_from: str = ""  # run or model folder of initial weights; reference `frozen` keeps `policy.model`
+    init_references: bool = False  # whether the reference `frozen` starts from `init_from` too
+    # State to restore from the checkpoint in `init_from`, besides the weights.
     carry: tuple[Literal["optimizer", "references", "sampler", "advantage"], ...] = ()
-    save_steps: Steps = 100  # steps between checkpoints; below 1: a share of the run; 0: only at its end
-    save_total_limit: NonNegativeInt = 2  # latest checkpoints that are kept; 0: all
-    metric_for_best_model: str = ""  # its best checkpoint is kept besides the latest
-    greater_is_better: bool = True  # of that metric
-    push_to_hub: bool = False  # the best model, or else the last, when the run ends
-    hub_model_id: str = ""  # owner/name, or a name of your own
-    hub_private_repo: bool = True  # whether a repository that is made is private
-    # Steps between evaluations; below 1: a share of the run; 0: only after the last step.
+    save_steps: Steps = 100  # steps between checkpoints; below 1: fraction of the run; 0: only at its end
+    save_total_limit: NonNegativeInt = 2  # number of latest checkpoints to keep; 0: all
+    metric_for_best_model: str = ""  # the checkpoint with its best value is also kept
+    greater_is_better: bool = True  # whether larger values of `metric_for_best_model` are better
+    push_to_hub: bool = False  # upload the best model (or else the last) at the end of the run
+    hub_model_id: str = ""  # `owner/name`, or `name` in your own account
+    hub_private_repo: bool = True  # whether a new repository is private
+    # Steps between evaluations; below 1: fraction of the run; 0: only after the last step.
     eval_steps: Steps = 0
-    eval_on_start: bool = False  # evaluates before the first step too, where there is evaluation data
+    eval_on_start: bool = False  # evaluate before the first step too, if there is evaluation data
     ddp_timeout: Annotated[float, Range(1)] = 1800.0  # seconds a process waits for another before all fail
-    seed: int = 0  # of every random stream
-    stage: NonNegativeInt = 0  # stages draw other prompts and noise in training, and evaluate with the same
-    output_dir: str = "runs/unnamed"  # folder of everything that the run writes
-    overwrite_output_dir: bool = False  # throw away the run that is there
+    seed: int = 0  # seed of all random streams
+    stage: NonNegativeInt = 0  # number of the stage; changes the draws of training, not of evaluation
+    output_dir: str = "runs/unnamed"  # folder for all files of the run
+    overwrite_output_dir: bool = False  # delete an existing run in `output_dir`
 
 
 @dataclass(frozen=True)
@@ -178,31 +178,31 @@ class EvaluateConfig:
 
     policy: Annotated[Piece, Kind("policy")]  # the model to measure
     evaluation: Evaluation
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # setting to its changes
-    cost_metrics: Annotated[tuple[Piece, ...], Kind("cost")] = (Piece("operations"),)  # besides seconds
-    target_metric: str = ""  # the metric that is plotted against costs; empty: the first
-    greater_is_better: bool = True  # that metric
-    output_dir: str = "runs/evaluation"  # folder of what is measured
-    seed: int = 0  # of every random stream
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # {name: {dotted key: value}}
+    cost_metrics: Annotated[tuple[Piece, ...], Kind("cost")] = (Piece("operations"),)  # costs besides seconds
+    target_metric: str = ""  # the metric that is plotted against costs; empty: the first metric
+    greater_is_better: bool = True  # whether larger values of `target_metric` are better
+    output_dir: str = "runs/evaluation"  # folder for the results
+    seed: int = 0  # seed of all random streams
 
 
 @dataclass(frozen=True)
 class BuildConfig:
     """A data set or model folder to build."""
 
-    build: Annotated[Piece, Kind("builder")]  # what is built
-    output: str  # the folder to write
-    seed: int = 0  # of every random stream
+    build: Annotated[Piece, Kind("builder")]  # the builder
+    output: str  # folder for the result
+    seed: int = 0  # seed of all random streams
 
 
 @cache
 def hints_of(kind: type) -> Mapping[str, Any]:
-    """Resolve the annotations of a configuration dataclass."""
+    """Return the type annotations of a configuration dataclass, by field."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
 def held_fields(config: Any, place: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """Walk over the fields of a configuration that hold pieces: the mark, the value and the dotted name."""
+    """Yield (annotation, value, dotted name) of the fields that hold pieces or schedules."""
     hints = hints_of(type(config))
     for name, value in vars(config).items():
         mark = next(iter(marks(hints[name], Kind | Scheduled)), None)
@@ -213,7 +213,7 @@ def held_fields(config: Any, place: str = "") -> Iterator[tuple[Any, Any, str]]:
 
 
 def each(value: Any, place: str) -> list[tuple[Piece, str]]:
-    """The pieces in the value of a field with the place of each: `rewards[0]`, `references.ref`."""
+    """List the pieces in a field's value, each with its dotted path: `rewards[0]`, `references.ref`."""
     match value:
         case Piece():
             return [(value, place)]
@@ -222,12 +222,12 @@ def each(value: Any, place: str) -> list[tuple[Piece, str]]:
     return [(piece, f"{place}[{i}]") for i, piece in enumerate(value)]
 
 
-# Says where an unknown key belongs. `misplaced.py`, which reads this file, puts its function here.
+# Functions that extend an error by where an unknown key belongs. `misplaced.py` adds one when imported.
 LOCATE: list[Callable[[UnknownKey, Mapping[str, Any], type], ConfigError]] = []
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), kind: type = Config) -> Any:
-    """Read and check a configuration: a file, or a mapping of the same form, which may `include` files."""
+    """Read and check a configuration: a YAML file or a mapping of the same form, with its includes."""
     try:
         raw = read(source, overrides)
         if raw.get("max_steps") and raw.get("num_train_epochs"):
@@ -242,57 +242,57 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
 
 
 def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
-    """Convert plain mappings into a configuration dataclass; an error names the key.
+    """Convert plain mappings to a configuration dataclass; raises `ConfigError` with all faulty keys.
 
-    Of a `part` required keys may be absent, and are then None. A list or mapping that is None is empty; for
-    any other key None stands for its default. `~` and `$NAME` in paths are expanded; all errors are reported.
+    With `part`, required keys may be missing and become None. A value of None becomes an empty list or
+    mapping for keys of these types, and the default for other keys. `~` and `$NAME` in paths are expanded.
     """
     raw = expand_all(without_stages(raw))
     errors: list[ConfigError] = []
     parsed = _parse(raw, kind, "", part, errors)
     if errors:
-        told = [next((locate(e, raw, kind) for locate in LOCATE if type(e) is UnknownKey), e) for e in errors]
-        raise ConfigError(";\n  ".join(map(str, told))) if told[1:] else told[0]
+        errors = [next((f(e, raw, kind) for f in LOCATE if type(e) is UnknownKey), e) for e in errors]
+        raise ConfigError(";\n  ".join(map(str, errors))) if errors[1:] else errors[0]
     return parsed
 
 
 def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool, errors: list | None) -> Any:
-    """Convert a mapping; with `errors`, those in it are collected, and the result is then None."""
-    hints, prefix, found = hints_of(kind), f"{place}." if place else "", []
-    values, there = {}, f"there are {', '.join(hints)}"
+    """Convert a mapping to `kind`; append faults to `errors` and return None, or without it raise one."""
+    hints, prefix, faults = hints_of(kind), f"{place}." if place else "", []
+    values, hint = {}, f"there are {', '.join(hints)}"
     for key, value in raw.items():
         wanted = hints.get(key)
         if wanted is None:
-            found.append(UnknownKey(f"there is no key '{prefix}{key}'", f"{prefix}{key}", hints, there))
+            faults.append(UnknownKey(f"there is no key '{prefix}{key}'", f"{prefix}{key}", hints, hint))
             continue
         match value, kind.__dataclass_fields__[key].default:
             case None, default:
                 value = _emptied(wanted, default)
-            # Options of the piece by default.
+            # Options without a name belong to the default piece.
             case Mapping(), Piece(name, options) | (Piece(name, options),) if "name" not in value:
                 value = {"name": name, **options, **value}
         if dataclasses.is_dataclass(wanted) and wanted is not Piece and isinstance(value, Mapping):
-            values[key] = _parse(value, hints[key], prefix + key, part, found)
+            values[key] = _parse(value, hints[key], prefix + key, part, faults)
             continue
         try:
             values[key] = convert(value, wanted, prefix + key)
         except ConfigError as error:
-            values[key] = found.append(error)
+            values[key] = faults.append(error)
     required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is MISSING]
     missing = [name for name in required if name not in values]
     if missing and not part:
         verb = "s are" if len(missing) > 1 else " is"
         keys = ", ".join(f"'{prefix}{name}'" for name in missing)
-        found.append(ConfigError(f"{keys}: the required key{verb} missing"))
+        faults.append(ConfigError(f"{keys}: the required key{verb} missing"))
     if errors is not None:
-        errors += found
-    elif found:
-        raise found[0]
-    return None if found else kind(**dict.fromkeys(missing), **values)
+        errors += faults
+    elif faults:
+        raise faults[0]
+    return None if faults else kind(**dict.fromkeys(missing), **values)
 
 
 def _emptied(wanted: Any, default: Any) -> Any:
-    """Return what None stands for as the value of a key: an empty list or mapping, or else the default."""
+    """Return the value that null means for a key: an empty list or mapping, or else its default."""
     if empty := empty_of(wanted):
         return empty()
     if dataclasses.is_dataclass(default) and not isinstance(default, Piece):
@@ -301,7 +301,7 @@ def _emptied(wanted: Any, default: Any) -> Any:
 
 
 def empty_of(wanted: Any) -> type | None:
-    """Return what makes an empty value of a type annotation of a list or mapping; None for any other type."""
+    """Return `list` or `dict` for a type annotation of a list or mapping; None for any other type."""
     if typing.get_origin(wanted) is Annotated:
         return empty_of(typing.get_args(wanted)[0])
     origin = typing.get_origin(wanted) or wanted
@@ -309,21 +309,21 @@ def empty_of(wanted: Any) -> type | None:
 
 
 def parse_some(raw: Mapping[str, Any], kind: type) -> Any:
-    """Convert a part of a configuration, such as a variant; a policy without a name is left out."""
+    """Convert a partial configuration, such as a variant; a policy without a name is left out."""
     return parse({k: v for k, v in raw.items() if k != "policy" or not is_part(raw)}, kind, part=True)
 
 
 def is_part(raw: Mapping[str, Any]) -> bool:
-    """Whether a file names no policy, so that it is a part of a configuration, such as a variant.
+    """Whether a file is only part of a configuration, such as a variant: it names no policy.
 
-    It may still give options of the policy that a run will name: `policy: {likelihood: ...}`.
+    It can still have options for the policy of a run: `policy: {likelihood: ...}`.
     """
     policy = raw.get("policy") or {}
     return isinstance(policy, Mapping) and "name" not in policy
 
 
 def convert(value: Any, wanted: Any, place: str) -> Any:
-    """Convert a plain value to a type annotation and check it against its range."""
+    """Convert a plain value to the type `wanted` and check its range; `place` is its key, for errors."""
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
         value = convert(value, inner[0], place)
@@ -343,7 +343,7 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
         return value if origin is Literal else wanted(value)
     check_finite(value, place)
     one_piece = inner[:1] == (Piece,) and type(value) not in (list, tuple)
-    match [value] if one_piece else value:  # `sampler: uniform`
+    match [value] if one_piece else value:  # `sampler: uniform` is a list of one piece
         case Mapping() if dataclasses.is_dataclass(wanted):
             return _parse(value, typing.cast(type, wanted), place, False, None)
         case Mapping() if origin in (dict, Mapping):
@@ -372,7 +372,7 @@ def _convert_union(value: Any, members: Sequence[Any], place: str) -> Any:
 
 
 def as_piece(value: Any, place: str) -> Piece:
-    """Read `clip` or `{name: clip, epsilon_high: 0.28}`."""
+    """Convert `clip` or `{name: clip, epsilon_high: 0.28}` to a `Piece`; `place` is its key, for errors."""
     match value:
         case Piece():
             return value
@@ -384,7 +384,7 @@ def as_piece(value: Any, place: str) -> Piece:
 
 
 def as_plain(value: Any) -> Any:
-    """Convert a configuration back to plain values, which `parse` converts to the same configuration."""
+    """Convert a configuration to plain values; `parse` converts these to an equal configuration."""
     match value:
         case Piece(name=name, options=options):
             return {"name": name, **as_plain(options)} if options else name
@@ -396,5 +396,5 @@ def as_plain(value: Any) -> Any:
 
 
 def as_yaml(config: Any) -> str:
-    """Write the resolved configuration as YAML."""
+    """Return a configuration as YAML text."""
     return OmegaConf.to_yaml(OmegaConf.create(as_plain(config)))

@@ -1,4 +1,4 @@
-"""Stages: a run file that lists several runs, each going on from the model of the one before."""
+"""Stages: a run file with several runs, each of which continues from the model of an earlier run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmrl.config.loading import SHORTHANDS, ConfigError, change, merge, read
 from mmrl.config.plain import lookup
 from mmrl.config.schema import Config, convert, load
 
-REFUSED = ("output_dir", "overwrite_output_dir", "stages")  # keys of the whole file, not of a stage
+REFUSED = ("output_dir", "overwrite_output_dir", "stages")  # keys of the whole file that a stage cannot have
 T = TypeVar("T")
 
 
@@ -24,11 +24,11 @@ class Stage:
 
     Args:
         config: The configuration of the run, with an output folder of its own.
-        name: As in the file, or its number.
-        place: Where it stands in the file: `stages[1]`.
-        begins: The number of the stage, from 0, whose model it goes on from; None: from `policy.model`, or
+        name: Name in the file, or else the number of the stage from 1.
+        place: Position in the file, such as `stages[1]`.
+        begins: Index of the stage whose model it continues from; None: it starts from `policy.model`, or
             from the folder in `config.init_from`.
-        keep_if: What its last evaluation has to show before another stage begins.
+        keep_if: Conditions on its last evaluation that must hold before another stage starts.
     """
 
     config: Config
@@ -44,15 +44,15 @@ class Stage:
 
 
 def load_stages(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> list[Stage]:
-    """Read and check the stages of a run file: each is the file with the changes of the stage merged over it.
+    """Read and check the stages of a run file; a stage merges its changes over the rest of the file.
 
-    An override such as `max_steps=5` changes all stages, `stages.1.max_steps=5` or `stages.NAME.max_steps=5`
-    one of them. What a stage after the first leaves out: `init_from` is the stage before it,
-    `init_references` is true, and `stage` is its number, so that it draws other prompts and noise, unless it
-    carries the sampler.
+    The override `max_steps=5` changes all stages; `stages.1.max_steps=5` or `stages.NAME.max_steps=5` changes
+    one. Defaults of a stage after the first: `init_from` is the stage before, `init_references` is true, and
+    `stage` is its index, so that it draws other prompts and noise. A stage that carries the sampler has the
+    `stage` of the stage before.
 
     Raises:
-        ConfigError: A stage is no valid run; the error names its place.
+        ConfigError: A stage is not a valid run; the error names the stage.
     """
     try:
         raw = read(source, [text for text in overrides if text.startswith("stages=")])
@@ -66,7 +66,7 @@ def load_stages(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def on_each(places: Sequence[str], work: Callable[[int], T]) -> list[T]:
-    """Call a function for the number of every stage; an error names the place, unless all have the same."""
+    """Call a function with the index of every stage; an error names its stage, unless all fail alike."""
     results: list[T] = []
     errors: dict[int, ConfigError] = {}
     for i in range(len(places)):
@@ -78,19 +78,19 @@ def on_each(places: Sequence[str], work: Callable[[int], T]) -> list[T]:
         return results
     first, error = next(iter(errors.items()))
     if len({str(error) for error in errors.values()}) == 1 and len(errors) == len(places):
-        raise error  # of what the stages have in common
+        raise error  # caused by a key that all stages share
     raise ConfigError(_at(places[first], str(error))) from error
 
 
 def _at(place: str, text: str) -> str:
-    """Put the place of a stage before the key that an error begins with, or before the error."""
+    """Insert the place of a stage before the key at the start of an error text, or else before the text."""
     keys = "|".join(field.name for field in fields(Config))
     longer = re.sub(rf"^('?)({keys})\b", rf"\1{place}.\2", text)
     return longer if longer != text else f"{place}: {text}"
 
 
 def _stages(raw: dict[str, Any], listed: Any, overrides: Sequence[str]) -> list[Stage]:
-    """Make the stages of a file from the rest of it."""
+    """Create the stages from their list in the file, the rest of the file (`raw`) and the overrides."""
     listed = [dict(stage) for stage in convert(listed, list[dict[str, Any]], "stages")]
     names = _names(listed)
     places = [f"stages[{i}]" for i in range(len(names))]
@@ -116,14 +116,14 @@ def _stages(raw: dict[str, Any], listed: Any, overrides: Sequence[str]) -> list[
 
 
 def _gates(stage: dict[str, Any], own: list[str], place: str) -> tuple[Gate, ...]:
-    """Take `keep_if` out of a stage, and out of its overrides."""
+    """Remove `keep_if` from a stage and from its overrides, and return the gates in it."""
     changes = [text for text in own if re.match(r"keep_if\b", text)]
     own[:] = [text for text in own if text not in changes]
     return gates_of(change({"keep_if": stage.pop("keep_if", None) or {}}, changes)["keep_if"], place)
 
 
 def _check_gate(gate: Gate, stage: Stage, stages: Sequence[Stage]) -> None:
-    """Raise `ConfigError` where what a gate reads will not be measured, or is measured on other prompts."""
+    """Raise `ConfigError` if the metric of a gate is not measured, or measured on different prompts."""
     before = None if stage.begins is None else stages[stage.begins]
     if gate.compares and before is None:
         raise ConfigError(
@@ -154,32 +154,32 @@ def _check_gate(gate: Gate, stage: Stage, stages: Sequence[Stage]) -> None:
 
 
 def _evaluates(config: Config) -> tuple[Any, ...]:
-    """Name what the numbers of an evaluation depend on besides the weights."""
+    """Return everything besides the weights that determines the results of a stage's evaluation."""
     return evaluation_of(config).evaluation, config.seed
 
 
 def _parted(overrides: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Part overrides into those of all stages and, without their `stages.NAME.`, those of each."""
+    """Split overrides into those of all stages and, without `stages.NAME.`, those of each stage."""
     numbers = {str(i): i for i in range(len(names))}
-    known = {name: i for i, name in enumerate(names) if not name.isdigit()} | numbers
+    index = {name: i for i, name in enumerate(names) if not name.isdigit()} | numbers
     common: list[str] = []
     own: list[list[str]] = [[] for _ in names]
     for text in overrides:
         which, _, rest = text.removeprefix("stages.").partition(".")
         if not text.startswith("stages."):
             common.append(text)
-        elif which in known and rest.partition("=")[0] not in REFUSED:
-            own[known[which]].append(rest)
+        elif which in index and rest.partition("=")[0] not in REFUSED:
+            own[index[which]].append(rest)
         else:
             raise ConfigError(
-                f"the override '{text}' must read stages.NAME.key=value with one of {', '.join(known)}, and "
+                f"the override '{text}' must read stages.NAME.key=value with one of {', '.join(index)}, and "
                 f"with another key than {', '.join(REFUSED)}"
             )
     return common, own
 
 
 def _names(listed: Sequence[dict[str, Any]]) -> list[str]:
-    """Take the names out of the stages; each is part of the name of a folder."""
+    """Remove the names from the stages and return them; each becomes part of a folder name."""
     names: list[str] = []
     for i, stage in enumerate(listed):
         place = f"stages[{i}]"
@@ -198,25 +198,25 @@ def _names(listed: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _over(raw: dict[str, Any], stage: dict[str, Any], common: Sequence[str]) -> dict[str, Any]:
-    """Merge a stage over the file, and the command line over both."""
+    """Merge a stage over the rest of the file, and the overrides of all stages over both."""
     stage = dict(stage)
     for one, other in (("max_steps", "num_train_epochs"), ("num_train_epochs", "max_steps")):
-        if stage.get(one) and other not in stage:  # of the file's length, which the stage replaces
+        if stage.get(one) and other not in stage:  # it overrides the length of the file's runs
             stage[other] = None
     shorthands = {key: stage.pop(key) for key in SHORTHANDS if stage.get(key) is not None}
     merged = merge(raw, stage)
     for key, value in shorthands.items():
-        merged = SHORTHANDS[key](value, merged, stage, complete=False)  # a stage is a list of changes
+        merged = SHORTHANDS[key](value, merged, stage, complete=False)  # a stage contains only changes
     return change(merged, common)
 
 
 def _complete(stages: Sequence[dict[str, Any]], names: Sequence[str], given: set[str]) -> int | None:
-    """Fill in what the last of some stages leaves out, and return the number of the one that it begins from.
+    """Fill in the defaults of the last of `stages`, and return the index of the stage it starts from.
 
     Args:
-        stages: Plain configurations, the last of which is completed.
-        names: Of all stages.
-        given: The keys that the stage itself gives.
+        stages: Plain configurations of the stages up to the one that is completed.
+        names: Names of all stages.
+        given: The keys that the stage itself sets.
     """
     stage, i = stages[-1], len(stages) - 1
     wanted = stage.get("init_from") if "init_from" in given or i == 0 else names[i - 1]
@@ -224,9 +224,9 @@ def _complete(stages: Sequence[dict[str, Any]], names: Sequence[str], given: set
         raise ConfigError(f"'stages[{i}].init_from' is '{wanted}', which is no stage before that one")
     if i == 0:
         if not stage.get("init_from") and "carry" not in given:
-            stage.pop("carry", None)  # of the file: nothing is before the first stage
+            stage.pop("carry", None)  # set for the whole file; the first stage has nothing to carry
         return None
-    # A sampler that goes on needs the random stream that its order was drawn from.
+    # A sampler that continues needs the random stream that its order was drawn from.
     goes_on = "sampler" in (stage.get("carry") or ())
     stage.setdefault("stage", stages[-2].get("stage", 0) if goes_on else i)
     stage.setdefault("init_references", True)

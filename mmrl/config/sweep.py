@@ -1,4 +1,4 @@
-"""Settings of an evaluation: named sets of changes, each of which gives a configuration of its own."""
+"""Settings of an evaluation: named sets of changes, each of which gives one configuration."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mmrl.config.schema import EvaluateConfig, as_plain, parse
 
 
 def settings_of(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
-    """The configuration of every setting by its name; nothing is loaded."""
+    """Return the configuration of every setting, by name, without loading anything."""
     return {name: setting_of(config, name) for name in config.settings}
 
 
 def setting_of(config: EvaluateConfig, name: str) -> EvaluateConfig:
-    """The configuration of one setting.
+    """Return the configuration of one setting; raises `ConfigError` for a change that is not allowed.
 
-    Keys of changes are dotted like overrides: `{evaluation.engine.0.temperature: 0.7}`. A setting may change
-    the policy and the engine; prompts, rewards and random draws are common, so that results compare.
+    Changes have dotted keys like overrides: `{evaluation.engine.0.temperature: 0.7}`. A setting may change
+    only the policy and the engine. Prompts, rewards and random draws stay equal, to make results comparable.
     """
     if name not in config.settings:
         hint = nearest(name, config.settings) or f"there are {', '.join(config.settings) or 'none'}"
@@ -32,7 +32,7 @@ def setting_of(config: EvaluateConfig, name: str) -> EvaluateConfig:
     except ConfigError as error:
         raise ConfigError(f"settings.{name}: {error}") from error
     engine = replace(changed.evaluation, engine=base.evaluation.engine)
-    same = replace(changed, policy=base.policy, evaluation=engine)  # without all that may differ
+    same = replace(changed, policy=base.policy, evaluation=engine)  # reset everything that may differ
     for key, value in vars(base).items():
         if vars(same)[key] != value:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Checks that the tags which pieces read are set by a piece of the same run."""
+"""Checks that every tag that a piece reads is set by a piece of the same run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mmrl.core.reward_table import RewardTable
 
 
 def check_tags(pieces: Pieces, checked: Mapping[str, Any]) -> None:
-    """Raise where a piece reads a tag that no engine, sampler, game or data set of the run sets."""
-    known = RewardTable.IDS.union(*(entry.sets_tags for entry in pieces.entries))
-    known |= {ORDER} if TURN in known else set()
+    """Raise `ConfigError` if a piece reads a tag that no engine, sampler, game or data set sets."""
+    tags = RewardTable.IDS.union(*(entry.sets_tags for entry in pieces.entries))
+    tags |= {ORDER} if TURN in tags else set()
     for place, bound in checked.items():
-        missing = sorted(set(tags_read(bound)) - known) if isinstance(bound, Bound) else []
+        missing = sorted(set(tags_read(bound)) - tags) if isinstance(bound, Bound) else []
         if missing:
             raise ConfigError(
                 f"{place}: '{bound.entry.full_name}' reads the tag '{missing[0]}' of outcomes, which no "
                 f"engine, sampler, game or data set of this run sets; they set "
-                f"{', '.join(sorted(known - RewardTable.IDS)) or 'none'}. One of your own declares the tags "
+                f"{', '.join(sorted(tags - RewardTable.IDS)) or 'none'}. One of your own declares the tags "
                 f"that it sets: `sets_tags = frozenset({{'{missing[0]}'}})`"
             )
 
 
 def check_replay(engines: Sequence[Bound]) -> None:
-    """Raise where replay wraps an engine of conversations, whose rows it cannot make again."""
+    """Raise `ConfigError` if a replay engine wraps conversations, whose rows it cannot reconstruct."""
     tags = [engine.entry.sets_tags for engine in engines]
     for place, own in enumerate(tags):
         for inner, below in zip(engines[:place], tags, strict=False):
@@ -41,7 +41,7 @@ def check_replay(engines: Sequence[Bound]) -> None:
 
 
 def tags_read(bound: Bound) -> Iterator[str]:
-    """List the tags that a piece and those inside it read: declared, in options, or asked for by `at`."""
+    """List the tags that a piece and its inner pieces read: declared, in options, or in the key `at`."""
     for piece, hint, value in options_in(bound):
         yield from piece.entry.needs.tags
         at = piece.call.get("at", "last")
@@ -52,16 +52,16 @@ def tags_read(bound: Bound) -> Iterator[str]:
 
 
 def named_in(bounds: Iterable[Bound], names: Iterable[str]) -> set[str]:
-    """Return those of some names, such as of rewards, that pieces or pieces inside them have as an option."""
+    """Return those `names`, such as of rewards, that occur in options of pieces or their inner pieces."""
     values = [value for bound in bounds for _, _, value in options_in(bound)]
     return set(names).intersection(text for value in values for text in texts_in(value))
 
 
 def options_in(bound: Bound) -> Iterator[tuple[Bound, Any, Any]]:
-    """List the types and values of the options of a piece and of those inside it, each with its piece."""
-    yield bound, None, None  # a piece without options is one, too
+    """Yield (piece, type, value) for every option of a piece and of its inner pieces."""
+    yield bound, None, None  # include a piece without options
     for name, option in bound.entry.options.items():
-        # An object was given its options when it was made, and keeps them as attributes.
+        # An object got its options in the constructor, and stores them as attributes.
         value = bound.options.get(name, getattr(bound.function, name, option.default))
         yield bound, bound.entry.hints.get(name), value
         for inner in value if isinstance(value, tuple) else (value,):
@@ -70,6 +70,6 @@ def options_in(bound: Bound) -> Iterator[tuple[Bound, Any, Any]]:
 
 
 def texts_in(value: Any) -> list[str]:
-    """List a text, the texts of a list, or the keys of a mapping."""
+    """List the texts in an option's value: a text, the texts of a tuple, or the keys of a mapping."""
     listed = [value] if isinstance(value, str) else value if isinstance(value, tuple | Mapping) else ()
     return [text for text in listed if isinstance(text, str)]

@@ -10,13 +10,13 @@ THOUGHT_END = re.compile(r"</think\s*>", re.IGNORECASE)
 THOUGHT = re.compile(r"\s*<think\s*>", re.IGNORECASE)
 WRAPPED = re.compile(r"\s*<([A-Za-z][\w-]*)>(.*)</\1>\s*", re.DOTALL)
 BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|(?<!\\)[{}]")
-DEEPEST = 8  # levels of nested blocks and fractions that are read
+DEEPEST = 8  # most levels of nested blocks and fractions that are parsed
 
 
 def tagged(text: str, tag: str) -> list[str]:
-    """List the contents of the blocks `<tag>...</tag>` of a text, in order, ignoring case."""
+    """List the contents of the blocks `<tag>...</tag>` in a text, in order, ignoring the tag's case."""
     ends = [end.end() for end in re.finditer(f"</{tag}>", text, re.IGNORECASE)]
-    # After the last closing tag, every opening tag would scan the rest of the text: quadratic time.
+    # Stop at the last closing tag: each opening tag after it would scan the rest, in quadratic time.
     inside = text[: ends[-1]] if ends else ""
     return re.findall(f"<{tag}>(.*?)</{tag}>", inside, re.DOTALL | re.IGNORECASE)
 
@@ -37,8 +37,9 @@ def last_box(text: str) -> tuple[int, int, int] | None:
 def answer_part(text: str, tag: str = "answer") -> str:
     r"""Extract the final answer from a text, without markup.
 
-    In this order: the last block `tag`, the text after the thought (`</think>`), the last \boxed{}, the line
-    after `####` (GSM8K), the whole text. An unclosed thought gives an empty answer.
+    The answer is the first of these that the text has: the last block `tag`, the text after the thought
+    (`</think>`), the last \boxed{}, the line after `####` (GSM8K), the whole text. An unclosed thought gives
+    an empty answer.
     """
     for _ in range(DEEPEST):
         inside = _inside(text, tag)
@@ -73,9 +74,8 @@ SPELLED = {
 }  # fmt: skip
 FRACTIONS = re.compile(r"(\d?)([¼-¾⅐-⅞])")
 SUPERSCRIPTS = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
-GROUPED = re.compile(
-    "(?<=\\d)[\u00a0\u2009\u202f'’_](?=\\d{3}(?!\\d))"
-)  # 1'234, or a space that does not break
+# Separators of thousands, as in 1'234, and spaces that do not break.
+GROUPED = re.compile("(?<=\\d)[\u00a0\u2009\u202f'’_](?=\\d{3}(?!\\d))")
 SPAN = re.compile(r"(?<=\d)(\s?)[‒–—―](\s?)(?=\d)")
 SIGN = re.compile(r"(?<![\w)])[‒–](?=[\d.])")
 
@@ -88,7 +88,7 @@ class _Spelling(dict[int, str]):
         decomposed = unicodedata.decomposition(char)
         if char in SPELLED:
             written = SPELLED[char]
-        elif kind == "Cf" or "\ufe00" <= char <= "\ufe0f":  # invisible
+        elif kind == "Cf" or "\ufe00" <= char <= "\ufe0f":  # invisible characters
             written = ""
         elif kind == "Nd":
             written = str(unicodedata.decimal(char))
@@ -151,7 +151,7 @@ ITALIC = re.compile(r"(?<![\w*])\*(?=[^\s*])([^*\n]+?)(?<=[^\s*])\*(?![\w*])")
 
 
 def plain(text: str) -> str:
-    r"""Write a text as `spelled` does, and LaTeX and Markdown plainly: \frac{1}{2} as 1/2, **B** as B."""
+    r"""Normalise a text like `spelled`, and remove LaTeX and Markdown: \frac{1}{2} is 1/2, **B** is B."""
     text = spelled(GROUPED.sub("", text)).replace("`", "")
     if "\\" in text or "{" in text:
         text = without_latex(text)
@@ -164,10 +164,10 @@ def plain(text: str) -> str:
 
 
 def without_latex(text: str) -> str:
-    """Convert LaTeX to plain text; unknown commands become words."""
+    """Convert LaTeX to plain text; an unknown command becomes its name."""
     text = text.replace("{,}", ",").replace("\\\\", " ")
     text = DEGREE.sub("°", text)
-    for _ in range(DEEPEST):  # from the innermost braces
+    for _ in range(DEEPEST):  # from the innermost braces outwards
         before = text
         text = WRAPPERS.sub(r" \1 ", text)
         text = ROOT.sub(_root, text)
@@ -203,6 +203,6 @@ def _command(match: re.Match) -> str:
 
 @cache
 def marks() -> str:
-    """List the combining characters of Unicode (vowel signs, accents) for a regular expression."""
+    """Return all combining characters (accents, vowel signs) for a regular expression's character class."""
     combining = (chr(code) for code in range(0x300, 0x1F000) if unicodedata.category(chr(code))[0] == "M")
     return "".join(combining) + "\U000e0100-\U000e01ef"

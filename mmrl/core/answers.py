@@ -28,8 +28,8 @@ TEENS = [
 ]
 TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 ARTICLES = {"a", "an", "the"}
-CONNECTED = {"and", "or", "nor", "to", "vs", "versus", "is", "was"}  # no nouns: a letter stands before these
-OPTIONAL = {"$", "€", "£", "¥", "₹", "₩", "°", "'", '"'}  # units that may be left out, but not exchanged
+CONNECTED = {"and", "or", "nor", "to", "vs", "versus", "is", "was"}  # an "a" before these is no article
+OPTIONAL = {"$", "€", "£", "¥", "₹", "₩", "°", "'", '"'}  # units that an answer may omit, but not replace
 SCALES = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "percent": Fraction(1, 100)} | {
     name: Fraction(10) ** power
     for name, power in {
@@ -37,10 +37,10 @@ SCALES = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "percent": Fraction(1
         "trillion": 12,
     }.items()
 }  # fmt: skip
-DIGITS = 300  # most digits, and largest exponent, of a number that is read
+DIGITS = 300  # most digits, and largest exponent, of a number that is parsed
 
-# A comma that does not group thousands is a decimal comma; so is one after dots that group them.
-# At most six groups, because a longer row of them would be searched anew from each of its beginnings.
+# A comma is a decimal comma if it does not group thousands, or if dots before it group them.
+# At most six groups, because the search would start again at each group of a longer sequence.
 _LITERAL = (
     r"(?:[1-9]\d{0,2}(?:\.\d{3}){1,6},\d++|[1-9]\d{0,2}(?:\.\d{3}){2,6}(?![.,]?\d)"
     r"|[1-9]\d{0,2}(?:,\d{2,3}){0,6},\d{3}(?!,?\d)(?:\.\d++)?"
@@ -57,19 +57,19 @@ NUMBER = re.compile(
     r"|(?P<short>(?-i:[kKMB]|bn))(?![^\W_]))?",
     re.IGNORECASE,
 )
-_LIST = re.compile(r"(?:[\s,;&.()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)  # what stands between its numbers
+_LIST = re.compile(r"(?:[\s,;&.()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)  # text between the numbers of a list
 NEGATED = r"(?:\b(?:not|never|isn't|aren't|wasn't|cannot be|can't be|instead of|rather than))"
 DENIED = re.compile(rf"(?:{NEGATED}|\b(?:more|less|fewer|greater|smaller|larger) than)[\s(]*$", re.IGNORECASE)
-# What makes a number behind it another one, or none: a denial, a bound, a function.
+# Text before a number that is not the answer itself: a negation, a comparison, a function.
 BOUND = re.compile(
     rf"(?:{NEGATED}|\b(?:more|less|fewer|greater|smaller|other|larger) than|(?:^|\s|(?<![<\w/])[a-z])[<>]=?"
     r"|\b(?:sqrt|log|ln|lg|exp|sin|cos|tan)|\dx)[\s(]*$",
     re.IGNORECASE,
 )
-# What makes a number before it a part of a formula: a variable, a root, a sum without an end.
+# Text after a number that makes it part of a formula: a variable, a root, an unfinished sum.
 FACTOR = re.compile(r"(?:[ixzne]|sqrt)(?![^\W_])|x\d|\s?[π√±]|\+(?!\s?\w)")
-AREA = re.compile(r"(?<![^\W\d_])([cdkm]?m|in|ft|yd|mi|units?)\^?\(?([23])\)?(?!\w|\.\d)")  # 5 cm^2 is no 2
-JOINED = re.compile(r"\s*(?:,?\s*\b(?:and|or|to|through)\b|[&~→])\s*", re.IGNORECASE)  # 3 or 5
+AREA = re.compile(r"(?<![^\W\d_])([cdkm]?m|in|ft|yd|mi|units?)\^?\(?([23])\)?(?!\w|\.\d)")  # as in 5 cm^2
+JOINED = re.compile(r"\s*(?:,?\s*\b(?:and|or|to|through)\b|[&~→])\s*", re.IGNORECASE)  # as in "3 or 5"
 _COUNT = rf"(?:{'|'.join([*COUNTS, *TEENS, *TENS])})"
 COUNTED = re.compile(
     rf"\b(minus |negative )?({_COUNT}(?:(?: and)?[- ](?:{_COUNT}|hundred|thousand))*)\b", re.IGNORECASE
@@ -77,7 +77,7 @@ COUNTED = re.compile(
 _PRONOUN = re.compile(r"\b(?:no|the|this|that|which|any|each|every) $", re.IGNORECASE)
 MINUS = re.compile(r"(?<![\w)])(?<!\d )(?:minus|negative) (?=[\d.])", re.IGNORECASE)
 INSIDE = re.compile(r"(?<=[(\[{])\s*+-?[\d.]++(?:,-?[\d.]++)++\s*+(?=[)\]}])")  # (3,4) is two numbers
-SPACED = re.compile(r"\s*[-+]?\W?[1-9]\d{0,2}(?: \d{3})+(?:[.,]\d+)?\s*[%°\w]*\s*")  # 10 000 and nothing else
+SPACED = re.compile(r"\s*[-+]?\W?[1-9]\d{0,2}(?: \d{3})+(?:[.,]\d+)?\s*[%°\w]*\s*")  # as in 10 000
 THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 
 
@@ -107,37 +107,36 @@ def words_of(text: str) -> list[str]:
     """List the words of a text in lower case, without articles and punctuation, numbers in digits.
 
     Signs, comparisons, percent, currencies, and symbols that change the meaning (C++, A-, 2/3) are words as
-    well. A hyphen separates words. "A" is an article only before a noun; articles stay if nothing else is
-    there.
+    well. A hyphen separates words. "A" is an article only before a noun; articles are kept if there are no
+    other words.
     """
     text = readable(text)
-    found: list[str] = []
+    words: list[str] = []
     articles: set[int] = set()
     for token in _tokens().finditer(text):
         if token["number"]:
-            found.append(_decimal(token["number"]))
+            words.append(_decimal(token["number"]))
         elif token["word"]:
-            if _is_article(token, text, first=not found):
-                articles.add(len(found))
-            found += _word(token)
+            if _is_article(token, text, first=not words):
+                articles.add(len(words))
+            words += _word(token)
         elif written := _mark(token, text):
-            found.append(written)
-    kept = [word for i, word in enumerate(found) if i not in articles]
-    found = kept or found
-    if not {"+", "-", "*", "/", "^", "=", "<", ">"}.intersection(found):
-        found = [word for word in found if word not in "()"]
-    while found[:1] == ["("] and found[-1:] == [")"] and ")" not in found[1:-1]:
-        found = found[1:-1]
-    if len(found) == 1 and re.fullmatch(r"-?\d+\.\d*", found[0]):
-        found = [found[0].rstrip("0").rstrip(".")]
-    return found
+            words.append(written)
+    words = [word for i, word in enumerate(words) if i not in articles] or words
+    if not {"+", "-", "*", "/", "^", "=", "<", ">"}.intersection(words):
+        words = [word for word in words if word not in "()"]
+    while words[:1] == ["("] and words[-1:] == [")"] and ")" not in words[1:-1]:
+        words = words[1:-1]
+    if len(words) == 1 and re.fullmatch(r"-?\d+\.\d*", words[0]):
+        words = [words[0].rstrip("0").rstrip(".")]
+    return words
 
 
 def _is_article(token: re.Match, text: str, *, first: bool) -> bool:
     word, after = token["word"], text[token.end() : token.end() + 30]
     if word.lower() not in ARTICLES or token["end"]:
         return False
-    if word in ("a", "A"):  # a letter where it is a capital inside of a text, or no noun follows
+    if word in ("a", "A"):  # a letter if it is a capital inside a text, or if no noun follows
         noun = re.match(r"[\s\"']+([^\W\d_]{2,})", after)
         return bool(noun and noun[1].lower() not in CONNECTED and (first or word == "a"))
     return bool(re.match(r"\s+\S", after))
@@ -158,7 +157,7 @@ def _mark(token: re.Match, text: str) -> str:
     """Return a symbol between words if it has a meaning; empty for punctuation."""
     mark = token[0]
     if token["symbol"]:
-        if mark in ("'", '"'):  # feet and inches, or the prime of f'(x), where it closes no quotation
+        if mark in ("'", '"'):  # feet, inches, or the prime of f'(x), unless it closes a quotation
             before = re.search(
                 r"(?:(\d)|(?<![^\W_])[^\W\d_])$", text[max(0, token.start() - 2) : token.start()]
             )
@@ -166,13 +165,13 @@ def _mark(token: re.Match, text: str) -> str:
             return (mark if before[1] else "′") if before and single else ""
         if mark in "%‰" or mark in OPTIONAL:
             return mark
-        if mark == "!":  # of a factorial, in an answer without words
+        if mark == "!":  # a factorial, if the answer has no words
             return (
                 mark
                 if re.search(r"[\d)]$", text[: token.start()]) and not re.search(r"[^\W\d_]{2}", text)
                 else ""
             )
-        if mark == "|":  # of a table where space is around it
+        if mark == "|":  # between spaces it separates the columns of a table
             return mark if re.search(r"\S\|$|\|\S", text[max(0, token.start() - 1) : token.end() + 1]) else ""
         return mark if unicodedata.category(mark)[0] == "S" and mark not in "~`™®©¨´" else ""
     if mark in ("=", "<", ">", "<=", ">=", "!=", "(", ")"):
@@ -223,7 +222,7 @@ def word_f1(text: str, other: str) -> float:
 
 
 def _decimal(literal: str) -> str:
-    """Normalise a number literal to digits with a decimal point, integers without."""
+    """Normalise a number literal to digits and, unless it is an integer, a decimal point."""
     sign = "-" if literal[0] == "-" else ""
     literal = literal.lstrip("+-")
     if re.fullmatch(r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}", literal):
@@ -245,7 +244,7 @@ def number_in(text: str) -> Fraction | None:
     """
     text = _in_digits(text)
     numbers = list(NUMBER.finditer(text))
-    while len(numbers) > 1 and DENIED.search(text[: numbers[-1].start()][-20:]):  # 5, not 4
+    while len(numbers) > 1 and DENIED.search(text[: numbers[-1].start()][-20:]):  # as in "5, not 4"
         numbers.pop()
     if not numbers:
         return None
@@ -265,7 +264,7 @@ def _in_digits(text: str) -> str:
 
 
 def _counted(match: re.Match) -> str:
-    """Convert matched number words to digits; words that form no number stay."""
+    """Convert matched number words to digits; words that form no number are kept."""
     before, after = match.string[: match.start()][-10:], match.string[match.end() :]
     if match[0].lower() == "one" and (_PRONOUN.search(before) or after.startswith(" of ")):
         return match[0]
@@ -278,7 +277,7 @@ def _counted(match: re.Match) -> str:
             total, part = (total + part, 0) if word == "thousand" else (total, part)
         elif word != "and":
             value = [*COUNTS, *TEENS].index(word) if word not in TENS else 10 * TENS.index(word) + 20
-            # A unit stands after tens, and both stand after hundreds.
+            # Units may follow tens, and both may follow hundreds.
             if part % 100 and not (part % 100 >= 20 and part % 10 == 0 and 0 < value < 10):
                 return match[0]
             part += value
@@ -305,7 +304,7 @@ def _in_expression(match: re.Match, text: str) -> bool:
 
 
 def besides_numbers(text: str) -> set[str]:
-    """List the words of a text outside of its numbers."""
+    """Return the words of a text without its numbers."""
     return set(words_of(NUMBER.sub(" ", _in_digits(text)))) - OPTIONAL
 
 
@@ -328,16 +327,16 @@ def _value(match: re.Match) -> Fraction | None:
 
 
 def exact_text(text: str) -> str:
-    """Write an answer so that those which differ in case and space alone are equal, and 3.0 is 3."""
+    """Normalise the case, whitespace and LaTeX text commands of an answer, and write 3.0 as 3."""
     text = re.sub(r"\\(?:text|mathrm)\s*\{([^{}]*)\}", r"\1", spelled(text))
     text = " ".join(text.casefold().split())
     return re.sub(r"(?<=\d)\.0+", "", text) if re.fullmatch(r"[-+]?\d+\.0+", text) else text
 
 
 def targets_of(target: Any) -> list[str]:
-    """List the right answers of a target as texts; empty for none, and for what is no text, number or list.
+    """List the correct answers of a target as texts; empty for None and for unsupported types.
 
-    Whole numbers lose the .0 that pandas gives them, NaN is none, and True is yes as well.
+    A float 3.0, as pandas makes of integers, becomes 3; NaN gives no answer; True gives "yes" and "true".
     """
     match target:
         case None:

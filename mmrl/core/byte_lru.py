@@ -21,19 +21,19 @@ class ByteLRU(Generic[T]):
     limit: int  # bytes
     size: Callable[[T], int]
     used: int = 0  # bytes of all items
-    items: OrderedDict[Hashable, T] = field(default_factory=OrderedDict, repr=False)  # oldest use first
+    items: OrderedDict[Hashable, T] = field(default_factory=OrderedDict, repr=False)  # least recent first
     _lock: Any = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[type, tuple[int, Callable[[T], int]]]:
         return type(self), (self.limit, self.size)  # a pickled copy is empty
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the item of a key; create it if it is not cached."""
+        """Return the item of a key; create it with `make` if it is not cached."""
         with self._lock:
             if key in self.items:
                 self.items.move_to_end(key)
                 return self.items[key]
-        new = make()  # outside of the lock: it may be slow, and may use the cache
+        new = make()  # outside of the lock, because `make` may be slow or use the cache
         with self._lock:
             if key not in self.items:  # else another thread made it meanwhile
                 self.items[key] = new

@@ -21,7 +21,7 @@ def to_pil(image: Tensor) -> Any:
 
 
 def blocks_of(message: Message) -> list[dict[str, Any]]:
-    """Convert a message to blocks: texts, PIL images, and videos as lists of PIL images."""
+    """Convert a message to content blocks: texts, PIL images, and videos as lists of PIL images."""
     blocks: list[dict[str, Any]] = []
     for part in message.parts:
         if part.media is None:
@@ -37,7 +37,7 @@ class _Decoded(Sequence[Any]):
 
     def __init__(self, media: Sequence[tuple[Media, ...]], one: bool) -> None:
         self.media, self.one = media, one
-        self._known: dict[tuple[Media, ...], Any] = {}  # answers of a group show the same
+        self._known: dict[tuple[Media, ...], Any] = {}  # decoded media, which a group shares
 
     def __len__(self) -> int:
         return len(self.media)
@@ -47,8 +47,8 @@ class _Decoded(Sequence[Any]):
             return [self[i] for i in range(len(self))[at]]
         shown = self.media[at]
         if shown not in self._known:
-            made = [_decoded(medium) for medium in shown]
-            self._known[shown] = (made[0] if made else None) if self.one else made
+            decoded = [_decoded(medium) for medium in shown]
+            self._known[shown] = (decoded[0] if decoded else None) if self.one else decoded
         return self._known[shown]
 
 
@@ -57,7 +57,7 @@ def _decoded(medium: Media) -> Any:
 
 
 def first_frame(frames: Frames) -> Any:
-    """Convert an image to PIL."""
+    """Convert the first frame, which is the whole image, to PIL."""
     return to_pil(frames.pixels[0])
 
 
@@ -67,7 +67,7 @@ def all_frames(frames: Frames) -> list[Any]:
 
 
 def shown_media(prompts: Sequence[Prompt]) -> dict[str, Sequence[Any]]:
-    """Convert the media of prompts to the columns that TRL passes to rewards, for kinds that occur.
+    """Convert the media of prompts to the columns that TRL passes to rewards; unused kinds have none.
 
     `images` has a list of PIL images per prompt, `videos` a list of lists of frames. `image` and `video` have
     one medium or None per prompt, if no prompt has more. Other kinds of media have such columns too.
@@ -84,7 +84,7 @@ def shown_media(prompts: Sequence[Prompt]) -> dict[str, Sequence[Any]]:
 
 
 def turns_of_outcomes(row: Trajectory) -> list[Sequence[Message]]:
-    """List the conversation of every outcome of a row, up to the turn of the outcome.
+    """Return, for every outcome of a row, the conversation up to the turn of that outcome.
 
     Raises `ValueError` if more outcomes have the tag `turn` than the conversation has turns.
     """
@@ -95,8 +95,8 @@ def turns_of_outcomes(row: Trajectory) -> list[Sequence[Message]]:
             f"a rollout of prompt '{row.prompt.uid}' has {sum(numbered)} outcomes with the tag `turn`, but "
             f"its conversation has {len(ends)} turns of the policy"
         )
-    # Outcomes of turns belong to the last turns, in order. The number in the tag is no index: in a game it is
-    # the turn of the game.
+    # Outcomes with the tag `turn` belong to the last turns of the conversation, in order. The number in this
+    # tag is no index: in a game it is the number of the game's turn.
     return [
         row.turns[: ends[-sum(numbered[place:])]] if row.turns and is_turn else row.turns
         for place, is_turn in enumerate(numbered)
@@ -111,7 +111,7 @@ def completion_of(turns: Sequence[Message]) -> list[dict[str, Any]]:
     if it has media.
     """
     written: list[dict[str, Any]] = []
-    calls: list[Call | CallError] = []  # of the turn before, in the order of the replies
+    calls: list[Call | CallError] = []  # calls of the last turn, in the order of replies
     for message in turns:
         if message.role == "tool":
             call = calls.pop(0) if calls else None
@@ -122,11 +122,11 @@ def completion_of(turns: Sequence[Message]) -> list[dict[str, Any]]:
             continue
         text = message.text
         calls = parse_calls(text) if message.calls is None else list(message.calls)
-        made = [call for call in calls if isinstance(call, Call)]
-        if not made or len(made) < len(calls):
+        valid = [call for call in calls if isinstance(call, Call)]
+        if not valid or len(valid) < len(calls):
             written.append({"role": message.role, "content": text})
             continue
-        functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in made]
+        functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in valid]
         listed = [{"type": "function", "function": function} for function in functions]
         written.append({"role": message.role, "content": without_calls(text), "tool_calls": listed})
     return written

@@ -15,7 +15,7 @@ _LEADING = re.compile(
     r"[\s\"'(\[]*+([A-Z])(?:\s?[).:\]]|\s-\s|\s*\n|,?\s(?=because\b|since\b|as\b))(?![A-Z]\.)"
 )
 _OPTIONS = re.compile(r"^\W*[A-Z]\s?[).:]", re.MULTILINE)
-# Scripts without spaces between words, such as Chinese, may stand right before and behind a letter.
+# Characters of scripts without spaces between words, such as Chinese, can touch a letter.
 _SPACELESS = "\u2e80-\u9fff\uac00-\ud7a3"
 _WORD = rf"[^\W{_SPACELESS}]"
 _LETTER = re.compile(rf"(?<!{_WORD})(?<!')(?<!\w-)(?<!\b[A-Z]\.)([A-Z])(?!['+#*=]|{_WORD}|-\w|\.[A-Z])")
@@ -23,7 +23,7 @@ _NAMED = re.compile(r"(?:answer|option|choice)(?: is|:)*\s*\(?([A-Z])(?![\w'+#*]
 _AFTER = {"is", "was", "are", "and", "or", "because", "since", "as", "not", "but", "seems", "fits", "matches"}
 _JOINED = r"[\s()\[\].]*(?:(?:,|;|/|&|\b(?:and|or|nor)\b)[\s()\[\]]*)*"
 _SEVERAL = re.compile(rf"[\s(\[]*[A-Z](?:{_JOINED}\b[A-Z]\b)+[\s.)\]]*")
-# Words after which a letter is no answer: a denial, or a thing that is called by a letter.
+# Text before a letter that is no answer: a negation, or a noun that has a letter (vitamin C).
 _DENIED = re.compile(
     rf"(?:{NEGATED}|\b(?:except|nor|neither|unlike|vitamin|hepatitis|type|grade)) "
     r"(?:the |for |option |choice |answer |be )*\(?",
@@ -32,9 +32,9 @@ _DENIED = re.compile(
 
 
 def letter_in(text: str) -> str:
-    """Parse the letter of a multiple choice from an answer; empty without one.
+    """Parse the letter of the chosen option from an answer; empty without one.
 
-    In this order: the only letter, the letter after "answer", a leading letter as in "B. red", the last
+    Rules, in order: the only letter, the letter after "answer", a leading letter as in "B. red", the last
     single capital. The article A, the pronoun I, a negated letter ("not B") and lists such as "A, C" or
     "A or B" do not count.
     """
@@ -72,7 +72,7 @@ def _is_word(match: re.Match, text: str) -> bool:
 
 
 def choices_in(columns: Mapping[str, Any]) -> dict[str, str]:
-    """Map labels to the choices of a row: from a list or an object of texts, or ARC's two lists."""
+    """Map labels to the choices of a row: a list, a mapping, or ARC's lists `text` and `label`."""
     choices = columns.get("choices")
     choices = columns.get("options") if choices is None else choices
     match choices:
@@ -86,7 +86,7 @@ def choices_in(columns: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _unlettered(text: str, place: int) -> str:
-    """Remove the letter of a choice from its text."""
+    """Remove the letter of the choice with index `place` from its text: "A. red" becomes "red"."""
     lettered = _LEADING.match(text)
     return text[lettered.end() :] if lettered and lettered[1] == chr(ord("A") + place) else text
 
@@ -98,8 +98,8 @@ def choice_in(text: str, choices: Mapping[str, str]) -> str:
     the answer.
     """
     words = words_of(text)
-    known = {label: words_of(choice) for label, choice in choices.items()}
-    equal = [label for label, choice in known.items() if same_words(words, choice)]
+    words_by_label = {label: words_of(choice) for label, choice in choices.items()}
+    equal = [label for label, choice in words_by_label.items() if same_words(words, choice)]
     if equal:
         return equal[0]
     labels, letter = {label.upper(): label for label in choices}, letter_in(text)
@@ -107,12 +107,13 @@ def choice_in(text: str, choices: Mapping[str, str]) -> str:
         return labels[letter]
     if place := re.fullmatch(r"[\s(]*([0-9]{1,3})[\s).]*", plain(text)):
         numbered = list(choices)[int(place[1]) : int(place[1]) + 1]
-        return place[1] if place[1] in choices else (numbered or [""])[0]  # labels may be 1, 2, 3
+        return place[1] if place[1] in choices else (numbered or [""])[0]  # labels can be 1, 2, 3
     joined = f" {' '.join(words)} "
     named = [
         label
-        for label, choice in known.items()
+        for label, choice in words_by_label.items()
         if choice and (at := joined.rfind(f" {' '.join(choice)} ")) >= 0 and not _denied(joined[: at + 1])
     ]
-    longest = [a for a in named if not any(a != b and set(known[a]) < set(known[b]) for b in named)]
+    sets = {label: set(words_by_label[label]) for label in named}
+    longest = [a for a in named if not any(a != b and sets[a] < sets[b] for b in named)]
     return longest[0] if len(longest) == 1 else ""

@@ -1,8 +1,8 @@
-"""Conversations of several turns: joins the rows of an episode to one row, and splits them again.
+"""Conversations of several turns: joins the rows of an episode into one row, and splits them again.
 
-A conversation is one row with an outcome per turn (tag `turn`), or several rows with the tags `episode` and
-`turn`, where the prompt of a turn is rewritten. Everything that compares or counts conversations works on the
-first form: `join_episodes` makes it of the second, so that both give the same numbers.
+A conversation is one row with an outcome per turn (tag `turn`), or, if prompts are rewritten between turns,
+several rows with the tags `episode` and `turn`. Code that compares or counts conversations works on the first
+form. `join_episodes` converts the second form to the first, so that both forms give the same results.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mmrl.core.reward_table import ABSENT, RewardTable, place_of_steps
 from mmrl.core.tensor import group_index, group_sum, pad_to
 
 EPISODE, TURN = "episode", "turn"  # tags of outcomes
-BARE = "bare"  # tag of an outcome that rewards are not asked about, unless they look `at: every`
-ORDER = "turn_number"  # id: the number that the tag `turn` spells
+BARE = "bare"  # tag of an outcome that only rewards with `at: every` score
+ORDER = "turn_number"  # name of the ids with the number in the tag `turn`
 
 
 def turn_number(tags: Mapping[str, str]) -> int:
     """Parse the number in the tag `turn`; 0 without the tag.
 
-    Raises `ValueError` for an outcome of an episode whose turn is no number, because it has no order.
+    Raises `ValueError` if the turn of an episode is no number, because turns are sorted by it.
     """
     turn = tags.get(TURN, "0")
     if turn.isdecimal():
@@ -38,25 +38,25 @@ def turn_number(tags: Mapping[str, str]) -> int:
 
 
 def members(table: RewardTable) -> list[list[int]]:
-    """List the rows of every episode in the order of turns; a row without the tag is an episode alone.
+    """List the row indices of every episode in order of turns; a row without the tag is its own episode.
 
-    Rows of an episode belong to one group. The order of episodes is that of their first rows.
+    Rows of an episode belong to the same group. Episodes are in the order of their first rows.
     """
     if EPISODE not in table.ids:
         return [[row] for row in range(len(table))]
     last = table.last.clamp(min=0)[:, None]
     names = table.ids[EPISODE].gather(1, last)[:, 0].tolist()
     turns = table.ids[ORDER][:, 0].tolist() if ORDER in table.ids else [0] * len(table)
-    found: dict[tuple[int, int, int], list[int]] = {}
+    episodes: dict[tuple[int, int, int], list[int]] = {}
     for row, (group, name) in enumerate(zip(table.group.tolist(), names, strict=True)):
-        found.setdefault((group, name, 0 if name else row), []).append(row)
-    return [sorted(rows, key=lambda row: turns[row]) for rows in found.values()]  # stable: ties by row
+        episodes.setdefault((group, name, 0 if name else row), []).append(row)
+    return [sorted(rows, key=lambda row: turns[row]) for rows in episodes.values()]  # stable sort
 
 
 def join_episodes(table: RewardTable) -> RewardTable:
-    """Join the rows of every episode to one row, by concatenating their outcomes and steps.
+    """Join the rows of every episode into one row, by concatenating their outcomes and steps.
 
-    A table without the tag `episode` is returned as it is. Ids of whole rows are those of the first row.
+    A table without the tag `episode` is returned unchanged. Ids of whole rows are taken from the first row.
     """
     return _joined(table, members(table)) if EPISODE in table.ids and len(table) else table
 
@@ -72,13 +72,13 @@ def _joined(table: RewardTable, rows_of: Sequence[Sequence[int]]) -> RewardTable
             shift[row] = before
             before += steps[row]
         shifts.append(before)
-    at = pad_sequence(entries, batch_first=True, padding_value=-1)  # (E, S) entries in order
+    at = pad_sequence(entries, batch_first=True, padding_value=-1)  # (E, S) indices of outcomes
     filled, at = at >= 0, at.clamp(min=0)
 
     def gathered(column: Tensor, fill: float) -> Tensor:
         return torch.where(filled, column.flatten()[at], fill)
 
-    # Values and validity have rewards between rows and places.
+    # Values and validity have the dimensions rows, rewards, outcomes.
     values, valid = (t.transpose(1, 2).flatten(0, 1)[at] for t in (table.values, table.valid))
     ids = {name: gathered(column, 0) for name, column in table.ids.items()}
     ids["place"] = torch.arange(at.shape[1]).expand(at.shape)
@@ -99,7 +99,7 @@ def _joined(table: RewardTable, rows_of: Sequence[Sequence[int]]) -> RewardTable
 
 
 def _of_steps(note: Tensor, rows_of: Sequence[Sequence[int]], steps: Sequence[int]) -> Tensor:
-    """Concatenate a note (N, T) over the rows of every episode: (E, longest), NaN after its steps."""
+    """Concatenate a note (N, T) over the rows of each of E episodes: (E, longest), padded with NaN."""
     parts = [torch.cat([note[row, : steps[row]] for row in rows]) for rows in rows_of]
     return pad_sequence(parts, batch_first=True, padding_value=torch.nan)
 
@@ -107,8 +107,8 @@ def _of_steps(note: Tensor, rows_of: Sequence[Sequence[int]], steps: Sequence[in
 def part_episodes(joined: RewardTable, table: RewardTable) -> RewardTable:
     """Split a table of episodes, computed from `join_episodes(table)`, into the rows of `table`.
 
-    A place goes to the row in whose steps it ends. Steps of a row after its last place belong to the place
-    that ends next, as in the joined row.
+    An outcome goes to the row in whose steps it ends. Steps of a row after its last outcome belong to the
+    next outcome of the episode, as in the joined row.
     """
     if EPISODE not in table.ids or not len(table):
         return joined
@@ -160,22 +160,22 @@ def _cut(note: Tensor, start: Tensor, length: Tensor) -> Tensor:
 
 
 def has_turns(table: RewardTable) -> bool:
-    """Whether outcomes are turns of conversations."""
+    """Whether the outcomes of a table are turns of conversations."""
     return TURN in table.ids and table.ends.shape[1] > 1
 
 
 def merge_turns(table: RewardTable, by: Sequence[str] = ()) -> tuple[RewardTable, Tensor]:
-    """Merge the turns of every conversation that agree in every id of `by` into one row with one outcome.
+    """Merge the turns of a conversation that have equal ids in `by` into one row with one outcome.
 
-    A reward becomes the sum over the turns, so one of the answer alone stays what it is; ids are those of the
-    last turn. All steps of the conversation belong to the outcome.
+    Rewards are summed over the turns, so a reward that only the last turn has is kept. Ids are those of the
+    last turn. All steps of the conversation belong to the merged outcome.
 
     Returns:
-        The merged table (V, R, 1), and the row of it that every outcome went to: (N, K), 0 where absent.
+        The merged table (V, R, 1), and the index of each outcome's merged row: (N, K), 0 for absent outcomes.
     """
     present, width = table.present, max(table.ends.shape[1], 1)
     entries = present.flatten().nonzero()[:, 0]
-    # Not the id "row", which numbers rows as they were collected: merged rows keep the order of the table.
+    # Row numbers of the table, not the ids "row": merged rows must keep the order of the table.
     columns = [entries.div(width, rounding_mode="floor"), *(table.tag(n).flatten()[entries] for n in by)]
     number = group_index(columns)
     index = torch.zeros(present.numel(), dtype=torch.int64).index_copy(0, entries, number)
@@ -207,7 +207,7 @@ def merge_turns(table: RewardTable, by: Sequence[str] = ()) -> tuple[RewardTable
 def share_turns(merged: RewardTable, index: Tensor, table: RewardTable) -> RewardTable:
     """Copy the values of merged rows (`merge_turns`) back to every outcome of `table`.
 
-    Raises `ValueError` if the merged table has several places per row.
+    Raises `ValueError` if the merged table has several outcomes per row.
     """
     if merged.ends.shape[1] != 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of matrix products, convolutions and attention as they run."""
+"""Counter of the floating-point operations of matrix products, convolutions and attention."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ aten = torch.ops.aten
 
 # The left matrix is the second last argument of mm(a, b) and of addmm(bias, a, b).
 def _product(args: Sequence[Any], out: Any, left: int = -2) -> int:
-    return 2 * args[left].shape[-1] * out.numel()  # (m, k) @ (k, n): k products and sums for each of m n
+    return 2 * args[left].shape[-1] * out.numel()  # (m, k) @ (k, n): k products and sums per output
 
 
 def _convolution(args: Sequence[Any], out: Any) -> int:
-    # Each output element uses the weights of its channel once; for transposed ones each input element.
+    # Each output element (of a transposed convolution: each input element) uses one channel's weights once.
     return 2 * args[1][0].numel() * (args[0] if args[6] else out).numel()
 
 
 def _attention(args: Sequence[Any], out: Any, causal: int = 4) -> int:
-    """Count the products of queries (batch, heads, queries, d) with keys and values; `causal` is an index."""
+    """Count the operations of attention; q is (batch, heads, queries, d), `args[causal]` its causal flag."""
     q, k, v = args[:3]
     pairs = q.shape[-2] * k.shape[-2]
-    if len(args) > causal and args[causal]:  # row i attends to min(i + 1, keys) of them
+    if len(args) > causal and args[causal]:  # query i attends to min(i + 1, keys) keys
         pairs = sum(min(i + 1, k.shape[-2]) for i in range(q.shape[-2]))
     return 2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1])  # q k^T, then weights v
 
@@ -44,7 +44,7 @@ COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     aten.convolution.default: _convolution,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention.default: _attention,
-    # These two take (q, k, v, bias, compute_log_sumexp, dropout, causal), those above no bias.
+    # The arguments are (q, k, v, bias, compute_log_sumexp, dropout, causal); those above have no bias.
     aten._scaled_dot_product_cudnn_attention.default: partial(_attention, causal=6),
     aten._scaled_dot_product_efficient_attention.default: partial(_attention, causal=6),
 }
@@ -54,7 +54,7 @@ if BUILT:
 
 
 class CountOperations(TorchDispatchMode):
-    """Counts floating-point operations by the last name in the list `where` at the time of the call."""
+    """Counts floating-point operations in `total`, keyed by the current last name in the list `where`."""
 
     def __init__(self, where: list[str] | None = None) -> None:
         super().__init__()

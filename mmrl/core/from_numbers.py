@@ -1,4 +1,4 @@
-"""Reward tables and step tables from plain numbers, for tests and notebooks."""
+"""Construction of reward tables and step tables from plain numbers, for tests and notebooks."""
 
 from __future__ import annotations
 
@@ -38,21 +38,20 @@ def reward_table(
     notes: Mapping[str, Sequence] | None = None,
     process: Sequence[int] = (),
 ) -> RewardTable:
-    """Create a reward table from rewards by name, or from one reward called "reward".
+    """Create a reward table from a mapping of rewards, or from the values of one reward called "reward".
 
     `reward_table([1, 0, 0, 1])` is a group of four answers. Every other argument has one entry per row.
 
     Args:
-        rewards: A row of a reward is a number, or a list with one number per outcome; None where the reward
-            does not apply.
-        group: Names; rows of one group are compared. By default all are one group.
-        weights: Of the rewards in a sum; 0 makes a label. By default 1.
-        length: Steps of each row. By default as many as it has outcomes.
-        ends: The number of steps that made each outcome. By default outcomes stand at the last steps.
-        on_policy: Whether the row was sampled from the policy. By default all are.
-        tags: Words by tag, one per row or a list with one per outcome.
-        notes: Numbers of every step by name, ragged.
-        process: The rank that has the rollout.
+        rewards: Each row is a number, or a list with one number per outcome; None if it does not apply.
+        group: Name of each row's group; rows of a group are compared. By default all rows are one group.
+        weights: Weight of each reward in a sum, by default 1; a reward of weight 0 is only a label.
+        length: Number of steps of each row. By default its number of outcomes.
+        ends: Number of steps up to the end of each outcome. By default outcomes end at the last steps.
+        on_policy: Whether the row was sampled from the policy. By default all rows are.
+        tags: Maps a tag to its words, one per row, or a list with one per outcome.
+        notes: Maps a note to rows of values, one value per step.
+        process: The rank of the process with the rollout.
 
     Raises:
         ValueError: Rewards, or other columns, have different numbers of rows.
@@ -61,9 +60,8 @@ def reward_table(
     rows = {name: [_listed(row) for row in column] for name, column in named.items()}
     counts = [len(row) for row in next(iter(rows.values()))]
     columns = {"group": group, "length": length, "ends": ends, "on_policy": on_policy, "process": process}
-    given = [
-        pair for pair in (*(tags or {}).items(), *(notes or {}).items(), *columns.items()) if len(pair[1])
-    ]
+    tags, notes = tags or {}, notes or {}
+    given = [pair for pair in (*tags.items(), *notes.items(), *columns.items()) if len(pair[1])]
     _check_rows([*rows.items(), *given], len(counts))
     weights = {name: 1.0 for name in rows} | dict(weights or {})
     group = [str(name) for name in group] or ["a"] * len(counts)
@@ -80,8 +78,8 @@ def reward_table(
         weights={name: weights[name] for name in learned},
         scored=scored,
         ends=stands,
-        ids=_ids(stands.shape, group, on_policy) | _tag_ids(tags or {}, counts, stands.shape),
-        notes={name: padded(note, NAN) for name, note in (notes or {}).items()},
+        ids=_ids(stands.shape, group, on_policy) | _tag_ids(tags, counts, stands.shape),
+        notes={name: padded(note, NAN) for name, note in notes.items()},
         length=torch.tensor(steps),
         learn=present,
         uids=tuple(group),
@@ -90,7 +88,7 @@ def reward_table(
 
 
 def _ids(shape: torch.Size, group: Sequence[str], on_policy: Sequence[bool]) -> dict[str, Tensor]:
-    """Number groups, rows, places and whether rows were sampled: (N, K) each."""
+    """Create the ids `group`, `row`, `on_policy` and `place` of a table: (N, K) each."""
     numbers = {
         "group": [name_id(name) for name in group],
         "row": list(range(len(group))),
@@ -101,7 +99,7 @@ def _ids(shape: torch.Size, group: Sequence[str], on_policy: Sequence[bool]) -> 
 
 
 def _tag_ids(tags: Mapping[str, Sequence], counts: Sequence[int], shape: torch.Size) -> dict[str, Tensor]:
-    """Number the words of every tag: (N, K); a row with one word has it at each of its outcomes."""
+    """Hash the words of every tag: (N, K); if a row has one word, all its outcomes get it."""
     ids = {}
     for name, words in tags.items():
         numbers = [[name_id(word) for word in _listed(row)] for row in words]
@@ -135,7 +133,7 @@ def _listed(row: Any) -> list:
 
 @dataclass
 class ListedSteps:
-    """Steps with their row and column numbers. Rows of one group share a prompt of `prompt` steps."""
+    """Row and column numbers of the steps of a batch. Rows of a group share a prompt of `prompt` steps."""
 
     rows: Tensor  # (N,)
     columns: Tensor  # (T,)
@@ -165,18 +163,18 @@ def step_table(
 ) -> tuple[StepOutput, Batch]:
     """Create a batch and the policy's output for it from ragged rows of log-probabilities, in float64.
 
-    `output, batch = step_table([[-0.5, -1.0], [-2.0]], advantage=[1.0, -1.0])`. Totals are those of the
-    batch; gradients reach `output.logp`.
+    `output, batch = step_table([[-0.5, -1.0], [-2.0]], advantage=[1.0, -1.0])`. Totals are counted from the
+    batch; `output.logp` requires a gradient.
 
     Args:
         logp: Log-probability of every step of every row.
         advantage: A number per row, or a list with one per step.
-        group: A number per row; by default all are one group.
+        group: Number of each row's group; by default all rows are one group.
         mask: 0 where a step is not learned from; holes inside a row are allowed.
-        notes: Numbers of every step by name, as an engine notes them.
+        notes: Maps a name to values per step, as an engine records them.
         extra: Further outputs of the policy by name, such as "entropy".
-        unit: The smallest cut that the steps allow.
-        prompt: Steps that a prompt costs, once per group of a micro-batch.
+        unit: The smallest part of the batch that can be computed alone.
+        prompt: Cost of a prompt in steps, counted once per group of a micro-batch.
         others: Log-probabilities of other policies: `old=`, `ref=`, `engine=`.
     """
     counted = padded([[1.0] * len(row) for row in logp] if mask is None else mask)

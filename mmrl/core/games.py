@@ -1,4 +1,4 @@
-"""Interface of games: whose turn it is, what players read, effects of answers, payoffs."""
+"""Interface of games: which players act, what they read, how answers change the state, payoffs."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class Turn:
 
 
 class Game:
-    """Base class of rules; the engine `play` plays them. A state may be any value, and is never changed.
+    """Base class of the rules of a game, for the engine `play`. States are immutable values of any type.
 
-    A player is a name. Where several players have one role, or a role is drawn, `tags` names the role of a
-    turn; otherwise a player is its role. All randomness of a game is drawn in `begin`.
+    A player is a name, which by default is also its role. If players share a role, or roles are random,
+    override `tags` to return the role. All random draws of a game are made in `begin`.
     """
 
-    roles: Sequence[str] = ()  # all words of the tag `role`
-    sets_tags: frozenset[str] = frozenset({"role"})  # the names of what `tags` gives
+    roles: Sequence[str] = ()  # all values of the tag `role`
+    sets_tags: frozenset[str] = frozenset({"role"})  # names of the tags that `tags` returns
 
     def begin(self, prompt: Prompt, generator: Generator) -> Any:
-        """Return the state in which a game about a prompt begins."""
+        """Return the initial state of a game about a prompt."""
         raise NotImplementedError
 
     def acting(self, state: Any) -> Sequence[str]:
-        """Return the players that act now, without seeing each other's answers; empty at the end."""
+        """Return the players that act simultaneously in a state; empty at the end of the game."""
         raise NotImplementedError
 
     def observe(self, state: Any, player: str) -> Sequence[Message]:
@@ -46,16 +46,16 @@ class Game:
         raise NotImplementedError
 
     def act(self, state: Any, player: str, answer: str) -> Any:
-        """Return the state after an answer, which may be any text.
+        """Return the state after an answer of a player; the answer can be any text.
 
-        Whoever shows it to another player passes it through `mmrl.data.templates.quoted`.
+        Rules that show the answer to another player must pass it through `mmrl.data.templates.quoted`.
         """
         raise NotImplementedError
 
     def payoff(self, state: Any) -> Mapping[str, float]:
-        """Return the payoff of every player at the end, or as a game stands that the limit of turns cut.
+        """Return the payoff of every player at the end of a game, or when the turn limit has cut it.
 
-        `acting` still names players then.
+        In a game that was cut, `acting` still returns players.
         """
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class Game:
     def record(self, state: Any, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
         """Return the rewards of every turn of a game that has ended or was cut, by name, for `precomputed`.
 
-        By default each player's last turn has its payoff.
+        By default the last turn of each player gets the player's payoff.
         """
         payoff = self.payoff(state)
         last = {turn.player: turn.number for turn in turns}

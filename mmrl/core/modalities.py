@@ -1,7 +1,7 @@
-"""The kinds of media that a prompt can show. `MODALITIES` is the one table: a new kind is one entry.
+"""The kinds of media that a prompt can show. A new kind is one new entry in the table `MODALITIES`.
 
-An entry names the loader of files and the arguments of a model's processor. The family of a model counts the
-features and sets the positions of its tokens (`mmrl.vision.models.model_families`).
+An entry names the loader of files and the arguments of a model's processor. The model families
+(`mmrl.vision.models.model_families`) count the features of media and set the positions of their tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mmrl.core.types import Media
 
 @dataclass(frozen=True)
 class Late:
-    """A function by its name, `module:function`; the module is imported at the first call.
+    """A function, given as `module:function`; the module is imported at the first call.
 
     The table is in the lowest layer, so it cannot import the functions of higher ones.
     """
@@ -34,7 +34,7 @@ class Late:
 
 
 def digest_tensors(kind: str, loaded: Any) -> bytes:
-    """Hash the fields of a dataclass of tensors: shapes, values and everything else."""
+    """Hash all fields of a dataclass: dtype, shape and values of tensors, and the repr of other fields."""
     digest = hashlib.blake2b(kind.encode())
     for item in (getattr(loaded, field.name) for field in fields(loaded)):
         is_tensor = isinstance(item, Tensor)
@@ -62,28 +62,28 @@ class Modality:
     """One kind of media.
 
     Args:
-        kind: Its name, also the type of message parts. Of "image", the columns of rows are `image` and
-            `images`, the mark in texts is `<image>`, and the placeholder token is `image_token_id` of the
-            model's configuration and `image_token` of its processor.
+        kind: Its name, also the type of message parts. For "image", the columns of data are `image` and
+            `images`, the mark in texts is `<image>`, and the placeholder token is `image_token_id` in the
+            model's configuration and `image_token` in its processor.
         endings: Suffixes of its files, in lower case.
         load: Maps (path or bytes, name for errors, sampling options or nothing) to a dataclass of tensors,
             such as `Frames`. Raises `MediaError` for a file that cannot be read.
-        argument: The argument of processors that takes media of this kind.
-        arguments: Maps (processor, decoded media, pixel limits) to all arguments of the processor about them.
-            Raises ValueError where a processor takes no such media.
-        token_type: Their number in `mm_token_type_ids` of processors.
-        nested: Whether processors take a list of media for every text, instead of one list.
-        in_rows: Whether a row can contain the bytes of a file.
-        forms: What `from_value` accepts besides paths, for errors.
+        argument: Name of the processor argument that takes media of this kind.
+        arguments: Maps (processor, decoded media, pixel limits) to all processor arguments for these media.
+            Raises ValueError if a processor takes no such media.
+        token_type: Value of its tokens in the `mm_token_type_ids` of processors.
+        nested: Whether processors take one list of media per text, instead of a single list.
+        in_rows: Whether a data row can contain the bytes of a file.
+        forms: Description of the values that `from_value` accepts, for errors.
         from_value: Maps (object in memory, place for errors) to a medium, or to None for unknown objects. By
             default all objects are unknown.
         check: Raises `MediaError` unless the file at a path can be read.
         shown: Maps a decoded medium to the object that rewards written for TRL get; by default the same.
         chat_parts: Maps a decoded medium to parts of a message in OpenAI's form.
-        most_tokens: Maps (`PromptCheck`, medium) to a bound on its tokens in a prompt, without decoding it.
+        most_tokens: Maps (`PromptCheck`, medium) to an upper bound of the medium's tokens, without decoding.
             By default the context length, so that prompts with such media are encoded to count their tokens.
         digest: Maps (kind, decoded medium) to a hash of the content.
-        borders: Names in a model's configuration of more tokens that no answer may contain.
+        borders: Keys in a model's configuration of further tokens that answers must not contain.
     """
 
     kind: str
@@ -105,7 +105,7 @@ class Modality:
 
     @property
     def columns(self) -> tuple[str, str]:
-        """The columns of rows that name such media: one, or a list."""
+        """The names of the data columns with one medium and with a list of media."""
         return self.kind, f"{self.kind}s"
 
     def check_file(self, path: Path) -> None:
@@ -158,7 +158,7 @@ def media_columns() -> dict[str, str]:
 
 
 def media_marks() -> re.Pattern[str]:
-    """Make the pattern of media marks in texts of data sets, such as <image>; its group is the kind."""
+    """Compile the pattern of media marks in texts, such as <image>; its group is the kind of media."""
     return re.compile(f"<({'|'.join(map(re.escape, MODALITIES))})>")
 
 

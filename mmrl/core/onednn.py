@@ -1,9 +1,9 @@
-"""Computes large float32 linear layers with oneDNN on x86 CPUs.
+"""Computation of large float32 linear layers with oneDNN on x86 CPUs.
 
-torch multiplies float32 matrices with MKL, which reaches half of the speed of some x86 processors with
-AVX-512; oneDNN, which is part of torch, reaches all of it. Without AVX-512 oneDNN is slower, and only used
-for a few rows with packed weights, as in decoding. Sums have another order. benchmarks/grpo_step.py measures
-the speed-up.
+By default torch multiplies float32 matrices with MKL. On some x86 processors with AVX-512, MKL reaches half
+of the peak speed, and oneDNN (a part of torch) all of it. Without AVX-512, oneDNN is slower; it is then used
+only for few rows and packed weights, as in decoding. Results differ in rounding, because sums have another
+order. benchmarks/grpo_step.py measures the speed-up.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ BUILT = (
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     and platform.machine().lower() in ("x86_64", "amd64")
 )
-# With AVX2 alone (Zen 3) a thread reaches 103 GFLOP/s by MKL and 77 by oneDNN; with packed weights and these
-# numbers of rows, oneDNN takes 0.6 to 1 times as long as MKL, which reads weights at half of their bandwidth.
+# With AVX2 only (Zen 3), a thread reaches 103 GFLOP/s with MKL and 77 with oneDNN. With packed weights and
+# `FEW` rows, oneDNN takes 0.6 to 1 times as long as MKL, which uses half of the memory bandwidth.
 FASTER = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 FEW = range(2, 49)
-# Layers of transformers' models that read the same input; when weights are packed, theirs are one weight.
+# Layers of transformers models that read the same input; their packed weights are concatenated.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PLAIN = (Tensor, nn.Parameter)  # types of weights that are not sharded
 _INSIDE: ContextVar[bool] = ContextVar("inside", default=False)
@@ -40,16 +40,16 @@ _INSIDE: ContextVar[bool] = ContextVar("inside", default=False)
 def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[dict[int, Packed]]:
     """Compute the large linear layers of a model with oneDNN inside this context, forward and backward.
 
-    Only unsharded float32 weights on an x86 CPU, outside of autocast. With `pack`, up to 4 GiB of weights are
-    copied once into the layout of oneDNN's kernels, for calls without gradient on a few rows; they must not
-    change inside the context. Yields the packed weights by the id of their layers.
+    Only layers with unsharded float32 weights on an x86 CPU are changed, outside of autocast. With `pack`, up
+    to 4 GiB of weights are copied once into oneDNN's layout, for calls without gradient on few rows; these
+    weights must not change inside the context. Yields a mapping from the id of a layer to its packed weights.
     """
     inside = there()
     groups = [group for group in _groups(model) if _fits(group)] if inside or pack and usable() else []
-    made: list[tuple[Sequence[nn.Linear], Packed]] = []
+    packs: list[tuple[Sequence[nn.Linear], Packed]] = []
     if pack and sum(layer.weight.nbytes for group in groups for layer in group) <= MOST:
-        made = [(group, Packed(group)) for group in groups]
-        forwards = [(m, partial(packed, i)) for group, packed in made for i, m in enumerate(group)]
+        packs = [(group, Packed(group)) for group in groups]
+        forwards = [(m, partial(packed, i)) for group, packed in packs for i, m in enumerate(group)]
     else:
         alone = [m for group in groups for m in group if inside and _fits([m])]
         forwards = [(layer, partial(_unpacked, layer)) for layer in alone]
@@ -57,7 +57,7 @@ def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[dict[int, Packed
         layer.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
     token = _INSIDE.set(inside)
     try:
-        yield {id(layer): packed for group, packed in made for layer in group}
+        yield {id(layer): packed for group, packed in packs for layer in group}
     finally:
         _INSIDE.reset(token)
         for layer, _ in forwards:
@@ -65,7 +65,7 @@ def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[dict[int, Packed
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Compute the bytes of weights that `onednn(model, pack=True)` copies, also for fake weights."""
+    """Compute how many bytes of weights `onednn(model, pack=True)` copies; weights may be fake tensors."""
     groups = _groups(model, (*PLAIN, FakeTensor))
     layers = [layer for group in groups if usable() and _fits(group) for layer in group]
     size = sum(layer.weight.nbytes for layer in layers)
@@ -73,7 +73,7 @@ def packed_bytes(model: nn.Module) -> int:
 
 
 def _groups(model: nn.Module, kinds: tuple[type, ...] = PLAIN) -> Iterator[list[nn.Linear]]:
-    """Yield groups of plain linear layers of a model that read the same input."""
+    """Yield the linear layers that pass `is_plain`, in groups of layers that read the same input."""
     seen: set[int] = set()
     for module in model.modules():
         children = dict(module.named_children())
@@ -87,7 +87,7 @@ def _groups(model: nn.Module, kinds: tuple[type, ...] = PLAIN) -> Iterator[list[
 
 def is_plain(layer: nn.Module | None, kinds: tuple[type, ...] = PLAIN) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer with an unsharded float32 weight on the CPU."""
-    # A subclass may compute something else, and so may a layer whose forward was replaced.
+    # Subclasses and layers with a replaced forward may compute something else.
     return type(layer) is nn.Linear and "forward" not in vars(layer) and _is_whole(layer.weight, kinds)
 
 
@@ -100,14 +100,14 @@ def is_replaced(module: nn.Module) -> bool:
 def side_by_side(
     layers: Sequence[nn.Linear], dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor | None]:
-    """Concatenate the weights of layers with the same input to (m, n), and their biases, if any, to (m,)."""
+    """Concatenate weights of layers with one input to (m, n), and their biases, if any, to (m,)."""
     biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in layers]
     bias = torch.cat(biases).to(dtype) if any(x.bias is not None for x in layers) else None
     return torch.cat([x.weight.detach().to(dtype) for x in layers]), bias
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply a weight (m, n), possibly a slice of a layer's, to (..., n).
+    """Compute a linear layer with weight (m, n), possibly a slice of a larger weight, for x (..., n).
 
     Inside `onednn` this uses oneDNN, elsewhere torch.
     """
@@ -144,17 +144,17 @@ def _unpacked(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Packed:
-    """Packed weights of layers with the same input; a call of the first layer computes all of them."""
+    """Packed weights of layers with the same input; the first call for an input computes all layers."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers, self.sizes = layers, [layer.out_features for layer in layers]
         weight, self.bias = side_by_side(layers)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self.read: tuple[Tensor | None, int] = None, 0  # the last input, and the version that was read
-        self.parts: dict[int, Tensor] = {}  # of what was computed for `read`, what no layer has taken yet
+        self.read: tuple[Tensor | None, int] = None, 0  # the last input, and its version at that time
+        self.parts: dict[int, Tensor] = {}  # outputs for `read` that were not yet returned, by layer
 
     def __call__(self, number: int, x: Tensor) -> Tensor:
-        """Compute the layer of this number."""
+        """Compute the output of the layer with this index."""
         if not self.suits(x):
             return _unpacked(self.layers[number], x)
         if len(self.layers) == 1:
@@ -174,15 +174,15 @@ class Packed:
         return few and not torch.is_grad_enabled() and _suits(x)
 
     def multiply(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """Compute the concatenated outputs (..., m) of all layers, plus another tensor of this shape."""
+        """Compute the concatenated outputs (..., m) of all layers; add `other` (..., m) if given."""
         if other is None:
             return _multiply(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
 
 
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply (..., n) by the rows of (m, n) with oneDNN, to (..., m), without gradient."""
-    # For a slice of wider rows oneDNN falls back to reference code, a thousand times slower.
+    """Compute x (..., n) times the transpose of weight (m, n), plus bias, with oneDNN, without gradient."""
+    # For a slice of columns, oneDNN falls back to reference code, which is a thousand times slower.
     whole = weight.is_contiguous() or weight.t().is_contiguous()
     return _multiply(x, weight if whole else weight.contiguous(), bias)
 

@@ -1,9 +1,9 @@
 """Plain text: text from data, tools and models never becomes control tokens of the reading model.
 
 A control token is a word such as <|im_end|> that a chat template writes to begin and end turns. Tokenizers
-find these words in any text. So a text is marked before it enters a template: `BREAK` stands inside of each
-control word. Where a mark is left in what a template has written, a tokenizer reads its two sides apart, and
-the model sees the same characters as ordinary tokens. Any other text is tokenized as if nothing was done.
+recognise these words in any text. So the mark `BREAK` is inserted into each control word of a text before the
+text enters a template. The tokenizer then splits the rendered template at each mark, so that the model sees
+the same characters as ordinary tokens. Text without control words is tokenized as usual.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-BREAK = "\udc00"  # half of a surrogate pair: `whole` leaves none in a text
-PRIVATE = range(0xE000, 0xF900)  # characters for private use
-# Special tokens as vocabularies have them, but for <image> and <video>, with which rows mark media.
+BREAK = "\udc00"  # half of a surrogate pair, which `whole` removes from every text
+PRIVATE = range(0xE000, 0xF900)  # Unicode characters for private use
+# Special tokens of common vocabularies, except <image> and <video>, with which data rows mark media.
 COMMON = re.compile(
     r"<[|\N{FULLWIDTH VERTICAL LINE}][^<>\s]{1,40}>|<[^<>\s|]{1,40}[|\N{FULLWIDTH VERTICAL LINE}]>"
     r"|</?s>|<(?:bos|eos|pad|unk|mask)>|<(?:start|end)_of_\w+>|<fake_token_around_image>|<image_soft_token>"
     r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|THINK|IMG|CLS|SEP|MASK|gMASK)\]"
     r"|\[IMG_(?:BREAK|END)\]|<IMG_CONTEXT>"
 )
-OPEN_CLIP = ("<start_of_text>", "<end_of_text>")  # of its own tokenizer
+OPEN_CLIP = ("<start_of_text>", "<end_of_text>")  # special tokens of open_clip's tokenizer
 SENT = re.compile(rf"{COMMON.pattern}|<(?:image|video|audio)>")
 BLOCK_END = re.compile(r"</([^<>/\s]+)>|\[/([^\[\]/\s]+)\]")
 
@@ -56,9 +56,9 @@ def block_after(written: str) -> str:
 
 
 def inside(block: str, texts: Sequence[str]) -> list[str]:
-    """Insert a space into every tag of a block in texts that will be put inside that block.
+    """Insert a space into every tag `block` in texts that are put inside a block of that name.
 
-    If </tool_response> is no special token, only this separates a tag in the text from the template's tag.
+    If </tool_response> is no special token, only this distinguishes a tag in a text from the template's tag.
     """
     mark = re.compile(rf"[<\[](?=\s*/?\s*{re.escape(block)}\s*[>\]])", re.IGNORECASE)
     parted = list(texts)
@@ -82,7 +82,7 @@ def unused_marker(texts: Iterable[str]) -> str:
 def parted(text: str, words: Iterable[str] = ()) -> str:
     """Insert a space into control words, for a tokenizer of another program or library.
 
-    `words` are its control words; empty: common forms. HTML escapes count, since open_clip decodes them.
+    `words` are its control words; empty: common forms. HTML escapes are found, as open_clip decodes them.
     """
     expression = "|".join(map(re.escape, words))
     for sign, name in (("<", "lt"), (">", "gt")):
@@ -92,7 +92,7 @@ def parted(text: str, words: Iterable[str] = ()) -> str:
 
 
 def control_words(tokenizer: Any) -> set[str]:
-    """List all special tokens of a tokenizer; `all_special_tokens` has only those with a role."""
+    """List all special tokens of a tokenizer; `all_special_tokens` lacks those without a role."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return {*map(str, tokenizer.all_special_tokens), *(token.content for token in added if token.special)}
 
@@ -122,18 +122,18 @@ class PlainText:
         return each_text(value, self._marked)
 
     def settled(self, rendered: str) -> str:
-        """Remove the marks from a rendered template if no control word appears without them."""
+        """Remove the marks from a rendered template if no further control word appears without the marks."""
         if self.mark not in rendered:
             return rendered
         plain = rendered.replace(self.mark, "")
         return plain if self.pattern.findall(plain) == self.pattern.findall(rendered) else rendered
 
     def ids(self, text: str) -> list[int]:
-        """Tokenize a text without template, without tokens for begin and end of sequence."""
+        """Tokenize a text without template, and without bos and eos tokens."""
         return self.batch([text], add_special_tokens=False)["input_ids"][0]
 
     def batch(self, texts: Iterable[str], **options: Any) -> Any:
-        """Tokenize texts without template, with options of the tokenizer."""
+        """Tokenize texts without template; `options` go to the tokenizer."""
         return self.tokenizer([self.settled(self.marked(text)) for text in texts], **options)
 
     @cached_property
@@ -148,10 +148,10 @@ class PlainText:
         return twin
 
     def _marked(self, text: str) -> str:
-        """Mark control words in a text, and a prefix of one at its end, which following text may complete."""
+        """Mark control words in a text, and an incomplete one at its end, which later text may complete."""
         text = whole(text)
         while self.pattern.search(text):
-            text = self.pattern.sub(lambda found: found[0][0] + self.mark + found[0][1:], text)
+            text = self.pattern.sub(lambda match: match[0][0] + self.mark + match[0][1:], text)
         core = text.rstrip()
         begins = any(core[-size:] in self.begun for size in range(1, min(self.longest, len(core)) + 1))
         return core + self.mark + text[len(core) :] if begins else text
@@ -162,10 +162,10 @@ class MarkedTokenizer:
 
     def __init__(self, source: Any, mark: str) -> None:
         self.source, self.mark = source, mark
-        self._twin: tuple[str, Any] = "", None  # knows a character as a token, in place of the mark
+        self._twin: tuple[str, Any] = "", None  # token in place of the mark, tokenizer with it
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "source":  # which Python asks for in copying
+        if name.startswith("__") or name == "source":  # Python looks these up when it copies
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -173,7 +173,7 @@ class MarkedTokenizer:
         return len(self.source)
 
     def __call__(self, text: str | Sequence[str], **options: Any) -> Any:
-        """Tokenize like the original tokenizer."""
+        """Tokenize like the original tokenizer, but split texts at marks."""
         texts = [text] if isinstance(text, str) else list(text)
         if not any(self.mark in words for words in texts):
             return self.source(text, **options)
@@ -182,10 +182,10 @@ class MarkedTokenizer:
         if late.get("padding") == "max_length":
             late["max_length"] = options.get("max_length")
         rows = twin([words.replace(self.mark, token) for words in texts], **options)
-        number = twin.convert_tokens_to_ids(token)
-        kept = [[place for place, found in enumerate(ids) if found != number] for ids in rows["input_ids"]]
+        mark_id = twin.convert_tokens_to_ids(token)
+        places = [[i for i, token_id in enumerate(ids) if token_id != mark_id] for ids in rows["input_ids"]]
         rows = {
-            name: [[row[place] for place in places] for row, places in zip(listed, kept, strict=True)]
+            name: [[row[i] for i in indices] for row, indices in zip(listed, places, strict=True)]
             for name, listed in rows.items()
         }
         if isinstance(text, str) and not late.get("return_tensors"):

@@ -11,7 +11,7 @@ _SHOW: ContextVar[Show | None] = ContextVar("show", default=None)
 
 
 def advance(work: str, done: int, total: int) -> None:
-    """Report that `done` of `total` parts of some work are done, to the display function if one is set."""
+    """Report to the display function, if any, that `done` of `total` units of `work` are done."""
     if show := _SHOW.get():
         show(work, done, total)
 

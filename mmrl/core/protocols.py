@@ -19,7 +19,7 @@ class LogProbs(Protocol):
     """Computes log-probabilities of the steps of a batch: a policy or a reference."""
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        """Log-probabilities (N, T), and what is named in `extra`."""
+        """Return log-probabilities (N, T), and the further outputs that `extra` names."""
         ...
 
 
@@ -28,14 +28,14 @@ class Policy(LogProbs, Protocol):
     """The model that is trained; its log-probabilities are differentiable."""
 
     module: nn.Module  # the optimizer moves its trainable parameters
-    outputs: frozenset[str]  # the names of `extra` that it can compute
+    outputs: frozenset[str]  # names of the further outputs that it can compute
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Convert a recorded answer into a row."""
         ...
 
     def collate(self, rollouts: Rollouts) -> Batch:
-        """Pad rows to a batch."""
+        """Combine rows into a padded batch."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -75,7 +75,7 @@ class Engine(Protocol):
     """
 
     policy: Policy
-    notes: frozenset[str]  # the names of what it notes of every step
+    notes: frozenset[str]  # names of the values that it records for every step
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Create one rollout per entry, in order; rollouts of the same prompt form a group."""
@@ -121,7 +121,7 @@ class WeighsWords(Engine, Protocol):
     """An engine that computes the probability of the first word of an answer, without sampling."""
 
     def first_words(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
-        """Return the total probability of every list of words, for every prompt."""
+        """Return, per prompt and list of words, the probability that the answer starts with one of them."""
         ...
 
 
@@ -150,7 +150,7 @@ class Tracker(Protocol):
     """Sends metrics to a dashboard; only the main process opens one."""
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
-        """Begin, or resume at a step; return a line for the console, which may be empty."""
+        """Start a dashboard run, or resume it at step `start`; return a console line, possibly empty."""
         ...
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
@@ -191,10 +191,10 @@ class Observer(Stateful, Protocol):
 
 @runtime_checkable
 class UsesEngine(Protocol):
-    """A piece that asks the engine between rollouts, or reads what other processes have."""
+    """A piece that calls the engine between rollouts, or reads values of other processes."""
 
     def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
-        """Take both functions, once, before anything is drawn.
+        """Set both functions; the run calls this once, before any prompt is drawn.
 
         Args:
             ask: Answers prompts with the first engine of the run. Every process has to call it.
@@ -204,17 +204,17 @@ class UsesEngine(Protocol):
 
 @runtime_checkable
 class UsesValueModel(Protocol):
-    """A piece that asks a second model for the values of prompts before they are answered."""
+    """A piece that estimates the values of prompts with a second model, before they are answered."""
 
     value_model: str  # its name in `references`; empty: none
 
     def connect_value_model(self, values: Callable[[Sequence[Prompt]], list[float]]) -> None:
-        """Take the function that values prompts, once. Every process has to call it, with equal prompts."""
+        """Set the function that estimates prompt values; all processes must call it with equal prompts."""
 
 
 @runtime_checkable
 class Preparing(Protocol):
-    """A sampler that extends prompts by text that it has learned, also in evaluations."""
+    """A sampler that adds learned text to prompts, also in evaluations."""
 
     def prepare(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts for the engine, with the same uids."""
@@ -226,7 +226,7 @@ class AdvantageObserver(Stateful, Protocol):
     """A piece with state that observes the advantages of a collection."""
 
     def observe_advantages(self, credit: RewardTable) -> None:
-        """Update the state; `credit.values` (N, 1, K) are what the last piece of the chain gave."""
+        """Update the state; `credit.values` (N, 1, K) are the advantages at the end of the chain."""
 
 
 @runtime_checkable
@@ -234,7 +234,7 @@ class RecallsRows(Policy, Protocol):
     """A policy that can rebuild a row from the values that the engine recorded for each step."""
 
     def restore_rows(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
-        """Make the row of a prompt from notes (T,): "token", "logp", "temperature" and others."""
+        """Rebuild the row of a prompt from notes (T,): "token", "logp", "temperature" and others."""
         ...
 
 
@@ -243,17 +243,17 @@ class Replay(Stateful, Protocol):
     """A piece with state that replays rows of earlier steps, before or after the advantage chain."""
 
     def replay_before(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
-        """Return which rows of a collection stay (N,) bool, and the rows that join them before the chain."""
+        """Return a mask (N,) of the rows to keep, and the rows to add before the advantage chain."""
         ...
 
     def replay_after(
         self, table: RewardTable, credit: RewardTable
     ) -> tuple[Tensor, RewardTable, RewardTable]:
-        """Return which rows stay (N,) bool, and what joins the tables before and after the chain."""
+        """Return a mask (N,) of rows to keep, and rows to add to the tables before and after the chain."""
         ...
 
     def restore_rows(self, table: RewardTable) -> Rollouts:
-        """Make the rollouts of rows that joined."""
+        """Rebuild the rollouts of rows that were added."""
         ...
 
 
@@ -272,8 +272,8 @@ class RunCallback(Protocol):
     ended: bool  # whether the run is to end after this step, as if it were the last
 
     def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Take note of "train_begin", "step_end", "save" or "train_end".
+        """Handle an event: "train_begin", "step_end", "save" or "train_end".
 
-        `step` counts finished steps; `metrics` are those of the last one, with `eval_` metrics where it ended
+        `step` counts finished steps; `metrics` are those of the last step, with `eval_` metrics if it ended
         with an evaluation.
         """

@@ -1,4 +1,4 @@
-"""The reward table: rewards of all outcomes of a collection, which the chain turns into advantages."""
+"""The reward table: the rewards of all rollouts of a step, which the chain turns into advantages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mmrl.core.tensor import (
 from mmrl.core.types import Rollouts, Trajectory
 
 EQUAL = 1e-8  # rewards closer than this count as equal
-ABSENT = -1  # in `ends`: the row has no outcome at this place
+ABSENT = -1  # value of `ends` where the row has no outcome
 NAN = float("nan")
 
 
@@ -37,58 +37,58 @@ def name_id(name: str) -> int:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics of each entry's group of a reward table, over valid entries; each is (N, R, K)."""
+    """Statistics of the group of each entry in a reward table, over valid entries; shape (N, R, K)."""
 
     values: Tensor  # (N, R, K)
     valid: Tensor  # (N, R, K)
-    index: Tensor  # (N, K)
+    index: Tensor  # (N, K) number of the group
 
     def _over(self, statistic: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        # An entry is a place of a row: groups are over N * K entries of R rewards each.
+        # An entry is one outcome of a row: groups consist of N * K entries with R rewards each.
         values, valid = (t.transpose(1, 2).flatten(0, 1) for t in (self.values, self.valid))
         rows, rewards, places = self.values.shape
         result = statistic(values, self.index.flatten(), valid)
         return result.view(rows, places, rewards).transpose(1, 2)
 
     def count(self) -> Tensor:
-        """Count the valid entries."""
+        """Count the valid entries of each group."""
         return self._over(lambda values, index, valid: group_count(index, valid))
 
     def mean(self) -> Tensor:
-        """Compute the means."""
+        """Compute the mean of each group."""
         return self._over(group_mean)
 
     def std(self, unbiased: bool = True) -> Tensor:
-        """Compute the standard deviations; 0 for fewer than two entries."""
+        """Compute the standard deviation of each group; 0 for fewer than two entries."""
         return self._over(partial(group_std, unbiased=unbiased))
 
     def largest(self) -> Tensor:
-        """Find the largest values."""
+        """Find the largest value of each group."""
         return self._over(group_extreme)
 
     def smallest(self) -> Tensor:
-        """Find the smallest values."""
+        """Find the smallest value of each group."""
         return self._over(partial(group_extreme, largest=False))
 
     def sum(self) -> Tensor:
-        """Add the values up."""
+        """Sum the values of each group."""
         return self._over(lambda v, index, valid: group_sum(torch.where(valid, v, 0.0), index)[index])
 
     def rank(self) -> Tensor:
-        """Rank the valid entries in ascending order from 0, ties by row; invalid entries come last."""
+        """Rank valid entries of each group, ascending from 0, ties by row; invalid entries come last."""
         return self._over(group_rank)
 
     def at_rank(self, rank: Tensor) -> Tensor:
-        """Return the value at a rank; 0 if no valid entry has it."""
+        """Return the value of each group at a rank; 0 if no valid entry has this rank."""
         chosen = self.valid & (self.rank() == rank)
         return dataclasses.replace(self, valid=chosen).sum()
 
     def median(self) -> Tensor:
-        """Find the medians, the lower of two middle values; 0 without entries."""
+        """Find the median of each group, the lower of two middle values; 0 for a group without entries."""
         return self.at_rank((self.count().long() - 1).div(2, rounding_mode="floor"))
 
     def flat(self) -> Tensor:
-        """Whether all entries of a group are equal, so that there is nothing to compare."""
+        """Whether all values of a group are equal, so that there is nothing to compare."""
         return self.largest() - self.smallest() <= EQUAL
 
 
@@ -101,25 +101,25 @@ class RewardTable:
     """
 
     TENSORS: ClassVar = ("values", "valid", "ends", "length", "learn", "process")  # columns of N rows
-    MAPPINGS: ClassVar = ("scored", "ids", "notes")  # mappings of such columns
-    IDS: ClassVar = frozenset({"group", "row", "place", "on_policy", "text"})  # ids besides tags
+    MAPPINGS: ClassVar = ("scored", "ids", "notes")  # mappings of names to such columns
+    IDS: ClassVar = frozenset({"group", "row", "place", "on_policy", "text"})  # names of ids that are no tags
 
-    values: Tensor  # (N, R, K) rewards, then advantages; defined where valid
+    values: Tensor  # (N, R, K) rewards, later advantages; defined where `valid`
     valid: Tensor  # (N, R, K) False where a reward does not apply, or there is no outcome
     weights: Mapping[str, float]  # names of the R rewards, in order, with their weights in a sum
     scored: Mapping[str, Tensor]  # (N, K) every reward as measured, NaN where it does not apply
     ends: Tensor  # (N, K) int64: number of steps that made the outcome; ABSENT: no outcome
-    ids: Mapping[str, Tensor]  # (N, K) int64: `IDS` and every tag
-    notes: Mapping[str, Tensor]  # (N, T) from the engine, NaN where nothing was noted
+    ids: Mapping[str, Tensor]  # (N, K) int64 by name: `IDS` and every tag
+    notes: Mapping[str, Tensor]  # (N, T) values from the engine, NaN if not recorded
     length: Tensor  # (N,) int64
     learn: Tensor  # (N, K) False: counts in statistics, but is not learned from
-    uids: tuple[str, ...]  # N
+    uids: tuple[str, ...]  # prompt id of each of the N rows
     process: Tensor  # (N,) int64: rank of the process that has the rollout
-    rank: int = 0  # of this process
+    rank: int = 0  # rank of this process
 
     @staticmethod
     def empty() -> RewardTable:
-        """Make a table without rows."""
+        """Create a table without rows."""
         none = torch.zeros(0, dtype=torch.int64)
         flat = none.view(0, 0)
         return RewardTable(
@@ -151,7 +151,7 @@ class RewardTable:
 
     @property
     def last(self) -> Tensor:
-        """The place of each row's answer: (N,)."""
+        """The index of each row's last outcome, which is its answer: (N,)."""
         return self.present.sum(-1) - 1
 
     @property
@@ -178,13 +178,13 @@ class RewardTable:
         return self.replace(values=values)
 
     def note(self, name: str, values: Tensor) -> RewardTable:
-        """Copy the table with one more note: (N, T)."""
+        """Copy the table and add a note, a column of values per step: (N, T)."""
         return self.replace(notes={**self.notes, name: values})
 
     def at_end(self, name: str) -> Tensor:
         """Return the measured reward of each row's answer: (N,), NaN if it does not apply.
 
-        For a conversation it is the sum over its turns.
+        For a conversation this is the sum over its turns.
         """
         if name not in self.scored:
             raise ValueError(
@@ -196,7 +196,7 @@ class RewardTable:
         return measured.gather(1, self.last.clamp(min=0)[:, None])[:, 0]
 
     def tag(self, name: str) -> Tensor:
-        """Return the hashed words of a tag, or another id: (N, K), 0 for an outcome without it.
+        """Return the ids `name`, such as the hashed words of a tag: (N, K), 0 for outcomes without it.
 
         Raises `ValueError` if no outcome has it.
         """
@@ -209,7 +209,7 @@ class RewardTable:
 
     @property
     def absent(self) -> dict[str, str]:
-        """Messages about rewards and labels that are None for every outcome without a failure, by name."""
+        """Warnings by name about rewards that returned None for every outcome, although none failed."""
         seen = f"all {int(self.present.sum())} outcomes of {len(set(self.uids))} prompts"
         return {
             name: f"'{name}' gave None for {seen}"
@@ -228,7 +228,7 @@ class RewardTable:
         return torch.where(measured.isnan().all(1), torch.nan, measured.nansum(1))
 
     def index(self, by: Sequence[str]) -> Tensor:
-        """Number the groups of entries (N, K) with equal ids in `by`; one group if that is empty."""
+        """Number the groups of entries with equal ids of every name in `by`: (N, K). Empty: one group."""
         columns = [self.tag(name) for name in by] or [torch.zeros_like(self.ends)]
         return group_index([column.flatten() for column in columns]).view(self.ends.shape)
 
@@ -237,13 +237,13 @@ class RewardTable:
         return GroupStatistics(self.values, self.valid, self.index(by))
 
     def select(self, rows: Tensor) -> RewardTable:
-        """Select rows by (n,) indices or (N,) bool; ids stay."""
+        """Select rows by (n,) indices or (N,) bool; ids do not change."""
         rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
         uids = tuple(self.uids[i] for i in rows.tolist())
         return self.replace(**_columns(lambda column: column[rows], self), uids=uids)
 
     def take(self, places: Tensor, values: Tensor, ends: Tensor) -> RewardTable:
-        """Rearrange places: `places` (N, K') has the old place of each new one, `ends` (N, K') its end."""
+        """Select outcomes: `places` (N, K') has the old index of each new outcome, `ends` (N, K') its end."""
         valid, none = self.valid.gather(2, places[:, None].expand(-1, len(self.names), -1)), ends == ABSENT
         ids = {name: column.gather(1, places) for name, column in self.ids.items()}
         return self.replace(
@@ -256,9 +256,9 @@ class RewardTable:
         )
 
     def after_first(self, values: Tensor) -> RewardTable:
-        """Drop the first place, for differences of K outcomes: `values` is (N, R, K - 1).
+        """Drop the first outcome of each row and set `values` (N, R, K - 1), the differences of outcomes.
 
-        Where no row has a second one, an empty place is left.
+        If no row has a second outcome, one absent outcome is left.
         """
         if self.ends.shape[1] == 1:
             nothing = torch.zeros_like(self.ends)
@@ -267,7 +267,7 @@ class RewardTable:
         return self.take(places, values, self.ends[:, 1:])
 
     def join(self, other: RewardTable) -> RewardTable:
-        """Append the rows of another round; rows are renumbered, all other ids stay."""
+        """Append the rows of another round; rows are renumbered, all other ids do not change."""
         if not len(self) or not len(other):
             return self if len(self) else other
         if self.names != other.names:
@@ -277,14 +277,14 @@ class RewardTable:
         return self.replace(**joined, uids=self.uids + other.uids)
 
     def widen(self, other: RewardTable) -> RewardTable:
-        """Pad the table to all places, steps, tags and notes of itself and another round."""
+        """Pad the table so that it also has all outcomes, steps, tags and notes of another table."""
         places = max(self.ends.shape[1], other.ends.shape[1])
         steps = max((n.shape[1] for table in (self, other) for n in table.notes.values()), default=0)
         no_tag, no_note = torch.zeros_like(self.ends), self.values.new_empty(len(self), 0)
         tags = sorted({*self.ids, *other.ids})
         ids = {name: pad_to(self.ids.get(name, no_tag), places, 1) for name in tags}
         ids["place"] = torch.arange(places).expand(len(self), -1)
-        for name in ("group", "row", "on_policy"):  # of the whole row
+        for name in ("group", "row", "on_policy"):  # ids of the whole row
             ids[name] = self.ids[name][:, :1].expand(-1, places)
         noted = dict.fromkeys([*self.notes, *other.notes])
         return self.replace(
@@ -312,7 +312,7 @@ class Collection:
 
     rollouts: Rollouts  # this process's rows of `table`, in order
     table: RewardTable  # the groups that are learned from
-    seen: RewardTable  # all groups, those included that the filter dropped
+    seen: RewardTable  # all groups, including those that the filter dropped
     stand_in: Trajectory
 
 
@@ -324,7 +324,7 @@ class Measured:
     intervals: Mapping[str, tuple[float, float]]
     rollouts: Rollouts
     table: RewardTable
-    correct: str = ""  # the reward that says which answers are correct, where one was chosen
+    correct: str = ""  # name of the reward that marks correct answers, if one was chosen
 
 
 def _columns(change: Callable[..., Tensor], *tables: RewardTable) -> dict[str, Any]:
@@ -339,13 +339,13 @@ def _columns(change: Callable[..., Tensor], *tables: RewardTable) -> dict[str, A
 
 
 def place_of_steps(ends: Tensor, num_steps: int) -> Tensor:
-    """Assign steps to outcomes: (N, K) ends to (N, T) places.
+    """Assign every step to an outcome: `ends` (N, K) give outcome indices (N, T).
 
-    A step belongs to the first outcome of its row that ends after it; steps after the last end to the last.
+    A step belongs to the first outcome that ends after it, and steps after the last end to the last outcome.
     """
     present = ends != ABSENT
     last = (present.sum(-1, keepdim=True) - 1).clamp(min=0)
-    # Absent places sort after all others; the result is clamped to the last present one.
+    # Absent outcomes sort after all others; the result is clamped to the last present outcome.
     sortable = torch.where(present, ends, torch.iinfo(torch.int64).max)
     steps = torch.arange(num_steps).expand(len(ends), -1).contiguous()
     return torch.minimum(torch.searchsorted(sortable.contiguous(), steps, right=True), last)

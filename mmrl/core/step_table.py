@@ -1,4 +1,4 @@
-"""The step table: a batch of rollouts by steps with advantages, which objectives learn from."""
+"""The step table: a batch of rollouts with an advantage per step, from which objectives learn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmrl.core.types import Steps, Unit
 
 @dataclass(frozen=True)
 class StepOutput:
-    """A policy's output for every step: `logp` is (N, T), an entry of `extra` is (N, T, ...)."""
+    """A policy's output for N rows of T steps: `logp` (N, T), and further outputs `extra` (N, T, ...)."""
 
     logp: Tensor
     extra: Mapping[str, Tensor] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class StepOutput:
         return StepOutput(change(self.logp), {name: change(value) for name, value in self.extra.items()})
 
     def detach(self) -> StepOutput:
-        """Detach from the graph."""
+        """Detach all tensors from the graph."""
         return self.map(Tensor.detach)
 
     def __getitem__(self, rows: Tensor) -> StepOutput:
@@ -35,19 +35,19 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Totals:
-    """The counts that losses divide by, of one update, averaged over processes."""
+    """The counts of one update by which losses are divided, averaged over processes."""
 
     steps: float = 0.0
     rows: float = 0.0
     groups: float = 0.0
-    drawn: float = 0.0  # rows, including those that are not learned from
+    drawn: float = 0.0  # rows, including those from which nothing is learned
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rollouts by steps, with everything that an objective reads.
+    """A padded batch of rollouts, with everything that an objective reads.
 
-    `N` rows, `T` steps. `weight` is set by the objective and already divides by its totals.
+    `N` rows, `T` steps. The objective sets `weight`, which includes the division by `totals`.
     """
 
     group: Tensor  # (N,) int64
@@ -55,12 +55,12 @@ class Batch:
     steps: Steps
     advantage: Tensor  # (N, T)
     weight: Tensor  # (N, T)
-    notes: Mapping[str, Tensor] = field(default_factory=dict)  # (N, T), NaN where nothing was noted
-    others: Mapping[str, StepOutput] = field(default_factory=dict)  # "old", "ref", "ema", "engine"
+    notes: Mapping[str, Tensor] = field(default_factory=dict)  # (N, T) values from the engine, or NaN
+    others: Mapping[str, StepOutput] = field(default_factory=dict)  # by policy: "old", "ref", ...
     totals: Totals = Totals()
-    drawn: float | None = None  # rows that the filter kept, before the chain dropped any; None: those here
-    order: tuple[int, ...] = ()  # the groups of the collection, on all processes; without it those of `group`
-    rows: Tensor = torch.zeros(0, dtype=torch.int64)  # (N,) which rollouts these are, where that is known
+    drawn: float | None = None  # rows after the group filter, before the chain; None: `len(self)`
+    order: tuple[int, ...] = ()  # all groups of the collection, on all processes; empty: those in `group`
+    rows: Tensor = torch.zeros(0, dtype=torch.int64)  # (N,) index in the collection; empty if unknown
 
     @staticmethod
     def of(steps: Steps, mask: Tensor, notes: Mapping[str, Tensor]) -> Batch:
@@ -76,7 +76,7 @@ class Batch:
         return dataclasses.replace(self, **changes)
 
     def by(self, name: str, new: StepOutput) -> StepOutput:
-        """Return another policy's output; a missing `old` is the current pass, detached (ratio 1)."""
+        """Return the output of policy `name`; `old` defaults to the current pass, detached (ratio 1)."""
         return new.detach() if name == "old" and name not in self.others else self.others[name]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -90,11 +90,11 @@ class Batch:
         )
 
     def on(self, device: torch.device) -> Batch:
-        """Move tensors to a device, except for `steps`, which their policy moves."""
+        """Move all tensors to a device, except `steps`, which the policy moves."""
         return self._map(lambda column: column.to(device)).replace(group=self.group.to(device))
 
     def select(self, rows: Tensor, columns: slice = slice(None)) -> Batch:
-        """Select rows (n,) and a range of steps."""
+        """Select rows by their indices (n,), and a range of steps."""
         return self._map(lambda column: column[rows][:, columns]).replace(
             group=self.group[rows],
             steps=self.steps[rows, columns],
@@ -108,17 +108,17 @@ class Batch:
         return first.replace(mask=nothing, advantage=torch.zeros_like(first.advantage), drawn=0.0)
 
     def count(self) -> Totals:
-        """Count the steps in the mask, rows and groups with such steps, and rows that the filter kept."""
+        """Count the steps in the mask, the rows and groups with such steps, and the rows after the filter."""
         rows = self.mask.sum(-1) > 0  # (N,)
         groups = self.group[rows].unique().numel()
         drawn = len(self) if self.drawn is None else self.drawn
         return Totals(float(self.mask.sum()), float(rows.sum()), float(groups), float(drawn))
 
     def parts(self, num_parts: int) -> Iterator[Batch]:
-        """Split the batch into parts of whole groups, one per optimizer step; an empty part is a blank row.
+        """Split the batch into parts of whole groups, one per optimizer step; an empty part is one blank row.
 
         The groups of all processes are split, so that parts have the same groups on any number of processes.
-        `drawn` is divided evenly.
+        `drawn` is divided evenly among the parts.
         """
         drawn = None if self.drawn is None else self.drawn / num_parts
         names = self.order or tuple(dict.fromkeys(self.group.tolist()))
@@ -129,11 +129,11 @@ class Batch:
             yield part if drawn is None else part.replace(drawn=drawn)
 
     def split(self, max_steps: int, unit: Unit) -> list[Batch]:
-        """Split the batch into micro-batches by `cuts`."""
+        """Split the batch into micro-batches, as `cuts` chooses them."""
         return [self.select(rows, columns) for rows, columns in self.cuts(max_steps, unit)]
 
     def cuts(self, max_steps: int, unit: Unit) -> list[tuple[Tensor, slice]]:
-        """Choose rows and columns of micro-batches whose `steps.cost` is at most `max_steps`.
+        """Choose the rows and steps of micro-batches whose `steps.cost` is at most `max_steps`.
 
         A micro-batch holds at least one `unit`, even if that exceeds `max_steps`. Groups stay together if
         possible, since their rows share a prompt.
@@ -170,8 +170,8 @@ class Batch:
 def spread(credit: RewardTable, batch: Batch) -> Batch:
     """Assign the advantages of a table, and its notes, to the steps of a collated batch.
 
-    `credit` has one column of values and the rows of `batch` in order; without rows the batch becomes blank.
-    Raises `ValueError` for several columns.
+    `credit` has one reward, and the rows of `batch` in the same order. If it has no rows, the batch becomes
+    blank. Raises `ValueError` for several rewards.
     """
     if len(credit.names) > 1:
         raise ValueError(

@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 def group_index(columns: Sequence[Tensor]) -> Tensor:
-    """Number groups of entries with equal ids in every column: (M,) int64 each, to (M,) int64 from 0."""
-    return torch.unique(torch.stack(list(columns)), dim=1, return_inverse=True)[1]  # of a matrix (ids, M)
+    """Number the groups of entries with equal ids in every column (M,); returns (M,) int64 from 0."""
+    return torch.unique(torch.stack(list(columns)), dim=1, return_inverse=True)[1]
 
 
 def group_sum(values: Tensor, index: Tensor, num_groups: int | None = None) -> Tensor:
-    """Sum (M, ...) values by group, to (V, ...)."""
+    """Sum the values (M, ...) of each group; returns (V, ...)."""
     size = int(index.max()) + 1 if num_groups is None and index.numel() else num_groups or 0
     return values.new_zeros((size, *values.shape[1:])).index_add(0, index, values)
 
 
 def group_mean(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Compute the mean of each entry's group over valid entries; 0 where there are none. All (M, ...)."""
+    """Compute the mean of each entry's group over valid entries; 0 without any. All are (M, ...)."""
     valid = valid.to(values.dtype)
     total = group_sum(torch.where(valid > 0, values, 0.0), index)  # not a product: NaN * 0 is NaN
     return (total / group_sum(valid, index).clamp(min=1))[index]  # a group without valid entries: 0 / 1
@@ -37,7 +37,7 @@ def group_count(index: Tensor, valid: Tensor) -> Tensor:
 def group_std(values: Tensor, index: Tensor, valid: Tensor, *, unbiased: bool = True) -> Tensor:
     """Compute the standard deviation of each entry's group; 0 for fewer than two valid entries.
 
-    It divides by the count less one (`unbiased`), or by the count.
+    The sum of squares is divided by the count minus 1 (`unbiased`), or by the count.
     """
     # In two passes, because E[x^2] - E[x]^2 cancels where values differ little.
     centred = torch.where(valid, values - group_mean(values, index, valid), 0.0)
@@ -52,7 +52,7 @@ def group_extreme(values: Tensor, index: Tensor, valid: Tensor, largest: bool = 
     filled = torch.where(valid, values, empty)
     size = int(index.max()) + 1 if index.numel() else 0
     best = values.new_full((size, *values.shape[1:]), empty)
-    where = index.view(-1, *[1] * (values.dim() - 1)).expand_as(values)  # (M, ...), as scatter wants it
+    where = index.view(-1, *[1] * (values.dim() - 1)).expand_as(values)  # (M, ...)
     return best.scatter_reduce(0, where, filled, "amax" if largest else "amin")[index]
 
 
@@ -62,14 +62,14 @@ def group_range(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 def group_rank(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Rank each entry in its group, in ascending order from 0: (M, R) values to (M, R) int64.
+    """Rank the values (M, R) in their groups, in ascending order from 0; returns (M, R) int64.
 
-    Ties go by the order of entries; entries that are not valid come after all others.
+    Ties are ranked in the order of entries; invalid entries come after all others.
     """
     by_value = torch.where(valid, values, torch.inf).argsort(dim=0, stable=True)
-    order = by_value.gather(0, index[by_value].argsort(dim=0, stable=True))  # by group, then by value
+    order = by_value.gather(0, index[by_value].argsort(dim=0, stable=True))  # sorted by group, then by value
     size = torch.bincount(index)
-    first = (size.cumsum(0) - size)[index][:, None]  # entries of the groups before
+    first = (size.cumsum(0) - size)[index][:, None]  # size of earlier groups
     places = torch.arange(len(index))[:, None].expand_as(order)
     return torch.empty_like(order).scatter_(0, order, places) - first
 
@@ -82,11 +82,11 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def rarity(
     rate: Tensor, known: Tensor, *, alpha: float = 1.0, sigma: float = 0.2, eps: float = 1e-6
 ) -> Tensor:
-    """Weigh checks by how rarely they pass and how isolated their difficulty is (VeRPO, arXiv 2601.03525).
+    """Weight checks by how rarely they pass and how rare their difficulty is (VeRPO, arXiv 2601.03525).
 
-    Check j with the pass rate p_j weighs exp(-alpha p_j) / (N_j + eps), where N_j =
-    sum_l exp(-(p_j - p_l)^2 / (2 sigma^2)) counts checks of about its difficulty. All (N, J, K), of J checks;
-    those that are not `known` count in no sum.
+    Check j with the pass rate p_j has the weight exp(-alpha p_j) / (N_j + eps), where N_j =
+    sum_l exp(-(p_j - p_l)^2 / (2 sigma^2)) counts checks of similar difficulty. Shapes are (N, J, K) for J
+    checks; checks that are not `known` count in no sum.
     """
     apart = rate[:, :, None] - rate[:, None]
     alike = torch.where(known[:, None], (-apart.square() / (2 * sigma**2)).exp(), 0.0).sum(2)
@@ -104,7 +104,7 @@ def pad_to(values: Tensor, size: int, dim: int, fill: float = 0.0) -> Tensor:
 
 
 def cat_padded(tensors: Sequence[Tensor], fill: float = 0.0) -> Tensor:
-    """Concatenate tensors along the first dimension, padding all others to the longest."""
+    """Concatenate tensors along the first dimension, and pad each other dimension to the longest."""
     sizes = [max(t.shape[dim] for t in tensors) for dim in range(tensors[0].dim())]
     for dim in range(1, len(sizes)):
         tensors = [pad_to(t, sizes[dim], dim, fill) for t in tensors]
@@ -112,5 +112,5 @@ def cat_padded(tensors: Sequence[Tensor], fill: float = 0.0) -> Tensor:
 
 
 def linspace_indices(size: int, num: int) -> list[int]:
-    """Choose `num` of `size` indices, or all of fewer, at equal distances from the first to the last."""
+    """Choose `num` evenly spaced indices from 0 to `size` - 1, or all of them if `num` is larger."""
     return torch.linspace(0, size - 1, min(num, size)).round().long().tolist()

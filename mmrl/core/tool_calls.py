@@ -11,12 +11,12 @@ from typing import Any
 
 from mmrl.core.plain_text import each_text, whole
 
-ARGUMENTS = ("arguments", "parameters", "args")  # keys of a call's arguments
-# Marks before calls of Llama and Mistral: special tokens, which decoding may skip.
+ARGUMENTS = ("arguments", "parameters", "args")  # possible keys of the arguments of a call
+# Marks before the calls of Llama and Mistral; they are special tokens, so decoding may remove them.
 PYTHON_TAG, TOOL_CALLS = "<|python_tag|>", "[TOOL_CALLS]"
 OBJECT = re.compile(r'[\s\[]*\{\s*"(?:type|name|function|arguments|parameters)"\s*:')  # one call, or a list
 NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-# Calls of Qwen3-Coder and Qwen3.5, and of GLM: tags around every argument.
+# Calls with tags around every argument: of Qwen3-Coder and Qwen3.5, and of GLM.
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|$)", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 GLM_CALL = re.compile(r"\s*([\w.-]+)\s*(.*)", re.DOTALL)
@@ -37,7 +37,7 @@ class Call:
 
 
 def parse_calls(text: str, tag: str = "tool_call") -> list[Call | CallError]:
-    """Parse the calls of an answer in Qwen's form.
+    """Parse the tool calls in an answer in Qwen's format.
 
     `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A block with other content becomes a CallError
     in its place. The last block may lack its end tag. Tags are not case-sensitive.
@@ -46,7 +46,7 @@ def parse_calls(text: str, tag: str = "tool_call") -> list[Call | CallError]:
 
 
 def parse_llama_calls(text: str) -> list[Call | CallError]:
-    """Parse the calls of an answer in the form of Llama 3: `{"name": ..., "parameters": {...}}`.
+    """Parse the tool calls in an answer in Llama 3's format: `{"name": ..., "parameters": {...}}`.
 
     The answer must begin with a call or with <|python_tag|>; further calls may follow.
     """
@@ -55,7 +55,7 @@ def parse_llama_calls(text: str) -> list[Call | CallError]:
 
 
 def parse_mistral_calls(text: str) -> list[Call | CallError]:
-    """Parse the calls of an answer in the forms of Mistral: a list of objects, or a name before each.
+    """Parse the tool calls in an answer in Mistral's formats: a list of objects, or a name before each.
 
     `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call.
     Without the marks, the answer must begin with a call.
@@ -67,7 +67,7 @@ def parse_mistral_calls(text: str) -> list[Call | CallError]:
 
 
 def parse_qwen_xml_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[Call | CallError]:
-    """Parse the calls of an answer in the form of Qwen3-Coder and Qwen3.5.
+    """Parse the tool calls in an answer in the format of Qwen3-Coder and Qwen3.5.
 
     `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`. Values are text;
     `typed` converts them by the schemas of `tools`.
@@ -79,9 +79,9 @@ def parse_qwen_xml_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> 
 
 
 def parse_glm_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[Call | CallError]:
-    """Parse the calls of an answer in the form of GLM-4.5 and later.
+    """Parse the tool calls in an answer in the format of GLM-4.5 and later.
 
-    `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`; values as in
+    `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`. Values are read as in
     `parse_qwen_xml_calls`.
     """
     form = "name<arg_key>key</arg_key><arg_value>value</arg_value>"
@@ -132,7 +132,7 @@ def typed(value: str, key: str, name: str, tools: Sequence[Mapping[str, Any]]) -
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """JSON types that a schema allows; "string" for a schema without a type."""
+    """Return the JSON types that a schema allows; "string" for a schema without a type."""
     named = schema.get("type", [])
     types = {named} if isinstance(named, str) else set(named)
     for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
@@ -141,7 +141,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def without_calls(text: str, tag: str = "tool_call") -> str:
-    """Strip the calls, in any form, and surrounding space from an answer."""
+    """Remove tool calls, in any form, and surrounding whitespace from an answer."""
     if _block(tag).search(text):
         return _block(tag).sub("", text).strip()
     outside = text.partition(TOOL_CALLS)[0].strip()

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmrl.core.plain_text import whole
 from mmrl.core.tool_calls import Call, CallError
 
-# Tag of rows that cannot be rebuilt from a prompt of the data set and tokens, so that no memory keeps them.
+# Tag of rows that cannot be rebuilt from a prompt of the data and tokens; replay does not store them.
 CHANGED = "changed"
 
 
@@ -30,7 +30,7 @@ class Readable(Protocol):
 class Unit(IntEnum):
     """The smallest part of a batch whose loss can be computed alone."""
 
-    STEP = 0  # in ascending size: `max` of two units suits both
+    STEP = 0  # in ascending size, so that `max` of two units suits both
     ROW = 1
     GROUP = 2
 
@@ -101,7 +101,7 @@ class Message:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """A new dictionary of the keys in `extra`."""
+        """The keys in `extra`, as a new dictionary."""
         return json.loads(self.extra) if self.extra else {}
 
     @property
@@ -119,7 +119,7 @@ class Outcome:
         image: The image.
         video: The frames of the video.
         times: Seconds of the frames.
-        end: Number of steps that made the outcome; None: the whole rollout.
+        end: Number of steps after which the outcome is complete; None: all steps of the rollout.
         tags: Labels that the engine or data set gives it, such as `finish`.
         recorded: Rewards that the data set or the engine has measured.
         tokens: Token ids of a text with more tokens than the steps, such as a prefix completed for a reward.
@@ -184,9 +184,9 @@ class Trajectory:
 
     Args:
         prompt: The answered prompt.
-        group: Advantages compare rows of the same group.
-        outcomes: The answer last; before it, outcomes of prefixes of the rollout.
-        steps: Data that only the policy reads, which collates them into a batch.
+        group: Name of the group; advantages compare rows of the same group.
+        outcomes: Outcomes of prefixes of the rollout, if any, and last the answer itself.
+        steps: Data of the steps, which only the policy reads; it collates them into a batch.
         length: Number of steps.
         notes: Numbers (length,) that the engine recorded for every step, such as "logp" and "token".
         on_policy: Whether the policy sampled the steps.
@@ -211,7 +211,7 @@ Rollouts = tuple[Trajectory, ...]
 
 
 class PromptError(ValueError):
-    """The policy cannot read the prompt `uid`, or one of its recorded answers."""
+    """Error: the policy cannot read the prompt `uid`, or a recorded answer of this prompt."""
 
     def __init__(self, uid: str, reason: str) -> None:
         super().__init__(uid, reason)
@@ -247,7 +247,7 @@ class Clock:
     """Inputs of a schedule."""
 
     step: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last step
+    metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
     max_steps: int = 0  # steps of the whole run; 0 without a run, as when a configuration is checked
 
 
@@ -260,7 +260,7 @@ class TrainerState:
 
 
 class Steps(Protocol):
-    """Inputs from which a policy evaluates steps again; only that policy reads them."""
+    """Inputs with which a policy recomputes the steps of a batch; only that policy reads them."""
 
     unit: Unit  # the smallest part that can be evaluated alone
 

@@ -1,4 +1,4 @@
-"""Reading and writing rows of datasets: JSON lines and lists, parquet, CSV, folders of `datasets`."""
+"""Reading and writing of dataset rows: JSON lines and lists, parquet, CSV, folders of `datasets`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from mmrl.data.unread_files import name_unread
 T = TypeVar("T")
 WRITTEN = (".jsonl", ".parquet", ".json")
 FORMS = (*WRITTEN, *SEPARATED)
-SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of one split
+SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of a split
 BATCH = 256  # rows of a parquet file in memory at once
-DEEPEST = 64  # levels of lists and objects in a row: code that walks through them is recursive
+DEEPEST = 64  # most nesting levels of a row, because code that walks through rows is recursive
 HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}  # splits that no training should see
-SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can escape it, UTF-8 cannot hold it
+SURROGATE = re.compile("[\ud800-\udfff]")  # lone surrogate: JSON can escape it, UTF-8 cannot encode it
 log = logging.getLogger("mmrl")
 
 
@@ -48,7 +48,7 @@ class Rows:
     """All rows of a file or folder; every iteration reads them again."""
 
     path: Path
-    root: Path  # media paths are relative to it
+    root: Path  # folder to which media paths are relative
     special: frozenset[str] = frozenset()  # special tokens of the model, if known
 
     def __iter__(self) -> Iterator[DataRow]:
@@ -69,7 +69,7 @@ class Rows:
 
 
 class UniqueIds:
-    """Detects duplicate ids: the answers to both rows would be compared as one group."""
+    """Detects duplicate ids, because answers to two rows with one id would be compared as one group."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[str, str], str] = {}
@@ -82,8 +82,8 @@ class UniqueIds:
 
 
 def valid_rows(path: Path) -> Iterator[DataRow]:
-    """Read rows; raises RowError with all unreadable rows of the file if there is one."""
-    rows = iter(Rows(path, path))  # one pass: an error reads on, for the other faulty rows
+    """Read rows; raises RowError if any is unreadable, with all unreadable rows of the file."""
+    rows = iter(Rows(path, path))  # a single pass: after an error it collects the other faulty rows
     for row in rows:
         if row.fault:
             raise bad_rows_error(path, [f"{bad.place}: {bad.fault}" for bad in (row, *rows) if bad.fault])
@@ -99,22 +99,22 @@ def read_prompts(
     bad_rows: str = "",
     limit: int = 0,
 ) -> Sequence[Prompt]:
-    """Make a prompt of every row of a dataset; all bad rows and duplicate ids are collected into one error.
+    """Create a prompt from every row of a dataset; one error lists all bad rows and duplicate ids.
 
-    Every row is read and checked now, but its prompt does not stay in memory: it is made again on access,
-    from the line of a file, the row of a table of `datasets`, or the row group of a parquet file. Where rows
-    cannot be read again (a JSON list, rows in memory that are no table, row groups of more than 16 MiB, rows
-    that a dataset generates) the result is a list.
+    All rows are read and checked now, but prompts do not stay in memory. On access, a prompt is created again
+    from the line of a file, the row of a table of `datasets`, or the row group of a parquet file. The result
+    is a list if rows cannot be read again: a JSON list, rows in memory that are no table, row groups of more
+    than 16 MiB, rows that a dataset generates.
 
     Args:
-        source: The name of the dataset in errors.
+        source: Name of the dataset, for errors.
         rows: The rows.
-        make: Maps a row and its number to a prompt, always the same one, or None to skip it; raises
-            `RowError` without a place.
-        reads: The columns that `make` reads and gets as the row's `columns`. Another column with a known
-            meaning makes a bad row unless a piece of the run reads it (see `RowFields`). None: no check.
-        bad_rows: "error"; "drop" logs and skips bad rows; "" is for datasets without such an option.
-        limit: The most prompts that are made; 0: no limit.
+        make: Maps a row and its number to a prompt, always the same one, or to None to skip the row. Raises
+            `RowError` without the place of the row.
+        reads: The columns that `make` reads, which are then the row's `columns`. A row with another column of
+            known meaning is bad, unless a piece of the run reads it (see `RowFields`). None: no check.
+        bad_rows: "error" raises; "drop" logs and skips bad rows; "" is for datasets without this option.
+        limit: Largest number of prompts; 0: no limit.
     """
     ids, fields = UniqueIds(), None if reads is None else RowFields(reads)
     splits: dict[str, None] = {}
@@ -150,7 +150,7 @@ def read_each(
     bad_rows: str = "",
     limit: int = 0,
 ) -> list[T]:
-    """Make a value of every row, with the arguments of `read_prompts`."""
+    """Create a value from every row with `make`; arguments and errors are those of `read_prompts`."""
     values: list[T] = []
     bad: list[str] = []
     for number, row in enumerate(rows):
@@ -176,8 +176,8 @@ def read_each(
 def row_files(path: Path) -> list[Path]:
     """List the files of a dataset: the file itself, or the files in a folder or its subfolder `data`.
 
-    JSON lists count only without other files, beside which they are descriptions and not rows. The last part
-    of a path may be a pattern: `data/train-*.parquet`.
+    Files `.json` are read only if there are no others, since beside other files they are descriptions. The
+    last component of a path may be a pattern: `data/train-*.parquet`.
     """
     if path.is_file():
         if path.suffix not in FORMS:
@@ -192,7 +192,7 @@ def row_files(path: Path) -> list[Path]:
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return [path]  # written by `datasets`
     listed = sorted(file for home in (path, path / "data") if home.is_dir() for file in home.iterdir())
-    for forms in ((".jsonl", ".parquet", *SEPARATED), (".json",)):  # the first that has any
+    for forms in ((".jsonl", ".parquet", *SEPARATED), (".json",)):  # the first group that has files
         if files := [file for file in listed if file.suffix in forms]:
             name_unread(path, listed, files, FORMS)
             return files
@@ -205,10 +205,10 @@ def split_of(path: Path) -> str:
 
 
 def checked(row: DataRow) -> DataRow:
-    """Apply the row's own `split`; set the fault of rows that are no objects, too deep, or not Unicode."""
+    """Apply a row's column `split`; set its `fault` if it is no object, nested too deeply, or no Unicode."""
     if type(row.columns) is not dict:
         return DataRow(row.place, row.split, fault=f"not a JSON object, but {short(row.columns)}")
-    # By level and not by recursion, which a hostile row could exhaust.
+    # Level by level, because a hostile row could exceed the recursion limit.
     level: list[Any] = [row.columns]
     for _ in range(DEEPEST):
         below: list[Any] = []
@@ -229,7 +229,7 @@ def checked(row: DataRow) -> DataRow:
 
 
 def text_lines(path: Path, parse: Callable[[DataRow], DataRow] | None = None) -> Iterator[DataRow]:
-    """Read the non-blank lines of a UTF-8 file, each as the column `line`; places are numbered from 1."""
+    """Read the non-blank lines of a UTF-8 file as rows with the column `line`; numbers start at 1."""
     if not path.is_file():
         raise SourceError(f"there is no file '{path}'")
     yield from LineFile(path, split_of(path), parse or (lambda row: row))
@@ -260,7 +260,7 @@ def json_lines(path: Path) -> Iterator[DataRow]:
 
 
 def named_rows(path: Path) -> Iterator[DataRow]:
-    """Read a CSV or TSV file by the names in its first line, and any other as JSON lines."""
+    """Read a CSV or TSV file, with column names in its first line, or any other file as JSON lines."""
     rows = lambda: map(checked, separated_rows(path, split_of(path)))
     yield from rows() if path.suffix in SEPARATED else json_lines(path)
 
@@ -308,7 +308,7 @@ def parquet_rows(path: Path) -> Iterator[DataRow]:
 def arrow_rows(
     batches: Iterable[Any], source: str, split: str, file: RowFile | None = None
 ) -> Iterator[DataRow]:
-    """Read the rows of arrow tables, numbered from 0; `file` gives access to them later."""
+    """Read the rows of arrow tables, numbered from 0; `file` can read single rows again later."""
     places = ((batch, at) for batch in batches for at in range(batch.num_rows))
     for number, (batch, at) in enumerate(places):
         location = None if file is None else Found(file, number)
@@ -316,10 +316,10 @@ def arrow_rows(
 
 
 def arrow_row(table: Any, at: int, row: DataRow) -> DataRow:
-    """Add the columns of a row of an arrow table; a value that Python cannot represent makes a bad row."""
+    """Add the columns of row `at` of an arrow table to `row`; an unconvertible value makes a bad row."""
     import pyarrow
 
-    try:  # one row at a time, so that a value that cannot be converted spoils no other row
+    try:  # one row at a time, so that an unconvertible value affects no other row
         return checked(replace(row, columns=table.slice(at, 1).to_pylist()[0]))
     except UnicodeDecodeError as error:
         return replace(row, fault=f"not UTF-8: {error}")
@@ -337,7 +337,7 @@ def saved_rows(path: Path) -> Iterator[DataRow]:
 
 
 def hub_rows(name: str, subset: str = "") -> Iterator[DataRow]:
-    """Read all splits of a dataset of the hub."""
+    """Read all splits of a dataset on the Hugging Face hub."""
     import datasets
 
     try:
@@ -359,9 +359,9 @@ def object_rows(name: str) -> Iterator[DataRow]:
 
 
 def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
-    """Read splits of `datasets` in the arrow format, where images stay encoded, as bytes or paths.
+    """Read splits of `datasets` in the arrow format, in which images stay encoded (bytes or paths).
 
-    Only the columns of `set_format` are read, if it was called.
+    If `set_format` was called on a split, only the columns that it selected are read.
     """
     for split, table in splits.items():
         shown = None if table.format["output_all_columns"] else table.format["columns"]
@@ -373,7 +373,7 @@ def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write rows as JSON lines, a JSON list or parquet, by the suffix of the path; return their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":  # one by one; the other forms need all rows at once
+    if path.suffix == ".jsonl":  # one by one; the other formats need all rows at once
         count = 0
         with path.open("w", encoding="utf-8") as file:
             for count, row in enumerate(rows, 1):  # noqa: B007

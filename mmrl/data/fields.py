@@ -20,28 +20,28 @@ _SHORT.maxlevel = 3
 
 
 class RowError(ValueError):
-    """A row, or a file of rows, that cannot be used. The message names the place."""
+    """Error for a row, or a file of rows, that cannot be used. The message names its place."""
 
 
 def short(value: Any) -> str:
-    """Format a value for an error message, shortened where it is long or deeply nested."""
+    """Format a value for an error message; long and deeply nested values are shortened."""
     return _SHORT.repr(value)
 
 
 def text(value: Any, name: str) -> str:
-    """Return the value if it is a text that is not blank."""
+    """Return a text that is not blank; raises `RowError` with the field `name` for any other value."""
     if isinstance(value, str) and value.strip():
         return value
     raise RowError(f"wanted a text as `{name}`, got {short(value)}")
 
 
 def is_number(value: Any) -> bool:
-    """Check for a finite number that fits a float; True and False are not numbers."""
+    """Whether a value is a finite number that fits a float; True and False are no numbers."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # NaN compares as False
 
 
 def number(value: Any, name: str) -> float:
-    """Return a finite number as a float; it may be a text, as in cells of CSV."""
+    """Convert a finite number, or a text with a number (as in CSV cells), to a float."""
     if type(value) is str and WRITTEN.fullmatch(value):
         value = float(value)
     if not is_number(value):
@@ -50,7 +50,7 @@ def number(value: Any, name: str) -> float:
 
 
 def listed(value: Any, name: str, size: int | None = None) -> list[Any]:
-    """Return a list, of `size` entries if given; it may be a JSON text, as in cells of CSV."""
+    """Convert a list, or a JSON text (as in CSV cells), to a list; `size` is the wanted length, if any."""
     entries = unpacked(value)
     if isinstance(entries, list | tuple) and size in (None, len(entries)):
         return list(entries)
@@ -59,7 +59,7 @@ def listed(value: Any, name: str, size: int | None = None) -> list[Any]:
 
 
 def unpacked(value: Any) -> Any:
-    """Parse a text that is a JSON list, as in cells of CSV; any other value stays."""
+    """Parse a text that is a JSON list (as in CSV cells); return any other value unchanged."""
     if type(value) is str and value.lstrip().startswith("["):
         try:
             entries = parse_json(value)
@@ -70,14 +70,14 @@ def unpacked(value: Any) -> Any:
 
 
 def mapping(value: Any, name: str) -> Mapping[str, Any]:
-    """Return the value if it is an object with named fields."""
+    """Return a mapping; raises `RowError` with the field `name` for any other value."""
     if isinstance(value, Mapping):
         return value
     raise RowError(f"wanted an object as `{name}`, got {short(value)}")
 
 
 def plain(value: Any, name: str) -> Any:
-    """Return the value if JSON can represent it."""
+    """Return a value that JSON can represent; raises `RowError` with the field `name` for others."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
@@ -86,7 +86,7 @@ def plain(value: Any, name: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; duplicate keys, numbers of thousands of digits and endless nesting are a RowError."""
+    """Parse JSON; raises `RowError` also for duplicate keys, huge numbers and too deep nesting."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
@@ -102,7 +102,7 @@ def parse_json(text: str) -> Any:
 
 
 def with_columns(reason: str, columns: Mapping[str, Any]) -> str:
-    """Append the row's columns to an error text that names a missing column."""
+    """Append the names of a row's columns to an error text that names a missing column."""
     named = re.findall(r"[`']([^\W\d]\w*)[`']", reason)
     if not columns or all(name in columns for name in named):
         return reason
@@ -110,7 +110,7 @@ def with_columns(reason: str, columns: Mapping[str, Any]) -> str:
 
 
 def uid_of(columns: Mapping[str, Any], default: str, name: str = "id") -> str:
-    """Read the id of a row, a text or a number, or else return the `default`."""
+    """Return the id in the column `name` as a text, or `default` without one."""
     value = columns.get(name)
     if value is None:
         return default
@@ -118,7 +118,7 @@ def uid_of(columns: Mapping[str, Any], default: str, name: str = "id") -> str:
 
 
 def template_fields(*templates: str) -> tuple[str, ...]:
-    """List the fields in `str.format` templates; empty where one cannot be parsed."""
+    """List the fields in `str.format` templates; empty if a template cannot be parsed."""
     try:
         named = [name for template in templates for _, name, _, _ in Formatter().parse(template) if name]
     except ValueError:  # `fill_template` raises the error

@@ -1,4 +1,4 @@
-"""Hints for a question: columns that hold them, their strength, and prompts with and without one."""
+"""Hints for questions: reading them from a column, and adding them to or removing them from prompts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mmrl.core.types import Part, Prompt
 
 TAG = "hint"  # tag of the outcomes of a prompt with a hint
 WANTED = "wanted_hint"  # tag of a prompt for which the engine `with_hinter` writes a hint
-WROTE = "wrote"  # tag of an outcome that is a hint; answers sampled with the hint have its value as `TAG`
+WROTE = "wrote"  # tag of an outcome that is a hint; answers with this hint have the same value in `TAG`
 ATTEMPT = "failed_attempt"  # column with a failed answer, of a prompt with the tag `WANTED`
 TEMPLATE = "\n\nHint: {hint}"
 SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|\n+")
 
 
 def with_hint(prompt: Prompt, hint: str, *, tag: str, template: str = TEMPLATE) -> Prompt:
-    """Add a hint as the last part of the last message; the id stays, so that all rows are one group.
+    """Add a hint as the last part of the last message; the id is kept, so that all rows are one group.
 
-    All outcomes get `tag` as their tag `hint`, which a prompt without a hint lacks.
+    All outcomes get the tag `hint` with the value `tag`. Outcomes without a hint lack the tag `hint`.
     """
     *before, last = prompt.messages
     last = replace(last, parts=(*last.parts, Part(template.replace("{hint}", hint), said=True)))
@@ -39,18 +39,18 @@ def without_hint(prompt: Prompt) -> Prompt:
 
 
 def wanting_hint(prompt: Prompt, attempt: str, *, tag: str) -> Prompt:
-    """Request a hint for a prompt after a failed answer, by a tag and a column; the id stays."""
+    """Mark a prompt as wanting a hint by the tag `WANTED`, and store its failed answer in a column."""
     columns = {**prompt.columns, ATTEMPT: attempt}
     return replace(prompt, columns=columns, tags={**prompt.tags, WANTED: tag})
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into sentences and lines."""
+    """Split a text at the ends of sentences and lines."""
     return [part for part in SENTENCE_END.split(text.strip()) if part]
 
 
 def tiers(value: Any, cuts: int) -> list[str]:
-    """List the hints of a column, the weakest first: a list of texts, or `cuts` growing parts of one text."""
+    """List hints from a column's value, weakest first: a list of texts, or `cuts` growing parts of a text."""
     match value:
         case str():
             parts = sentences(value)

@@ -19,25 +19,25 @@ from mmrl.data.fields import RowError
 
 MAX_FILE_BYTES = 4 << 30
 MAX_IMAGE_PIXELS = 100_000_000
-# Not EPS, for which Pillow starts ghostscript, nor formats whose readers hardly anybody uses.
+# EPS is excluded because Pillow starts ghostscript for it; so are formats whose readers are rarely used.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-ORIENTATION = 0x0112  # tag of EXIF
+ORIENTATION = 0x0112  # EXIF tag of the image orientation
 CHANNELS = (1, 3, 4)
-# A `data:` address, or plain base64 text, which is recognised by the first bytes of PNG, JPEG, GIF and WebP.
+# A `data:` URL, or plain base64 text, which is recognised by the first bytes of PNG, JPEG, GIF and WebP.
 HELD = re.compile(r"(?P<address>data:\w+/[^,]*;base64,|(?=(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s]{200}))")
-# Containers, as ffmpeg calls them. None refers to other files, unlike playlists and stream descriptions (hls,
-# concat, image2, dash, sdp).
+# Allowed containers, by their ffmpeg names. They cannot refer to other files, unlike playlists and stream
+# descriptions (hls, concat, image2, dash, sdp).
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
 
 
 class MediaError(RowError):
-    """A media file cannot be used. The message names the file."""
+    """Error for a media file that cannot be used. The message names the file."""
 
 
 def held_or_named(text: str) -> bytes | str:
-    """Decode a `data:` address or plain base64 to bytes, or return a path without `file://`.
+    """Decode a `data:` URL or plain base64 to bytes; return a path without its prefix `file://`.
 
-    Raises `MediaError` for other addresses.
+    Raises `MediaError` for other URLs, since nothing is downloaded.
     """
     if match := HELD.match(text):
         with decoding(f"{text[:40]}...", "base64", (ValueError,)):
@@ -71,7 +71,7 @@ def locate(name: str, root: Path, max_bytes: int = MAX_FILE_BYTES) -> Path:
 
 @contextmanager
 def decoding(name: str, wanted: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Convert errors of a reader inside the block to a `MediaError` that names the file and the formats."""
+    """Convert `errors` inside the block to a `MediaError` with the file `name` and the `wanted` formats."""
     try:
         yield
     except MediaError:
@@ -105,7 +105,7 @@ def opened_image(source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PI
 def read_image(
     source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS, *, transparent: bool = False
 ) -> Any:
-    """Decode a file or bytes to an upright 8-bit RGB image of PIL; see `as_rgb`."""
+    """Decode a file or bytes to an upright 8-bit RGB image of PIL, as `as_rgb` does."""
     with opened_image(source, name, max_pixels) as image:
         image.load()
         return as_rgb(image, name, transparent=transparent)
@@ -198,11 +198,11 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
     if getattr(file, "format", None) == "TIFF":
         # Tags BitsPerSample (258) and PhotometricInterpretation (262), which is 0 if the value 0 is white.
         bits, inverted = file.tag_v2.get(258, (16,))[0], file.tag_v2.get(262) == 0
-    white = (1 << bits) - 1  # of 16 bits 65535
+    white = (1 << bits) - 1  # 65535 for 16 bits
     grey = (values.clip(0, white) * 255 + white // 2) // white
     scaled = Image.fromarray((255 - grey if inverted else grey).astype(numpy.uint8))
     clear = file.info.get("transparency")
-    if clear is not None:  # PNG: the one transparent value of grey
+    if clear is not None:  # the transparent grey value of a PNG
         scaled.putalpha(Image.fromarray(((values != clear) * 255).astype(numpy.uint8)))
     return scaled
 

@@ -1,4 +1,4 @@
-"""Media of a dataset: references in rows, and lazy loading from one folder with a cache of decoded media."""
+"""Media of a dataset: references in rows, and lazy, cached loading from one folder."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CACHE_BYTES = 1 << 30
 class MediaRoot:
     """The folder of a dataset's media. Media paths are relative to it and cannot leave it.
 
-    `cache_bytes` limits the cache of decoded media. The least recently used are evicted first; the latest
-    stays.
+    `cache_bytes` limits the cache of decoded media. The least recently used media are evicted first; the
+    latest medium always stays.
     """
 
     root: Path
@@ -37,7 +37,7 @@ class MediaRoot:
 
     @classmethod
     def of_rows(cls, source: Path, root: str, cache_bytes: int = CACHE_BYTES) -> MediaRoot:
-        """Return the folder `root`, or by default the folder of a file or folder of rows."""
+        """Make a media root: the folder `root` if given, else `source`, or its parent if it is a file."""
         return cls(Path(root) if root else source if source.is_dir() else source.parent, cache_bytes)
 
     def medium(self, ref: MediaRef, place: str, sampling: FrameSampling) -> Media:
@@ -52,7 +52,7 @@ class MediaRoot:
         return Media(ref.kind, name, StoredMedium(ref.kind, stored, name), stored)
 
     def reader(self, row: str, sampling: FrameSampling) -> ReadMedia:
-        """Make the function that reads the media inside the messages of a row; `row` names it in errors."""
+        """Make the function that reads media in the messages of a row; `row` names the row in errors."""
 
         def read(kind: str, value: Any, place: str) -> Media:
             refs = list(media_refs(value, kind, place))
@@ -77,24 +77,24 @@ class MediaRoot:
         return self.file("image", name)
 
     def locate(self, name: str) -> Path:
-        """Resolve a path inside the root; raises `MediaError` for other paths and for files too large."""
+        """Resolve a path inside the root; raise `MediaError` for paths outside and for files too large."""
         return locate(name, self.root)
 
     def decoded(self, kind: str, name: str, sampling: FrameSampling | None) -> Any:
-        """Return a decoded file, from the cache if it is there."""
+        """Decode a file, or return its cached result."""
         path = self.locate(name)
         # The modification time is part of the key, so that a replaced file is decoded again.
         key = (kind, name, sampling, path.stat().st_mtime_ns)
         return self._decoded.get(key, lambda: MODALITIES[kind].load(path, str(path), sampling))
 
 
-# `Media.load` is an object of these classes. They are equal for the same medium, so that a prompt rebuilt
-# from its row finds cached results about its media.
+# `Media.load` is an object of these classes. Objects for the same medium are equal, so that a prompt that is
+# rebuilt from its row finds cached results about its media.
 
 
 @dataclass(frozen=True)
 class MediaFile:
-    """Loads a file of a root."""
+    """Loads a media file inside a media root."""
 
     root: MediaRoot
     kind: str
@@ -136,16 +136,16 @@ def one_frame(image: Any) -> Frames:
 
 # ---- references to media in rows, in all known layouts
 
-# Columns of media in some datasets and of texts in others: only names of media files count.
+# Columns that hold media in some datasets and texts in others; only names of media files count as media.
 EITHER = ("chosen", "rejected", "mask", "masks", "foreground", "background", "composite")
 MESSAGES = ("messages", "prompt", "conversations", "chosen", "rejected", "answers")
 
 
 @dataclass(frozen=True)
 class MediaRef:
-    """A reference of a row to a medium: its path, or its bytes if the row contains them."""
+    """A reference in a row to a medium: the path of the medium, or its bytes if the row contains them."""
 
-    kind: str  # of `MODALITIES`
+    kind: str  # a key of `MODALITIES`
     path: str
     data: bytes = b""
 
@@ -196,7 +196,7 @@ def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
 
 
 def _file_names(value: Any) -> Iterator[MediaRef]:
-    """List the texts that are paths of media files, by their suffix."""
+    """List the media whose paths are texts in a field; a text is a path if it has a media suffix."""
     data = b""
     match value:
         case {"path": str(path), "bytes": bytes(data)}:
@@ -222,7 +222,7 @@ def _in_messages(value: Any, name: str) -> Iterator[MediaRef]:
             if kind in MODALITIES and kind in keys:
                 yield from media_refs(value[kind], kind, f"{name}.{kind}")
             elif keys or kind not in MODALITIES:  # a part with only a type is a placeholder
-                kinds = " or ".join(f"`{known}`" for known in MODALITIES)
+                kinds = " or ".join(f"`{modality}`" for modality in MODALITIES)
                 raise RowError(f"wanted {kinds} in a part of `{name}`, got {short(value)}")
         case Mapping():
             yield from _in_messages(value.get("content"), name)

@@ -1,4 +1,4 @@
-"""Readers of chat messages with images and videos, in the form of transformers and TRL."""
+"""Readers of chat messages with images and videos, in the format of transformers and TRL."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from mmrl.core.types import Media, Message, Part, Prompt
 from mmrl.data.fields import RowError, listed, mapping, plain, short, text, unpacked
 from mmrl.data.row_fields import has_content
 
-SOUND = "<audio>"  # placeholder for sound, which no model reads unless `MODALITIES` has the kind
+SOUND = "<audio>"  # placeholder for audio, which no model reads unless `MODALITIES` has that kind
 ROLES = ("system", "user", "assistant", "tool")
 READ = ("role", "content")  # keys of a message that are parsed
-KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")  # for templates
-NEUTRAL = {"weight": 1, "loss": True}  # neutral values of keys by which toolkits exclude turns from the loss
-CALL = ("id", "type", "index", "function")  # keys of a call; `call_of` knows the keys of the function
-ASKED = ("prompt", "question")  # columns of the question, the first with content; or else `messages`
-NAMES = ("path", "url")  # keys of a part that may hold its file, besides its kind
-Slot = tuple[str, Media | None]  # a place for a medium, and the medium that a part itself holds
-# Makes a medium from its kind, its value in the row, and its name for errors.
+# Keys of a message that chat templates read.
+KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
+NEUTRAL = {"weight": 1, "loss": True}  # with these values, keys that exclude turns from the loss do nothing
+CALL = ("id", "type", "index", "function")  # keys of a tool call, besides those of its function
+ASKED = ("prompt", "question")  # columns with the question; if both are empty, `messages` has it
+NAMES = ("path", "url")  # keys of a part that can hold its file, besides the name of its kind
+Slot = tuple[str, Media | None]  # a placeholder's kind, and the medium if the part contains it
+# Creates a medium from its kind, its value in the row, and its name for errors.
 ReadMedia = Callable[[str, Any, str], Media]
 
 
 def no_media(kind: str, value: Any, place: str) -> Media:
-    """Raise `RowError` for any medium: for models that read text only."""
+    """Raise `RowError`; a `ReadMedia` for models that read only text."""
     raise RowError(f"this model reads text only, but {place} is given; leave it out")
 
 
@@ -38,7 +39,7 @@ def prompt_of(
     *,
     read: ReadMedia = no_media,
 ) -> Prompt:
-    """Make a prompt of a text or messages (see `read_messages`) and of its media by their kind.
+    """Create a prompt from a text or messages (see `read_messages`) and from media, keyed by their kind.
 
     Raises `RowError` for messages that end with an answer.
     """
@@ -56,18 +57,18 @@ def prompt_of(
 def read_messages(
     value: Any, media: Sequence[Media], medium: ReadMedia, name: str = "prompt"
 ) -> tuple[Message, ...]:
-    """Read a prompt, a text or messages, and put media into the places of its messages.
+    """Read a prompt (a text or messages), and insert media at the placeholders in its messages.
 
-    A place is a part `{"type": "image"}` or a mark <image> in a text, likewise for videos. Without places the
-    media come first in the user's first message, as in TRL. Raises `RowError` for a prompt without a message
-    of the user, and where the numbers of places and media differ.
+    A placeholder is a part `{"type": "image"}` or a mark <image> in a text, and likewise for videos. Without
+    placeholders, the media come first in the first user message, as in TRL. Raises `RowError` for a prompt
+    without a user message, and if the numbers of placeholders and media differ.
 
     Args:
-        value: A text, which is one message of the user, or messages of `role` and `content`: a text, or parts
-            of the `type` text, image or video. A part may hold its image or video itself.
-        media: The images and videos of the row's columns; they fill the places of their kind in order.
-        medium: Makes the medium that a part holds itself.
-        name: The column, for errors.
+        value: A text, which is one user message, or messages with `role` and `content`. The content is a
+            text, or parts of the `type` text, image or video. A part can contain its image or video.
+        media: The images and videos of the row's columns, in the order of the placeholders of their kind.
+        medium: Creates the medium that a part contains.
+        name: Name of the column, for errors.
     """
     read = []
     for i, turn in enumerate(as_turns(value, name)):
@@ -89,7 +90,7 @@ def read_messages(
 
 
 def kept_keys(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the keys of a message for chat templates, without its role and content.
+    """Return the keys of a message that chat templates read, without its role and content.
 
     Raises `RowError` for an unknown key with content, and for malformed tool calls.
     """
@@ -133,7 +134,7 @@ def _without_null(value: Any) -> Any:
 
 
 def plain_part(part: Any) -> Any:
-    """Rewrite a part of OpenAI's types `image_url` and `video_url` as an image or a video."""
+    """Convert a part of OpenAI's types `image_url` and `video_url` to an image or video; others stay."""
     match part:
         case {"type": str(kind), **rest} if kind in {f"{known}_url" for known in MODALITIES}:
             keys = {key: item for key, item in rest.items() if item is not None and key != "text"}
@@ -145,7 +146,7 @@ def plain_part(part: Any) -> Any:
 
 
 def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
-    """Join the parts of a message to one text with marks, and list its places of media."""
+    """Join the parts of a message to one text with media marks, and list the slots of its media."""
     content = plain_part(content)
     match content:
         case str():
@@ -170,7 +171,7 @@ def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
 
 
 def _check_sound(words: str) -> str:
-    """Return a text; raises `RowError` if it marks sound and no model reads that."""
+    """Return a text; raises `RowError` if it has an audio mark and no model reads audio."""
     if SOUND in words and "audio" not in MODALITIES:
         raise RowError(f"the text marks {SOUND}, but no model here hears: {short(words)}")
     return words
@@ -179,7 +180,7 @@ def _check_sound(words: str) -> str:
 def _filled(
     read: Iterable[tuple[str, str, list[Slot], dict[str, Any]]], media: Sequence[Media]
 ) -> tuple[Message, ...]:
-    """Fill each place without a medium of its own with the next medium of its kind."""
+    """Create messages; each slot without its own medium gets the next of the `media` of its kind."""
     left = {kind: [medium for medium in media if medium.kind == kind] for kind in MODALITIES}
     wanted = {kind: 0 for kind in left}
     messages = []
@@ -217,26 +218,26 @@ def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
 def asked_of(fields: Mapping[str, Any]) -> Any:
     """Return the question of a row, from `prompt`, `question` or `messages`, with its `system` prompt.
 
-    `messages` may end with one answer. Raises `RowError` where the columns contradict each other.
+    `messages` may end with one answer. Raises `RowError` if the columns contradict each other.
     """
     talks: dict[str, Any] = {name: spoken(fields[name]) for name in (*ASKED, "messages") if name in fields}
     fields = {**fields, **talks}
-    asked = next((fields[name] for name in ASKED if has_content(fields.get(name))), fields.get("prompt"))
-    if any(has_content(fields.get(name)) and fields[name] != asked for name in ASKED):
+    query = next((fields[name] for name in ASKED if has_content(fields.get(name))), fields.get("prompt"))
+    if any(has_content(fields.get(name)) and fields[name] != query for name in ASKED):
         raise RowError(f"the row asks in {' and '.join(ASKED)}, and not the same; keep one of them")
     messages: Any = fields.get("messages")
     if has_content(messages):
-        if has_content(asked):
-            before = as_turns(asked, "prompt")
+        if has_content(query):
+            before = as_turns(query, "prompt")
             rest = listed(messages, "messages")[len(before) :]
             answers = all(mapping(turn, "message").get("role") == "assistant" for turn in rest)
             same = same_words(before, messages[: len(before)]) and len(rest) <= 1 and answers
             if not same or holds_media(before) and not holds_media(messages):
-                raise RowError(f"the prompt, {short(asked)}, is not the one of `messages`; keep one of them")
-        asked = messages
+                raise RowError(f"the prompt, {short(query)}, is not the one of `messages`; keep one of them")
+        query = messages
     if not has_content(fields.get("system")):
-        return asked
-    system, turns = text(fields["system"], "system"), as_turns(asked, "prompt")
+        return query
+    system, turns = text(fields["system"], "system"), as_turns(query, "prompt")
     if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
         return [{"role": "system", "content": system}, *turns]
     if _words(turns[0].get("content")) != system:
@@ -245,7 +246,7 @@ def asked_of(fields: Mapping[str, Any]) -> Any:
 
 
 def spoken(value: Any) -> Any:
-    """Parse a text that is a JSON list of messages, as in cells of CSV; any other value stays."""
+    """Parse a text that is a JSON list of messages, as in CSV cells; return any other value unchanged."""
     turns = unpacked(value)
     if type(turns) is list and turns and all(isinstance(turn, Mapping) and "role" in turn for turn in turns):
         return turns
@@ -253,12 +254,12 @@ def spoken(value: Any) -> Any:
 
 
 def as_turns(value: Any, name: str) -> list[Any]:
-    """Return a list of messages; a text becomes one message of the user."""
+    """Return a list of messages; a text becomes one user message."""
     return [{"role": "user", "content": value}] if type(value) is str else listed(value, name)
 
 
 def same_words(turns: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether messages have the same roles and texts, without regard to media."""
+    """Whether two lists of messages have the same roles and texts, ignoring media."""
     texts = [
         [(mapping(turn, "message").get("role"), _words(turn.get("content"))) for turn in side]
         for side in (turns, others)
@@ -267,7 +268,7 @@ def same_words(turns: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def holds_media(turns: Sequence[Any]) -> bool:
-    """Whether a part of messages contains an image or a video, and not only a place for one."""
+    """Whether a part of messages contains an image or a video, and not only a placeholder."""
     contents = [turn.get("content") for turn in turns]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     places = ("type", "text")
@@ -279,7 +280,7 @@ def holds_media(turns: Sequence[Any]) -> bool:
 
 
 def _words(content: Any) -> str:
-    """Join the texts of a content, without marks of media and other parts."""
+    """Join the texts in the content of a message, without media marks and non-text parts."""
     match content:
         case str():
             return media_marks().sub("", content).strip()
@@ -307,7 +308,7 @@ def recorded_turn(value: Any, name: str) -> tuple[str, str]:
 
 
 def answer_text(value: Any, name: str) -> str:
-    """Read the text of an answer: a text, one message of the assistant, or its parts.
+    """Return the text of a recorded answer: a text, one assistant message, or the parts of a message.
 
     Raises `RowError` for several messages or answers, for another role, and for tool calls or thoughts beside
     the content (see `recorded_turn`).

@@ -1,4 +1,4 @@
-"""Detection of the columns that a run's pieces read by name, from their options and the code of rewards."""
+"""Detection of the columns that a run reads by name, from the options and the code of its pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCORING = ("reward", "metric", "group_filter")  # kinds whose code reads columns
 
 
 def named_columns(config: Config | EvaluateConfig) -> NamedColumns:
-    """List the columns that rewards, engines, filters and other pieces of a run read by name.
+    """Find the columns that rewards, engines, filters and other pieces of a run read by name.
 
     These are the parameters of functions in TRL's form and of an environment's `reset`, the string constants
     in the code of other rewards, and the words in options. A function with `**columns` takes all columns.
@@ -57,13 +57,13 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _nested(options: Any) -> Iterator[tuple[str, Any]]:
-    """List the pieces, functions and classes named in options, each with its kind."""
+    """Yield (kind, target) of the pieces, functions and classes that are named in options."""
     for text in _texts(options):
         yield from ((kind, entry.target) for (kind, name), entry in PIECES.items() if name == text)
         if objects.is_object(text) or IMPORTED.fullmatch(text):
             try:
                 yield SCORING[0], objects.get(text) if objects.is_object(text) else import_name(text)
-            except (ConfigError, ImportError, AttributeError):  # the text is no name after all
+            except (ConfigError, ImportError, AttributeError):  # the text is not a name
                 continue
 
 

@@ -1,4 +1,4 @@
-"""Rows of datasets in the memory of a Python program: of `datasets`, or any list of dictionaries."""
+"""Rows in the memory of a Python program: datasets of `datasets`, or any list of dictionaries."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def put_rows(name: str, data: Any, split: str) -> str:
     """Register a dataset under a name that a configuration can give as the `path` of its data.
 
     Args:
-        name: Such as "train_dataset".
+        name: The name, such as "train_dataset".
         data: A dataset of `datasets`, also streamed or with a single split, or an iterable of rows. Images of
             PIL, arrays and tensors (see `mmrl.data.media.to_image`) are stored as PNG.
-        split: The split of rows without one; also part of the id of rows without an id.
+        split: Name of the split if the data have none; also part of the id of rows without an id.
     """
     match data:
         # Datasets of `datasets` are recognized by `with_format`, without importing the library.
@@ -44,7 +44,7 @@ def put_rows(name: str, data: Any, split: str) -> str:
 
 
 def tables(name: str) -> dict[str, Any] | None:
-    """Return the tables of a dataset of `datasets` by split; None where rows are read one by one."""
+    """Return the tables of a dataset of `datasets`, by split; None if rows must be read one by one."""
     parts = _parts(name)
     # A streamed dataset has no table, and a transform applies only to rows that the dataset itself returns.
     as_stored = [hasattr(part, "num_rows") and part.format["type"] != "custom" for part in parts.values()]
@@ -52,7 +52,7 @@ def tables(name: str) -> dict[str, Any] | None:
 
 
 def _parts(name: str) -> dict[str, Any]:
-    """Return the splits of a dataset of `datasets`; empty for other rows."""
+    """Return the splits of a dataset of `datasets`, by name; empty for other kinds of rows."""
     data, split = objects.get(name)
     match data:
         case Mapping(with_format=_):  # a DatasetDict
@@ -63,7 +63,7 @@ def _parts(name: str) -> dict[str, Any]:
 
 
 def loose_rows(name: str) -> Iterator[tuple[str, Any, str]]:
-    """Iterate over rows outside of tables: the split, the columns, and the fault of a bad row."""
+    """Yield (split, columns, fault) of rows that are in no table; the fault of a good row is empty."""
     data, split = objects.get(name)
     for part, rows in (_parts(name) or {split: data}).items():
         for columns in rows:
@@ -74,7 +74,7 @@ def loose_rows(name: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def plain(value: Any) -> Any:
-    """Replace the images inside a value by PNG bytes; other content stays."""
+    """Replace all images inside a value by PNG bytes; other content does not change."""
     match value:
         case Mapping():
             return {str(key): plain(inner) for key, inner in value.items()}

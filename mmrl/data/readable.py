@@ -1,4 +1,4 @@
-"""Checks that the model can read a prompt: while the data are read, or else before training."""
+"""Checks that the model can read all prompts, while the data are read or else before training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADVICE = "mend them, or set `bad_rows: drop`"
 
 
 def with_inner(place: str, data: Piece) -> Iterator[tuple[str, Piece]]:
-    """List a data set and, recursively, the data sets in its option `data`, with their places."""
+    """Yield a data set and, recursively, the data sets in its option `data`, each with its dotted path."""
     yield place, data
     match data.options.get("data"):
         case None:
@@ -36,7 +36,7 @@ def drops(data: Piece) -> bool:
 
 
 class PromptCheck:
-    """Checks each prompt once; `check` raises `PromptError`."""
+    """Calls `check`, which raises `PromptError`, for each prompt once, and records which prompts passed."""
 
     def __init__(self, check: Callable[[Prompt], None]) -> None:
         self.check, self.seen = check, set[str]()
@@ -47,7 +47,7 @@ class PromptCheck:
         self.seen.add(prompt.uid)
 
     def rest(self, prompts: Sequence[Prompt], drop: bool, place: str) -> Sequence[Prompt]:
-        """Check the prompts that were not checked while rows were read; drop the bad ones, or raise."""
+        """Check all prompts that were not checked yet; return the good ones if `drop`, else raise."""
         bad: dict[int, str] = {}
         for at, uid in enumerate(uids_of(prompts)):
             if uid not in self.seen:
@@ -63,9 +63,9 @@ class PromptCheck:
 
 
 def prompt_check(policy: Piece) -> PromptCheck | None:
-    """Make the check of prompts for a policy, without loading weights; None where the policy has none.
+    """Create the prompt check of a policy without loading its weights; None if the policy defines none.
 
-    A model that is missing or cannot be used is an error of the policy later, not here.
+    This does not report a missing or unusable model: the policy raises that error when it is built.
     """
     make = getattr(find("policy", policy.name).target, "prompt_check", None)
     if make is None:

@@ -1,4 +1,4 @@
-"""Checks of the columns of rows: those that nothing reads raise an error, or are logged once."""
+"""Checks of data columns: a column that nothing reads raises an error, or is logged once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("mmrl")
 
 # A column, or alternatives, of which the first with content is read.
 Column = str | tuple[str, ...]
-ALWAYS = ("id", "split")  # read of every row
+ALWAYS = ("id", "split")  # read from every row
 SOUND = "no model here hears; leave out what asks about sound"
 ONCE = "the row asks in more than one column; keep the one that is meant"
 SHOWN = "this data set shows no media of that column"
@@ -57,7 +57,7 @@ JUDGING: dict[str, str] = {
 class NamedColumns:
     """The columns that the pieces of a run read by name: rewards, filters, metrics, templates.
 
-    `every`: a reward in TRL's form takes all columns (`**kwargs`).
+    `every` is True if a reward in TRL's form takes all columns (`**kwargs`).
     """
 
     names: frozenset[str] = frozenset()
@@ -67,16 +67,16 @@ class NamedColumns:
         return name in self.names or self.every and name not in ASKING
 
 
-# The columns of the run whose data are being read; None where a program calls a data set itself.
+# The columns that pieces of the current run read; None if a program calls a data set directly.
 NAMED: ContextVar[NamedColumns | None] = ContextVar("NAMED", default=None)
 # Raises `PromptError` for a prompt that the model of the run cannot read; None without a model.
 CHECK: ContextVar[Callable[[Prompt], None] | None] = ContextVar("CHECK", default=None)
 
 
 def declared(columns: Iterable[Column], renamed: Mapping[str, str] | None = None) -> tuple[Column, ...]:
-    """List the columns of a file that a data set reads, under the names of its option `columns`.
+    """List the columns of a file that a data set reads, after renaming by its option `columns`.
 
-    A column that is mapped to an empty name is left out.
+    A column that is mapped to an empty name counts as read, but is left out.
     """
     theirs = dict(renamed or {})
     read = [
@@ -111,7 +111,7 @@ class RowFields:
         self.unread: Counter[str] = Counter()
 
     def parted(self, row: DataRow) -> DataRow:
-        """Split a row into the columns that are read and the `others`.
+        """Split a row into the columns that the data set reads and `others`.
 
         Raises `RowError` for a column with content and a known meaning that nothing reads.
         """
@@ -131,7 +131,7 @@ class RowFields:
 
 
 def warn_unread(columns: Mapping[str, int], source: Any, advice: str = "") -> None:
-    """Log columns with content that nothing reads, each with its number of rows, if there are any."""
+    """Log the columns that nothing reads, each with its number of rows; log nothing without columns."""
     if columns:
         names = ", ".join(f"{name} ({count})" for name, count in sorted(columns.items()))
         more = advice and f"; {advice}"

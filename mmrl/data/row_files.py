@@ -19,20 +19,20 @@ from mmrl.core.byte_lru import ByteLRU
 from mmrl.data.fields import RowError
 
 BOM = b"\xef\xbb\xbf"  # byte order mark, with which some editors begin files
-PLACE = re.compile(r"(:\d+|\[\d+\])$")  # number of a line or row, at the end of a place
+PLACE = re.compile(r"(:\d+|\[\d+\])$")  # line or row number at the end of `DataRow.place`
 GROUP_BYTES = 16 << 20  # larger row groups of parquet are not decoded for single rows
-GROUP_ROWS = 1 << 14  # nor longer ones: repeated values are smaller in the file than in memory
-# The row groups decoded last, of all files, as tables of pyarrow.
+GROUP_ROWS = 1 << 14  # row groups of more rows are not either: repeated values are compressed in files
+# Cache of the last decoded row groups of all files, as tables of pyarrow.
 GROUPS: ByteLRU[Any] = ByteLRU(4 * GROUP_BYTES, lambda table: table.nbytes)
-SHOWN = 10  # bad rows that an error lists
+SHOWN = 10  # most bad rows that an error lists
 
 
 class SourceError(RowError, ConfigError):
-    """A file or folder of rows that a configuration names, but that is missing, unreadable or empty."""
+    """Error for a file or folder of rows that is missing, unreadable or empty."""
 
 
 def bad_rows_error(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> SourceError:
-    """Error about unusable rows, given as lines "place: reason"; rows with one reason share a line."""
+    """Create an error from lines "place: reason" about bad rows; rows with equal reasons share a line."""
     places: dict[str, list[str]] = {}
     for place, _, reason in (line.partition(": ") for line in bad[:SHOWN]):
         places.setdefault(reason, []).append(place)
@@ -62,7 +62,7 @@ class Found(NamedTuple):
 class DataRow:
     """One row of a dataset: its file and line, its split, and its columns, or the `fault` of a bad row.
 
-    A data set that declares its columns gets these as `columns`, and the rest as `others`.
+    For a data set that declares its columns, `columns` are these, and `others` the rest.
     """
 
     place: str
@@ -78,7 +78,7 @@ class DataRow:
         return {**self.columns, **self.others}
 
     def renamed(self, columns: Mapping[str, str] | None) -> dict[str, Any]:
-        """Add to the columns those that the option `columns` renames: {our name: name in the file}."""
+        """Return all `columns`, plus those that the option renames: {our name: name in the file}."""
         return {**self.columns, **{ours: self.columns.get(name) for ours, name in (columns or {}).items()}}
 
     @property
@@ -113,7 +113,7 @@ class Unchanged:
 
 
 def changed(place: str | Path) -> SourceError:
-    """Make the error about a file that changed after the data were read."""
+    """Create the error about a file that changed after the data were read."""
     return SourceError(f"'{place}' changed after it was read; a run reads its rows from there: start again")
 
 
@@ -132,7 +132,7 @@ class LineFile:
                 at += len(line)
 
     def row(self, found: Found) -> DataRow:
-        """Read the line at an offset."""
+        """Read the row at the offset in `found`."""
         self.files.check()
         with self.path.open("rb") as file:
             file.seek(found.at)
@@ -161,7 +161,7 @@ class TableFile:
         self.files = Unchanged(item["filename"] for item in self.table.cache_files)
 
     def row(self, found: Found) -> DataRow:
-        """Read a row by its number."""
+        """Read the row with the number in `found`."""
         self.files.check()
         row = DataRow(f"{self.source}[{found.at}]", self.split, found=found)
         return self.convert(self.table[found.at : found.at + 1], 0, row)
@@ -187,9 +187,9 @@ class GroupFile:
             self.starts = [0, *accumulate(group.num_rows for group in groups)]
 
     def row(self, found: Found) -> DataRow:
-        """Read a row by its number, with its whole row group."""
+        """Read the row with the number in `found`, by decoding its whole row group."""
         self.files.check()
-        group = bisect_right(self.starts, found.at) - 1  # after empty groups
+        group = bisect_right(self.starts, found.at) - 1  # skips empty groups
         table = GROUPS.get((self.files.stamps, group), lambda: self._group(group))
         row = DataRow(f"{self.path}[{found.at}]", self.split, found=found)
         return self.convert(table, found.at - self.starts[group], row)

@@ -1,4 +1,4 @@
-"""A list of prompts that are not kept in memory: each is made from its row when it is accessed."""
+"""A list of prompts that are not kept in memory: a prompt is created from its row on access."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ class Places:
     """Row locations, the function that makes a prompt from a row, and a weak cache of live prompts.
 
     Args:
-        make: Maps a row and its number to its prompt; deterministic.
+        make: Maps a row and its number to a prompt; equal arguments must give equal prompts.
     """
 
     def __init__(self, make: MakePrompt) -> None:
         self.make, self.lock = make, RLock()
         self.files: list[RowFile] = []
-        # By row: its file, its offset or number there, its line, and its number in the dataset.
+        # Per row: index of its file, offset or number in the file, line, and number in the dataset.
         self.rows = array("i"), array("q"), array("i"), array("i")
         self.names, self.ends = bytearray(), array("q")  # all ids concatenated, and the end of each
         self.kept: dict[int, Prompt] = {}  # prompts of rows that cannot be read again
         self.alive: WeakValueDictionary[int, Prompt] = WeakValueDictionary()
 
     def add(self, prompt: Prompt, found: Found | None, number: int) -> int:
-        """Append the location of the next row, or its prompt without one; return its index."""
+        """Append the location of the next row, or its prompt if it has no location; return its index."""
         index = len(self.ends)
         if found is None:
             self.kept[index] = prompt
             where = 0, 0, 0
         else:
-            if not self.files or self.files[-1] is not found.file:  # rows come file by file
+            if not self.files or self.files[-1] is not found.file:  # rows are added file by file
                 self.files.append(found.file)
             where = len(self.files) - 1, found.at, found.line
         for column, value in zip(self.rows, (*where, number), strict=True):
             column.append(value)
-        self.names += prompt.uid.encode("utf-8", "surrogatepass")  # names of files may be no UTF-8
+        self.names += prompt.uid.encode("utf-8", "surrogatepass")  # file names may not be UTF-8
         self.ends.append(len(self.names))
         return index
 
@@ -54,8 +54,8 @@ class Places:
         return self.names[start : self.ends[index]].decode("utf-8", "surrogatepass")
 
     def prompt(self, index: int) -> Prompt:
-        """Return a prompt from the cache, or make it again; raises `SourceError` for a row that changed."""
-        with self.lock:  # two threads get one prompt
+        """Return a prompt from the cache, or create it again; raises `SourceError` if its row has changed."""
+        with self.lock:  # two threads must get the same object
             prompt = self.kept.get(index) or self.alive.get(index)
             if prompt is None:
                 prompt = self.alive[index] = self._read(index)
@@ -78,7 +78,7 @@ class Places:
 class RowPrompts(Sequence[Prompt]):
     """The prompts of a dataset, or some of them, read from the files on access.
 
-    While a prompt is referenced anywhere, its index gives the same object. A slice is lazy, too.
+    While a prompt is referenced anywhere, its index returns the same object. Slices are lazy, too.
     """
 
     def __init__(self, places: Places, indices: Sequence[int]) -> None:
@@ -103,7 +103,7 @@ class RowPrompts(Sequence[Prompt]):
         return list, (list(self),)  # another process may not have the files: pickle the prompts
 
 
-# ---- functions of any list of prompts, which read as few rows of `RowPrompts` as possible
+# ---- functions for any list of prompts, which read as few rows of `RowPrompts` as possible
 
 
 def uids_of(prompts: Sequence[Prompt]) -> list[str]:

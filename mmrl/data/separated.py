@@ -10,11 +10,11 @@ from pathlib import Path
 from mmrl.data.row_files import DataRow, SourceError
 
 SEPARATED = {".csv": ",", ".tsv": "\t"}  # separators by file suffix
-LONGEST = 1 << 27  # characters of a cell
+LONGEST = 1 << 27  # most characters of a cell
 
 
 def separated_rows(path: Path, split: str) -> Iterator[DataRow]:
-    """Read rows by the names in the first line; cells are texts, and empty cells None.
+    """Read the rows of a CSV or TSV file; its first line names the columns. Empty cells become None.
 
     A row with more or fewer cells than names has a fault. Columns without a name, such as the index of
     pandas, are skipped. Raises `SourceError` for a duplicate name or another separator.

@@ -14,7 +14,7 @@ from functools import cache
 from threading import Lock
 from typing import Any
 
-IN_MEMORY = 64 << 20  # bytes of a process that stay in memory; later ones go to the file
+IN_MEMORY = 64 << 20  # most bytes per process in memory; further bytes go to the file
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,14 +50,14 @@ class ByteFile:
 
     limit: int = IN_MEMORY
     in_memory: int = 0
-    end: int = 0  # of the file
+    end: int = 0  # size of the file
     stored: dict[bytes, StoredBytes | BytesInMemory] = field(default_factory=dict, repr=False)  # by SHA-256
     file: Any = field(default_factory=tempfile.TemporaryFile, repr=False)
     lock: Any = field(default_factory=Lock, repr=False)
 
     @property
     def descriptor(self) -> int:
-        """File descriptor."""
+        """The file descriptor."""
         return self.file.fileno()
 
     def put(self, data: bytes) -> StoredBytes | BytesInMemory:
@@ -81,5 +81,5 @@ class ByteFile:
 
 @cache
 def byte_file() -> ByteFile:
-    """Return the file of this process."""
+    """Return the `ByteFile` of this process, which is created at the first call."""
     return ByteFile()

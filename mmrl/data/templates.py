@@ -12,12 +12,12 @@ from jinja2.sandbox import SandboxedEnvironment
 from mmrl.config.loading import ConfigError
 from mmrl.data.fields import RowError, short
 
-# Marks of chat templates, processors and verdicts: <|im_end|>, <image>, <score>, [INST].
+# Control marks of chat templates, processors and judges: <|im_end|>, <image>, <score>, [INST].
 MARKUP = re.compile(r"<(?=[|\N{FULLWIDTH VERTICAL LINE}]|/?[A-Za-z_][\w-]*>)|\[(?=/?[A-Z_]+\])")
 
 
 def quoted(text: str) -> str:
-    """Escape the marks in a model's text, so that a prompt can quote it: `<image>` becomes `< image>`."""
+    """Escape control marks in a model's text before a prompt quotes it: `<image>` becomes `< image>`."""
     return MARKUP.sub(lambda match: match[0] + " ", text)
 
 
@@ -26,12 +26,12 @@ class TextTemplate:
 
     Args:
         source: The template.
-        known: Names that it may read.
-        needed: Names that it must read.
-        place: Its owner, for errors.
+        known: Names that the template may use.
+        needed: Names that the template must use.
+        place: Owner of the template, for errors.
 
     Raises:
-        ConfigError: Bad syntax, or other names than these.
+        ConfigError: Bad syntax, an unknown name, or a missing name of `needed`.
     """
 
     def __init__(self, source: str, known: Set[str], needed: Set[str], place: str) -> None:
@@ -47,7 +47,7 @@ class TextTemplate:
             raise ConfigError(f"{place}: the template does not read '{name}', which it has to show")
 
     def __call__(self, words: Mapping[str, Any]) -> str:
-        """Fill the template; raises `RowError` where a row lacks what it reads."""
+        """Fill the template; raises `RowError` if a name that it uses is missing."""
         try:
             return self._template.render(words)
         except TemplateError as error:

@@ -20,7 +20,7 @@ CAPTION = ("prompt", "caption")
 
 
 def objects(path: Path, read: Callable[[Mapping[str, Any]], T]) -> list[T]:
-    """Read one JSON object per line and convert it by `read`; one error names all bad rows."""
+    """Convert every row of a JSON lines, CSV or TSV file with `read`; one error names all bad rows."""
     return read_each(path, named_rows(path), lambda row, _: read(row.columns))
 
 
@@ -45,7 +45,7 @@ def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
 
 
 def line_uid(row: DataRow, path: Path) -> str:
-    """Name a row by its own `id`, or else by the file's name and the number of the line."""
+    """Return the id of a row: its column `id`, or else the name of the file and the line number."""
     return uid_of(row.columns, f"{path.stem}#{row.place.rpartition(':')[2]}")  # `place` is file:line
 
 
@@ -86,7 +86,7 @@ def recorded_prompts(
     Args:
         path: File of rows.
         root: Folder of the recorded files.
-        limit: Most rows; 0: all.
+        limit: Largest number of rows; 0: all.
         read: Returns the file names of a row and the scores of each file.
         load: Decodes a file.
         size: Reads frames, height and width of a file.

@@ -1,4 +1,4 @@
-"""Decoding videos: frames at given seconds, upright, scaled to a budget of pixels."""
+"""Decoding videos: frames at chosen seconds, upright, within a pixel budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from mmrl.core.types import Frames
 from mmrl.data.media import MediaError, opened_video, upright
 
-LATEST = 1 << 62  # a time after all frames; seeking it finds the last key frame
+LATEST = 1 << 62  # a time after all frames; seeking to it finds the last key frame
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class FrameSampling:
 
     Args:
         frames_per_second: Sampling rate, within the bounds on the number of frames.
-        min_frames: Fewest frames.
-        max_frames: Most frames.
-        multiple_of: The number of frames is a multiple of this.
-        max_pixels: Most pixels (width x height) of a frame; larger frames shrink, with their aspect ratio
-            kept. 0: no limit.
-        total_pixels: Most pixels of all frames together. 0: no limit.
-        start: First second; None: the start of the video.
-        end: Last second; None: the end of the video.
+        min_frames: Minimal number of frames.
+        max_frames: Maximal number of frames.
+        multiple_of: The number of frames is a multiple of this number.
+        max_pixels: Maximal pixels (width x height) of a frame; larger frames are shrunk and keep their aspect
+            ratio. 0: no limit.
+        total_pixels: Maximal pixels of all frames together. 0: no limit.
+        start: Second at which sampling begins; None: the start of the video.
+        end: Second at which sampling ends; None: the end of the video.
     """
 
     frames_per_second: float = 2.0
@@ -58,7 +58,7 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
         zero, duration = _timing(path, container)
         times = _times_within(path, duration, sampling)
         if times[0] > 1:
-            # Seeks the key frame before it.
+            # Seeks to the last key frame before the first sampled frame.
             container.seek(int((times[0] + zero) / stream.time_base), stream=stream)
         scaler = VideoReformatter()  # one for all frames: its setup takes longer than scaling a small frame
         images: list[Tensor] = []  # (3, height, width) each
@@ -88,7 +88,7 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
 
 
 def load_video(source: Path | bytes, name: str, sampling: FrameSampling | None = None) -> Frames:
-    """Decode the sampled frames of a video file: `load` of the kind "video"."""
+    """Decode the sampled frames of a video file; this is the loader of the media kind "video"."""
     assert isinstance(source, Path), "a video inside a row"
     return read_video(source, sampling or FrameSampling())
 
@@ -104,7 +104,7 @@ def _times_within(path: Path, duration: float, sampling: FrameSampling) -> list[
 
 
 def sampled_size(path: Path, sampling: FrameSampling) -> tuple[int, int, int, float]:
-    """Return number of frames, height, width and covered seconds of `read_video` without decoding.
+    """Return the number of frames, height, width and seconds of `read_video`, without decoding.
 
     For rotated videos, height and width are swapped.
     """
@@ -126,7 +126,7 @@ def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[floa
         count += step
     if count > sampling.max_frames:
         count = max(step, count - step)
-    return [begin + (end - begin) * i / count for i in range(count)]  # the last is a step before the end
+    return [begin + (end - begin) * i / count for i in range(count)]  # the last is one step before `end`
 
 
 def _timing(path: Path, container: Any) -> tuple[float, float]:
@@ -135,7 +135,7 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
     zero = float(stream.start_time * stream.time_base) if stream.start_time else 0.0
     if stream.duration:
         duration = float(stream.duration * stream.time_base)
-        if "mp4" in container.format.name:  # its header sums decoding times, and may end too early
+        if "mp4" in container.format.name:  # the header sums decoding times, which may be too short
             container.seek(LATEST, stream=stream)
             duration = max(duration, _last_end(container) - zero)
             container.seek(stream.start_time or 0, stream=stream)
@@ -151,7 +151,7 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
 
 
 def _last_end(container: Any) -> float:
-    """Return the second at which the last remaining packet ends; 0 without times."""
+    """Return the second at which the last remaining packet ends; 0 if packets have no times."""
     packets = (packet for packet in container.demux(container.streams.video[0]) if packet.pts is not None)
     ends = (float((packet.pts + (packet.duration or 0)) * packet.time_base) for packet in packets)
     return max(ends, default=0.0)
@@ -162,7 +162,7 @@ def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]
     timed = (frame for frame in frames if frame.time is not None)
     for frame, following in pairwise(chain(timed, [None])):
         if following is not None:
-            yield frame, following.time - zero - 5e-4  # half a millisecond: times of files are rounded
+            yield frame, following.time - zero - 5e-4  # half a millisecond, because file times are rounded
         else:
             length = float(frame.duration * frame.time_base) if frame.duration else 0.0
             yield frame, frame.time - zero + max(length, 1e-3)
@@ -179,7 +179,7 @@ def _size_within(height: int, width: int, sampling: FrameSampling, count: int) -
 def _scaled(frame: Any, sampling: FrameSampling, count: int, scaler: Any) -> Tensor:
     """Convert a frame to an upright (3, height, width) uint8 image within the pixel limits."""
     height, width = _size_within(frame.height, frame.width, sampling, count)
-    # AREA averages the pixels that become one, so that shrinking does not alias.
+    # AREA averages the source pixels of every output pixel, so that shrinking does not alias.
     scaled = scaler.reformat(frame, width=width, height=height, format="rgb24", interpolation="AREA")
     array = scaled.to_ndarray()
     return upright(torch.from_numpy(array), frame).permute(2, 0, 1).contiguous()

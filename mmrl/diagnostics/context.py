@@ -23,7 +23,7 @@ from mmrl.core.types import Prompt, Rollouts, Unit
 class Finding:
     """Result of a check: the fault, advice, and its place (file and row of data).
 
-    A finding that is not `grave` is information.
+    A finding that is not `grave` only informs.
     """
 
     what: str
@@ -47,9 +47,10 @@ class Examined:
         batch: The rows as the policy trains on them.
         micro_batch_steps: Steps per micro-batch.
         untouched: Trained parameters without a gradient.
-        memory: Estimated bytes by part.
-        again: Makes the collection with other options of the policy; None where it lacks these options.
-        ask: Rollouts of the engine, one per prompt, with the random streams of the step.
+        memory: Estimated bytes by component.
+        again: Repeats the collection with other options of the policy; returns None if it lacks these
+            options.
+        ask: Samples rollouts, one per prompt, with the random streams of the step.
     """
 
     config: Config
@@ -75,11 +76,11 @@ class Examined:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Distinct prompts of the collection."""
+        """The distinct prompts of the collection."""
         return list({row.prompt.uid: row.prompt for row in self.rollouts}.values())
 
     def replay(self, batch: Batch | None = None, *, row_by_row: bool = False) -> Tensor:
-        """Log-probabilities of the policy, in micro-batches as in training or row by row: (N, T) float64."""
+        """Compute the policy's log-probabilities (rows, steps), in micro-batches or row by row."""
         batch = self.rows if batch is None else batch
         cuts = batch.cuts(self.micro_batch_steps, max(self.needs.unit, Unit.ROW))
         if row_by_row:
@@ -92,13 +93,13 @@ class Examined:
         return out
 
     def log_probabilities(self, rollouts: Rollouts) -> Tensor:
-        """Log-probabilities of the policy for any rollouts: (N, T), 0 after the last step."""
+        """Compute the policy's log-probabilities of any rollouts: (rows, steps), 0 after the last step."""
         batch = self.policy.collate(rollouts)
         return self.replay(batch) * batch.mask.cpu()
 
 
 def lossy_pieces(config: Config) -> list[str]:
-    """Names of the caches and transforms that make the rollout engine less exact than the policy."""
+    """List the caches and transforms that make the rollout engine less exact than the policy, by name."""
     return [
         f"{kind} {as_piece(piece, kind).name}"
         for engine in config.rollout.engine

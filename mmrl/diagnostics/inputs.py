@@ -1,4 +1,4 @@
-"""Checks that the files, folders and columns exist that a configuration names."""
+"""Checks that the files, folders and columns that a configuration names exist."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from mmrl.data.readable import drops, with_inner
 from mmrl.data.row_fields import NAMED, TOOLKIT
 from mmrl.runtime.checkpoint import model_folder
 
-FIRST = 20  # rows that are read
-OPENED = 4  # images, and videos, that are decoded
+FIRST = 20  # number of rows that are read
+OPENED = 4  # number of images, and of videos, that are decoded
 # Arguments that `rewards.adapters.from_trl` passes to every reward, whatever the columns.
 OFFERED = ("prompts", "completions", "completion_ids", "trainer_state", "target")
 
 
 def check_inputs(config: Config | EvaluateConfig) -> None:
-    """Raise `ConfigError` with all missing files, folders and columns; loads no weights."""
+    """Raise `ConfigError` that names all missing files, folders and columns; no weights are loaded."""
     if findings := list(_absent(config)):
         raise ConfigError("; ".join(findings))
     start = str(model_folder(config.init_from)) if isinstance(config, Config) and config.init_from else ""
@@ -74,7 +74,7 @@ def check_first_rows(config: Config | EvaluateConfig) -> None:
 
 
 def _first_prompts(place: str, piece: Piece) -> Sequence[Prompt]:
-    """First prompts of a local data set that takes a `limit`; none of other data sets."""
+    """Read the first prompts of a local data set with the option `limit`; return () for other data sets."""
     path, limit = piece.options.get("path"), piece.options.get("limit") or FIRST
     exists = isinstance(path, str) and (objects.is_object(path) or Path(path).exists())
     if not exists or "limit" not in find("data", piece.name).options:
@@ -87,7 +87,7 @@ def _first_prompts(place: str, piece: Piece) -> Sequence[Prompt]:
 
 
 def _open_media(place: str, prompts: Sequence[Prompt]) -> None:
-    """Decode the first images and videos; raises `ConfigError` for a broken one."""
+    """Decode the first images and videos; raise `ConfigError` if one is broken."""
     opened: Counter[str] = Counter()
     for row, medium in ((prompt, medium) for prompt in prompts for medium in prompt.media):
         opened[medium.kind] += 1
@@ -99,7 +99,7 @@ def _open_media(place: str, prompts: Sequence[Prompt]) -> None:
 
 
 def _check_answers(config: Config | EvaluateConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise `ConfigError` where the engine reads recorded answers and the first rows have none."""
+    """Raise `ConfigError` if the engine needs recorded answers and the first rows have none."""
     for piece in config.rollout.engine if isinstance(config, Config) else ():
         needs = getattr(find("engine", piece.name).target, "needs_answers", False)
         if needs and not any(prompt.answers for prompt in prompts):
@@ -110,7 +110,7 @@ def _check_answers(config: Config | EvaluateConfig, prompts: Sequence[Prompt]) -
 
 
 def _given(config: Config | EvaluateConfig) -> dict[str, Any]:
-    """Fields of a configuration that hold pieces, by place."""
+    """Map each place of a configuration that holds pieces to its value."""
     return {place: value for _, value, place in held_fields(config)}
 
 
@@ -120,7 +120,7 @@ def _data(config: Config | EvaluateConfig) -> list[tuple[str, Piece]]:
 
 
 def _models(config: Config | EvaluateConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Policy and references with their inner policies: place, class and options of each."""
+    """Yield place, class and options of the policy, the references, and their inner policies."""
 
     def within(kind: str, piece: Piece, place: str) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
         yield place, find(kind, piece.name).target, piece.options
@@ -133,7 +133,7 @@ def _models(config: Config | EvaluateConfig) -> Iterator[tuple[str, Any, Mapping
 
 
 def _absent(config: Config | EvaluateConfig) -> Iterator[str]:
-    """Sentences about files and folders that do not exist."""
+    """Yield sentences about files and folders that do not exist."""
     for place, _, options in _models(config):
         for option in ("model", "adapter"):
             match options.get(option):
@@ -165,9 +165,9 @@ def _is_local(name: str) -> bool:
 
 
 def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> Iterator[str]:
-    """Sentences about columns that TRL rewards or the prompt template read and that no row has."""
+    """Yield sentences about columns that TRL rewards or the prompt template read but no row has."""
     options, takes = data.options, find("data", data.name).options
-    if "columns" not in takes:  # only data sets with this option pass the columns of rows on
+    if "columns" not in takes:  # only data sets with this option pass columns to rewards
         return
     columns = _first_columns(options)
     if not columns:
@@ -176,7 +176,7 @@ def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> It
     lacks = f"that the first rows of {place} do not have; they have {', '.join(sorted(names))}"
     for i, piece in enumerate(rewards):
         for name in _required(piece):
-            # Rewards get the media of a prompt by every name, whichever column holds them.
+            # Rewards get the media of a prompt under every media name, whichever column contains them.
             if name not in names and not (name in media and names & media):
                 yield f"{at}[{i}]: '{piece.name}' takes the column '{name}' {lacks}"
     match options.get("prompt", takes["prompt"].default if "prompt" in takes else ""):
@@ -190,7 +190,7 @@ def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> It
 
 
 def _first_columns(options: Mapping[str, Any]) -> set[str]:
-    """Names of the columns of the first rows; none where they cannot be read."""
+    """Return the names of the columns of the first rows; empty if they cannot be read."""
     path = Path(str(options.get("path", "")))
     if not path.is_dir() and path.suffix not in FORMS:
         return set()
@@ -202,7 +202,7 @@ def _first_columns(options: Mapping[str, Any]) -> set[str]:
 
 
 def _required(piece: Piece) -> list[str]:
-    """Required column arguments of a TRL reward."""
+    """List the required column arguments of a TRL reward."""
     target = inspect.unwrap(find("reward", piece.name).target)
     if not is_trl(target):
         return []

@@ -22,13 +22,13 @@ from mmrl.core.types import Prompt
 from mmrl.runtime.low_bit import scales_of
 from mmrl.runtime.modules import loading_onto
 
-PROMPTS = 8  # prompts whose lengths are measured
+PROMPTS = 8  # number of prompts whose lengths are measured
 SIDE = 64  # side of the weight matrix that measures the state of an optimizer
 
 
 @memory_estimate
 def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-    """Estimate weights, gradients, optimizer state, references, and other models.
+    """Estimate the memory of weights, gradients, optimizer state, references, and other models.
 
     A second model or a teacher is assumed to be as large as the policy.
     """
@@ -61,17 +61,17 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
     } | ({"models that do not learn": others} if others else {})
 
 
-SHARDED = ("weights", "learning/gradients", "optimizer", "references")  # parts that FSDP2 shards
+SHARDED = ("weights", "learning/gradients", "optimizer", "references")  # components that FSDP2 shards
 
 
 def sharded(config: Config, module: nn.Module, memory: Mapping[str, float], world: int) -> dict[str, float]:
-    """Estimate of one process with FSDP2: sharded parts, plus one whole layer, or all weights to sample."""
+    """Estimate the memory of one FSDP2 process: shards, one whole layer, and all weights if it samples."""
     shares = {name: size / world if name in SHARDED else size for name, size in memory.items()}
     blocks = [block for part in module.modules() if isinstance(part, nn.ModuleList) for block in part]
     layers = [sum(p.nbytes for p in block.parameters()) for block in blocks]
     shares["learning/a layer"] = max([*layers, *(p.nbytes for p in module.parameters())])
     if not sampled_elsewhere(config):
-        shares["rollouts/whole weights"] = memory["weights"] * (1 - 1 / world)  # in addition to the shard
+        shares["rollouts/whole weights"] = memory["weights"] * (1 - 1 / world)  # the shard is counted already
     return shares
 
 
@@ -82,7 +82,7 @@ def sampled_elsewhere(config: Config) -> bool:
 
 
 def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
-    """Bytes of optimizer state per weight, measured with default options."""
+    """Measure the bytes of optimizer state per weight, with default options."""
     weight = nn.Parameter(torch.zeros(SIDE, SIDE))
     weight.grad = torch.ones_like(weight)
     optimizer = make([("weight", weight)])
@@ -96,31 +96,31 @@ def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
 
 
 def in_use(kind: str, config: Config, on: str = "") -> list[Entry]:
-    """Pieces of a kind that apply to a run: of the core, and of the packages whose pieces it names."""
+    """List the pieces of a kind that apply to a run: core pieces, and pieces of packages that it uses."""
     named = [config.policy, config.data, *config.rollout.engine, *config.rewards]
     scopes = {"", *(piece.name.rpartition(".")[0] for piece in named if ":" not in piece.name)}
     return [entry for entry in pieces(kind, on) if entry.scope in scopes]
 
 
 def estimate_memory(config: Config, world: int = 1, shards: bool = False) -> Mapping[str, float]:
-    """Estimate the memory of a run, bytes by part, from some prompts and a policy without weights.
+    """Estimate the memory of a run in bytes by component, from some prompts and a policy without weights.
 
     Args:
         config: The run.
         world: Number of processes; the estimate is for one of them.
         shards: Whether FSDP2 shards the weights.
     """
-    made = Pieces(Stream(config.seed))
-    data = made.make_field(config, "data")
+    builder = Pieces(Stream(config.seed))
+    data = builder.make_field(config, "data")
     with loading_onto(None, empty=True):
-        policy = made.make_field(config, "policy")
+        policy = builder.make_field(config, "policy")
     rollout = replace(config.rollout, num_prompts=math.ceil(config.rollout.num_prompts / world))
     memory = estimate_with(replace(config, rollout=rollout), policy, list(data[:PROMPTS]))
     return sharded(config, policy.module, memory, world) if shards else memory
 
 
 def estimate_with(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapping[str, float]:
-    """Sum of all memory estimates that apply to a run: bytes by part."""
+    """Sum all memory estimates that apply to a run; return the bytes by component."""
     total: dict[str, float] = defaultdict(float)
     for entry in in_use("memory_estimate", config):
         for name, size in entry.target(config, policy, prompts).items():
@@ -129,9 +129,9 @@ def estimate_with(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapp
 
 
 def peak(memory: Mapping[str, float]) -> float:
-    """Largest memory in use at once.
+    """Return the largest memory in use at once.
 
-    A part `phase/name`, such as "rollouts/cache", exists in one phase of a step; other parts always exist.
+    A component `phase/name`, such as "rollouts/cache", exists in one phase of a step; others always exist.
     """
     phases: dict[str, float] = defaultdict(float)
     for name, size in memory.items():
@@ -142,7 +142,7 @@ def peak(memory: Mapping[str, float]) -> float:
 
 
 def room() -> tuple[float, str]:
-    """Memory of the training device in bytes (0: unknown), and its name."""
+    """Return the memory of the training device in bytes (0: unknown), and its name."""
     if torch.cuda.is_available():
         return float(torch.cuda.mem_get_info()[1]), torch.cuda.get_device_name()
     try:

@@ -1,4 +1,4 @@
-"""Checks rewards with targets as answers: full marks at the own row, and only there."""
+"""Checks of rewards with targets as answers: a target must get full marks in its own row only."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from mmrl.rewards.answers import FormOfData
 from mmrl.runtime.reward_calls import matches
 from mmrl.runtime.scoring import Scoring, called, shown, to_float
 
-SAMPLE = 200  # rows that are checked when a run starts
-WRONG_SHARE = 0.05  # largest share of rows whose own target earns less than full marks
-ALIKE_SHARE = 0.5  # largest share of rows that give full marks to the targets of other rows
-OTHERS = 3  # targets of other rows that are tried as answers to a row
+SAMPLE = 200  # number of rows that are checked when a run starts
+WRONG_SHARE = 0.05  # largest fraction of rows whose own target earns less than full marks
+ALIKE_SHARE = 0.5  # largest fraction of rows that give full marks to the targets of other rows
+OTHERS = 3  # number of other rows' targets that are tried as answers to a row
 NEAR = 1e-6  # tolerance for rounding
-SHOWN = 3  # rows that a message names
+SHOWN = 3  # number of rows that a message names
 SECONDS = 60.0  # timeout of an asynchronous reward
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Result of one reward for the targets of the data.
+    """Result of checking one reward with the targets of the data.
 
     Args:
         place: Place of the reward in the configuration, with its name.
         rows: Number of rows with a target that the reward reads.
         wrong: A sentence for each row whose own target does not earn full marks.
-        alike: A sentence for each row where the targets of all other rows that were tried earn full marks.
+        alike: A sentence for each row that gives full marks to all tried targets of other rows.
         compared: Largest number of other targets that were tried for a row.
         unfit: A sentence for each row whose target has another form than the reward reads.
     """
@@ -50,7 +50,7 @@ class RoundTrip:
     unfit: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
-        """Sentences about the faults, with the names of the first rows."""
+        """Yield sentences about the faults, with the names of the first rows."""
         if not self.rows:
             yield (
                 f"{self.place}: no row has a target that it reads, so it gives no reward; name the column of "
@@ -81,20 +81,20 @@ def check_targets(
     sample: int = 0,
     form: FormOfData | None = None,
 ) -> list[str]:
-    """Check every reward that reads targets; returns sentences about the rows where it fails.
+    """Check every reward that reads targets; return sentences about the rows where it fails.
 
     Rewards that need a missing package or another process are skipped.
 
     Args:
         prompts: The data.
         rewards: Pieces of the rewards.
-        place: Place of the rewards in the configuration: `rewards`.
+        place: Place of the rewards in the configuration, such as `rewards`.
         sample: Number of rows to check, evenly spaced; 0: all rows.
         form: Form of the targets, if it was inferred before.
 
     Raises:
         ConfigError: A reward is wrong for more than 5 % of the rows, or gives full marks to other targets in
-            more than half of them.
+            more than half of the rows.
     """
     trips = list(round_trips(prompts, rewards, place, sample=sample, form=form))
     if failed := [line for trip in trips if trip.fails for line in trip.lines()]:
@@ -113,7 +113,7 @@ def round_trips(
     sample: int = 0,
     form: FormOfData | None = None,
 ) -> Iterator[RoundTrip]:
-    """Results of every reward that can write its target as an answer."""
+    """Yield the result of every reward whose right answers can be derived from the targets."""
     pieces, form = Pieces(Stream()), form or FormOfData(prompts)
     step = max(1.0, len(prompts) / sample) if sample else 1.0
     rows: list[Prompt] = []
@@ -147,7 +147,7 @@ def round_trip(bound: Bound, prompts: Sequence[Prompt], place: str) -> RoundTrip
         try:
             if own := grader.own(prompt):
                 rows.append((prompt, own))
-        except Exception as error:  # a reward cannot read a target that it cannot write
+        except Exception as error:  # the target cannot be written as an answer
             rows.append((prompt, OwnAnswer(())))
             wrong.append(f"row '{prompt.uid}': {error}")
     pairs = [(prompt, text) for prompt, own in rows for text in own.texts]
@@ -169,14 +169,14 @@ def round_trip(bound: Bound, prompts: Sequence[Prompt], place: str) -> RoundTrip
 
 
 def _alike(grader: Grader, rows: Sequence[tuple[Prompt, OwnAnswer]]) -> tuple[list[str], int]:
-    """Sentences about rows where a few other targets all earn full marks, and how many were tried."""
+    """Return sentences on rows that give full marks to all tried other targets, and the number tried."""
     # Neighbours in this order are similar, such as 3 and -3.
     texts = {_key(own.texts[0]): own.texts[0] for _, own in rows}
     order = sorted(texts, key=lambda key: ("".join(filter(str.isalnum, key)), key))
     place = {key: i for i, key in enumerate(order)}
     count = len(order)
     apart = list(dict.fromkeys(by for by in (1, count // 3, 2 * count // 3) if 0 < by < count))[:OTHERS]
-    for by in range(2, min(count, OTHERS + 1)):  # few targets: try the others too
+    for by in range(2, min(count, OTHERS + 1)):  # if there are few targets, try the others too
         apart += [by] if by not in apart and len(apart) < OTHERS else []
     left, first = list(rows), {}
     for by in apart:
@@ -199,19 +199,19 @@ def _key(text: str) -> str:
 
 @dataclass(frozen=True)
 class Grader:
-    """Grades answers with one reward, outside of a run and without a model."""
+    """Grader of answers with one reward, outside of a run and without a model."""
 
     bound: Bound
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """All options with their values; the first value of those that follow a schedule."""
+        """All options with their values; an option with a schedule has its first value."""
         defaults = {name: option.default for name, option in self.bound.entry.options.items()}
         given = defaults | self.bound.options
         return {name: getattr(value, "first", value) for name, value in given.items()}
 
     def own(self, prompt: Prompt) -> OwnAnswer | None:
-        """The target of a prompt written as an answer; None without a target that the reward reads."""
+        """Return a prompt's target written as an answer; None without a target that the reward reads."""
         return self._with_options(self.bound.entry.own_answer, prompt)
 
     def _with_options(self, function: Any, *arguments: Any) -> Any:
@@ -236,8 +236,8 @@ class Grader:
         return [None if value is None else to_float(value) for value in values]
 
     def marks(self, pairs: Sequence[tuple[Prompt, str]]) -> list[float | Exception | None]:
-        """Reward of each answer: a number, None where it does not apply, or the error that it raises."""
+        """Return the reward of each answer, None if it does not apply, or the error that it raises."""
         try:
             return list(self._called(pairs)) if pairs else []
-        except Exception as error:  # of one answer: grade them one by one
+        except Exception as error:  # one answer raises, so grade them one by one
             return [error] if len(pairs) == 1 else [self.marks([pair])[0] for pair in pairs]

@@ -26,22 +26,22 @@ from mmrl.runtime.json_client import JsonClient, png
 class ChatCompletions(JsonClient):
     """Request answers as chat completions from a server, such as OpenAI, vLLM or SGLang.
 
-    For judges (the reward `judge`), and with the policy `vision.recorded_answers` to evaluate a served model.
-    Images are sent as PNG, videos as frames with their times. Rows are off-policy and have no notes. Servers
-    read special tokens in any text, so a space is put into text that looks like one: < |im_end|>. Redirects
-    are not followed, and proxies not used.
+    Use it for judges (the reward `judge`), or with the policy `vision.recorded_answers` to evaluate a served
+    model. Images are sent as PNG, videos as frames with their times. Rows are off-policy and have no notes.
+    Servers find special tokens in any text, so text that looks like such a token gets a space: < |im_end|>.
+    Redirects are not followed, and proxies are not used.
 
     Args:
         policy: Encodes answers as rows; a judge needs none.
         url: Address of the server with the API version, such as http://localhost:8000/v1.
         model: Name of the model on the server.
         api_key_env: Name of the environment variable with the API key; empty: none.
-        temperature: Of sampling; 0 is greedy.
-        max_completion_length: The most tokens of an answer.
-        parallel: Concurrent requests.
+        temperature: Sampling temperature; 0 is greedy.
+        max_completion_length: Largest number of tokens of an answer.
+        parallel: Number of concurrent requests.
         extra: Further fields of the request, such as `{chat_template_kwargs: {enable_thinking: false}}`.
         request_timeout: Seconds until the whole answer to a request must have arrived.
-        request_retries: Further tries of a request after a timeout, or if the server is busy or broken.
+        request_retries: Most retries of a request after a timeout, or if the server is busy or broken.
         wait: Seconds before the first retry; doubled before each further one.
     """
 
@@ -83,8 +83,8 @@ class ChatCompletions(JsonClient):
         self.parallel, self.extra = parallel, dict(extra or {})
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry, in order."""
-        counts: Counter[str] = Counter()  # entries of each prompt so far
+        """Answer every entry of `prompts`, in order."""
+        counts: Counter[str] = Counter()  # number of entries of each prompt so far
         requests: list[dict[str, Any]] = []
         sent: dict[tuple[Message, ...], list[dict[str, Any]]] = {}
         for prompt in prompts:
@@ -107,7 +107,7 @@ class ChatCompletions(JsonClient):
         return tuple(self._row(*both) for both in zip(prompts, outcomes, strict=True))
 
     def _request(self, request: Mapping[str, Any]) -> Outcome:
-        """Send a request and parse the chat completion; raises ValueError for another answer."""
+        """Send a request and parse the chat completion; raises ValueError for any other response."""
         data = self.post(request)
         try:
             choice = json.loads(data)["choices"][0]
@@ -123,7 +123,7 @@ class ChatCompletions(JsonClient):
         )
 
     def _row(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Make the row of an answer; without a policy it has no steps."""
+        """Create the row of an answer; without a policy it has no steps."""
         if self.policy is None:
             return Trajectory(prompt, prompt.uid, (outcome,), None, 0, on_policy=False)
         return self.policy.encode(prompt, outcome)
@@ -135,7 +135,7 @@ def _message(turn: Message) -> dict[str, Any]:
     if not any(part.media for part in turn.parts):
         content = "".join(part.text for part in turn.parts)
     keys = turn.keys
-    for call in keys.get("tool_calls", ()):  # where arguments are JSON in a text
+    for call in keys.get("tool_calls", ()):  # OpenAI's form has arguments as JSON in a text
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return {"role": turn.role, "content": content, **keys}
 
@@ -147,12 +147,12 @@ def _part(part: Part) -> list[dict[str, Any]]:
 
 
 def image_parts(frames: Frames) -> list[dict[str, Any]]:
-    """Write frames as images in PNG."""
+    """Convert frames to content parts of OpenAI's form, as PNG images."""
     urls = [f"data:image/png;base64,{png(pixels)}" for pixels in frames.pixels]
     return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
 
 
 def video_parts(frames: Frames) -> list[dict[str, Any]]:
-    """Write the frames of a video as images, each after its time."""
+    """Convert the frames of a video to content parts: for each frame its time, then its image."""
     times = [{"type": "text", "text": f"Video at {time:.2f} s:"} for time in frames.times.tolist()]
     return [part for pair in zip(times, image_parts(frames), strict=True) for part in pair]

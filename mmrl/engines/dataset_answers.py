@@ -19,14 +19,13 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, reading
 class Offline:
     """Use recorded answers as rollouts: demonstrations, or the rows of preference pairs.
 
-    The answers of a prompt are used in order, and again from the first after the last. With `shuffle` every
-    collection draws a new order, so that a part of many answers is compared (GDRO, arXiv 2601.02036, ranks 6
-    of 16).
+    The answers of a prompt are used in order, starting again after the last. With `shuffle`, every step draws
+    a new order, so that a random subset of many answers is compared (GDRO, arXiv 2601.02036, ranks 6 of 16).
     """
 
     notes: frozenset[str] = frozenset()
     reads_answers = True
-    needs_answers = True  # every prompt must have one
+    needs_answers = True  # every prompt must have a recorded answer
 
     def __init__(self, policy: Policy, *, stream: Stream, shuffle: bool = False) -> None:
         self.policy, self.stream, self.shuffle = policy, stream, shuffle
@@ -54,7 +53,7 @@ class Offline:
 class WithDemos:
     """Replace the last `per_group` rollouts of every prompt by its recorded answers, marked as off-policy.
 
-    A prompt without recorded answers keeps all its rollouts. The replaced ones are never generated.
+    A prompt without recorded answers keeps all its rollouts. Replaced rollouts are never generated.
     """
 
     notes: frozenset[str] = frozenset()  # a demonstration was not sampled: it has no log-probabilities
@@ -84,8 +83,9 @@ class WithDemos:
 class WithMismatched:
     """Replace the last rollout of every prompt by an answer to another prompt (KTO, arXiv 2402.01306).
 
-    The replacement is the first answer to the next prompt, with the tag `unrelated`. The last prompt of this
-    process gets the answer to the first; a single prompt gets its own. A prompt with one rollout keeps it.
+    The replacement is the first answer to the next prompt, with the tag `unrelated`. The last prompt of a
+    process gets the answer to its first prompt; a single prompt gets its own. A prompt with only one rollout
+    keeps it.
     """
 
     notes: frozenset[str] = frozenset()
@@ -99,9 +99,8 @@ class WithMismatched:
         distinct = {prompt.uid: prompt for prompt in prompts}
         wanted = [prompt for uid, prompt in distinct.items() for _ in range(max(1, counts[uid] - 1))]
         rows = self.engine.rollout(wanted)
-        first = {
-            row.prompt.uid: row.outcomes[-1] for row in reversed(rows)
-        }  # a later entry of a dictionary wins
+        # Reversed, so that the first row of a prompt overrides its later rows.
+        first = {row.prompt.uid: row.outcomes[-1] for row in reversed(rows)}
         ring = list(distinct)
         mismatched = []
         for uid, following in zip(ring, [*ring[1:], *ring[:1]], strict=True):

@@ -29,16 +29,16 @@ class Match:
 
     prompt: Prompt
     index: int  # number of the game among those about this prompt
-    round: int  # of the step; a prompt may be drawn again in a later round
+    round: int  # round of the step; a later round may draw the prompt again
     state: Any
     turns: list[Turn] = field(default_factory=list)
     rows: list[Trajectory] = field(default_factory=list)
-    frozen: list[bool] = field(default_factory=list)  # whether the frozen policy took a turn
+    frozen: list[bool] = field(default_factory=list)  # for each turn, whether the frozen policy took it
     num_turns: int = 0
 
     @property
     def name(self) -> str:
-        """Name of the game, unique in the step."""
+        """The name of the game, which is unique within a step."""
         return f"{self.prompt.uid}/{self.round}/{self.index}"
 
 
@@ -50,7 +50,7 @@ class PendingTurn:
     player: str
     number: int
     tags: Mapping[str, str]
-    prompt: Prompt  # that the player reads, with a uid of its own
+    prompt: Prompt  # what the player reads, with a unique uid
 
 
 @engine(copies_policy=True, sets_tags={EPISODE, TURN, "game", FINISH, CHANGED})
@@ -61,20 +61,20 @@ class Play:
     the rules set. The reward `precomputed` with `at: every` reads the rewards that the rules record, such as
     `payoff`. All games advance together, in one batch of turns. A game that reaches `max_turns` ends
     unfinished: its rows have `finish: turns`, and the rules give payoffs as at any end. The column `read` of
-    completions has the prompt of a turn. It wraps any engine, whose random draws depend on step, prompt,
-    game, turn and player. `replay` stores none of these rows.
+    completions has the prompt of a turn. Any engine can be wrapped; its random draws depend on step, prompt,
+    game, turn and player. Replay engines do not store these rows.
 
     Args:
         engine: The engine that answers a turn.
         game: The rules.
-        max_turns: The most turns of a game, of all players together.
-        frozen: Roles that a frozen policy plays, whose turns are no rows. It gets a copy of the engine, which
+        max_turns: Largest number of turns of a game, over all players.
+        frozen: Roles of a frozen policy, whose turns give no rows. It uses a copy of the engine, which
             must be `vision.generate` or a dataclass around it, such as `vision.with_tools`.
-        policy: The frozen policy; by default the run's own before training. Evaluations must name it.
+        policy: The frozen policy; by default the run's policy before training. Evaluations must name it.
     """
 
     notes: frozenset[str] = frozenset()
-    row_per_turn: ClassVar[bool] = True  # so that pieces of turns find an outcome of each
+    row_per_turn: ClassVar[bool] = True  # so that pieces for turns find an outcome per turn
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Play:
         return tuple(row for match in matches for row in self._rows(match))
 
     def pop_metrics(self) -> Mapping[str, float]:
-        """Turns per game, share of unfinished games, and the share of turns of every role."""
+        """Return the turns per game, the fraction of unfinished games, and each role's fraction of turns."""
         counts, self.counts = self.counts, Counter()
         games, turns = max(1, counts["games"]), max(1, counts["turns"])
         return {
@@ -123,7 +123,7 @@ class Play:
         }
 
     def _pending(self, match: Match) -> list[PendingTurn]:
-        """List the turns of a game to take now."""
+        """List the next turns of a game; empty at its end, or if they exceed `max_turns`."""
         players, listed = list(self.game.acting(match.state)), []
         if match.num_turns + len(players) > self.max_turns:
             return []
@@ -135,13 +135,13 @@ class Play:
                     f"{type(self.game).__name__}.observe must return messages (`mmrl.core.types.Message`) "
                     f"for '{player}', not {messages!r:.80}"
                 )
-            # The inner engine draws by uid, so every turn has its own.
+            # The uid keys the random draws of the inner engine, so every turn has its own uid.
             tags = dict(self.game.tags(match.state, player))
             prompt = replace(
                 match.prompt,
                 uid=f"{match.name}/{number}/{player}",
                 messages=tuple(messages),
-                tags={**match.prompt.tags, **tags},  # a policy with adapters of roles selects one by these
+                tags={**match.prompt.tags, **tags},  # the policy selects role adapters by these tags
             )
             listed.append(PendingTurn(match, player, number, tags, prompt))
         return listed
@@ -170,13 +170,13 @@ class Play:
             match.frozen.append(against[place])
 
     def _recorded(self, match: Match, unfinished: bool) -> list[Mapping[str, float]]:
-        """Get the rewards of every turn from the rules; raises `ValueError` if they fail."""
+        """Return the rewards of every turn from the rules; raises `ValueError` if the rules fail."""
         number = len(match.turns)
         which = f"the game '{match.name}' of {type(self.game).__name__}, "
         which += f"which `max_turns` cut after {number} turns" if unfinished else f"of {number} turns"
         try:
             recorded = list(self.game.record(match.state, match.turns))
-        except Exception as error:  # whatever rules raise that were written for games that end
+        except Exception as error:  # rules can raise any error for a game that was cut
             raise ValueError(f"`record` or `payoff` failed for {which}: {error!r}") from error
         if len(recorded) != number or not all(
             math.isfinite(value) for rewards in recorded for value in rewards.values()
@@ -188,7 +188,7 @@ class Play:
         return recorded
 
     def _rows(self, match: Match) -> list[Trajectory]:
-        """Make the rows of a finished game, with the rewards that the rules record."""
+        """Create the rows of a finished game, with the rewards that its rules record."""
         unfinished = bool(self.game.acting(match.state))
         recorded = self._recorded(match, unfinished)
         self.counts.update(games=1, turns=len(match.turns), unfinished=unfinished)
@@ -212,7 +212,7 @@ class Play:
 
 
 def with_policy(engine: Engine, policy: Callable[[], Policy] | None) -> Engine:
-    """Copy an engine and the engines inside it for another policy, which is loaded and not trained."""
+    """Copy an engine and its inner engines for another policy, which is loaded here and stays frozen."""
     if policy is None:
         raise ConfigError(
             "`frozen` of play needs the policy that plays these roles: set `policy: {name: vision.tokens, "

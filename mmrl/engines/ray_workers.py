@@ -1,7 +1,7 @@
-"""An engine that runs the engines before it in Ray actors, each with a model of its own.
+"""An engine that runs the engines before it in Ray actors, each of which has its own model.
 
-A rollout depends on its prompt, the random streams and the weights alone. Every request has all of these, so
-an actor that dies is restarted and gets the same request again.
+A rollout depends only on its prompt, the random streams and the weights. Every request contains all of these,
+so that an actor that dies can be restarted and get the same request again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mmrl.runtime.workers import Workers, object_in
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """A request to a worker: engines, prompts, and the moment of the run, which seeds draws and schedules."""
+    """A request to a worker: engines, prompts, and the inputs of random streams and schedules."""
 
     engines: tuple[Piece, ...]
     prompts: tuple[Prompt, ...]
@@ -47,9 +47,9 @@ class RolloutReply:
     """The reply of a worker: rows, the index of each row's prompt in the request, and metrics of engines."""
 
     rows: Rollouts
-    places: tuple[int | None, ...]  # None: the engine changed the prompt, so the row has it
+    places: tuple[int | None, ...]  # None: the engine changed the prompt, which is sent in the row
     metrics: Mapping[str, float]
-    seconds: float  # of work
+    seconds: float  # working time
 
 
 class Worker:
@@ -64,7 +64,7 @@ class Worker:
         self.chains: dict[str, tuple[Engine, Pieces]] = {}  # engines of training and evaluation
 
     def rollout(self, request: RolloutRequest, version: int, weights: bytes) -> RolloutReply:
-        """Answer prompts with the weights of a version."""
+        """Answer prompts with the weights of a version, which are loaded if they are new."""
         began = time.monotonic()
         if version != self.version:
             self._load(weights)
@@ -93,7 +93,7 @@ class Worker:
         return self.chains[key]
 
     def _pack(self, row: Trajectory, place: int | None) -> Trajectory:
-        if place is None:  # the run does not have the prompt
+        if place is None:  # the trainer does not have this prompt
             return row
         row = self.policy.pack(row) if isinstance(self.policy, Portable) else row
         return replace(row, prompt=None)
@@ -110,25 +110,25 @@ class Worker:
 
 
 class Servers:
-    """The workers of a policy, and the published weights."""
+    """The Ray workers of a policy, and the weights that were last published to them."""
 
     def __init__(self, policy: Policy, recipe: Recipe, workers: Workers) -> None:
         self.policy, self.version, self.weights, self.seen = policy, 0, None, ""
         parts = recipe.policy, recipe.seed, recipe.stage
         self.actors = Actors(Worker, parts, workers, "the workers of `ray_workers`")
-        self.busy, self.since = 0.0, 0.0  # seconds of work of all workers, and when counting began
+        self.busy, self.since = 0.0, 0.0  # working time of all workers in seconds, and the start time
 
     def publish(self) -> None:
         """Publish the trained weights in Ray's object store, if they changed.
 
-        A hash tells, as identities and versions of tensors do not: FSDP2 gathers into the same tensors,
-        and a reference that samples is swapped in as `.data`.
+        A hash detects changes, which identities and versions of tensors do not show: FSDP2 gathers into the
+        same tensors, and a reference that samples is swapped in as `.data`.
         """
         import ray
         from safetensors.torch import save
 
         weights = trained(self.policy.module)
-        if any(map(is_shard, weights.values())):  # published before they were sharded
+        if any(map(is_shard, weights.values())):  # they were published before sharding
             return
         if (seen := of_tensors(weights.values())) == self.seen:
             return
@@ -136,17 +136,17 @@ class Servers:
         self.version, self.weights, self.seen = self.version + 1, ray.put(save(whole)), seen
 
 
-_SERVERS: WeakValueDictionary[tuple, Servers] = WeakValueDictionary()  # of training and evaluation together
+_SERVERS: WeakValueDictionary[tuple, Servers] = WeakValueDictionary()  # shared by training and evaluation
 
 
 @engine(packages={"ray": "ray"})
 @dataclass(eq=False)
 class RayWorkers:
-    """Run the engines before it in Ray actors, on this machine or on others.
+    """Run the engines before this one in Ray actors, on this machine or on others.
 
     Every actor has the model and the engines of the configuration, and gets the trained weights after each
-    update. Groups are divided among actors. Answers equal those of one process up to rounding, which depends
-    on the rows of a batch: random draws depend on seed, step, prompt and answer number. Ray restarts a worker
+    update. Groups are divided among actors. Random draws depend on seed, step, prompt and answer number, so
+    answers equal those of a single process up to rounding, which depends on the batch. Ray restarts a worker
     that dies, and its request is sent again. List engines with a memory, such as `with_replay`, after this
     one. An evaluation with the same settings shares the workers of the training. Environments of answers must
     be picklable.
@@ -159,9 +159,9 @@ class RayWorkers:
         num_gpus: GPUs of an actor; may be a fraction.
         resources: Further resources of an actor by the names of the cluster: `{rollout_node: 1}`.
         runtime_env: Ray's `runtime_env` of the actors: packages, variables, a working folder.
-        address: Address of a cluster; empty: `RAY_ADDRESS`, or a cluster of this process on this machine.
-        timeout: Seconds that the rollouts of one round may take.
-        max_restarts: Restarts of an actor until the run fails.
+        address: Address of a cluster; empty: `RAY_ADDRESS`, or else a new cluster on this machine.
+        timeout: Most seconds for the rollouts of one round.
+        max_restarts: Most restarts of an actor before the run fails.
     """
 
     engine: Engine
@@ -176,7 +176,7 @@ class RayWorkers:
     address: str = ""
     timeout: PositiveFloat = 1800.0
     max_restarts: NonNegativeInt = 3
-    notes: ClassVar[frozenset[str]] = frozenset()  # the engines before it declare theirs
+    notes: ClassVar[frozenset[str]] = frozenset()  # the wrapped engines declare their own
     answers_elsewhere: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -198,11 +198,11 @@ class RayWorkers:
         self.servers = _SERVERS.get(key) or Servers(self.policy, self.recipe, workers)
         _SERVERS[key] = self.servers
         self.begun: tuple[list[Prompt], list[list[Prompt]], list[Any]] | None = None
-        self.sums: Counter[str] = Counter()  # sums over rows
+        self.sums: Counter[str] = Counter()  # metrics of workers, summed over rows
         self.rows = 0
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry; groups stay together, rows are in the order of prompts."""
+        """Answer every entry of `prompts`; rows are in the order of prompts, and groups stay together."""
         if self.begun is None or [*map(id, self.begun[0])] != [*map(id, prompts)]:
             self.ask(prompts)
         assert self.begun is not None  # `ask` set it
@@ -243,7 +243,7 @@ class RayWorkers:
         self.begun = list(prompts), shares, actors.begin(requests, *weights, method="rollout")
 
     def pop_metrics(self) -> Mapping[str, float]:
-        """Metrics of the workers' engines averaged over rows, restarts, and seconds of work per worker."""
+        """Return metrics of the workers' engines (means over rows), restarts, and busy seconds per worker."""
         rows, metrics, servers, now = max(1, self.rows), self.sums, self.servers, time.monotonic()
         busy, passed = servers.busy / self.num_workers, now - (servers.since or now)
         restarts, servers.actors.restarts, servers.busy, servers.since = servers.actors.restarts, 0, 0.0, now
@@ -261,7 +261,7 @@ class RayWorkers:
 
 
 def trained(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """List the trained parameters by name, without the prefix of data parallelism."""
+    """Return the trained parameters by name, without the prefix `module.` of data parallelism."""
     return {
         name.removeprefix("module."): weight
         for name, weight in module.named_parameters()
@@ -270,7 +270,7 @@ def trained(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def divided(prompts: Sequence[Prompt], number: int) -> list[list[Prompt]]:
-    """Divide prompts among workers: each group goes to the worker with the fewest rollouts so far."""
+    """Divide prompts among `number` workers; a group goes to the worker with the fewest rollouts so far."""
     groups: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         groups[prompt.uid].append(prompt)

@@ -1,7 +1,7 @@
 """Engines for experience replay: they store rows and add them to later collections.
 
-Rows keep the tokens and log-probabilities that the engine noted. An objective with `against: engine` compares
-with the log-probabilities at sampling time.
+Stored rows contain the tokens and log-probabilities that the engine recorded. An objective with `against:
+engine` compares with these log-probabilities, which are those at sampling time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Memory:
         return own is prompt or (own.text == prompt.text and operator.eq(*names))
 
     def restore_rows(self, table: RewardTable) -> Rollouts:
-        """Restore the rollouts of replayed rows from the noted tokens."""
+        """Rebuild the rollouts of replayed rows from their recorded tokens."""
         return tuple(self._row(table, i, self.prompts[self.places[uid]]) for i, uid in enumerate(table.uids))
 
     def _row(self, table: RewardTable, i: int, prompt: Prompt) -> Trajectory:
@@ -84,23 +84,23 @@ class Memory:
             Outcome(text=row.outcomes[-1].text, end=int(end), tags=tags) for end in table.ends[i]
         )
         outcomes = outcomes[: int(table.present[i].sum())]
-        # Metrics of the mismatch between engine and policy skip replayed rows.
+        # A mark, because metrics of the mismatch between engine and policy skip replayed rows.
         notes = {**row.notes, "replayed": torch.ones(length)}
         return Trajectory(prompt, prompt.uid, outcomes, row.steps, length, notes, on_policy=False)
 
     def remember(self, rows: Tensor, *tables: RewardTable) -> None:
-        """Store rows (N,) bool of this step that are on-policy answers to prompts of the data."""
+        """Store the rows (N,) bool of this step, except off-policy answers and prompts not in the data."""
         table = tables[0]
         rows = rows & (table.ids["on_policy"][:, 0] == 1) & ~tagged(table, REPLAY) & ~tagged(table, CHANGED)
         self.tables = [old.join(new.select(rows)) for old, new in zip(self.tables, tables, strict=True)]
         self.steps = torch.cat([self.steps, torch.full((int(rows.sum()),), self.stream.step)])
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all stored rows but these: (M,) bool."""
+        """Keep only the stored rows of a mask (M,), and drop all others."""
         self.tables, self.steps = [table.select(rows) for table in self.tables], self.steps[rows]
 
     def bring_back(self, rows: Tensor) -> list[RewardTable]:
-        """Copy stored rows (n,) of every table for a collection, with the tag `replay`."""
+        """Copy the stored rows at indices (n,) from every table, with the tag `replay`."""
         self.added += len(rows)
         back = []
         for table in (table.select(rows) for table in self.tables):
@@ -109,7 +109,7 @@ class Memory:
         return back
 
     def pop_metrics(self) -> Mapping[str, float]:
-        """Number of rows replayed since the last report, and of stored rows."""
+        """Return the number of rows replayed since the last report, and the number of stored rows."""
         metrics = {"replay/rows": float(self.added), "replay/stored": float(len(self.steps))}
         self.added = 0
         return metrics
@@ -125,7 +125,7 @@ class Memory:
 
 
 def tagged(table: RewardTable, tag: str) -> Tensor:
-    """Which rows have a tag, such as `replay`: (N,) bool."""
+    """Whether each row has a tag, such as `replay`: (N,) bool."""
     return table.ids[tag].any(-1) if tag in table.ids else torch.zeros(len(table), dtype=torch.bool)
 
 
@@ -136,13 +136,13 @@ def _marked(row: Trajectory) -> Trajectory:
 
 
 def strength(credit: RewardTable) -> Tensor:
-    """Largest absolute advantage of each row that is trained on: (N,)."""
+    """Compute the largest absolute advantage of each row; 0 for rows that are not learned from: (N,)."""
     learned = credit.valid[:, 0] & credit.learn
     return torch.where(learned, credit.values[:, 0].abs(), 0.0).amax(-1)
 
 
 def among(uids: Sequence[str], wanted: Iterable[str]) -> Tensor:
-    """Which uids are among the wanted ones: (len(uids),) bool."""
+    """Whether each of `uids` is in `wanted`: (len(uids),) bool."""
     wanted = set(wanted)
     return torch.tensor([uid in wanted for uid in uids], dtype=torch.bool)
 
@@ -152,12 +152,12 @@ class WithReplay(Memory):
     """Replace rows without an advantage by stored rows that had one (SSB, arXiv 2504.16656).
 
     Stored rows are drawn without replacement, with probabilities that grow with their absolute advantage,
-    and keep their advantage. None belongs to a prompt of this step. The paper gives neither a formula nor
+    and keep their advantage. Rows of this step's prompts are not drawn. The paper gives neither a formula nor
     numbers: this is our reading.
 
     Args:
         engine: The engine that samples.
-        capacity: Stored rows; the oldest are dropped first.
+        capacity: Largest number of stored rows; the oldest are dropped first.
         max_age: Steps after which a row is dropped.
         power: Exponent of the absolute advantage in the probability of a row; 0: uniform.
         granularity: "row" replaces single rows; "group" replaces a group without any advantage by the stored
@@ -185,9 +185,9 @@ class WithReplay(Memory):
     def replay_after(
         self, table: RewardTable, credit: RewardTable
     ) -> tuple[Tensor, RewardTable, RewardTable]:
-        """Return which rows stay (N,), and the replacements, before and after the chain.
+        """Return a mask (N,) of the rows to keep, and their replacements before and after the chain.
 
-        Stores the rows of the step that have an advantage.
+        Also store the rows of this step that have an advantage.
         """
         alive = strength(credit) > TINY
         self.keep(self.stream.step - self.steps <= self.max_age)
@@ -200,11 +200,11 @@ class WithReplay(Memory):
         return ~torch.isin(units, dead[:count]), back[0], back[1]
 
     def _units(self, group: Tensor, steps: Tensor) -> Tensor:
-        """Number the units of replacement: rows, or groups of one step."""
+        """Return the number of each row's unit of replacement: the row itself, or its group and step."""
         return torch.arange(len(group)) if self.granularity == "row" else group_index([group, steps])
 
     def _choose(self, wanted: int, eligible: Tensor) -> tuple[Tensor, int]:
-        """Draw up to `wanted` stored units; return their rows (n,) and how many units these are."""
+        """Draw up to `wanted` stored units; return the indices (n,) of their rows, and the number drawn."""
         units = self._units(self.stored.group, self.steps) if len(self.steps) else self.steps
         size = strength(self.tables[1]) if len(self.steps) else self.steps.double()
         names = units[eligible].unique()
@@ -212,12 +212,12 @@ class WithReplay(Memory):
         if not wanted:
             return torch.zeros(0, dtype=torch.int64), 0
         weights = torch.stack([size[units == name].mean() for name in names]) ** self.power
-        drawn = torch.multinomial(weights, wanted, generator=self.stream.generator("replay"))
-        return torch.isin(units, names[drawn]).nonzero()[:, 0], wanted
+        chosen = torch.multinomial(weights, wanted, generator=self.stream.generator("replay"))
+        return torch.isin(units, names[chosen]).nonzero()[:, 0], wanted
 
 
 class ByPrompt(Memory):
-    """A replay buffer of right and wrong answers by prompt, used before the advantage chain."""
+    """A replay buffer of right and wrong answers per prompt, which acts before the advantage chain."""
 
     def __init__(
         self, engine: Engine, stream: Stream, prompts: Sequence[Prompt], of: str, above: float, capacity: int
@@ -226,11 +226,11 @@ class ByPrompt(Memory):
         self.of, self.above, self.capacity = of, above, capacity
 
     def right(self, table: RewardTable) -> Tensor:
-        """Which answers are right: (N,) bool."""
+        """Whether each answer is right (its reward is above the threshold): (N,) bool."""
         return (table.at_end(self.of) if self.of else table.reward()) > self.above
 
     def of_prompt(self, uid: str, right: bool) -> Tensor:
-        """Indices of the stored right, or wrong, answers to a prompt."""
+        """Return the indices of the stored right answers to a prompt, or wrong ones if `right` is False."""
         if not len(self.steps):
             return self.steps
         return (among(self.stored.uids, [uid]) & (self.right(self.stored) == right)).nonzero()[:, 0]
@@ -261,13 +261,13 @@ class ByPrompt(Memory):
 
 @engine(notes=RECALLED, sets_tags={REPLAY, CHANGED})
 class WithSuccesses(ByPrompt):
-    """Replace one failure of a group that failed as a whole by a stored success (arXiv 2508.15144).
+    """In a group without any success, replace one answer by a stored success (arXiv 2508.15144).
 
     Args:
         engine: The engine that samples.
         of: Name of the reward that decides on success; "": the weighted sum of all.
         above: An answer with a higher reward is a success.
-        capacity: Stored successes of every prompt.
+        capacity: Largest number of stored successes per prompt.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class WithSuccesses(ByPrompt):
         super().__init__(engine, stream, train_prompts, of, above, capacity)
 
     def replay_before(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
-        """Return which rows stay (N,), and the stored successes that replace the others."""
+        """Return a mask (N,) of the rows to keep, and the stored successes that replace the others."""
         right, drawn = self.right(table), [torch.zeros(0, dtype=torch.int64)]
         keep = torch.ones(len(table), dtype=torch.bool)
         for uid in dict.fromkeys(table.uids):

@@ -1,4 +1,4 @@
-"""Export of models: adapters are merged, transforms and cache are written as JSON."""
+"""Export of models: merges adapters, and writes transforms and caches as JSON."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from mmrl.runtime.modules import DTYPES, RECORD, applied_transforms, twin
 from mmrl.runtime.weights import load_whole
 
 LOW_BIT = ("Linear4bit", "Linear8bitLt")
-# `model_type` of a folder with transforms. transformers refuses unknown types and quotes them in its error,
-# so the type says how to load the folder.
+# `model_type` in the config of a folder with transforms. transformers refuses unknown types and shows them in
+# its error, so the type tells how to load the folder.
 PRUNED = "mmrl_pruned: load this folder with mmrl.load_pruned(folder) or mmrl.load_engine(folder)"
 
 
 @runtime_checkable
 class Exportable(Protocol):
-    """A policy that can be exported."""
+    """Interface of a policy that can be exported."""
 
     def merge(self) -> None:
         """Merge the adapter into the weights."""
@@ -41,17 +41,15 @@ class Exportable(Protocol):
 
 
 def export(session: Session, source: ModelSource, folder: Path, *, overwrite: bool = False) -> list[str]:
-    """Write the model of a session so that `load_engine(folder)` gives the same answers.
+    """Write the model of a session to a folder for which `load_engine(folder)` gives the same answers.
 
-    The adapter is merged into the weights. Without transforms, or with structured ones only, the result is a
-    folder of transformers or diffusers. Other transforms need `mmrl.load_pruned` or `load_engine`;
-    `from_pretrained` refuses such a folder. A cache is written as `kv_cache.json`.
+    The adapter is merged into the weights. Without transforms, or with structured pruning only, the result is
+    a folder of transformers or diffusers. With other transforms, load it with `mmrl.load_pruned` or
+    `load_engine`; `from_pretrained` refuses such a folder. A cache is written as `kv_cache.json`.
 
-    Returns:
-        Descriptions of the merged adapter, the transforms and the caches.
+    Returns: Descriptions of the merged adapter, the transforms and the caches.
 
-    Raises:
-        ConfigError: The folder is not empty and `overwrite` is off, or no export wrote its contents.
+    Raises: ConfigError: If the folder is not empty, and `overwrite` is off or no export wrote it.
     """
     policy, options, written = session.policy, source.config.policy.options, []
     if not isinstance(policy, Exportable):
@@ -74,7 +72,7 @@ def export(session: Session, source: ModelSource, folder: Path, *, overwrite: bo
 
 
 def write_export_card(source: ModelSource, written: Sequence[str], folder: Path, name: str) -> None:
-    """Write the model card; that of a trained model includes its method and last evaluation."""
+    """Write the model card; the card of a trained model includes its method and its last evaluation."""
     notes = [f"Exported: {', '.join(written)}."] if written else []
     if (folder / TRANSFORMS).is_file():
         notes.append(
@@ -90,7 +88,7 @@ def write_export_card(source: ModelSource, written: Sequence[str], folder: Path,
     held_out: dict[str, float] = {}
     for record in run.records[:step]:
         held_out |= {name: value for name, value in record.items() if name.startswith("eval_")}
-    if step >= run.done:  # the last evaluation follows the last step
+    if step >= run.done:  # the final evaluation comes after the last step
         held_out |= {f"eval_{metric}": value for metric, value in run.metrics.items()}
         for metric, (low, high) in run.intervals.items():
             held_out |= {f"eval_{metric}/low": low, f"eval_{metric}/high": high}
@@ -98,7 +96,7 @@ def write_export_card(source: ModelSource, written: Sequence[str], folder: Path,
 
 
 def save_cache(cache: str | Mapping[str, Any], folder: Path) -> str:
-    """Write a cache as JSON with a copy of its codebook; returns its name."""
+    """Write a cache's options as JSON, with a copy of its codebook; return the name of the cache."""
     piece = as_mapping(cache)
     if codebook := piece.get("codebook"):
         piece["codebook"] = Path(codebook).name
@@ -108,12 +106,12 @@ def save_cache(cache: str | Mapping[str, Any], folder: Path) -> str:
 
 
 def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None) -> None:
-    """Write a model with its transforms.
+    """Write a model with its transforms to a folder.
 
-    With transforms that only change weights (`structured_pruning`) the result is an ordinary folder of
-    transformers. Other transforms are written as JSON, the untransformed model into the folder `weights`, and
-    a `config.json` that transformers refuses. Pruned heads, FFN units and layers are listed one by one.
-    Low-bit weights are dequantised; quantising them again gives the same codes.
+    If all transforms only change weights (`structured_pruning`), the result is an ordinary folder of
+    transformers. Otherwise, the transforms are written as JSON and the untransformed model to the folder
+    `weights`; transformers refuses the `config.json`. Pruned heads, FFN units and layers are listed one by
+    one. Low-bit weights are dequantised; quantising them again gives the same codes.
     """
     folder, done = Path(folder), applied_transforms(model)
     ordinary = all(transform["name"] in STORED for transform in done)
@@ -131,7 +129,7 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     record = {
         "dtype": str(widest).removeprefix("torch."),
-        # Loading does not quantise scales a second time (`double`).
+        # Loading must not quantise the scales a second time (`double`).
         "transforms": [{**x, "double": False} if x.get("double") else x for x in done],
     }
     (folder / TRANSFORMS).write_text(json.dumps(record) + "\n")
@@ -155,7 +153,7 @@ def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.
         record = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot read '{path}', which `mmrl export` writes: {error}") from error
-    # Narrower weights are exact in the widest dtype; `layer_cast` casts them back.
+    # The widest dtype represents narrower weights exactly; `layer_cast` casts them back.
     model = load_whole(
         AutoModelForImageTextToText,
         folder / WEIGHTS,
@@ -177,7 +175,7 @@ def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.
 def _dequantised(linear: nn.Module) -> nn.Module:
     """Dequantise a low-bit linear layer by multiplying it with unit vectors."""
     out = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-    ones = torch.eye(linear.in_features, device=linear.weight.device)  # a unit vector per row
+    ones = torch.eye(linear.in_features, device=linear.weight.device)  # each row is a unit vector
     bias = 0.0 if linear.bias is None else linear.bias.detach()
     out.weight = nn.Parameter((linear(ones) - bias).T.contiguous())
     if linear.bias is not None:
@@ -186,5 +184,5 @@ def _dequantised(linear: nn.Module) -> nn.Module:
 
 
 def _tuples(value: Any) -> Any:
-    """Convert JSON lists to tuples, the type of options."""
+    """Convert JSON lists to tuples, the type that options of transforms have."""
     return tuple(map(_tuples, value)) if type(value) is list else value

@@ -20,14 +20,14 @@ from mmrl.data.messages import ReadMedia, no_media, prompt_of
 
 @runtime_checkable
 class ReadsMedia(Protocol):
-    """A policy whose prompts may have images and videos."""
+    """Interface of a policy whose prompts may have images and videos."""
 
     def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> ReadMedia:
-        """Return the function that reads images and videos.
+        """Return the function that reads images and videos for prompts.
 
         Args:
-            options: Options of a data set; those about videos, such as `max_frames`, apply.
-            root: Folder that paths are relative to and must stay in; None allows any path.
+            options: Options of a data set; only those about videos, such as `max_frames`, are used.
+            root: Folder to which paths are relative and in which they must stay; None allows any path.
         """
         ...
 
@@ -37,13 +37,12 @@ class Conversation:
     """The turns of a model after a question, and the replies of tools.
 
     Args:
-        text: The answer: the last turn.
-        messages: All turns after the question, in the format of `apply_chat_template` of transformers, with
-            images of PIL.
+        text: The answer, which is the last turn.
+        messages: All turns after the question, as for transformers' `apply_chat_template`, with PIL images.
         images: Images from tools, in order.
         finish: Reason of the end: `stop`, `length`, `turns`, `images`, `context` or `tool_error`.
         environment: The environment of the conversation, if any.
-        rewards: Recorded rewards by name, such as `get_reward` of the environment.
+        rewards: Maps names to recorded rewards, such as `get_reward` of the environment.
     """
 
     text: str
@@ -55,11 +54,11 @@ class Conversation:
 
 
 class Session:
-    """A loaded engine that answers questions of users, and prompts by `rollout`.
+    """A loaded engine that answers questions of users with `answer`, and prompts with `rollout`.
 
     Args:
         engine: The engine.
-        data: Options of the data set of the model's configuration; those about videos apply.
+        data: Data set options in the model's configuration; only those about videos are used.
     """
 
     def __init__(self, engine: Engine, data: Mapping[str, Any] | None = None) -> None:
@@ -67,30 +66,29 @@ class Session:
         self.data, self._asked = data or {}, 0
 
     def media_reader(self, root: Path | None = None) -> ReadMedia:
-        """Function that reads images and videos for the policy; see `ReadsMedia`."""
+        """Return the function that reads images and videos for the policy; see `ReadsMedia`."""
         reads = isinstance(self.policy, ReadsMedia)
         return self.policy.media_reader(self.data, root) if reads else no_media
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """One rollout per entry, in order."""
+        """Return one rollout per prompt, in order."""
         return self.engine.rollout(prompts)
 
     def answer(self, prompt: Any, images: Any = None, videos: Any = None) -> Any:
-        """Answer a question, or a list of questions with a list of answers.
+        """Answer a question; for a list of questions, return a list of answers.
 
-        A vision-language model returns a text; a flow model an image of PIL, or the frames of a video as a
-        list of images. Random numbers depend on the seed and the number of earlier questions, so the same
-        calls return the same answers.
+        A vision-language model returns a text. A flow model returns a PIL image, or the frames of a video as
+        a list of PIL images. Random numbers depend on the seed and the number of earlier questions, so the
+        same sequence of calls returns the same answers.
 
         Args:
-            prompt: A text, or messages in the format of `apply_chat_template` of transformers:
-                `[{"role": "user", "content": ...}]`; or a list of either, which is answered as a batch.
-            images: Images of the question: paths, images of PIL or arrays (height, width, 3) uint8; a list of
-                such lists for a list of questions. They fill placeholders, or else precede the text.
+            prompt: A text, or messages in the format of transformers' `apply_chat_template`: `[{"role":
+                "user", "content": ...}]`. A list of texts or of messages is answered as a batch.
+            images: Images of the question: paths, PIL images or arrays (height, width, 3) uint8. For a list
+                of questions, a list of such lists. Images fill placeholders, or else precede the text.
             videos: Paths of videos, in the same way.
 
-        Raises:
-            RowError: An argument has another type, or a file is missing or broken.
+        Raises: RowError: If an argument has another type, or a file is missing or broken.
         """
         if _are_several(prompt):
             return [as_answer(row.outcomes[-1]) for row in self.ask(prompt, images, videos)]
@@ -100,16 +98,16 @@ class Session:
     def converse(
         self, prompt: Any, images: Any = None, videos: Any = None, columns: Mapping[str, Any] | None = None
     ) -> Conversation:
-        """Answer a question like `answer`, and return the whole conversation with the tools of the engine.
+        """Answer a question as `answer` does, and return the whole conversation with the engine's tools.
 
         Args:
             prompt: A text, or messages.
             images: Images of the question.
             videos: Videos of the question.
-            columns: Columns of a data row, from which an environment starts.
+            columns: Columns of a data row, with which an environment is reset.
 
         Raises:
-            RowError: As `answer`; also for models that make images.
+            RowError: As in `answer`, and for models that generate images.
         """
         (row,) = self.ask([prompt], [images], [videos], columns or {})
         return as_conversation(row)
@@ -121,20 +119,20 @@ class Session:
         videos: Any = None,
         columns: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rollouts:
-        """One rollout per question; `images` and `videos` have an entry per question."""
+        """Return one rollout per question; `images` and `videos` have an entry per question."""
         questions, read = [], self.media_reader()
         media = _per_prompt(images, len(prompts), "images"), _per_prompt(videos, len(prompts), "videos")
         for question, shown, filmed in zip(prompts, *media, strict=True):
-            given = {"image": as_list(shown), "video": as_list(filmed)}  # a single one may stand by itself
+            given = {"image": as_list(shown), "video": as_list(filmed)}  # a single medium needs no list
             prompt = prompt_of(f"p{self._asked + len(questions)}", question, given, read=read)
             questions.append(replace(prompt, columns=columns))
         self._asked += len(questions)
         return self.one_each(questions)
 
     def one_each(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """One rollout per entry, in order, without rows that engines add for training.
+        """Return one rollout per prompt, in order, without the rows that engines add for training.
 
-        Raises RowError for an engine that plays games, which have no single answer.
+        Raises RowError for an engine that plays games, because a game has no single answer.
         """
         if game := _game_of(self.engine):
             raise RowError(
@@ -144,12 +142,12 @@ class Session:
         waiting: dict[str, list[Trajectory]] = defaultdict(list)
         for row in self.rollout(prompts):
             waiting[row.prompt.uid].append(row)
-        # Engines append added rows, such as drafts or a greedy answer, to the answers of a prompt.
+        # Engines put additional rows, such as drafts or a greedy answer, after the answers of a prompt.
         return tuple(waiting[prompt.uid].pop(0) for prompt in prompts)
 
 
 def _game_of(engine: Any) -> Game | None:
-    """The game of an engine or of one that it wraps; None without a game."""
+    """Return the game of an engine or of an engine that it wraps; None without a game."""
     while engine is not None:
         if isinstance(game := getattr(engine, "game", None), Game):
             return game
@@ -158,12 +156,12 @@ def _game_of(engine: Any) -> Game | None:
 
 
 def as_conversation(row: Trajectory) -> Conversation:
-    """Conversation of a rollout; raises RowError if its answer is no text."""
+    """Convert a rollout to a conversation; raise RowError if its answer is not text."""
     last = row.outcomes[-1]
     if last.text is None:
         raise RowError("this model makes images, so it holds no conversation; ask it by `answer`")
     messages = row.turns or (Message("assistant", (Part(last.text),)),)
-    # Replies of tools become content blocks, turns of the model a text.
+    # Replies of tools become content blocks, turns of the model become text.
     written = [
         {
             "role": message.role,
@@ -181,7 +179,7 @@ def as_conversation(row: Trajectory) -> Conversation:
 
 
 def as_answer(outcome: Outcome) -> Any:
-    """Text of an outcome, its image as one of PIL, or the frames of its video as a list of images."""
+    """Return an outcome's text, its image as a PIL image, or the frames of its video as PIL images."""
     if outcome.text is not None:
         return outcome.text
     images = images_of(outcome)
@@ -189,14 +187,14 @@ def as_answer(outcome: Outcome) -> Any:
 
 
 def images_of(outcome: Outcome) -> list[Any]:
-    """Image of an outcome, or the frames of its video, as images of PIL; none for a text."""
+    """Return an outcome's image, or the frames of its video, as PIL images; an empty list for text."""
     if outcome.image is not None:
         return [to_pil(outcome.image)]
     return [] if outcome.video is None else [to_pil(frame) for frame in outcome.video]
 
 
 def _are_several(prompt: Any) -> bool:
-    """Whether a prompt is a list of texts or of conversations."""
+    """Whether a prompt is a list of texts or of conversations; raise RowError for an invalid prompt."""
     match prompt:
         case str() | [Mapping(), *_]:
             return False
@@ -208,7 +206,7 @@ def _are_several(prompt: Any) -> bool:
 
 
 def _per_prompt(value: Any, size: int, name: str) -> Sequence[Any]:
-    """Media of every prompt; raises RowError unless there is an entry per prompt."""
+    """Return a list with the media of each prompt; raise RowError unless there is one entry per prompt."""
     match value:
         case None:
             return [None] * size

@@ -1,4 +1,4 @@
-"""Finds the engine configuration of a model named by file, run, checkpoint, folder or hub id."""
+"""Look-up of the engine configuration of a model, given as a file, run, checkpoint, folder or hub id."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from mmrl.config.sweep import setting_of
 from mmrl.runtime.checkpoint import MODEL, finished, step_of
 from mmrl.runtime.stages import last_finished
 
-ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # of peft and of diffusers
-PIPELINE = "model_index.json"  # of diffusers
-# Files that `mmrl export` writes: transforms of the model, untransformed weights, cache of the engine.
+ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # files of peft and of diffusers
+PIPELINE = "model_index.json"  # file that marks a pipeline of diffusers
+# Files and folders that `mmrl export` writes: transforms, untransformed weights, cache of the engine.
 TRANSFORMS, WEIGHTS, CACHE = "transforms.json", "weights", "kv_cache.json"
-STORED = ("structured_pruning",)  # transforms that saved weights already include
+STORED = ("structured_pruning",)  # transforms that are already part of the saved weights
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Configuration of an engine, and the weights of its policy."""
+    """Configuration of an engine, and the location of its policy's weights."""
 
     config: Config | EvaluateConfig
-    weights: Path | None = None  # model folder to load into the policy; None: nothing to load
-    run: Path | None = None  # folder of the training run
+    weights: Path | None = None  # model folder to load into the policy; None: load nothing
+    run: Path | None = None  # folder of the training run, if any
     step: int = 0  # step of the checkpoint
 
     @property
     def place(self) -> str:
-        """Key of the engines in the configuration."""
+        """The configuration key under which the engines are listed."""
         return self._parts[0]
 
     @property
     def engines(self) -> Sequence[Piece]:
-        """Pieces of the engines; those of the rollouts of a training run."""
+        """The configured engines; for a training run those of its rollouts."""
         return self._parts[1]
 
     @property
@@ -59,7 +59,7 @@ class ModelSource:
 
 
 def _innermost(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Options of the innermost data set in nested ones."""
+    """Return the options of the innermost data set if data sets are nested."""
     inner = options.get("data")
     return _innermost(inner) if isinstance(inner, Mapping) else options
 
@@ -74,10 +74,10 @@ def resolve(
     """Find the configuration of a model without loading it.
 
     Args:
-        source: A configuration or its file; the folder of a run (its last checkpoint) or of a checkpoint; a
-            model folder or hub id, which gets a preset of `configs/defaults`.
-        overrides: Changes as on the command line, such as "policy.dtype=float32".
-        setting: Name of one of the `settings` of an evaluation.
+        source: A configuration or its file, the folder of a run (its last checkpoint is used) or of a
+            checkpoint, or a model folder or hub id, for which a preset in `configs/defaults` is used.
+        overrides: Changes in the syntax of the command line, such as "policy.dtype=float32".
+        setting: Name of an entry in the `settings` of an evaluation.
         options: Options of the engine, such as `temperature`, and `seed`; None keeps the configured value.
     """
     resolved = _resolve(source, overrides)
@@ -124,7 +124,7 @@ def _parsed(raw: dict[str, Any]) -> Config | EvaluateConfig:
 
 
 def _option(source: ModelSource, name: str, value: Any) -> dict[str, Any]:
-    """Change of the configuration that sets an option of the first engine that takes it."""
+    """Return the change of the configuration that sets an option of the first engine with this option."""
     taken = {i: find("engine", piece.name).options for i, piece in enumerate(source.engines)}
     at = next((i for i, options in taken.items() if name in options), None)
     if at is None:
@@ -141,9 +141,9 @@ def _option(source: ModelSource, name: str, value: Any) -> dict[str, Any]:
 
 
 def _run_of(folder: Path) -> tuple[Path, Path] | None:
-    """Folder of a run, and the model folder of its last checkpoint or of the named one; None for others.
+    """Return the folder of a run and the model folder of its last or the given checkpoint; None otherwise.
 
-    A run in stages stands for its last finished stage.
+    For a run in stages, its last finished stage is used.
     """
     if stage := last_finished(folder):
         return stage.parent, stage / MODEL
@@ -164,12 +164,12 @@ def _run_of(folder: Path) -> tuple[Path, Path] | None:
 
 
 def _checkpoint(run: Path, model: Path, overrides: Sequence[str]) -> ModelSource:
-    """Configuration of a run whose policy has the weights of a checkpoint."""
+    """Return the configuration of a run, with the weights of a checkpoint for its policy."""
     raw = read(run / "config.yaml")
     options = as_mapping(raw["policy"])
-    # Adapters of several roles have a folder each.
+    # Adapters for several roles are in separate subfolders.
     adapted = any(next(model.glob(f"{inside}{name}"), None) for name in ADAPTERS for inside in ("", "*/"))
-    # A full checkpoint replaces the base model, which may no longer exist.
+    # A full checkpoint replaces the base model, so that the base model need not exist any more.
     replaces = "model" in options and not adapted and not options.get("transform")
     if replaces:
         raw = merge(raw, {"policy": {"model": str(model)}})
@@ -181,7 +181,7 @@ def _checkpoint(run: Path, model: Path, overrides: Sequence[str]) -> ModelSource
 
 
 def _model(name: str, overrides: Sequence[str]) -> ModelSource:
-    """Preset for a model folder or hub id, with the transforms and the cache of an export."""
+    """Return the preset for a model folder or hub id, with the transforms and the cache of an export."""
     folder, policy, engine = _folder(name), {"model": name}, {}
     if folder is not None:
         if (folder / ADAPTERS[1]).is_file() and not (folder / PIPELINE).is_file():
@@ -197,7 +197,7 @@ def _model(name: str, overrides: Sequence[str]) -> ModelSource:
 
 
 def _folder(name: str) -> Path | None:
-    """Folder of a model; downloads a model of the hub only if it has files of mmrl or peft."""
+    """Return the folder of a model; download a hub model only if it contains files of mmrl or peft."""
     if Path(name).is_dir():
         return Path(name)
     if not any(_on_hub(name, file) for file in (ADAPTERS[0], TRANSFORMS, CACHE)):
@@ -208,22 +208,22 @@ def _folder(name: str) -> Path | None:
 
 
 def names_pipeline(name: str) -> bool:
-    """Whether a folder or a model of the hub is a pipeline of diffusers."""
+    """Whether a folder or a hub model is a pipeline of diffusers."""
     folder = Path(expanded(name))
     return (folder / PIPELINE).is_file() if folder.is_dir() else _on_hub(name, PIPELINE)
 
 
 def _on_hub(name: str, file: str) -> bool:
-    """Whether a hub repository has a file; downloads it into the local cache."""
+    """Whether a hub repository has a file; if so, the file is downloaded into the local cache."""
     from transformers.utils import cached_file
 
-    # Do not raise for a missing file or model here: loading the model gives a better error.
+    # Do not raise for a missing file or model: loading the model gives a better error message.
     quiet = ("missing_entries", "connection_errors", "gated_repo")
     return cached_file(name, file, **{f"_raise_exceptions_for_{what}": False for what in quiet}) is not None
 
 
 def _adapter(folder: Path) -> dict[str, Any]:
-    """Options of the policy for a folder with an adapter of peft."""
+    """Return the policy options for a folder with an adapter of peft; empty without an adapter."""
     if not (folder / ADAPTERS[0]).is_file():
         return {}
     match _json(folder / ADAPTERS[0]):
@@ -233,7 +233,7 @@ def _adapter(folder: Path) -> dict[str, Any]:
 
 
 def _transforms(folder: Path) -> dict[str, Any]:
-    """Options of the policy for a folder with transforms that `mmrl export` wrote."""
+    """Return the policy options for a folder with transforms from `mmrl export`; empty without transforms."""
     if not (folder / TRANSFORMS).is_file():
         return {}
     listed = _json(folder / TRANSFORMS).get("transforms")
@@ -245,7 +245,7 @@ def _transforms(folder: Path) -> dict[str, Any]:
 
 
 def _cache(folder: Path) -> dict[str, Any]:
-    """Options of the engine for a folder with a cache that `mmrl export` wrote."""
+    """Return the engine options for a folder with a cache from `mmrl export`; empty without a cache."""
     if not (folder / CACHE).is_file():
         return {}
     piece = _registered("cache", _json(folder / CACHE))
@@ -257,7 +257,7 @@ def _cache(folder: Path) -> dict[str, Any]:
 
 
 def _registered(kind: str, piece: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that a piece named in a model folder is one of the library: a folder must not choose code."""
+    """Check that a piece in a model folder belongs to the library, because a folder must not choose code."""
     match piece:
         case {"name": str(name)} if re.fullmatch(r"\w+\.\w+", name):
             find(kind, name)
@@ -267,7 +267,7 @@ def _registered(kind: str, piece: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
+    """Read a JSON object from a file; raise `ConfigError` if the file does not contain one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""One runtime for prompts that are computed once and for quantised key-value caches."""
+"""Runtime for prompts that are computed once for many rows, and for quantised key-value caches."""

@@ -7,11 +7,11 @@ both parts is
 
 so the keys and values of the prefix are stored once for all its rows. In the backward pass the attention
 weights are p = exp(scores - n) for keys of either part, and the gradient of a score is p (g . v - g . o). The
-gradients of one part therefore need n and o of the whole, and nothing from the other part. (Sharing prefixes
-in training: Prefix Grouper, arXiv 2506.05433; merging by log-sum-exp and this backward pass are our reading.)
+gradients of one part therefore need n and o of the merged attention, and nothing else of the other part.
+(Sharing prefixes in training: Prefix Grouper, arXiv 2506.05433; merging and backward pass: our reading.)
 
-Shapes: `N` rows answer `P` prompts; `H` query heads, of which H / h read the same of `h` key heads; `t` new
-tokens of a row attend to `S` tokens of its prompt and to `T` of its own.
+Shapes: `N` rows answer `P` prompts. There are `H` query heads of `D` channels; H / h of them share each of
+the `h` key heads. The `t` new tokens of a row attend to `S` tokens of its prompt and `T` own tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mmrl.kv_cache.row_groups import RowGroups
 
-MAX_SCORES = 1 << 25  # scores that exist at once where torch has no fused kernel
+MAX_SCORES = 1 << 25  # attention scores in memory at once if torch has no fused kernel
 Pair = tuple[Tensor, Tensor]  # keys and values
 
 
@@ -34,16 +34,16 @@ def attend_merged(
     query: Tensor, prefix: Pair, own: Pair, groups: RowGroups, scaling: float,
     prefix_mask: Tensor | None = None, own_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend from every row's newest tokens to its prompt and to its own tokens: (N, H, t, D).
+    """Compute attention of every row's newest tokens to its prompt and to its own tokens: (N, H, t, D).
 
     Args:
-        query: Queries (N, H, t, D).
-        prefix: Keys and values of the prompts, (P, h, S, D) each.
-        own: Keys and values of the rows, (N, h, T, D) each; the last t are those of the queries.
+        query: Queries: N rows, H query heads, t new tokens, D channels.
+        prefix: Keys and values of P prompts of S tokens, (P, h, S, D) each.
+        own: Keys and values of the rows' own tokens, (N, h, T, D) each; the last t are those of the queries.
         groups: Which prompt each row answers.
         scaling: Factor of the scores.
-        prefix_mask: Added to scores, (P, 1, 1 or t, S).
-        own_mask: Added to scores, (t, T); None: causal.
+        prefix_mask: Added to the scores of prompt tokens, (P, 1, 1 or t, S).
+        own_mask: Added to the scores of own tokens, (t, T); None: causal.
     """
     rows, heads, num, _ = query.shape
     kv_heads, length = prefix[0].shape[1], own[0].shape[2]
@@ -54,11 +54,11 @@ def attend_merged(
         prefix_mask = groups.tile(prefix_mask, repeats)
     causal = own_mask is None and num > 1
     if causal and length != num:
-        # The kernel's own causal mask aligns the first query with the first key; here the last ones meet.
+        # The kernel's causal mask aligns the first query with the first key; here the last ones must align.
         own_mask, causal = causal_mask(num, length, query), False
-    # Own keys with one new token: the query heads of a key head are queries of one product, (N h, 1, H/h, D).
-    # With several, a query head has a view of its key head, which repeats no memory, so that the causal mask
-    # of the kernel applies: (N h, H/h, t, D).
+    # With one new token, the query heads that share a key head are queries of one product: (N h, 1, H/h, D).
+    # With several, each query head gets a view of its key head (no copy), so that the kernel's causal mask
+    # applies: (N h, H/h, t, D).
     shape = (1, repeats) if num == 1 else (repeats, num)
     own = tuple(x.flatten(0, 1)[:, None].expand(-1, shape[0], -1, -1) for x in own)
     parts = (
@@ -80,11 +80,11 @@ def attend_one_token(
 ) -> Tensor:  # fmt: skip
     """Compute `attend_merged` for one new token per row, without gradients, in few operator calls."""
     rows, heads, _, size = query.shape
-    query = query.reshape(rows, prefix[0].shape[1], -1, size)  # (N, h, H / h, D)
+    query = query.reshape(rows, prefix[0].shape[1], -1, size)  # query heads grouped by key head
     if _is_fused(query, prefix[1], prefix_mask, own_mask):
         out, norm = _with_norm(groups.fold(query), *prefix, prefix_mask, scaling)
         own_out, own_norm = _with_norm(query, *own, own_mask, scaling)
-        # exp(n_1 - n) = 1 / (1 + exp(n_2 - n_1))
+        # weight of the prompt: exp(n_1 - n) = 1 / (1 + exp(n_2 - n_1)), n_i: log-sum-exp of part i
         share = (groups.unfold(norm) - own_norm).sigmoid_()[..., None]
         merged = torch.lerp(own_out.to(share.dtype), groups.unfold(out).to(share.dtype), share)
         return merged.to(query.dtype).reshape(rows, heads, 1, size)
@@ -107,8 +107,8 @@ def attend_padded(
 ) -> Tensor:  # fmt: skip
     """Compute `attend_merged` for rows whose own tokens are padded on the left, without gradients.
 
-    `own_mask` (N, 1, 1 or t, T) hides the padding and tokens outside a sliding `window` (0: none);
-    `prefix_mask` (P, 1, 1 or g * Q, S) is for folded queries. The newest tokens see each other causally.
+    `own_mask` (rows, 1, 1 or new tokens, own tokens) hides the padding and tokens outside a sliding `window`
+    (0: none); `prefix_mask` is for folded queries. The newest tokens attend to each other causally.
     """
     rows, heads, num, _ = query.shape
     kv_heads, older = prefix[0].shape[1], own[0].shape[2] - num
@@ -120,7 +120,7 @@ def attend_padded(
         mask=None,
         scaling=scaling,
     )
-    # Older and newest own tokens are separate parts: older ones need one mask line per row, and the newest
+    # Older and newest own tokens are separate parts: older tokens need one mask line per row, and the newest
     # use the causal mask of the kernel. So no mask has the size of all scores.
     keys, values = (x.flatten(0, 1)[:, None].expand(-1, heads // kv_heads, -1, -1) for x in own)
     mask = own_mask[..., :older].repeat_interleave(kv_heads, 0)
@@ -142,7 +142,7 @@ def attend_padded(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Attention to one part of the keys; `fold` reshapes (N, H, t, ...) to the queries of its product."""
+    """Attention to one part of the keys; `fold` and `unfold` reshape queries and outputs for its product."""
 
     fold: Callable[[Tensor], Tensor]
     unfold: Callable[[Tensor], Tensor]
@@ -151,7 +151,7 @@ class _Part:
     causal: bool = False
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to this part alone: output (N, H, t, D) and log-sum-exp of the scores (N, H, t)."""
+        """Attend to this part alone; return the output and the log-sum-exp of the scores, per query."""
         query = self.fold(query)
         if _is_fused(query, values, self.mask):
             out, norm = _with_norm(query, keys, values, self.mask, self.scaling, self.causal)
@@ -174,7 +174,7 @@ class _Part:
                 grad, query, keys, values, out, norm, self.mask, self.scaling, self.causal
             )
             return self.unfold(d_query), d_keys, d_values
-        delta = (grad.to(norm.dtype) * out.to(norm.dtype)).sum(-1, keepdim=True)  # g . o
+        delta = (grad.to(norm.dtype) * out.to(norm.dtype)).sum(-1, keepdim=True)  # gradient . output
         d_query, d_keys, d_values = [], keys.new_zeros(keys.shape), values.new_zeros(values.shape)
         for rows, scores in self._scores(query, keys):
             weights = (scores - norm[:, :, rows, None]).exp()
@@ -187,7 +187,7 @@ class _Part:
         return self.unfold(torch.cat(d_query, 2)), d_keys, d_values
 
     def _scores(self, query: Tensor, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of folded queries with their scores, in float32 or wider, `MAX_SCORES` at a time."""
+        """Yield slices of folded queries and their scores (float32 or wider), `MAX_SCORES` at a time."""
         num = query.shape[2]
         mask = causal_mask(num, num, query) if self.causal else self.mask
         size = max(1, MAX_SCORES // max(1, query.shape[0] * query.shape[1] * keys.shape[2]))
@@ -201,7 +201,7 @@ class _Part:
 
 
 def _prefix_part(groups: RowGroups, kv_heads: int, num: int, mask: Tensor | None, scaling: float) -> _Part:
-    """Fold all rows of a prompt, and all query heads of a key head, into queries of one product."""
+    """Return the attention part of the prompts, in which all rows of a prompt share one product."""
     return _Part(
         fold=lambda x: groups.fold(x.unflatten(1, (kv_heads, -1)).flatten(2, 3)),
         unfold=lambda x: groups.unfold(x).unflatten(2, (-1, num)).flatten(1, 2),
@@ -241,7 +241,7 @@ def _runs_flash(device: torch.device) -> bool:
 
 
 def _is_fused(query: Tensor, values: Tensor, *masks: Tensor | None) -> bool:
-    """Whether a kernel of torch returns the log-sum-exp as well; on a GPU FlashAttention, without masks."""
+    """Whether torch has a fused kernel that also returns the log-sum-exp; on a GPU it supports no masks."""
     size = query.shape[-1]
     if size != values.shape[-1] or not query.is_cuda:
         return size == values.shape[-1] and query.device.type == "cpu"
@@ -252,7 +252,7 @@ def _is_fused(query: Tensor, values: Tensor, *masks: Tensor | None) -> bool:
 def _with_norm(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attend with a kernel of torch: output and log-sum-exp of the scores (N, H, t)."""
+    """Attend with a fused kernel of torch; return the output and the log-sum-exp of the scores."""
     if query.is_cuda:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, keys, values, 0.0, causal, scale=scaling)[:2]
@@ -264,21 +264,21 @@ def _gradients(
     grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, norm: Tensor,
     mask: Tensor | None, scaling: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of queries, keys and values with a kernel of torch."""
+    """Compute the gradients of queries, keys and values with torch's fused backward kernel."""
     tensors = grad, query, keys, values, out, norm.contiguous()
     if query.is_cuda:
         lengths, none = (query.shape[2], keys.shape[2]), norm.new_empty(0, dtype=torch.int64)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        # No sequences of different lengths, and no random state, because nothing is dropped.
+        # None: sequences are not packed; `none`: no random state, because there is no dropout.
         return flash(*tensors, None, None, *lengths, 0.0, causal, none, none, scale=scaling)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(*tensors, 0.0, causal, attn_mask=mask, scale=scaling)
 
 
 def causal_mask(num: int, length: int, like: Tensor, window: int = 0) -> Tensor:
-    """Make the additive causal mask for the `num` newest of `length` tokens: (num, length).
+    """Return the additive causal mask (num, length) for the `num` newest of `length` tokens.
 
-    `window` is the number of tokens that a token sees, itself included; 0: all.
+    `window` is the number of tokens that a token can attend to, itself included; 0: all.
     """
     newest = torch.arange(length - num, length, device=like.device)[:, None]
     ago = newest - torch.arange(length, device=like.device)
@@ -289,7 +289,7 @@ def causal_mask(num: int, length: int, like: Tensor, window: int = 0) -> Tensor:
 def additive_mask(hidden: Tensor, like: Tensor) -> Tensor:
     """Convert a bool mask of hidden keys to an additive mask.
 
-    Hidden keys get a finite value: a row that sees no key of one part gives it weight 0 instead of NaN.
+    Its values are finite, so a query that can attend to no key of a part gives the part weight 0, not NaN.
     """
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
         hidden, torch.finfo(like.dtype).min

@@ -1,7 +1,7 @@
 """Attention function, registered with transformers, that reads the caches of this package.
 
-A model looks up its attention function by the name in its config, and passes it what its cache returns as
-keys and values: tensors, or a cache layer of this package, which then computes attention itself.
+A model finds its attention function by the name in its config, and calls it with the keys and values that its
+cache returns: tensors, or a cache layer of this package, which then computes attention itself.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mmrl.kv_cache.layers import CacheLayer
 
 PREFIX, UNMASKED = "mmrl_", "mmrl_unmasked"
 BASES = ("sdpa", "eager")
-# Arguments of attention functions that merged attention does not compute.
+# Arguments of attention functions that merged attention does not support.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q")
 _RECORDED: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None)
 
 
 def register(base: str) -> str:
-    """Register an attention that reads cache layers, with `base` for tensors, and return its name.
+    """Register an attention function that reads cache layers, and tensors with `base`; return its name.
 
-    It uses the mask function of `base`, because transformers silently omit all masks where none is registered
-    under the name. UNMASKED has none on purpose: shared prefixes know their padding, and making a mask in
-    each step would cost time.
+    It uses the mask function of `base`, because transformers silently omits the masks of a name without a
+    registered mask function. UNMASKED has none on purpose: shared prefixes know their padding, and creating a
+    mask in each step would cost time.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -39,7 +39,7 @@ def register(base: str) -> str:
     name = PREFIX + base
     AttentionInterface.register(name, partial(attend, base))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
-    AttentionInterface.register(UNMASKED, partial(attend, "none"))  # cache layers only, no tensors
+    AttentionInterface.register(UNMASKED, partial(attend, "none"))  # for cache layers only, not for tensors
     return name
 
 
@@ -49,7 +49,7 @@ def attention_of(config: Any) -> str:
 
 
 def install(config: Any) -> None:
-    """Let the attention of a model read quantised caches from now on, by changing its config."""
+    """Change a model's config so that its attention can read quantised caches from now on."""
     text = config.get_text_config(decoder=True)
     base = text._attn_implementation or "sdpa"
     if attention_of(config) not in BASES:
@@ -79,7 +79,7 @@ def read_shared_prefix(config: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def record_keys(config: Any) -> Iterator[list[Tensor]]:
-    """Record the keys passed to the model's attention, if it uses the masks of sdpa or eager."""
+    """Yield a list of the keys passed to the model's attention, if it uses the masks of sdpa or eager."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
     base = config.get_text_config(decoder=True)._attn_implementation or "sdpa"
@@ -99,13 +99,13 @@ def attend(
     base: str, module: nn.Module, query: Tensor, key: Tensor | CacheLayer, value: Tensor | CacheLayer,
     attention_mask: Tensor | None, scaling: float | None = None, **others: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attend from queries (N, H, t, D) to a cache layer, or to tensors with `base`: (N, t, H, D)."""
+    """Attend from queries (rows, heads, tokens, channels) to a cache layer, or to tensors with `base`."""
     match key:
         case CacheLayer() as layer:
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
             if layer.pending is None:
                 return layer.attend(query, attention_mask, scaling), None
-            # First pass of a prompt, for a recipe that selects what to store by the queries.
+            # First pass over a prompt: the recipe uses the queries to select the tokens to store.
             key, value = layer.pending  # read before `score`, which clears it after the last layer
             repeats = len(query) // len(key)
             layer.recipe.score(layer, query[::repeats], scaling)
@@ -116,7 +116,7 @@ def attend(
                 recorded.append(key)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # Each modeling file of transformers has an eager function of its own.
+    # Each modeling file of transformers has its own eager function.
     eager = getattr(inspect.getmodule(type(module)), "eager_attention_forward", None)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
     return function(module, query, key, value, attention_mask, scaling=scaling, **others)

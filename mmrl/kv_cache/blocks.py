@@ -21,15 +21,15 @@ class Block(Protocol):
 
     nbytes: int  # memory of all tensors
 
-    def dots(self, query: Tensor) -> Tensor: ...  # scores of queries (R, h, Q, D) with keys: (R, h, Q, n)
-    def mix(self, weights: Tensor) -> Tensor: ...  # sums of values by weights (R, h, Q, n): (R, h, Q, D)
-    def dense(self) -> Tensor: ...  # the tokens, dequantised: (R, h, n, D)
-    def select(self, rows: Tensor) -> Block: ...  # index rows
+    def dots(self, query: Tensor) -> Tensor: ...  # scores of queries (rows, heads, Q, channels)
+    def mix(self, weights: Tensor) -> Tensor: ...  # sums of values for weights (rows, heads, Q, n)
+    def dense(self) -> Tensor: ...  # dequantised tokens (rows, heads, n, channels)
+    def select(self, rows: Tensor) -> Block: ...  # select rows by index
 
 
 @dataclass(frozen=True)
 class ExactBlock:
-    """Unquantised tokens (R, h, n, D), in the precision of the model."""
+    """Unquantised tokens (rows, heads, tokens, channels), in the precision of the model."""
 
     x: Tensor
 
@@ -39,7 +39,7 @@ class ExactBlock:
 
     @cached_property
     def _flat(self) -> tuple[Tensor, Tensor]:
-        """Flatten rows and heads to one axis: (R * h, n, D), and the transpose (R * h, D, n)."""
+        """Return the tokens with rows and heads flattened to one axis, (R * h, n, D), and transposed."""
         flat = self.x.flatten(0, 1)
         return flat, flat.mT
 
@@ -62,10 +62,10 @@ class ExactBlock:
 
 @dataclass(frozen=True)
 class CodedBlock:
-    """Quantised tokens (R, h, E, n / E, D) in `E` groups; with `rotated` the channels were rotated first.
+    """Quantised tokens (rows R, heads h, groups E, n / E, channels D); `rotated`: channels were rotated.
 
-    Codes are multiplied without dequantising them (post-scaling, CalibQuant, arXiv 2502.14882). A token is
-    x = low + scale * code. With one scale per channel
+    Codes are multiplied without dequantising them (post-scaling, CalibQuant, arXiv 2502.14882). With one
+    scale per channel, a token x = low + scale * code has the products
 
         q . x = (q * scale) . code + q . low,    sum_n w_n x_n = scale * sum_n w_n code_n + low * sum_n w_n,
 
@@ -81,12 +81,12 @@ class CodedBlock:
 
     @cached_property
     def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Flatten rows, heads and groups to one axis: codes, scale, low, and low transposed."""
+        """Return codes, scale, low and transposed low, with rows, heads and groups in one axis."""
         packed, scale, low = (x.flatten(0, 2) for x in self.codes.tensors.values())
         return packed, scale, low, low.mT
 
     def dots(self, query: Tensor) -> Tensor:
-        # Only for one scale per channel. Groups differ in scales, so each gets its own scaled query.
+        # Requires one scale per channel. Groups have different scales, so each gets its own scaled query.
         groups = self.codes.packed.shape[2]
         packed, scale, _, low = self._flat
         each = self._rotate(query).flatten(0, 1)
@@ -95,7 +95,7 @@ class CodedBlock:
         scores = dots(each * scale, packed, self.codes.nbits, base)
         if groups == 1:
             return scores.view(*query.shape[:3], -1)
-        # (R h E, Q, n / E) to (R, h, Q, n): the groups of a query side by side
+        # from (rows * heads * groups, Q, n) to (rows, heads, Q, groups * n)
         return scores.view(*query.shape[:2], groups, *scores.shape[1:]).transpose(2, 3).flatten(-2)
 
     def mix(self, weights: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ class CodedBlock:
         return self._rotate(out)
 
     def _mix_by_token(self, weights: Tensor) -> Tensor:
-        # A token has one scale for each of `kinds` groups of channels, which is folded into its attention
-        # weight. So every group of channels is a separate product: blocks are (R, h, E, kinds).
+        # A token has one scale for each of `kinds` groups of channels, and its attention weight is multiplied
+        # by it. So every group of channels needs a separate product: blocks are (R, h, E, kinds).
         codes, kinds = self.codes, self.codes.scale.shape[-1]
         weights = weights.unflatten(-1, (codes.packed.shape[2], -1)).transpose(2, 3)
         scale, low = (x.to(weights.dtype).movedim(-1, 3) for x in (codes.scale, codes.low))
@@ -135,24 +135,24 @@ class CodedBlock:
 
 
 def per_head(slots: Tensor) -> Tensor:
-    """Add the axis of heads to slots (R, n); slots (R, h, n) are returned as they are."""
+    """Add a head axis to slots (rows, tokens); return slots (rows, heads, tokens) unchanged."""
     return slots if slots.dim() == 3 else slots[:, None]
 
 
 def spread(x: Tensor, slots: Tensor, length: int) -> Tensor:
-    """Scatter tokens (R, h, n, D) to their slots (R, n) or (R, h, n): (R, h, length, D), 0 in empty slots.
+    """Scatter tokens (rows, heads, n, channels) to `length` slots; empty slots are 0.
 
-    Tokens with a slot below 0 are dropped.
+    `slots` (rows, n) or (rows, heads, n) are the target indices; tokens with a slot below 0 are dropped.
     """
     slots = per_head(slots).expand(x.shape[:3])
-    # Dropped tokens go to an extra slot at the end, which is cut off.
+    # Dropped tokens go to an additional slot at the end, which is cut off.
     out = x.new_zeros(*x.shape[:2], length + 1, x.shape[3])
     index = torch.where(slots < 0, length, slots)[..., None].expand(x.shape)
     return out.scatter_(2, index, x)[:, :, :length]
 
 
 def collect(x: Tensor, slots: Tensor) -> Tensor:
-    """Gather tokens (R, h, S, D) from slots (R, n) or (R, h, n): (R, h, n, D), 0 for slots below 0."""
+    """Gather the tokens at `slots` from `x` (rows, heads, tokens, channels); slots below 0 give zeros."""
     slots = per_head(slots).expand(*x.shape[:2], slots.shape[-1])
     tokens = x.gather(2, slots.clamp(min=0)[..., None].expand(*slots.shape, x.shape[-1]))
     return tokens * (slots >= 0)[..., None]

@@ -16,14 +16,14 @@ from mmrl.kv_cache.layout import PromptLayout
 
 
 def head_size(text: Any) -> int:
-    """Number of channels of an attention head, from the config of a text model."""
-    # Some families set no `head_dim`, or null.
+    """Return the number of channels per attention head from the config of a text model."""
+    # Some model families set no `head_dim`, or set it to null.
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def attention_types(text: Any) -> list[str]:
     """List the distinct attention types of a text model's layers: full, sliding, chunked, or linear."""
-    settings = text.to_dict()  # families differ in the keys that they set
+    settings = text.to_dict()  # a dict, because model families set different keys
     if types := settings.get("layer_types"):
         return sorted(set(types))
     if settings.get("sliding_window"):
@@ -37,7 +37,7 @@ def only_attends(text: Any) -> bool:
 
 
 def exact_cache(config: Any) -> Any:
-    """Make a `transformers.DynamicCache` whose layers can index rows and support gradients.
+    """Create a `transformers.DynamicCache` whose layers can select rows and support gradients.
 
     Raises ValueError for layers that store neither keys and values nor recurrent states.
     """
@@ -60,11 +60,11 @@ def exact_cache(config: Any) -> Any:
 
 @cache
 def recurrent_layer() -> type:
-    """Derive a cache layer for linear attention that does not write in place, unlike its base class."""
+    """Return a cache layer class for linear attention that, unlike its base, never writes in place."""
     from transformers.cache_utils import LinearAttentionLayer
 
     class RecurrentLayer(LinearAttentionLayer):
-        """Convolution and recurrent states of rows, replaced in every pass to support gradients."""
+        """Layer whose convolution and recurrent states are replaced in every pass, to support gradients."""
 
         def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
             if self.is_conv_states_initialized[state_idx]:
@@ -85,14 +85,14 @@ def recurrent_layer() -> type:
 def make_cache(
     config: Any, visual: Tensor | None, mask: Tensor | None, recipe: Recipe, *, fused: bool
 ) -> Any:
-    """Make a quantised `transformers.Cache` for one batch of prompts.
+    """Create a quantised `transformers.Cache` for one batch of prompts.
 
     Args:
         config: Config of the model; `fused` changes its attention implementation.
-        visual: Mask of visual tokens, (P, S).
-        mask: Mask of tokens that are not padding, (P, S).
+        visual: Mask of visual tokens, (prompts, tokens).
+        mask: Mask of tokens that are not padding, (prompts, tokens).
         recipe: The cache format.
-        fused: Attention multiplies codes; without, every step dequantises all tokens.
+        fused: Compute attention on the codes; if false, every step dequantises all tokens.
     """
     text = config.get_text_config(decoder=True)
     if other := sorted({*(getattr(text, "layer_types", None) or ())} - {"full_attention"}):
@@ -110,7 +110,7 @@ def make_cache(
     return derive(PromptCache)([layer(each, layout, heads, size, fused=fused) for each in recipes])
 
 
-LARGER: list[str] = []  # the warning of `warn_of_larger`, once it was given in this process
+LARGER: list[str] = []  # holds the warning of `warn_of_larger` after it was given once
 
 
 def warn_of_larger(cache: Any, config: Any, tokens: int, dtype: torch.dtype) -> None:
@@ -127,10 +127,10 @@ def warn_of_larger(cache: Any, config: Any, tokens: int, dtype: torch.dtype) -> 
 
 
 def share_prefix(filled: Any, recorded: list[Tensor], mask: Tensor) -> Any | None:
-    """Convert a filled DynamicCache of prompts, with their mask (P, S), to a cache that rows share.
+    """Convert a filled DynamicCache of prompts to a cache whose prompts are shared by rows.
 
-    Returns None where the keys that attention read (`recorded`) are not the keys of the cache: such a model
-    has an attention of its own, and every row needs a copy of its prompt.
+    `mask` (prompts, tokens) is 0 for padding. Returns None if the keys that attention read (`recorded`) are
+    not those of the cache: such a model has its own attention, and every row needs a copy of its prompt.
     """
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -151,16 +151,16 @@ def share_prefix(filled: Any, recorded: list[Tensor], mask: Tensor) -> Any | Non
 
 @cache
 def derive(kind: type) -> type:
-    """Add the base class of transformers to a cache or cache layer, importing transformers only here."""
+    """Return a subclass of a cache or cache layer that also inherits from transformers' base class."""
     from transformers.cache_utils import Cache, CacheLayerMixin
 
     if issubclass(kind, CacheLayer):
-        return type("PromptCacheLayer", (kind, CacheLayerMixin), {})  # a name that pruned models know
+        return type("PromptCacheLayer", (kind, CacheLayerMixin), {})  # pruned models look for this name
     return type("PromptCache", (kind, Cache), {})
 
 
 class PromptCache:
-    """A cache of all layers; indexing rows changes all of them."""
+    """A key-value cache of all layers; selecting rows changes all layers."""
 
     layers: list[Any]
 
@@ -181,7 +181,7 @@ class PromptCache:
         return sum(layer.nbytes for layer in self.own_layers) + sum(shared.values())
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> tuple:
-        """Append keys and values (N, h, t, D) to a layer; return the inputs of its attention."""
+        """Append keys and values (rows, heads, tokens, channels) to a layer; return its attention inputs."""
         if layer_idx >= self.num_layers:
             raise ValueError(
                 f"this cache was made for {self.num_layers} layers, but the model has a layer number "
@@ -190,24 +190,24 @@ class PromptCache:
         return self.layers[layer_idx].update(key_states, value_states)
 
     def lay_out(self, layer_idx: int, visual: Tensor, real: Tensor) -> None:
-        """Set the masks of the tokens (P, S) that a pruned model reads from layer `layer_idx` on."""
+        """Set the masks (prompts, tokens) of visual and non-padding tokens for layers from `layer_idx` on."""
         layout = PromptLayout(visual, real)
         for layer in self.own_layers[layer_idx:]:
             layer.layout = layout
 
     @property
     def owners(self) -> list[int]:
-        """The number of the prompt that each row answers."""
+        """The index of the prompt that each row answers."""
         return self.layers[0].layout.groups.owner.tolist()
 
     def prompts(self) -> PromptCache:
-        """Make a cache with one row per shared prompt and no own tokens, without copying keys and values."""
+        """Return a cache with one row per shared prompt and no own tokens; keys and values are not copied."""
         layout, (first, *_) = PromptLayout(None, self.layers[0].layout.real), self.layers
         layout.begin(*layout.real.shape, first.keys.device)
         return type(self)([type(x)(layout, x.keys, x.values, x.window) for x in self.layers])
 
     def own_tokens(self, counts: Sequence[int]) -> list[list[tuple[Tensor, Tensor]]]:
-        """View the first `counts` own tokens of every row: by layer and row, keys and values (h, n, D)."""
+        """Return views of the first `counts[i]` own tokens of row i: `[layer][row]` is (keys, values)."""
         pad = self.layers[0].layout.pad
         places = list(zip([0] * len(counts) if pad is None else pad.tolist(), counts, strict=True))
         return [
@@ -219,7 +219,7 @@ class PromptCache:
         ]
 
     def fill(self, layers: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
-        """Set the own tokens of every row: by layer and row, keys and values (h, n, D)."""
+        """Set the own tokens of every row: `layers[layer][row]` is (keys, values)."""
         lengths = [keys.shape[1] for keys, _ in layers[0]]
         layout = self.layers[0].layout
         layout.pad = torch.tensor([max(lengths) - n for n in lengths], device=layout.real.device)
@@ -227,9 +227,9 @@ class PromptCache:
             layer.tail.fill(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if not self.layers[0].length:  # still empty
+        if not self.layers[0].length:  # the cache is still empty
             return
-        # Layers of a pruned model have different layouts; a layout that layers share is indexed once.
+        # Layers of a pruned model have different layouts; a layout that layers share is selected once.
         layouts = {id(layer.layout): layer.layout for layer in self.own_layers}
         used = {key: layout.select(indices) for key, layout in layouts.items()}
         for layer in self.own_layers:
@@ -246,7 +246,7 @@ class PromptCache:
             self.batch_select_indices(owner.new_tensor(range(len(owner))).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise ValueError, because quantised and shared tokens are not dropped again."""
+        """Raise ValueError, because quantised and shared tokens cannot be removed."""
         raise ValueError("this cache drops no tokens; make another one and read the tokens that stay")
 
     def reset(self) -> None:
@@ -254,10 +254,10 @@ class PromptCache:
         raise ValueError("this cache belongs to one batch of prompts; make another one for the next")
 
     def rows_as_prompts(self, rows: Tensor, count: Tensor) -> PromptCache:
-        """Make a cache whose shared prompts are rows of this one, each with its prompt; supports gradients.
+        """Return a cache whose prompts are rows of this cache, prompt and own tokens joined; has gradients.
 
-        Only for caches of `share_prefix`. `rows` (n,) are the numbers of the rows, and the first `count[i]`
-        own tokens of row i stay, the others being padding. Both tensors are on the device of the cache.
+        Only for caches of `share_prefix`. `rows` (n,) are indices of rows. The first `count[i]` own tokens of
+        row i are used, the others are padding. Both tensors are on the device of the cache.
         """
         layout: PromptLayout = self.layers[0].layout
         owner, added = layout.groups.owner[rows], self.layers[0].length - layout.length
@@ -271,11 +271,11 @@ class PromptCache:
         def joined(prompts: Tensor, tail: Tensor, window: int) -> Tensor:
             whole = torch.cat([prompts[owner], tail[rows]], 2)
             length = whole.shape[2]
-            # A sliding-window layer stores one token less than its window.
+            # A sliding-window layer stores one token fewer than its window.
             stored = min(size, length, max(1, window - 1) if window else size)
             index = (
                 torch.arange(length - stored, length, device=rows.device) - padding[:, None]
-            )  # (n, stored)
+            )  # (rows, stored)
             return whole.take_along_dim(index.clamp(min=0)[:, None, :, None], 2)
 
         layers = []

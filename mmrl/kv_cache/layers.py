@@ -1,4 +1,4 @@
-"""Cache layers: prompts stored once for all rows that answer them, and the tokens that rows add."""
+"""Cache layers: prompts stored once for all rows that answer them, and the tokens that rows append."""
 
 from __future__ import annotations
 
@@ -16,55 +16,56 @@ from mmrl.kv_cache.row_groups import RowGroups
 from mmrl.kv_cache.tails import GrowingTail, ResidualWindow
 
 Tail = GrowingTail | ResidualWindow
-Stored = tuple[list[Part], list[Part], Tail]  # shared parts of keys and of values, and the tail after them
+Stored = tuple[list[Part], list[Part], Tail]  # prompts: parts of keys and of values; tail: later tokens
 
 
 class Recipe:
-    """Base class of cache formats, which store the keys and values of prompts."""
+    """Base class of cache formats, which define how keys and values of prompts are stored."""
 
-    needs_queries = False  # whether `score` must see the queries of a prompt before it is stored
+    needs_queries = False  # whether `score` needs a prompt's queries before the prompt is stored
 
     def for_layer(self, layer: int) -> Recipe:
-        """Return the recipe of a layer number; by default all layers share this one."""
+        """Return the recipe for a layer index; by default all layers share this recipe."""
         return self
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Choose the slots to store, by name, once for all layers; all tensors are on the CPU.
+        """Choose the token slots to store, once for all layers, as named index tensors on the CPU.
 
-        `visual` and `real` are masks (P, S), `size` is the number of channels of a head.
+        `visual` and `real` (not padding) are masks (prompts, tokens); `size` is the number of channels per
+        head.
         """
         return {}
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Store the keys and values of prompts (P, h, S, D); `layout.slots` has the result of `slots`."""
+        """Store the keys and values of prompts; `layout.slots` contains the result of `Recipe.slots`."""
         raise NotImplementedError
 
     def score(self, layer: QuantizedLayer, query: Tensor, scaling: float) -> None:
-        """Score the prompt in `layer.pending` by its queries (P, H, S, D); store it after the last layer."""
+        """Score the prompt tokens in `layer.pending` by their queries; store them after the last layer."""
         raise NotImplementedError
 
     def calibrate(self, scores: Tensor, slots: Tensor) -> Tensor:
-        """Change the attention scores (R, h, Q, n) of visual tokens, at these slots, before the softmax."""
+        """Change the attention scores of visual tokens at `slots` before the softmax; default: no change."""
         return scores
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRecipe(Recipe):
-    """Base class of formats that quantise some tokens of a prompt and keep the others exact.
+    """Base class of formats that quantise some tokens of a prompt and store the others exactly.
 
-    `slots` returns "exact" (P, n) and "coded" (P, E, n), the quantised tokens in `E` groups.
+    `slots` returns indices "exact" (prompts, n) and "coded" (prompts, groups, n), the tokens to quantise.
     """
 
-    nbits: float  # bits per number of the coded keys; 16: exact
-    value_nbits: float  # bits per number of the coded values; 16: exact
-    visual: bool = True  # whether all coded tokens are visual
+    nbits: float  # bits per element of the quantised keys; 16: exact
+    value_nbits: float  # bits per element of the quantised values; 16: exact
+    visual: bool = True  # whether all quantised tokens are visual
 
     def encode(self, tokens: Tensor, slots: Tensor, side: Side) -> Block:
-        """Quantise tokens (P, h, E * n, D) at slots (P, E, n)."""
+        """Quantise tokens (prompts, heads, groups * n, channels) with the slots (prompts, groups, n)."""
         raise NotImplementedError
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Store prompts (P, h, S, D) as a part of exact and a part of coded tokens."""
+        """Store prompts as one part of exact tokens and one part of quantised tokens."""
         exact, coded = layout.slots["exact"], layout.slots["coded"]
         flat = coded.flatten(1)
 
@@ -81,7 +82,7 @@ class SplitRecipe(Recipe):
 
 
 class CacheLayer:
-    """The interface that transformers requires of a cache layer; `length` counts its slots."""
+    """The interface that transformers requires of a cache layer; `length` is its number of slots."""
 
     is_sliding, is_croppable = False, False
     length: int
@@ -99,20 +100,20 @@ class CacheLayer:
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0  # the number of keys, and the slot of the first one
+        return self.length + query_length, 0  # number of keys, and slot of the first key
 
     def get_max_length(self) -> int:
-        return -1  # none
+        return -1  # no maximum
 
     def shared_parts(self) -> list[Part]:
-        """List the parts of prompts, of keys and then of values; none in an exact layer."""
+        """List the stored parts of prompts, keys before values; empty for an exact layer."""
         return []
 
 
 class SharedPrefixLayer(CacheLayer):
-    """Exact keys and values of prompts (P, h, S, D), stored once for all rows; supports gradients.
+    """Exact keys and values of prompts, stored once for all rows that share them; supports gradients.
 
-    A layer with a sliding `window` stores the last tokens of prompts only; 0: full attention.
+    A layer with a sliding `window` stores only the last tokens of prompts; 0: full attention.
     """
 
     def __init__(self, layout: PromptLayout, keys: Tensor, values: Tensor, window: int) -> None:
@@ -125,7 +126,7 @@ class SharedPrefixLayer(CacheLayer):
 
     @property
     def length(self) -> int:
-        """Slots of the prompt and of the tokens after it."""
+        """Number of slots: those of the prompt and of the tokens after it."""
         return self.tail.length
 
     @property
@@ -134,20 +135,20 @@ class SharedPrefixLayer(CacheLayer):
         return self.keys.nbytes + self.values.nbytes + self.tail.nbytes
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[SharedPrefixLayer, SharedPrefixLayer]:
-        """Append keys and values (N, h, t, D); return the layer, which the attention function reads."""
+        """Append keys and values of new tokens; return this layer, which the attention function reads."""
         self.tail.append(keys.to(self.keys.dtype), values.to(self.values.dtype))
         return self, self
 
     def select(self, rows: Tensor, prompts: Tensor | None) -> None:
-        """Index rows, and prompts unless None."""
+        """Select rows by index, and prompts too unless None."""
         if prompts is not None:
             self.keys, self.values = self.keys[prompts], self.values[prompts]
         self.tail.select(rows)
 
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        """Attend from queries of the newest tokens (N, H, t, D) to all stored tokens: (N, t, H, D).
+        """Attend from the newest tokens (rows, heads, tokens, channels) to all stored tokens.
 
-        `mask` is ignored, because the layout knows the padding.
+        Returns (rows, tokens, heads, channels). `mask` is ignored, because the layout knows the padding.
         """
         num, length, stored = query.shape[2], self.length - self.layout.length, self.keys.shape[2]
         query, pairs = query.to(self.keys.dtype), ((self.keys, self.values), self.tail.tensors())
@@ -163,20 +164,20 @@ class SharedPrefixLayer(CacheLayer):
 
 
 class QuantizedLayer(CacheLayer):
-    """Keys and values of prompts and rows in the format of a recipe, without gradients.
+    """Cache layer that stores prompts and later tokens in the format of a recipe, without gradients.
 
-    With `fused` attention multiplies the codes; without, every step dequantises all tokens.
+    With `fused`, attention is computed on the codes; otherwise every step dequantises all tokens.
     """
 
     def __init__(self, recipe: Recipe, layout: PromptLayout, heads: int, size: int, *, fused: bool) -> None:
         self.recipe, self.layout, self.fused = recipe, layout, fused
-        self.heads, self.size = heads, size  # key-value heads, channels of each
+        self.heads, self.size = heads, size  # number of key-value heads, channels per head
         self.shared: tuple[list[Part], list[Part]] | None = None
         self.tail: Tail | None = None
         self.length = 0
 
     def shared_parts(self) -> list[Part]:
-        """List the parts of prompts, of keys and then of values."""
+        """List the stored parts of prompts, keys before values."""
         return [part for side in self.shared or () for part in side]
 
     @property
@@ -186,7 +187,7 @@ class QuantizedLayer(CacheLayer):
         return sum(x.nbytes for x in (*blocks, *pending, *([self.tail] if self.tail else [])))
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor | QuantizedLayer, Tensor | QuantizedLayer]:
-        """Append keys and values (N, h, t, D); return the inputs of attention: tensors, or the layer."""
+        """Append keys and values of new tokens; return the inputs of attention: tensors, or this layer."""
         if keys.shape[1] != self.heads or keys.shape[3] != self.size:
             raise ValueError(
                 f"this cache was made for {self.heads} key-value heads of size {self.size}, but the model "
@@ -199,11 +200,11 @@ class QuantizedLayer(CacheLayer):
             self.length += keys.shape[2]
             return (self, self) if self.fused else self.dense()
         if self.layout.length:
-            repeats = len(keys) // len(self.layout.real)  # not the first layer, which began the layout
+            repeats = len(keys) // len(self.layout.real)  # a later layer; the first one began the layout
         else:
             repeats = self.layout.begin(len(keys), keys.shape[2], keys.device)
         self.length = keys.shape[2]
-        once = keys[::repeats], values[::repeats]  # rows of one prompt are side by side
+        once = keys[::repeats], values[::repeats]  # rows of the same prompt are adjacent
         if self.recipe.needs_queries:
             self.pending = once
             return self, self
@@ -211,7 +212,7 @@ class QuantizedLayer(CacheLayer):
         return keys, values
 
     def store(self, keys: Tensor, values: Tensor) -> None:
-        """Store the keys and values of prompts (P, h, S, D) in the format of the recipe."""
+        """Store the keys and values of prompts in the format of the recipe."""
         layout = self.layout
         if not layout.slots:
             chosen = self.recipe.slots(layout.visual.cpu(), layout.real.cpu(), self.size)
@@ -220,41 +221,41 @@ class QuantizedLayer(CacheLayer):
         self.shared, self.pending = tuple(shared), None
 
     def parts(self) -> tuple[list[Part], list[Part]]:
-        """List the parts of all keys, and of all values."""
+        """Return the list of key parts and the list of value parts, of prompts and later tokens."""
         return tuple([*shared, *own] for shared, own in zip(self.shared, self.tail.parts(), strict=True))
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, (N, h, length, D) each, in the order of the model's mask."""
+        """Return all keys and all values, dequantised, per row and in the order of the model's mask."""
         groups = self.layout.groups
-        # A slot is in at most one part and 0 in the others, so the sum joins them.
+        # A slot is filled in at most one part and 0 in the others, so the sum joins the parts.
         return tuple(
             sum(spread(part.dense(groups), part.row_slots(groups), self.length) for part in side)
             for side in self.parts()
         )
 
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        """Attend from queries (N, H, t, D) to all stored tokens: (N, t, H, D).
+        """Attend from queries (rows, heads, tokens, channels) to all stored tokens.
 
-        The scores of all parts are concatenated for one softmax. Rows of one prompt are folded into queries
-        of one product until the scores are weights, so that the prompt is read once for all of them. `mask`
-        is the model's mask over `length` slots.
+        Returns (rows, tokens, heads, channels). The scores of all parts are concatenated for one softmax. All
+        rows of a prompt are folded into one product until the softmax, so the prompt is read once. `mask` is
+        the model's.
         """
         rows, heads, num, size = query.shape
         groups, (keys, values) = self.layout.groups, self.parts()
         exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-        scaled = (query.to(exact) * scaling).reshape(rows, self.heads, -1, size)  # (N, h, H / h * t, D)
+        scaled = (query.to(exact) * scaling).reshape(rows, self.heads, -1, size)
         folded, pieces = groups.fold(scaled), []
         for part in keys:
             score = part.block.dots(folded if part.shared else scaled)
             if part.visual:
                 score = self.recipe.calibrate(score, part.slots)
             pieces.append(score if part.shared else groups.fold(score))
-        scores = torch.cat(pieces, -1)  # (P, h, g * Q, n)
+        scores = torch.cat(pieces, -1)  # (prompts, key heads, folded queries, tokens)
         hidden = self.layout.hidden(keys, mask, num, self.length, (self.heads, heads // self.heads))
         if hidden is not None:
-            scores.masked_fill_(hidden, torch.finfo(exact).min)  # finite: no NaN in rows of padding
+            scores.masked_fill_(hidden, torch.finfo(exact).min)  # finite, so that rows of padding give no NaN
         weights = split_weights(groups, keys, values, scores.softmax(-1), self.length)
-        # Add the outputs of shared parts before unfolding them to rows.
+        # Add the outputs of shared parts before unfolding them to one output per row.
         sums: dict[bool, list[Tensor]] = {}
         for part, weight in zip(values, weights, strict=True):
             sums.setdefault(part.shared, []).append(part.block.mix(weight))
@@ -268,7 +269,7 @@ class QuantizedLayer(CacheLayer):
         if self.shared is None:
             return
         if prompts is not None:
-            # Keys and values may share one tensor of slots, and continue to do so.
+            # Keys and values may share one tensor of slots, and must still share it afterwards.
             slots = {id(part.slots): part.slots[prompts] for part in self.shared_parts()}
             self.shared = tuple(
                 [replace(p, block=p.block.select(prompts), slots=slots[id(p.slots)]) for p in side]
@@ -280,9 +281,9 @@ class QuantizedLayer(CacheLayer):
 def split_weights(
     groups: RowGroups, keys: list[Part], values: list[Part], weights: Tensor, length: int
 ) -> list[Tensor]:
-    """Split the attention weights of all keys (P, h, g * Q, n) by the parts of the values.
+    """Split the attention weights over all keys into one tensor per part of the values.
 
-    The weights of a shared part are (P, h, g * Q, n), of any other part (N, h, Q, n).
+    Weights of a shared part stay folded (see `RowGroups.fold`); others are (rows, heads, queries, tokens).
     """
     if len(keys) == len(values) and all(
         k.slots is v.slots or k.name == v.name != "" for k, v in zip(keys, values, strict=True)
@@ -293,7 +294,7 @@ def split_weights(
     weights = groups.unfold(weights)
     slots = [per_head(part.row_slots(groups)).expand(-1, weights.shape[1], -1) for part in keys]
     index = torch.cat(slots, -1)[:, :, None].expand(weights.shape).clamp(min=0)
-    # Empty places have weight 0, so adding them to slot 0 changes nothing.
+    # Empty entries have weight 0, so adding them to slot 0 changes nothing.
     by_slot = weights.new_zeros(*weights.shape[:-1], length).scatter_add_(-1, index, weights)
     split = []
     for part in values:

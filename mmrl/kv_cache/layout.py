@@ -1,7 +1,7 @@
 """Layout of a batch of prompts: visual tokens, padding, and the rows that share a prompt.
 
 A slot is the index of a token in the order of the model's attention mask. Caches store tokens in another
-order, so every block comes with the slots of its tokens; -1 marks an empty place.
+order, so every block comes with the slots of its tokens; -1 marks an empty entry.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from mmrl.kv_cache.row_groups import RowGroups
 
 
 def placeholders(config: Any) -> dict[str, int]:
-    """Read the placeholder token of every kind of media from the configuration of a model."""
+    """Map each kind of media to its placeholder token id in the config of a model."""
     ids = {kind: getattr(config, f"{kind}_token_id", None) for kind in MODALITIES}
     return {kind: token for kind, token in ids.items() if token is not None}
 
 
 def placeholder_ids(config: Any) -> list[int]:
-    """List the distinct ids of `placeholders`."""
+    """List the distinct placeholder token ids in the config of a model."""
     return sorted(set(placeholders(config).values()))
 
 
 def media_ids(config: Any) -> list[int]:
-    """List the placeholder tokens of a model and the tokens that it writes around media."""
+    """List the ids of a model's placeholder tokens and of the tokens that it writes around media."""
     names = {name for modality in MODALITIES.values() for name in modality.borders}
     borders = {token for name in names if (token := getattr(config, name, None)) is not None}
     return sorted({*placeholder_ids(config), *borders})
 
 
 def find_visual(config: Any, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Find the visual tokens of prompts (P, S): the masks (visual, not padding), (P, S) bool each.
+    """Return bool masks (visual, not padding) for the token ids of prompts, (prompts, tokens) each.
 
     Without a `mask` no token counts as padding.
     """
-    known = placeholder_ids(config)
-    if not known:
+    media_tokens = placeholder_ids(config)
+    if not media_tokens:
         raise ValueError(
             f"the config of a model of type '{config.model_type}' has no placeholder token of images or "
             "videos, so no token is visual; use `kivi` or `vl_cache` with models of text"
         )
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    return torch.isin(ids, torch.tensor(known, device=ids.device)) & real, real
+    return torch.isin(ids, torch.tensor(media_tokens, device=ids.device)) & real, real
 
 
 @dataclass(frozen=True)
 class Part:
-    """A block with the slots of its tokens: (R, n), or (R, h, n) where heads store different tokens.
+    """Stored tokens with their slots: (rows, n), or (rows, heads, n) if heads store different tokens.
 
-    A `shared` part has one row per prompt. Any other part has one row per row of the batch, and slots (1, n)
-    where these are the same in all rows. Parts with the same `name` have the same slots in every layer; ""
-    promises nothing. `visual` marks parts that hold visual tokens only.
+    A `shared` part has one row per prompt. Any other part has one row per row of the batch; its slots are
+    (1, n) if all rows have the same. Parts with the same `name` have the same slots in every layer; without a
+    name they may differ. `visual` marks parts that store visual tokens only.
     """
 
     block: Block
@@ -67,13 +67,13 @@ class Part:
     name: str = ""
 
     def row_slots(self, groups: RowGroups) -> Tensor:
-        """Expand the slots to the rows of the batch: (N, n) or (N, h, n)."""
+        """Expand the slots to the rows of the batch: (rows, n) or (rows, heads, n)."""
         if self.shared:
             return self.slots if groups.alone else self.slots[groups.owner]
         return self.slots.expand(len(groups.owner), *self.slots.shape[1:])
 
     def dense(self, groups: RowGroups) -> Tensor:
-        """Expand the tokens to the rows of the batch: (N, h, n, D)."""
+        """Return the dequantised tokens for each row of the batch: (rows, heads, n, channels)."""
         tokens = self.block.dense()
         return tokens if not self.shared or groups.alone else tokens[groups.owner]
 
@@ -81,20 +81,20 @@ class Part:
 class PromptLayout:
     """Visual tokens and padding of a batch of prompts, and the rows that answer them, for all layers.
 
-    `visual` and `real` (not padding) are masks (P, S). A prompt that the batch repeats is stored once.
+    `visual` and `real` (not padding) are masks (prompts, tokens). A repeated prompt is stored once.
     """
 
     def __init__(self, visual: Tensor | None, real: Tensor | None) -> None:
         self.visual, self.real = visual, real
         self.groups = RowGroups(torch.zeros(0, dtype=torch.int64), 0)
-        self.length = 0  # slots of the prompt
-        self.pad: Tensor | None = None  # (N,) empty slots before a row's own tokens; None: 0
-        self.slots: dict[str, Tensor] = {}  # chosen by the recipe, once for all layers
-        self._hidden: dict[tuple, Any] = {}  # masks of the current step
-        self._full: dict[str, bool] = {}  # whether the parts with this name have no empty place
+        self.length = 0  # number of slots of the prompt
+        self.pad: Tensor | None = None  # (rows,) number of empty slots before a row's own tokens; None: 0
+        self.slots: dict[str, Tensor] = {}  # slots that the recipe chose, by name, once for all layers
+        self._hidden: dict[tuple, Any] = {}  # cached masks of the current step
+        self._full: dict[str, bool] = {}  # whether the parts with this name have no empty entry
 
     def begin(self, rows: int, length: int, device: torch.device) -> int:
-        """Read the shape of the prompts from the first layer; return how many rows repeat each prompt."""
+        """Set up masks and row groups from the shape of the first layer; return the rows per prompt."""
         mask = self.real if self.real is not None else self.visual
         mask = torch.ones(rows, length, dtype=torch.bool) if mask is None else mask
         if mask.shape[1] != length or rows % len(mask):
@@ -112,7 +112,7 @@ class PromptLayout:
         return repeats
 
     def select(self, rows: Tensor) -> Tensor | None:
-        """Index rows; return the prompts that still have rows, None if all of them have."""
+        """Select rows by index; return the prompts that still have rows, or None if all prompts do."""
         self.groups, used = self.groups.select(rows)
         self._hidden, self._full = {}, {}
         self.pad = None if self.pad is None else self.pad[rows]
@@ -122,12 +122,12 @@ class PromptLayout:
         return used
 
     def prefix_mask(self, num: int, length: int, stored: int, window: int, like: Tensor) -> Tensor | None:
-        """Make the additive mask of the prompts' last `stored` tokens: (P, 1, 1 or num, stored).
+        """Create the additive mask of the prompts' last `stored` tokens: (prompts, 1, 1 or num, stored).
 
         The queries are the `num` newest of `length` tokens after the prompt. `window` is the size of a
-        sliding window, 0 for full attention. Returns None where everything is visible.
+        sliding window, 0 for full attention. Returns None if everything is visible.
         """
-        window = window if length + stored > window else 0  # no key is outside the window yet
+        window = window if length + stored > window else 0  # 0: no key is outside the window yet
         key = (num, length if window else 0, stored, window, like.dtype)
         if key not in self._hidden:
             if len(self._hidden) > 8:
@@ -137,7 +137,7 @@ class PromptLayout:
             hidden = ~self.real[:, None, None, self.length - stored :]
             if window:
                 newest = torch.arange(length - num, length, device=like.device)[:, None]
-                # Key j of the prompt is stored - j tokens before the first one that follows it.
+                # Key j of the prompt is stored - j tokens before the first token that follows the prompt.
                 hidden = hidden | (newest + stored - torch.arange(stored, device=like.device) >= window)
             visible = self._full["padding"] and not window
             self._hidden[key] = None if visible else additive_mask(hidden, like)
@@ -146,22 +146,22 @@ class PromptLayout:
     def padded_masks(
         self, num: int, length: int, stored: int, window: int, repeats: int, like: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Make the additive masks of prompts and own tokens where own tokens are padded by `pad`.
+        """Create the additive masks of prompts and of own tokens, for own tokens padded on the left by `pad`.
 
-        The queries are the `num` newest of `length` own slots. The mask of the prompts' last `stored` tokens
-        is (P, 1, 1 or g * repeats * num, stored) for queries in the order of `RowGroups.fold`, or None; the
-        mask of own tokens is (N, 1, 1 or num, length).
+        The queries are the `num` newest of `length` own slots. The first mask, over the prompts' last
+        `stored` tokens, is (prompts, 1, 1 or folded queries, stored) for queries in the order of
+        `RowGroups.fold`, or None. The second mask, over own tokens, is (rows, 1, 1 or num, length).
         """
         key = ("padded", num, length, stored, window, repeats, like.dtype)
         if key not in self._hidden:
-            self._hidden.clear()  # masks of earlier steps
+            self._hidden.clear()  # drop the masks of earlier steps
             pad = self.pad[:, None, None, None]
             slots = torch.arange(length, device=like.device)
             hidden, prefix = slots < pad, self.prefix_mask(num, length, stored, 0, like)
             if window:
                 newest = torch.arange(length - num, length, device=like.device)[:, None]
                 hidden = hidden | (newest - slots >= window)
-                # Key j of the prompt is stored - j tokens before the row's first own one, in slot `pad`.
+                # Key j of the prompt is stored - j tokens before the row's first own token, in slot `pad`.
                 far = newest - pad + stored - torch.arange(stored, device=like.device) >= window
                 far = far | ~self.real[self.groups.owner][:, None, None, self.length - stored :]
                 prefix = self.groups.fold(additive_mask(far, like).repeat(1, 1, repeats, 1))
@@ -171,12 +171,12 @@ class PromptLayout:
     def hidden(
         self, parts: list[Part], mask: Tensor | None, num: int, total: int, heads: tuple[int, int]
     ) -> Tensor | None:
-        """Find the tokens of concatenated parts that the `num` newest of `total` tokens must not attend to.
+        """Return which tokens of concatenated parts the `num` newest of `total` tokens must not attend to.
 
         `mask` is the model's mask, bool or additive, for all heads or per head. `heads` are the number of
-        key-value heads, and of query heads for each. Returns a bool mask that broadcasts to folded scores
-        (P, h, g * Q, n), None where everything is visible. The result is cached for all layers whose parts
-        have the same names.
+        key-value heads and the number of query heads per key-value head. Returns a bool mask that broadcasts
+        to folded scores (`RowGroups.fold`), or None if everything is visible. The result is cached for all
+        layers whose parts have the same names.
         """
         names = tuple(part.name for part in parts)
         cached = self._hidden.get(names)
@@ -189,7 +189,7 @@ class PromptLayout:
             seen = visible_slots(slots, mask, num, total, heads)
             hidden = None if bool(seen.all()) else ~seen
         if hidden is not None:
-            # (N, h or 1, r or 1, num, n): the query heads r of a key head are queries of one product.
+            # (rows, key heads or 1, r or 1, num, n); the r query heads of a key head share a product.
             if num > 1 or not self.groups.alone:
                 hidden = hidden.expand(-1, -1, heads[1], -1, -1)
             hidden = self.groups.fold(hidden.flatten(2, 3))
@@ -198,7 +198,7 @@ class PromptLayout:
         return hidden
 
     def _is_full(self, part: Part) -> bool:
-        # Cached by name until rows or slots change; later tokens leave no place empty.
+        # Cached by name until rows or slots change; appended tokens leave no entry empty.
         if part.name not in self._full or not part.name:
             self._full[part.name] = bool((part.slots >= 0).all())
         return self._full[part.name]
@@ -207,7 +207,7 @@ class PromptLayout:
 def visible_slots(
     slots: list[Tensor], mask: Tensor | None, num: int, total: int, heads: tuple[int, int]
 ) -> Tensor:
-    """Find the slots (N, h or 1, n) that the `num` newest tokens attend to: (N, h or 1, r or 1, num, n)."""
+    """Return which slots (rows, heads or 1, n) the `num` newest of `total` tokens attend to."""
     wide_heads = max(x.shape[1] for x in slots)
     wide = torch.cat([x.expand(-1, wide_heads, -1) for x in slots], -1)[:, :, None, None]
     stored = wide >= 0
@@ -215,9 +215,9 @@ def visible_slots(
         newest = torch.arange(total - num, total, device=wide.device)
         return stored & (wide <= newest[:, None])
     if mask.dtype != torch.bool:
-        mask = mask > torch.finfo(mask.dtype).min / 2  # 0 where visible, the least number where not
+        mask = mask > torch.finfo(mask.dtype).min / 2  # additive: 0 if visible, the lowest number if hidden
     mask = mask[..., :total].expand(len(wide), -1, num, -1)
-    # A mask per query head is (N, h, r, num, total); one for all heads is (N, 1, 1, num, total).
+    # A mask per query head is (rows, key heads, r, num, total), any other mask (rows, 1, 1, num, total).
     mask = mask.unflatten(1, heads) if mask.shape[1] > 1 else mask[:, :, None]
     wide_heads = max(wide_heads, mask.shape[1])
     index = wide.clamp(min=0).expand(-1, wide_heads, mask.shape[2], num, -1)

@@ -2,7 +2,7 @@
 
 There are `M` blocks of `n` tokens with `D` channels; callers fold scales into the other factor. On a CPU
 codes are unpacked piece by piece, to floats or, for few float32 queries, to bytes for integer products. For
-these the other factor x is written in fixed point with digits to base 256,
+integer products the other factor x is written in fixed point with digits to base 256,
 
     x = unit * (d0 + 256 * d1 + 65536 * d2),    each d in -128..127,
 
@@ -21,32 +21,32 @@ from torch import Tensor, nn
 
 from mmrl.core import onednn
 
-MAX_FLOATS = 1 << 18  # floats unpacked at once: with their codes they about fill a second-level cache
-MAX_CODES = 1 << 22  # bytes unpacked at once: calls cost more than cache misses
+MAX_FLOATS = 1 << 18  # floats unpacked at once: with their codes they about fill an L2 cache
+MAX_CODES = 1 << 22  # codes unpacked to bytes at once: calls cost more than cache misses
 MIN_TOKENS = 256  # fewest tokens of a block for byte products, which take one call per block
-MIN_ONEDNN = 1 << 16  # fewest numbers of a block for a call of oneDNN per block
+MIN_ONEDNN = 1 << 16  # fewest elements of a block for one oneDNN call per block
 MAX_QUERIES = 12  # most queries of a block for byte products; with more, float products are faster
 DIGITS, BASE = 3, 256
-MAX_UNITS = (1 << 23) - 0x8100  # units of a row's largest number, so that its highest digit is at most 127
+MAX_UNITS = (1 << 23) - 0x8100  # fixed-point value of a row's maximum; its highest digit is at most 127
 OFFSET = 0x8080  # makes the two lower digits signed, see `split_digits`
-MIN_UNITS = 1 << 21  # if sums over channels leave fewer units than this, floats are multiplied instead
-TINY = 1e-36  # unit of a row of zeros
+MIN_UNITS = 1 << 21  # if the int32 sums allow fewer units than this, floats are multiplied instead
+TINY = 1e-36  # fixed-point unit of a row of zeros
 
 
 def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) -> Tensor:
-    """Multiply queries (M, Q, D) with codes (M, n, bytes) and add `base` (M, Q, 1): (M, Q, n)."""
+    """Multiply queries (blocks, Q, channels) with packed codes (blocks, n, bytes), and add `base`."""
     if packed.is_cuda:
         from mmrl.kv_cache import triton_kernels
 
         out = triton_kernels.dots(query, packed, nbits)
         return out if base is None else out.add_(base)
-    channels = packed.shape[2] * (8 // nbits)  # padding in the last byte included
+    channels = packed.shape[2] * (8 // nbits)  # including padding in the last byte
     if channels > query.shape[2]:
         query = nn.functional.pad(query, (0, channels - query.shape[2]))
     query = swap_channels(query, _places(nbits, packed.shape[2], packed.device)[0].itemsize, 8 // nbits)
     out = query.new_empty(*query.shape[:2], packed.shape[1])
-    # A number is at most MAX_UNITS units. Sums over channels of such numbers times codes must fit into the
-    # 31 bits of a positive int32, so with many channels fewer units are allowed.
+    # A number is at most MAX_UNITS fixed-point units. Sums over channels of such numbers times codes must fit
+    # into the 31 bits of a positive int32, so with many channels fewer units are allowed.
     top = channels * (2**nbits - 1)
     if fits_bytes(query, packed, nbits) and top * MIN_UNITS < 1 << 31:
         unit, digits = split_digits(query, min(MAX_UNITS, (1 << 31) // top - 1))
@@ -60,14 +60,14 @@ def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) 
 
 
 def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
-    """Sum codes (M, n, bytes) by weights (M, Q, n): (M, Q, D)."""
+    """Sum packed codes (blocks, n, bytes) with weights (blocks, Q, n): (blocks, Q, channels)."""
     if packed.is_cuda:
         from mmrl.kv_cache import triton_kernels
 
         return triton_kernels.mix(weights, packed, nbits, size)
     (blocks, num, tokens), width = weights.shape, packed.shape[2]
-    # Sums over tokens of one digit (at most 128) times codes must fit into int32. The three sums are added as
-    # floats, because their total may not fit.
+    # Sums over tokens of one digit (at most 128) times codes must fit into int32. The sums of the three
+    # digits are added as floats, because their total may not fit.
     if fits_bytes(weights, packed, nbits) and tokens * (2**nbits - 1) << 7 < 1 << 31:
         unit, digits = split_digits(weights, MAX_UNITS)
         pieces = unpack_blocks(packed, nbits)
@@ -81,7 +81,7 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
 
 
 def times(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply batches of matrices (m, Q, k) and (m, k, n), with oneDNN where it is faster: (m, Q, n)."""
+    """Multiply batches of matrices like `torch.bmm`, but with oneDNN where it is faster."""
     plain = x.dtype != torch.float32 or y.dtype != torch.float32 or x.requires_grad or x.is_cuda
     if plain or x.shape[1] == 1 or y[0].numel() < MIN_ONEDNN or not onednn.there():
         return torch.bmm(x, y)
@@ -104,11 +104,11 @@ def _places(nbits: int, width: int, device: torch.device) -> tuple[torch.dtype, 
 
 
 def unpack_bytes(packed: Tensor, nbits: int) -> Tensor:
-    """Unpack codes (m, n, bytes) to bytes (m, n, codes), with permuted channels.
+    """Unpack codes (blocks, tokens, bytes) to one byte per code, with permuted channels.
 
-    A shift and a mask of a whole word extract one code of each of its bytes. So the channels of a word of w
-    bytes with c codes each come as (c, w) instead of (w, c): with 2 bits and words of 8 bytes as channels
-    0, 4, ..., 28, then 1, 5, ..., 29, and so on. `swap_channels` permutes the other factor in the same way.
+    A shift and a mask of a word extract one code from each byte of the word. So the channels of a word of w
+    bytes with c codes each have the order (c, w) instead of (w, c). With 2 bits and words of 8 bytes it is 0,
+    4, ..., 28, then 1, 5, ..., 29, and so on. `swap_channels` permutes the other factor in the same way.
     """
     if nbits == 8:
         return packed
@@ -118,12 +118,12 @@ def unpack_bytes(packed: Tensor, nbits: int) -> Tensor:
 
 
 def swap_channels(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Permute the channels (M, Q, D) of every word from (outer, inner) to (inner, outer)."""
+    """Permute the channels (last axis) of every word from the order (outer, inner) to (inner, outer)."""
     return x.view(*x.shape[:2], -1, outer, inner).transpose(3, 4).reshape(x.shape) if inner > 1 < outer else x
 
 
 def unpack_blocks(packed: Tensor, nbits: int, many: int = 1) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of blocks, in multiples of `many`, with their unpacked bytes (m, n, codes)."""
+    """Yield slices of blocks, in multiples of `many`, and their codes unpacked to one byte each."""
     at_once = many * max(1, MAX_CODES // (many * packed.shape[1] * packed.shape[2] * (8 // nbits)))
     for first in range(0, len(packed), at_once):
         rows = slice(first, first + at_once)
@@ -131,9 +131,9 @@ def unpack_blocks(packed: Tensor, nbits: int, many: int = 1) -> Iterator[tuple[s
 
 
 def unpack_numbers(packed: Tensor, nbits: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield slices of blocks and of tokens with their codes as floats (m, t, D).
+    """Yield slices of blocks and of tokens, and their codes as floats (blocks, tokens, channels).
 
-    All pieces use one buffer, because allocating memory costs more than unpacking.
+    All results share one buffer, because allocating memory costs more than unpacking.
     """
     blocks, tokens, width = packed.shape
     size = width * (8 // nbits)
@@ -149,7 +149,7 @@ def unpack_numbers(packed: Tensor, nbits: int, dtype: torch.dtype) -> Iterator[t
 
 
 def fits_bytes(x: Tensor, packed: Tensor, nbits: int) -> bool:
-    """Whether int8 products are faster than float products for queries or weights (M, Q, k)."""
+    """Whether int8 products are faster than float products for `x`, queries or attention weights."""
     small = nbits <= 4 and x.shape[1] <= MAX_QUERIES and x.dtype == torch.float32
     return small and packed.shape[1] >= MIN_TOKENS and multiplies_bytes()
 
@@ -169,9 +169,9 @@ def multiplies_bytes() -> bool:
 
 
 def split_digits(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Split numbers (M, Q, k) into row units (M, Q, 1) and int8 digits (M, 3 Q, k), lowest digit first.
+    """Convert numbers (blocks, Q, k) to fixed point: a unit per row and three int8 digits per number.
 
-    The largest number of a row becomes `most` units.
+    Returns units (blocks, Q, 1) and digits (blocks, 3 Q, k), lowest first. A row's maximum is `most` units.
     """
     unit = x.abs().amax(-1, keepdim=True).mul_(1 / most).add_(TINY)
     # Adding 0x80 to a digit above 127 carries into the next digit; flipping the highest bit subtracts it
@@ -182,7 +182,7 @@ def split_digits(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def multiply_digits(digits: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply digits (m, 3 Q, k) with bytes (m, k, n) and add the three products in `dtype`: (m, Q, n)."""
+    """Multiply digits (blocks, 3 Q, k) with bytes (blocks, k, n), and add the three digits' products."""
     sums = torch.empty(len(codes), digits.shape[1], codes.shape[2], dtype=torch.int32)
     for a, b, product in zip(digits, codes, sums, strict=True):
         torch._int_mm(a, b, out=product)
@@ -192,6 +192,6 @@ def multiply_digits(digits: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor
 
 @cache
 def _constant(value: int | tuple[int, ...], device: torch.device) -> Tensor:
-    """Return an int32 number, or numbers (n, 1, 1), cached per device."""
+    """Return an int32 tensor, cached per device: a scalar, or (n, 1, 1) for a tuple."""
     number = torch.tensor(value, dtype=torch.int32, device=device)
     return number[:, None, None] if number.dim() else number

@@ -17,18 +17,18 @@ from torch import Tensor
 Rule = Literal["shrunk", "centred", "quantile", "range", "fitted"]
 Side = Literal["keys", "values"]
 FIT_ROUNDS = 6  # iterations of the rule "fitted"
-BITS = (1, 2, 4, 8)  # divisors of a byte
+BITS = (1, 2, 4, 8)  # supported bits per code: divisors of 8
 FLAT = 1e-6  # groups with a smaller range count as constant
 SHRINK = {"keys": 0.5, "values": 0.3}  # factors of CalibQuant (arXiv 2502.14882) at one bit; 1 at more bits
-QUANTILE = 0.2  # share cut off either end by the rule "quantile" at one bit (our reading); 0 at more bits
-# Half the range of the uniform quantiser with the least error for a Gaussian, in standard deviations.
+QUANTILE = 0.2  # fraction cut off at each end by "quantile" at one bit (our reading); 0 at more bits
+# Half the range, in standard deviations, of the uniform quantiser with the least error for a Gaussian.
 GAUSSIAN = {1: 0.798, 2: 1.494, 4: 2.514, 8: 3.927}
 
 
 def pack(codes: Tensor, nbits: int) -> Tensor:
     """Pack codes (..., n) into bytes (..., ceil(n * nbits / 8)), the first code in the highest bits.
 
-    The last byte is padded with zeros. Of 2-bit codes a, b, c, d a byte is aabbccdd.
+    The last byte is padded with zeros. The 2-bit codes a, b, c, d become the byte aabbccdd.
     """
     each = 8 // nbits
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % each))
@@ -46,7 +46,7 @@ def unpack(packed: Tensor, nbits: int, size: int, dtype: torch.dtype = torch.uin
 
 @cache
 def table(nbits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """List the codes of every byte: (256, 8 / nbits)."""
+    """Return a table (256, 8 / nbits) of the codes in every possible byte."""
     shifts = torch.arange(8 - nbits, -1, -nbits)  # the first code is in the highest bits
     return ((torch.arange(256)[:, None] >> shifts) & (2**nbits - 1)).to(device, dtype)
 
@@ -59,17 +59,17 @@ def bounds(
     `valid` marks the numbers that count and broadcasts to `x`. A constant group keeps its constant. Rules:
 
     - "range": minimum and maximum (KIVI, arXiv 2402.02750);
-    - "shrunk": at one bit both scaled towards zero, by 0.5 for keys and 0.3 for values (CalibQuant,
+    - "shrunk": "range", at one bit scaled towards zero, by 0.5 for keys and 0.3 for values (CalibQuant,
       arXiv 2502.14882, as in its code);
-    - "centred": at one bit both scaled towards their midpoint, so that the mean stays (our variant);
-    - "quantile": at one bit a fifth is cut off either end (first version of CalibQuant);
+    - "centred": "range", at one bit scaled towards its midpoint, so that the mean stays (our variant);
+    - "quantile": "range", at one bit without a fifth of the numbers at each end (CalibQuant, first version);
     - "fitted": least squared error, by a few rounds of assigning codes and fitting levels (ours). Keys of
-      more than one bit keep their range, because cutting their outliers changes answers.
+      more than one bit get "range", because cutting their outliers changes answers.
     """
     valid = valid.expand(x.shape)
     least = x.masked_fill(~valid, torch.inf).amin(dim, keepdim=True)
     most = x.masked_fill(~valid, -torch.inf).amax(dim, keepdim=True)
-    none = least > most  # a group without valid numbers: inf and -inf
+    none = least > most  # groups without valid numbers: `least` is inf, `most` is -inf
     least, most = least.masked_fill(none, 0), most.masked_fill(none, 0)
     shrink = SHRINK[side] if nbits == 1 else 1.0
     low, high = least, most
@@ -88,7 +88,7 @@ def bounds(
 
 
 def quantile(x: Tensor, valid: Tensor, dim: int, level: float) -> Tensor:
-    """Compute a quantile of the valid numbers along `dim` (kept, of size 1), linear between neighbours."""
+    """Compute a quantile of the valid numbers along `dim` (kept, of size 1), with linear interpolation."""
     # Invalid numbers sort after all others; a group without valid numbers gives 0.
     ordered = x.masked_fill(~valid, torch.inf).sort(dim).values
     place = level * (valid.sum(dim, keepdim=True) - 1).clamp(min=0).to(x.dtype)
@@ -112,7 +112,7 @@ def fit(x: Tensor, valid: Tensor, dim: int, nbits: int, least: Tensor, most: Ten
     high = torch.minimum(mean + GAUSSIAN[nbits] * spread, most)
     top = 2**nbits - 1
     for _ in range(FIT_ROUNDS):
-        scale = ((high - low) / top).clamp(min=FLAT / top)  # between neighbouring levels
+        scale = ((high - low) / top).clamp(min=FLAT / top)  # distance between neighbouring levels
         codes = ((x - low) / scale).clamp(0, top).round()
         middle = (codes * weight).sum(dim, keepdim=True) / count
         away = (codes - middle) * weight
@@ -126,7 +126,7 @@ def fit(x: Tensor, valid: Tensor, dim: int, nbits: int, least: Tensor, most: Ten
 
 @dataclass(frozen=True)
 class Codes:
-    """Quantised numbers (..., n, D): `packed` is (..., n, ceil(D * nbits / 8)) uint8.
+    """Quantised numbers (..., n tokens, D channels); `packed` is (..., n, ceil(D * nbits / 8)) uint8.
 
     `scale` and `low` are (..., 1, D), shared by tokens, or (..., n, D / g), shared by g channels of a token.
     """
@@ -136,15 +136,15 @@ class Codes:
     low: Tensor
     nbits: int
     size: int
-    by_token: bool  # whether scales are (..., n, D / g); shapes do not tell where n is 1 and g is 1
+    by_token: bool  # whether scales are (..., n, D / g); the shapes are ambiguous if n and g are 1
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name."""
+        """The tensors, keyed by name."""
         return {"packed": self.packed, "scale": self.scale, "low": self.low}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """Apply a function to all tensors."""
+        """Return the codes with a function applied to all tensors."""
         return replace(self, **{name: change(x) for name, x in self.tensors.items()})
 
     @property
@@ -157,11 +157,11 @@ def quantize(
     x: Tensor, nbits: int, *, valid: Tensor | None = None, rule: Rule = "range", side: Side = "keys",
     channels: int = 0,
 ) -> Codes:  # fmt: skip
-    """Quantise numbers (..., n, D) with one scale per channel, or per `channels` channels of a token.
+    """Quantise (..., tokens, channels) with a scale per channel, or per `channels` channels of a token.
 
-    `valid` (..., n, 1) marks the tokens that count; the others get code 0 and do not change a range. Ranges
-    are computed in float32 or float64, scales are stored in the precision of `x`. Codes are clamped, then
-    rounded, ties to even.
+    `valid` (..., tokens, 1) marks the tokens that count; other tokens get code 0 and do not change a range.
+    Ranges are computed in float32 or float64, scales are stored in the precision of `x`. Codes are clamped,
+    then rounded, ties to even.
     """
     if nbits not in BITS:
         raise ValueError(f"`nbits` must be one of {', '.join(map(str, BITS))}, not {nbits}")
@@ -171,12 +171,12 @@ def quantize(
     exact = x if x.dtype == torch.float64 else x.float()
     valid = torch.ones_like(exact[..., :1], dtype=torch.bool) if valid is None else valid
     where, dim = valid, -2
-    if channels:  # (..., n, D / channels, channels): a group is the last axis
+    if channels:  # the last axis becomes one group of channels
         exact, where, dim = exact.unflatten(-1, (-1, channels)), valid[..., None], -1
     low, high = bounds(exact, where, dim, nbits, rule, side)
     top = 2**nbits - 1
     scale = torch.where(high - low < FLAT, 1.0, (high - low) / top)
-    # Choose codes for the scales as stored, in lower precision.
+    # Compute the codes with the scales as they are stored, in lower precision.
     scale, low = scale.to(stored).to(exact.dtype), low.to(stored).to(exact.dtype)
     scale = torch.where(scale > 0, scale, 1.0)
     codes = ((exact - low) / scale).clamp(0, top).round().masked_fill(~where, 0)
@@ -186,7 +186,7 @@ def quantize(
 
 
 def dequantize(codes: Codes) -> Tensor:
-    """Compute the numbers (..., n, D) that codes represent."""
+    """Compute the numbers (..., tokens, channels) that codes represent."""
     x = unpack(codes.packed, codes.nbits, codes.size, codes.scale.dtype)
     if not codes.by_token:
         return x * codes.scale + codes.low
@@ -196,10 +196,10 @@ def dequantize(codes: Codes) -> Tensor:
 
 @cache
 def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make an orthonormal symmetric matrix (size, size) that spreads outliers over channels.
+    """Return an orthonormal symmetric matrix (size, size) that spreads outliers over channels.
 
-    A Walsh-Hadamard matrix, or a block-diagonal one if the size is no power of two. Rotating both queries and
-    keys keeps their products; weighted sums of values are rotated back (AKVQ-VL, arXiv 2501.15021).
+    It is a Walsh-Hadamard matrix, or block-diagonal if the size is no power of two. Rotating queries and keys
+    preserves their products; weighted sums of values are rotated back (AKVQ-VL, arXiv 2501.15021).
     """
     block = size & -size  # the largest power of two that divides the size
     hadamard = torch.ones(1, 1, dtype=torch.float64)
@@ -210,16 +210,16 @@ def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotate the channels (..., D) of tokens or queries; the rotation is its own inverse."""
+    """Rotate the channels (last axis) of tokens or queries; the rotation is its own inverse."""
     return x @ rotation(x.shape[-1], x.dtype, x.device)
 
 
 def calibrate(scores: Tensor, valid: Tensor, *, drop: float = 3.0, guard: bool = True) -> Tensor:
     """Compress visual attention scores linearly, so that the largest drops by `drop` nats (CalibQuant).
 
-    `scores` (..., n) are already divided by sqrt(D), before mask and softmax; the smallest score stays. Where
-    they span less than `drop` the published formula reverses their order; `guard` makes them equal instead
-    (our reading).
+    `scores` (..., n) are already divided by sqrt(head size), before mask and softmax; the smallest score
+    stays. If they span less than `drop`, the published formula reverses their order; `guard` makes them equal
+    instead (our reading).
     """
     valid = valid.expand(scores.shape)
     least = scores.masked_fill(~valid, torch.inf).amin(-1, keepdim=True)

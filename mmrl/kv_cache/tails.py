@@ -13,11 +13,11 @@ from mmrl.kv_cache.blocks import CodedBlock, ExactBlock
 from mmrl.kv_cache.layout import Part
 from mmrl.kv_cache.quantization import Codes, Rule, quantize, rotate
 
-ROOM = 16  # tokens; the buffers of a tail grow by multiples of it
+ROOM = 16  # the buffers of a tail grow by multiples of this number of tokens
 
 
 def room_of(tokens: int) -> int:
-    """Number of slots that a `GrowingTail` has allocated after `tokens` steps of one token."""
+    """Return the number of slots that a `GrowingTail` has allocated after `tokens` steps of one token."""
     room = 0
     while room < tokens:
         room = _grown(room, room + 1)
@@ -29,14 +29,14 @@ def _grown(used: int, end: int) -> int:
 
 
 class GrowingTail:
-    """Exact keys and values of the tokens that rows add after their prompt.
+    """Exact keys and values of the tokens that rows append to their prompt.
 
-    The first token has slot `start`, the newest one slot `length` - 1.
+    The first token has slot `start`, the newest token has slot `length` - 1.
     """
 
     def __init__(self, start: int) -> None:
         self.start = self.length = start
-        self._buffers: tuple[Tensor, Tensor] | None = None  # (N, h, room, D) each
+        self._buffers: tuple[Tensor, Tensor] | None = None  # (rows, heads, room, channels) each
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +44,7 @@ class GrowingTail:
         return sum(x.nbytes for x in self._buffers or ())
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Append keys and values (N, h, t, D).
+        """Append keys and values (rows, heads, tokens, channels).
 
         With gradients enabled the tensors are concatenated, because writing into a buffer would change
         tensors that the backward pass needs. Otherwise they are written into buffers that grow by a quarter,
@@ -68,12 +68,12 @@ class GrowingTail:
             buffer.narrow(2, used, end - used).copy_(x)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the stored keys and values, (N, h, T, D) each."""
+        """Return the stored keys and values, (rows, heads, tokens, channels) each."""
         return tuple(x.narrow(2, 0, self.length - self.start) for x in self._buffers)
 
     def fill(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Replace all tokens by keys and values (h, n, D) of every row, padded on the left."""
-        # 0 in empty places: their weights are 0, and 0 * NaN is NaN.
+        """Replace all tokens by the (keys, values) of every row, padded on the left."""
+        # Empty entries are 0, because their attention weight is 0, and 0 * NaN is NaN.
         self._buffers = tuple(pad_tokens(side) for side in zip(*rows, strict=True))
         self.length = self.start + self._buffers[0].shape[2]
 
@@ -86,7 +86,7 @@ class GrowingTail:
         return tuple([Part(ExactBlock(x), slots, shared=False, name="tail")] for x in (keys, values))
 
     def select(self, rows: Tensor) -> None:
-        """Index rows."""
+        """Select rows by index."""
         if self._buffers is not None:
             self._buffers = tuple(x[rows] for x in self._buffers)
 
@@ -98,16 +98,16 @@ def slot_range(start: int, end: int, device: torch.device) -> Tensor:
 
 
 def pad_tokens(rows: Sequence[Tensor]) -> Tensor:
-    """Stack tensors (h, n, D) of different n to (N, h, longest, D), with zeros on the left."""
+    """Stack tensors (heads, n, channels) of different n into one tensor, with zeros on the left."""
     longest = max(x.shape[1] for x in rows)
     return torch.stack([nn.functional.pad(x, (0, 0, longest - x.shape[1], 0)) for x in rows])
 
 
 class RaggedRows:
-    """Rows with different numbers of items: tensors (N, h, n, ...), where row i uses the first `count[i]`.
+    """Rows of different lengths: tensors (rows, heads, n, ...); row i uses the first `count[i]` items.
 
-    An item is one token, with `slots` (N, n), or a group of g tokens, with `slots` (N, n, g). Empty slots
-    are -1.
+    An item is one token, with `slots` (rows, n), or a group of g tokens, with `slots` (rows, n, g). Empty
+    slots are -1.
     """
 
     def __init__(self, tensors: dict[str, Tensor], slots: Tensor, count: Tensor) -> None:
@@ -119,21 +119,21 @@ class RaggedRows:
         return sum(x.nbytes for x in (*self.tensors.values(), self.slots))
 
     def push(self, rows: Tensor, tensors: dict[str, Tensor], slots: Tensor) -> None:
-        """Append items (k, h, e, ...) with their slots to the rows with these numbers (k,)."""
-        index = self.count[rows][:, None] + torch.arange(slots.shape[1], device=slots.device)  # (k, e)
+        """Append items (k, heads, items, ...) and their slots to the `k` rows with the indices `rows`."""
+        index = self.count[rows][:, None] + torch.arange(slots.shape[1], device=slots.device)  # (rows, items)
         more = int(index.max()) + 1 - self.slots.shape[1]
         if more > 0:
             more = max(more, self.slots.shape[1] // 4)  # grow by a quarter, so that items are rarely copied
             self.tensors = {name: lengthen(x, 2, more) for name, x in self.tensors.items()}
             self.slots = lengthen(self.slots, 1, more, -1)
         for name, x in tensors.items():
-            # Two index tensors with a slice between them move their axes to the front.
+            # Indexing with two tensors and a slice between them moves their axes to the front.
             self.tensors[name][rows[:, None], :, index] = x.transpose(1, 2)
         self.slots[rows[:, None], index] = slots
         self.count[rows] += slots.shape[1]
 
     def pop(self, rows: Tensor, num: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Remove and return the first `num` items of some rows; later items move forward."""
+        """Remove and return the first `num` items of the given rows; later items move forward."""
         removed = {name: x[rows, :, :num] for name, x in self.tensors.items()}, self.slots[rows, :num]
         for name, x in self.tensors.items():
             self.tensors[name][rows] = lengthen(x[rows, :, num:], 2, num)
@@ -142,13 +142,13 @@ class RaggedRows:
         return removed
 
     def select(self, rows: Tensor) -> None:
-        """Index rows."""
+        """Select rows by index."""
         self.tensors = {name: x[rows] for name, x in self.tensors.items()}
         self.slots, self.count = self.slots[rows], self.count[rows]
 
 
 def lengthen(x: Tensor, dim: int, more: int, fill: int = 0) -> Tensor:
-    """Append `more` entries of `fill` to a dimension."""
+    """Append `more` entries with value `fill` to a dimension."""
     # torch lists pads (before, after) from the last dimension to the first.
     return nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, more), value=fill)
 
@@ -168,30 +168,30 @@ class KiviCodec:
     rotated: bool
 
     def code_keys(self, x: Tensor, valid: Tensor | None = None) -> Codes:
-        """Quantise groups of keys (N, h, E, g, D); the g tokens of a group share one scale per channel."""
-        # Outliers of keys are in few channels, which get scales of their own.
+        """Quantise groups of keys (rows, heads, groups, g, channels); a group shares a scale per channel."""
+        # Outliers of keys are in a few channels, which get their own scales.
         return quantize(rotate(x) if self.rotated else x, self.nbits, valid=valid, rule=self.rule)
 
     def code_values(self, x: Tensor, valid: Tensor | None = None) -> Codes:
-        """Quantise values (N, h, n, D)."""
+        """Quantise values (rows, heads, tokens, channels)."""
         x, channels = rotate(x) if self.rotated else x, self.q_group_size
         return quantize(x, self.value_nbits, valid=valid, rule=self.rule, side="values", channels=channels)
 
     def key_block(self, codes: Codes) -> CodedBlock:
-        """Make a block of coded keys."""
+        """Create a block of quantised keys."""
         return CodedBlock(codes, self.rotated)
 
     def value_block(self, codes: Codes) -> CodedBlock:
-        """Make a block of coded values, as one group, because every token has its own scales."""
-        return CodedBlock(codes.map(lambda x: x[:, :, None]), self.rotated)  # (N, h, 1, n, ...)
+        """Create a block of quantised values, as one group, because every token has its own scales."""
+        return CodedBlock(codes.map(lambda x: x[:, :, None]), self.rotated)  # (rows, heads, 1, tokens, ...)
 
 
 class ResidualWindow:
-    """The tail of a KIVI cache: the newest tokens are exact, older ones are quantised once.
+    """The tail of a KIVI cache: the newest tokens are exact, older tokens are quantised once.
 
     `residual_length` keys are quantised together, in groups of tokens, as soon as that many are exact. Values
-    are quantised one by one when more than `residual_length` are exact. `keys` and `values` hold the newest
-    tokens of prompts, tensors (N, h, n, D) named "x".
+    are quantised one by one when more than `residual_length` are exact. `keys` and `values` contain the
+    newest tokens of prompts, in tensors (rows, heads, n, channels) named "x".
     """
 
     def __init__(self, codec: KiviCodec, keys: RaggedRows, values: RaggedRows, length: int) -> None:
@@ -207,7 +207,7 @@ class ResidualWindow:
             for codes in (self.key_codes, self.value_codes)
         ]
         self.old_keys = RaggedRows(empty[0], slots, count)
-        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())  # an item is a token
+        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())  # here an item is a token
 
     @property
     def nbytes(self) -> int:
@@ -218,7 +218,7 @@ class ResidualWindow:
         return self.new_keys, self.new_values, self.old_keys, self.old_values
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Append keys and values (N, h, t, D).
+        """Append keys and values (rows, heads, tokens, channels).
 
         Older tokens are quantised first, so the step that fills the window still reads it exactly.
         """
@@ -226,10 +226,10 @@ class ResidualWindow:
         # Loops, because many tokens appended at once may fill several windows.
         while len(rows := (self.new_keys.count >= residual).nonzero()[:, 0]):
             oldest, slots = self.new_keys.pop(rows, residual)
-            codes = codec.code_keys(oldest["x"].unflatten(2, (-1, codec.q_group_size)))  # (k, h, E, g, D)
+            codes = codec.code_keys(oldest["x"].unflatten(2, (-1, codec.q_group_size)))
             self.old_keys.push(rows, codes.tensors, slots.unflatten(1, (-1, codec.q_group_size)))
         while len(rows := (self.new_values.count > residual).nonzero()[:, 0]):
-            # Rows differ in the number of surplus tokens; each round removes the smallest number.
+            # Rows differ in their number of surplus tokens; each round removes the smallest number.
             oldest, slots = self.new_values.pop(rows, int(self.new_values.count[rows].min()) - residual)
             self.old_values.push(rows, codec.code_values(oldest["x"]).tensors, slots)
         rows = torch.arange(len(keys), device=keys.device)
@@ -239,7 +239,7 @@ class ResidualWindow:
         self.length += keys.shape[2]
 
     def parts(self) -> tuple[list[Part], list[Part]]:
-        """Return the parts of keys and of values: quantised tokens, then exact ones."""
+        """Return the parts of keys and of values: first quantised tokens, then exact tokens."""
         sides = [], []
         if self.old_keys.slots.shape[1]:
             block = self.codec.key_block(replace(self.key_codes, **self.old_keys.tensors))

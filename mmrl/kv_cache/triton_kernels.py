@@ -1,7 +1,7 @@
 """Triton kernels for the products of `packed_matmul`, which unpack bytes in registers.
 
-Imported only for tensors on a GPU. Tests run them in Triton's interpreter, and `python -m benchmarks.gpu` on
-a GPU.
+Imported only for tensors on a GPU. Tests run the kernels in Triton's interpreter, and `python -m
+benchmarks.gpu` runs them on a GPU.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 triton = importlib.import_module("triton")
 tl = importlib.import_module("triton.language")
 
-TOKENS = 128  # tokens of a program of `dots`, and of a step of `mix`
+TOKENS = 128  # tokens per program of `dots`, and per step of `mix`
 MIN_ROWS = 16  # fewest rows and channels of a tensor-core product
-DOT = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16  # numpy has no bfloat16
-SPLIT = 2048  # tokens of a program of `mix`; the sums of all programs are added afterwards
+DOT = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16  # the interpreter has no bfloat16
+SPLIT = 2048  # tokens per program of `mix`; the sums of all programs are added afterwards
 
 
 def dots(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
-    """Multiply queries (M, Q, D) with codes (M, n, bytes): (M, Q, n) float32."""
+    """Multiply queries (blocks, Q, channels) with packed codes (blocks, n, bytes): (blocks, Q, n) float32."""
     blocks, num, size = query.shape
     tokens = packed.shape[1]
     query, packed = query.contiguous(), packed.contiguous()
@@ -36,7 +36,7 @@ def dots(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
 
 
 def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
-    """Sum codes (M, n, bytes) by weights (M, Q, n): (M, Q, D) float32."""
+    """Sum packed codes (blocks, n, bytes) with weights (blocks, Q, n): (blocks, Q, channels) float32."""
     blocks, num, tokens = weights.shape
     weights, packed = weights.contiguous(), packed.contiguous()
     parts = triton.cdiv(tokens, SPLIT)
@@ -50,13 +50,13 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
 
 
 def padded(size: int) -> int:
-    """Round a number of channels up to a size that tensor cores support."""
+    """Round the number of channels up to a size that tensor cores support."""
     return max(MIN_ROWS, triton.next_power_of_2(size))
 
 
 @triton.jit
 def numbers(packed, block, token, channel, tokens, size, width, NBITS: tl.constexpr):
-    """Load the codes of `token` (t,) and `channel` (c,) of a block, as float32 (t, c)."""
+    """Load the codes of the given tokens (t,) and channels (c,) of a block, as float32 (t, c)."""
     each: tl.constexpr = 8 // NBITS
     at = (block * tokens + token)[:, None] * width + (channel // each)[None, :]
     inside = (token < tokens)[:, None] & (channel < size)[None, :]
@@ -85,7 +85,7 @@ def dots_program(
     query, packed, out, num, tokens, size, width,
     NBITS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply `QUERIES` queries of one block with `TOKENS` tokens."""
+    """Kernel: multiply `QUERIES` queries of one block with `TOKENS` tokens."""
     block = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     row = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
@@ -107,7 +107,7 @@ def mix_program(
     NBITS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Sum `SPLIT` tokens of one block, weighted for `QUERIES` queries."""
+    """Kernel: sum `SPLIT` tokens of one block, weighted for `QUERIES` queries."""
     block = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)

@@ -1,7 +1,7 @@
-"""Aggregations: weights (N, T) of per-step losses, including the division.
+"""Aggregations: weights (N, T) of the losses of N rows and T steps; their weighted sum is the loss.
 
-`batch.totals` are means over processes, so that losses are exact on any number of processes; they are below 1
-if there are fewer rows than processes.
+`batch.totals` are means over processes, so that losses are exact on any number of processes. They can be
+below 1 if there are fewer rows than processes.
 
 `count: drawn` divides by all rows after the group filter, including rows that advantage functions dropped, as
 TRL does with `mask_truncated_completions`; by default dropped rows do not count.
@@ -22,7 +22,7 @@ Count = Literal["learned", "drawn"]
 
 
 def _rows(batch: Batch, count: Count) -> float:
-    """Number of rows to divide by; 1 without rows."""
+    """Return the number of rows to divide by; 1 without rows."""
     return (batch.totals.rows if count == "learned" else batch.totals.drawn) or 1.0
 
 

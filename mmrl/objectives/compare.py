@@ -1,8 +1,8 @@
 """Comparisons: losses on the implicit rewards of the rows of a group (pairs and rankings).
 
 The result is the sum over the groups of a micro-batch, divided by the number of groups of the update. With
-`level: row` implicit rewards are summed over the steps of a row. With `level: step` every step is a
-comparison of its own, and the loss of a group is the mean over the steps with rows on both sides.
+`level: row` implicit rewards are summed over the steps of a row. With `level: step` every step is compared
+alone, and the loss of a group is the mean over the steps that have both chosen and rejected rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def sigmoid(
             beta of Diffusion-DPO (arXiv 2311.12908).
         gamma: Target margin of SimPO, at least 0.
         level: Compare rows (`row`), or rows step by step (`step`).
-        label_smoothing: Assumed share of flipped labels, in [0, 1], as in TRL's `sigmoid`.
+        label_smoothing: Assumed fraction of flipped labels, in [0, 1], as in TRL's `sigmoid`.
     """
     margin, decided = margins(implicit_reward, batch, level)
     logit = beta * margin - gamma  # softplus(-logit) = -log sigmoid(logit), without underflow
@@ -67,16 +67,16 @@ def robust(
 ) -> Tensor:
     """Robust DPO: the DPO loss, corrected for flipped labels (arXiv 2403.00409).
 
-    If the share `label_smoothing` of labels is flipped, its expectation is the loss on clean labels.
+    If a fraction `label_smoothing` of the labels is flipped, the expected loss is the loss on clean labels.
 
     Args:
         beta: Scale of implicit rewards, above 0.
         level: Compare rows (`row`), or rows step by step (`step`).
-        label_smoothing: Share of flipped labels, in [0, 0.5).
+        label_smoothing: Fraction of flipped labels, in [0, 0.5).
     """
     margin, decided = margins(implicit_reward, batch, level)
     loss = (1 - label_smoothing) * softplus(-beta * margin) - label_smoothing * softplus(beta * margin)
-    # With a share e of flipped labels its mean is ((1 - e)^2 - e^2) / (1 - 2 e) = 1 times the clean loss.
+    # With a fraction e of flipped labels, its mean is ((1 - e)^2 - e^2) / (1 - 2 e) = 1 times the clean loss.
     return mean_over_groups(loss / (1 - 2 * label_smoothing), decided, batch)
 
 
@@ -111,8 +111,8 @@ def discopop(
 ) -> Tensor:
     """Blend of the DPO loss and an exponential loss for positive margins (DiscoPOP, arXiv 2406.08414).
 
-    (1 - s) (-log sigmoid(x)) + s exp(-x) with x = beta margin and s = sigmoid(x / tau). A language model
-    discovered this loss; it is not convex around 0.
+    The loss is (1 - s) (-log sigmoid(x)) + s exp(-x) with x = beta margin and s = sigmoid(x / tau). A
+    language model discovered this loss; it is not convex around 0.
 
     Args:
         beta: Scale of implicit rewards, above 0.
@@ -137,7 +137,7 @@ def wpo(
     """Weight the comparison of a group by the likelihood of its rows (WPO, arXiv 2406.11827).
 
     The weight is the product, over rows with an advantage, of exp(mean of logp - log sum_k p_k^2), without
-    gradient; it is about 1 for rows that the policy would sample. TRL's `use_weighting`.
+    gradient; it is about 1 for rows that the policy would sample. This is TRL's `use_weighting`.
 
     Args:
         compare: The weighted comparison.
@@ -156,10 +156,10 @@ def wpo(
 
 
 def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
-    """Margins: sums of advantage times implicit reward over each group.
+    """Compute margins: the sum of advantage times implicit reward over each group.
 
-    They are (V, C), with C 1 or the number of steps. The second result (V, C) tells whether there are rows of
-    both signs.
+    Margins are (V, C) for V groups, where C is 1 or the number of steps. The second result (V, C) is True
+    where a group has advantages of both signs.
     """
     advantage, index = batch.advantage * batch.mask, group_index([batch.group])
     margin = group_sum(advantage * implicit_reward, index)  # (V, T); of a pair: chosen minus rejected
@@ -170,7 +170,7 @@ def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor
 
 
 def mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
-    """Mean of losses (V, C) over the decided columns of each group, then over the groups of the update."""
+    """Average losses (V, C) over the `decided` columns of each of V groups, then over the update's groups."""
     means = masked_mean(torch.where(decided, loss, 0.0), decided.to(loss.dtype), -1)
     return means.sum() / (batch.totals.groups or 1.0)  # undecided groups count too
 
@@ -190,9 +190,9 @@ def plackett_luce(
 ) -> Tensor:
     """Plackett-Luce ranking loss: implicit rewards ranked as the rewards (GDRO, arXiv 2601.02036).
 
-    Each row is compared with the rows ranked below it: minus the mean log-softmax of their scores under
-    softmax(reward / tau). It reads plain rewards: `advantage: [total]`. Our reading: equal rewards rank in
-    the order of the rows, and groups of equal rewards are left out.
+    Each row is compared with the rows ranked below it: the loss is minus the mean log-softmax of their scores
+    under softmax(reward / tau). It reads plain rewards: `advantage: [total]`. Our reading: equal rewards rank
+    in the order of the rows, and groups of equal rewards are left out.
 
     Args:
         beta: Scale of implicit rewards, above 0.
@@ -207,7 +207,7 @@ def plackett_luce(
         score, reward, mask = beta * implicit_reward[rows], batch.advantage[rows], batch.mask[rows]
         if level == "row":
             score, reward = score.sum(-1, keepdim=True), masked_mean(reward, mask, -1)[:, None]
-            mask = mask.any(-1, keepdim=True)  # (n, 1): the row is the only column
+            mask = mask.any(-1, keepdim=True)  # (n, 1): a row is one entry
         loss, varied = _ranking(score, reward, mask > 0, tau, top1)
         losses.append(loss)
         decided.append(varied)
@@ -217,14 +217,14 @@ def plackett_luce(
 def _ranking(
     score: Tensor, reward: Tensor, takes_part: Tensor, tau: float, top1: bool
 ) -> tuple[Tensor, Tensor]:
-    """Loss of every column (C,), and whether its rewards differ (C,)."""
+    """Compute the ranking loss of every column (C,), and whether the rewards in it differ (C,)."""
     order = torch.where(takes_part, reward, -torch.inf).argsort(dim=0, descending=True, stable=True)
     score, reward, takes_part = (part.gather(0, order) for part in (score, reward, takes_part))  # best first
     itself = torch.eye(len(score), dtype=torch.bool, device=score.device)[..., None]
     ranked_below = torch.ones_like(itself[..., 0]).triu()[..., None]
     # Rows outside the mask come last and are compared with themselves only, which gives exactly 0.
     compared = (ranked_below & takes_part) | itself  # (i, j, C): row i is compared with row j
-    meant = score  # tau 0: the target is row i, the best one of its comparison
+    meant = score  # tau 0: the target is row i, the best row in its comparison
     if tau > 0:
         target = torch.where(compared, reward / tau, -torch.inf).softmax(1)  # over j
         meant = (target * score).sum(1)

@@ -25,7 +25,7 @@ from mmrl.objectives.policy_gradient import needs_of
 
 
 def row_share(batch: Batch) -> Tensor:
-    """One over the length of each row: (N, 1)."""
+    """Return 1 / length of each row: (N, 1)."""
     return 1.0 / batch.mask.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -43,15 +43,15 @@ def logp(new: StepOutput, batch: Batch) -> Tensor:
 
 @implicit_reward(unit=Unit.ROW)
 def mean_log_ratio(new: StepOutput, batch: Batch, *, against: str = "ref") -> Tensor:
-    """Mean log-ratio of a row to another policy; each step adds its share (TRL's `sigmoid_norm`)."""
+    """Log-ratio to another policy, divided by the row's number of steps (TRL's `sigmoid_norm`)."""
     return (new.logp - batch.by(against, new).logp) * row_share(batch)
 
 
 @implicit_reward(unit=Unit.ROW)
 def mean_logp(new: StepOutput, batch: Batch) -> Tensor:
-    """Mean log-probability of a row; each step adds its share (SimPO, arXiv 2405.14734).
+    """Log-probability, divided by the row's number of steps (SimPO, arXiv 2405.14734).
 
-    DisCO's log-likelihood score (arXiv 2505.12366) is the same.
+    Its sum over a row is the mean log-probability, also DisCO's log-likelihood score (arXiv 2505.12366).
     """
     return new.logp * row_share(batch)
 
@@ -84,12 +84,12 @@ def f_divergence(
 ) -> Tensor:
     """Implicit reward f'(ratio) under another divergence than the reverse KL (f-DPO, arXiv 2309.16240).
 
-    u is the ratio of the whole row; each step contributes an equal share. The reverse KL, f' = log u, is
-    `log_ratio`. Exponents are clamped at 20.
+    u is the ratio of the whole row; f'(u) is divided equally among its steps. The reverse KL, f' = log u, is
+    `log_ratio`. Exponents are clamped to at most 20.
 
     Args:
-        divergence: `forward_kl` is 1 - 1 / u, `js` is log(2 u / (1 + u)), `alpha` is (u^(alpha - 1) - 1) /
-            (alpha - 1). TRL's `f_divergence_type`.
+        divergence: f'(u), TRL's `f_divergence_type`. `forward_kl`: 1 - 1 / u. `js`: log(2 u / (1 + u)).
+            `alpha`: (u^(alpha - 1) - 1) / (alpha - 1).
         alpha: Order of `alpha`, above 0; 1 is the reverse KL (TRL's `f_alpha_divergence_coef`).
         against: Name of the other policy.
     """
@@ -125,15 +125,15 @@ class Comparison:
 
     @property
     def needs(self) -> Needs:
-        """Union of the needs of the pieces."""
+        """The union of the needs of all pieces in the options."""
         return needs_of(self.implicit_reward, self.compare, self.penalty, self.aggregation)
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Weights of the penalties of steps: (N, T), including the division."""
+        """Return the weight (N, T) of every step in the penalties, including the division."""
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and metrics of a micro-batch of whole groups, as shares of the update."""
+        """Compute the contributions of a micro-batch of whole groups to loss and metrics of the update."""
         implicit_reward = self.implicit_reward(new, batch) * batch.mask
         seen = batch.replace(others={**batch.others, "new": new.detach()})
         loss = sum(compare.weight * compare(implicit_reward, seen) for compare in as_list(self.compare))
@@ -143,18 +143,18 @@ class Comparison:
 
 
 def _beta(compare: Bound) -> float:
-    """Option `beta` of a comparison, or of the comparison that it wraps; 1 without one."""
+    """Return the option `beta` of a comparison, or of the comparison that it wraps; 1 without one."""
     options = {name: option.default for name, option in compare.entry.options.items()} | compare.options
     return _beta(options["compare"]) if "compare" in options else options.get("beta", 1.0)
 
 
 @torch.no_grad()
 def diagnose_groups(reward: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """Mean rewards of chosen and rejected rows, their margin and the accuracy, from rewards (N, T).
+    """Compute mean rewards of chosen and rejected rows, their margin and accuracy, from rewards (N, T).
 
     Chosen rows have an advantage above the mean of their group. A margin may grow while both means fall, so
-    both are reported. Rows with the note `unrelated` are reported separately. Accuracy is the share of groups
-    whose chosen rows have the larger reward.
+    both are reported. Rows with the note `unrelated` are reported separately. Accuracy is the fraction of
+    groups whose chosen rows have the larger reward.
     """
     groups = batch.totals.groups or 1.0
     index = group_index([batch.group])
@@ -166,7 +166,7 @@ def diagnose_groups(reward: Tensor, batch: Batch) -> dict[str, Tensor]:
     total = reward.sum(-1)
 
     def mean_of(rows: Tensor) -> Tensor:
-        """Mean over the selected rows of each group, summed over groups."""
+        """Average the rewards of the selected rows of each group, then over the groups of the update."""
         rows = rows.to(total.dtype)
         return (group_sum(total * rows, index) / group_sum(rows, index).clamp(min=1)).sum() / groups
 

@@ -24,9 +24,10 @@ def elastic_clip(
 ) -> Tensor:
     """Clipped surrogate with clip ranges per step from the advantage chain (HAPO, ETR).
 
-    `variance_width` and `entropy_width` record factors of the ranges. `entropy_width` also records a factor
-    of advantages, which applies outside half the ranges for steps of high entropy, and inside for others.
-    Steps without notes have the ranges of the options, as in `clip`. Log-ratios are clamped to [-20, 20].
+    The advantage functions `variance_width` and `entropy_width` record factors of the ranges. `entropy_width`
+    also records a factor of advantages: it applies to steps of high entropy outside of half the range, and to
+    other steps inside of it. Steps without records have the ranges of the options, as in `clip`. Log-ratios
+    are clamped to [-20, 20].
 
     Args:
         epsilon: Lower clip range of the ratio, and the upper one if `epsilon_high` is null.

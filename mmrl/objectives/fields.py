@@ -1,7 +1,7 @@
 """Pieces that read the outputs of a flow policy: means, velocities and targets, (N, T, ...).
 
-They average over all axes after (N, T), in float64. `std`, `dt` and `time` are (N, T): standard deviation of
-a stochastic step, its (negative) change of time, and the time at its start, from 1 (noise) to 0 (data).
+N rows, T steps; they average over all axes after (N, T), in float64. `std`, `dt` and `time` are (N, T): the
+standard deviation of a stochastic step, its (negative) time change, and its start, 1 (noise) to 0 (data).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mmrl.core.tensor import masked_mean
 
 
 def mean_square(field: Tensor) -> Tensor:
-    """Mean of squares over the axes of the latent: (N, T, ...) to (N, T)."""
+    """Average the squares of (N, T, ...) over the latent axes; returns (N, T)."""
     square = field.double().square()
     return square.flatten(2).mean(-1) if square.dim() > 2 else square
 
 
 def _distance(name: str, new: StepOutput, other: StepOutput) -> Tensor:
-    """Mean squared distance of an output to that of another policy: (N, T)."""
+    """Compute the mean squared distance between the outputs `name` of two policies: (N, T)."""
     return mean_square(new.extra[name].double() - other.extra[name].double())
 
 
@@ -41,15 +41,15 @@ def _counted(values: Tensor, batch: Batch) -> Tensor:
 def gaussian_kl(
     new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.04, against: str = "ref", kl_dt: bool = False
 ) -> Tensor:
-    """KL divergence of two Gaussian steps with one deviation s (Flow-GRPO, arXiv 2505.05470).
+    """KL divergence of two Gaussian steps with the same deviation s (Flow-GRPO, arXiv 2505.05470).
 
-    The squared distance of the means over 2 s^2.
+    It is the mean squared distance of the two means, divided by 2 s^2.
 
     Args:
         coef: Weight of the penalty.
         against: Name of the other policy.
-        kl_dt: Whether s is std, which is the exact divergence, the older form, and needed by Flow-CPS.
-            Otherwise s is std / sqrt(-dt), as in the code since July 2025.
+        kl_dt: True: s is std, which gives the exact divergence, the older form; Flow-CPS needs it. False: s
+            is std / sqrt(-dt), as in the code since July 2025.
     """
     variance = _counted(new.extra["std"], batch).square()
     if not kl_dt:
@@ -68,13 +68,13 @@ def velocity_mse(
     weighting: Literal["uniform", "elbo"] = "uniform",
     noise_level: PositiveFloat = 0.7,
 ) -> Tensor:
-    """Mean squared distance of velocities to another policy (AWM, arXiv 2509.25050; DiffusionNFT).
+    """Mean squared distance of velocities to another policy's (AWM, arXiv 2509.25050; DiffusionNFT).
 
     Args:
         coef: Weight of the penalty.
         against: Name of the other policy.
-        weighting: `elbo` divides by 2 s_t^2 with s_t = noise_level sqrt(t / (1 - t)), t clamped at 0.99 in
-            1 - t; `uniform` does not divide.
+        weighting: `uniform`: no division. `elbo`: divide by 2 s_t^2 with s_t = noise_level sqrt(t / (1 - t)),
+            where t is at most 0.99 in 1 - t.
         noise_level: Noise level in s_t of `elbo`, above 0.
     """
     gap = _distance("velocity", new, batch.by(against, new))
@@ -115,8 +115,9 @@ def diffusion_nft(
     Args:
         beta: Strength of the mirrored velocity, above 0.
         max_advantage: Size of the advantage at which r reaches 0 or 1.
-        adv_mode: As in the released code: `positive_only` (`negative_only`) sets advantages below (above) 0
-            to 0; `one_only` sets positive ones to 1 and others to 0; `binary` takes the sign.
+        adv_mode: As in the released code. `all`: use advantages unchanged. `positive_only` (`negative_only`):
+            set those below (above) 0 to 0. `one_only`: set positive ones to 1 and others to 0. `binary`: take
+            the sign.
         against: Policy that sampled; in the paper a moving average: `rollout: {policy: ema}`.
     """
     velocity, target = new.extra["velocity"].double(), new.extra["target"].double()
@@ -142,8 +143,8 @@ def diffusion_nft(
 def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
     """Centred log-ratio of Gaussian steps with one scale for all steps (GRPO-Guard, arXiv 2510.22319).
 
-    (log-ratio + gap / (2 std^2)) std with gap the mean squared distance of the means: the expected log-ratio
-    under the sampling policy is -gap / (2 std^2). Both published codes have this form.
+    It is (log-ratio + gap / (2 std^2)) std, where gap is the mean squared distance of the means: the expected
+    log-ratio under the sampling policy is -gap / (2 std^2). Both published codes have this form.
     """
     old = batch.by(against, new)
     std = _counted(new.extra["std"], batch)

@@ -60,8 +60,8 @@ def bco_pair(
 ) -> Tensor:
     """BCO loss: classify chosen and rejected rows, each alone (arXiv 2404.04656; MPO, arXiv 2411.10442).
 
-    The sum of -log sigmoid(+-(beta g - delta)) over the rows of a group, g the implicit reward. It is the
-    quality loss of MPO.
+    A group costs the sum of -log sigmoid(+-(beta g - delta)) over its rows, where g is the implicit reward.
+    This is the quality loss of MPO.
 
     Args:
         beta: Scale of implicit rewards, above 0.
@@ -82,8 +82,8 @@ def nca_pair(
 ) -> Tensor:
     """NCA loss: raise the chosen row above 0 and limit the size of both rows (arXiv 2402.05369).
 
-    -log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log sigmoid(-r_l), with r beta times the implicit
-    reward.
+    A pair costs -log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log sigmoid(-r_l), where r is beta times the
+    implicit reward of the chosen row w and the rejected row l.
     """
     reward, label = labelled(beta * implicit_reward, batch, level)
     loss = softplus(-reward) * (label > 0) + 0.5 * softplus(reward) * label.abs()
@@ -151,7 +151,7 @@ def exo_pair(
 
 
 def labelled(reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
-    """Rewards and labels (1, -1, or 0 without a label): (N, C) each, C is 1 or the number of steps."""
+    """Return rewards and labels (1, -1, or 0 for none): (N, C) each, where C is 1 or the number of steps."""
     label = (batch.advantage * batch.mask).sign()
     if level == "step":
         return reward, label
@@ -160,7 +160,7 @@ def labelled(reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor
 
 
 def sum_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:
-    """Sum of losses (N, C) over the rows of each group, averaged over columns and groups.
+    """Sum losses (N, C) over the rows of each group, then average over columns and groups.
 
     Only columns with labels of both signs count.
     """

@@ -34,7 +34,7 @@ def aot(
 
     Args:
         beta: Scale of implicit rewards, above 0.
-        label_smoothing: Assumed share of flipped labels, in [0, 1].
+        label_smoothing: Assumed fraction of flipped labels, in [0, 1].
     """
     score, merit = implicit_reward.sum(-1), masked_mean(batch.advantage, batch.mask, -1)
     losses, decided = [], []
@@ -54,7 +54,7 @@ def aot(
 
 
 def pairs_of_rows(implicit_reward: Tensor, batch: Batch) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Scores and rewards of rows, (N,) each, and both indices (P,) of every pair inside a group."""
+    """Return scores and rewards of rows, (N,) each, and the two row indices (P,) of all P pairs in groups."""
     counted = batch.mask.sum(-1) > 0
     pair = (batch.group[:, None] == batch.group) & counted[:, None] & counted
     i, j = pair.triu(1).nonzero(as_tuple=True)
@@ -62,7 +62,7 @@ def pairs_of_rows(implicit_reward: Tensor, batch: Batch) -> tuple[Tensor, Tensor
 
 
 def mean_over_pairs(loss: Tensor, first: Tensor, batch: Batch) -> Tensor:
-    """Mean of pair losses (P,) over each group, then over groups; `first` (P,) indexes their first rows."""
+    """Average pair losses (P,) over each group, then over groups; `first` (P,) are the pairs' first rows."""
     index = group_index([batch.group])
     num_groups = int(index.max()) + 1
     total, count = (group_sum(part, index[first], num_groups) for part in (loss, torch.ones_like(loss)))

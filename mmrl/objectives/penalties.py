@@ -1,4 +1,4 @@
-"""Penalties: per-step terms added to the loss, all (N, T). `against` names the other policy."""
+"""Penalties: per-step terms (N, T) that are added to the loss. `against` names the other policy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def k3(
 ) -> Tensor:
     """KL estimator k3, exp(-d) + d - 1 of the log-ratio d: unbiased and never negative (GRPO).
 
-    d is clamped at -20, where exp(-d) would overflow float32; the ratio to `old` at exp(20).
+    d is clamped to at least -20, since exp(-d) can overflow float32; the ratio to `old` to at most exp(20).
 
     Args:
         coef: Weight of the penalty (TRL's `beta`).

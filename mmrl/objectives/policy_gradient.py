@@ -23,9 +23,9 @@ class PolicyGradient:
 
     Args:
         surrogate: Loss of a step from log-ratio and advantage.
-        aggregation: Weights of steps, including the division.
-        ratio: Log-ratio to the policy that sampled.
-        step_weight: Further factors of steps, applied after the division.
+        aggregation: Function that returns the weight of every step in the loss.
+        ratio: Log-ratio of a step to the policy that sampled it.
+        step_weight: Functions that return further factors of the weights.
         penalty: Per-step penalties, added to the surrogate.
     """
 
@@ -37,18 +37,18 @@ class PolicyGradient:
 
     @property
     def needs(self) -> Needs:
-        """Union of the needs of the pieces."""
+        """The union of the needs of all pieces in the options."""
         return needs_of(self.ratio, self.surrogate, self.aggregation, self.step_weight, self.penalty)
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Weights of steps: (N, T), including the division."""
+        """Return the weight (N, T) of every step in the loss, including the division."""
         weight = self.aggregation(batch)
         for step_weight in as_list(self.step_weight):  # after the division: a weight of 2 must count twice
             weight = weight * step_weight(batch)
         return weight
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and metrics of a micro-batch, as shares of the update."""
+        """Compute the contributions of a micro-batch to the loss and the metrics of the update."""
         log_ratio = self.ratio(new, batch)
         loss = self.surrogate(log_ratio, new, batch)
         for penalty in as_list(self.penalty):
@@ -58,13 +58,13 @@ class PolicyGradient:
 
 
 def needs_of(*pieces: Callable | tuple[Callable, ...]) -> Needs:
-    """Union of the needs of pieces."""
+    """Return the union of the needs of pieces and tuples of pieces."""
     return reduce(Needs.__or__, (piece.needs for several in pieces for piece in as_list(several)), Needs())
 
 
 @torch.no_grad()
 def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
-    """Mean KL (k3) to every reference, and the distance of the policy from `old` and from the engine."""
+    """Compute the mean KL (k3) to every reference, and the policy's distance from `old` and the engine."""
     steps = batch.totals.steps or 1.0
     metrics = {}
     if "old" in batch.others:
@@ -82,7 +82,7 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
         known = known * batch.notes.get("replayed", torch.full_like(known, torch.nan)).isnan()
         gap = torch.where(known > 0, old - noted.nan_to_num(), 0.0)
         metrics["sampling/sampling_logp_difference/mean"] = gap.abs().sum() / steps
-        # k3 of engine and policy at the time of the rollout: the price of a cheaper engine.
+        # KL (k3) between engine and policy at the time of the rollout: the price of a cheaper engine.
         bounded = gap.clamp(max=20)
         metrics["sampling/kl"] = ((bounded.exp() - bounded - 1) * known).sum() / steps
         metrics |= _moments(gap, known, batch)
@@ -90,10 +90,10 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
 
 
 def _moments(gap: Tensor, known: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """Moments 0, 1 and 2 of the importance weights p_policy / p_engine, over steps and over answers.
+    """Compute moments 0, 1 and 2 of importance weights p_policy / p_engine, over steps and over answers.
 
-    The effective sample size follows from the moments of the whole update. Micro-batches that may split rows
-    have no moments over answers.
+    The effective sample size is computed from the moments of the whole update. There are no moments over
+    answers if micro-batches can split rows.
     """
     inside, rows = known > 0, (known > 0).any(-1)
     weighed = [("steps", gap.clamp(max=20).exp()[inside], batch.totals.steps)]
@@ -107,9 +107,9 @@ def _moments(gap: Tensor, known: Tensor, batch: Batch) -> dict[str, Tensor]:
 
 
 def clipped_share(surrogate: Callable, log_ratio: Tensor, new: StepOutput, batch: Batch) -> dict[str, Tensor]:
-    """Share of steps with an advantage whose gradient is clipped, for ratios below and above 1.
+    """Compute the fraction of steps whose gradient is clipped, for ratios below and above 1.
 
-    Empty for a surrogate that does not depend on the ratio.
+    Steps of advantage 0 count as not clipped. Empty for a surrogate that does not depend on the ratio.
     """
     with torch.enable_grad():
         leaf = log_ratio.detach().requires_grad_()

@@ -69,10 +69,10 @@ def geometric_ratio(
     """
     gap, sign = step_ratio(new, batch, against=against), batch.advantage.sign()
     clipped = gap.clamp(-epsilon, epsilon if epsilon_high is None else epsilon_high)
-    # The smaller of sign * gap is the pessimistic one; an advantage of 0 gives 0.
-    kept = sign * torch.minimum(sign * gap, sign * clipped)
+    # The smaller value of sign * gap is the pessimistic one; an advantage of 0 gives 0.
+    pessimistic = sign * torch.minimum(sign * gap, sign * clipped)
     length = batch.mask.sum(-1, keepdim=True).clamp(min=1)
-    return kept.sum(-1, keepdim=True) / length * batch.mask
+    return pessimistic.sum(-1, keepdim=True) / length * batch.mask
 
 
 @step_weight(unit=Unit.ROW, others={"old", "engine"})
@@ -83,14 +83,14 @@ def truncated_importance(
     clip_max: PositiveFloat | None = 3.0,
     clip_min: Annotated[NonNegativeFloat, AtMost("clip_max")] | None = None,
 ) -> Tensor:
-    """Truncated importance sampling (TIS): weight by the ratio of policy to engine.
+    """Truncated importance sampling (TIS): weight steps by the probability ratio of policy to engine.
 
-    Modes and bounds are those of TRL's `vllm_importance_sampling_mode` (default `sequence_mask`). Departs:
-    penalties are weighted too, unlike in TRL.
+    Modes and bounds are those of TRL's `vllm_importance_sampling_mode` (default `sequence_mask`). Unlike in
+    TRL, penalties are weighted too.
 
     Args:
-        mode: `token`: ratios of steps, `sequence`: of whole answers; `truncate` clamps them to the bounds,
-            `mask` sets them to 0 outside. Log-ratios are clamped to [-20, 20].
+        mode: `token`: ratios of steps. `sequence`: ratios of whole answers. `truncate`: clamp ratios to the
+            bounds. `mask`: set ratios outside of the bounds to 0. Log-ratios are clamped to [-20, 20].
         clip_max: Upper bound of the ratio, or null for none.
         clip_min: Lower bound of the ratio, at most `clip_max`, or null for none.
     """
@@ -105,7 +105,7 @@ def truncated_importance(
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    # Otherwise one extreme step makes its whole row infinite.
+    # Without the clamp, one extreme step makes the loss of its whole row infinite.
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
@@ -148,7 +148,7 @@ def unclipped(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
 
 @surrogate
 def log_likelihood(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
-    """REINFORCE: minus log-probability times advantage; SFT with demonstrations and an advantage of 1."""
+    """REINFORCE: minus log-probability times advantage; with an advantage of 1, SFT on demonstrations."""
     return -batch.advantage * new.logp
 
 
@@ -178,7 +178,7 @@ def sapo(
     temperature_neg: PositiveFloat = 1.05,
 ) -> Tensor:
     """Sigmoid gate of the ratio instead of a clip (SAPO, arXiv 2511.20347)."""
-    # (N, T), in the dtype of the log-ratio.
+    # (N, T) temperature of each step, in the dtype of the log-ratio.
     tau = torch.full_like(log_ratio, temperature_neg).masked_fill(batch.advantage > 0, temperature_pos)
     # The factor 4 / tau makes the slope 1 at a ratio of 1, as without the gate.
     return -(4 / tau) * torch.sigmoid(tau * (_ratio(log_ratio) - 1)) * batch.advantage

@@ -18,16 +18,16 @@ from mmrl.core.step_table import Batch, StepOutput
 @objective
 @dataclass(frozen=True, kw_only=True)
 class ValueRegression:
-    """Half the squared error of a critic's values against the targets of its chain (PPO's value loss).
+    """Half the squared error between a critic's values and the targets of its chain (PPO's value loss).
 
     Targets usually come from `lambda_returns`. The metrics are the means of values, targets and squared
     errors.
 
     Args:
-        cliprange_value: Clip range of the change of a value since the rollout; the larger error of the
-            clipped and the unclipped value counts (arXiv 1707.06347, OpenAI's code; TRL's name). None: no
+        cliprange_value: Clip range for the change of a value since the rollout. The loss is the larger error
+            of the clipped and the unclipped value (arXiv 1707.06347, OpenAI's code; TRL's name). None: no
             clipping.
-        aggregation: Weights of steps, including the division.
+        aggregation: Function that returns the weight of every step in the loss.
     """
 
     cliprange_value: PositiveFloat | None = None
@@ -35,16 +35,16 @@ class ValueRegression:
 
     @property
     def needs(self) -> Needs:
-        """Current values and, with clipping, those of the rollout."""
+        """The current values and, with clipping, the values at the time of the rollout."""
         old = {} if self.cliprange_value is None else {"old": frozenset({"value"})}
         return Needs(outputs=frozenset({"value"}), others=old) | self.aggregation.needs
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Weights of steps: (N, T), including the division."""
+        """Return the weight (N, T) of every step in the loss, including the division."""
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and metrics of a micro-batch, as shares of the update."""
+        """Compute the contributions of a micro-batch to the loss and the metrics of the update."""
         value, target = new.extra["value"], batch.advantage
         error = (value - target).square()
         if self.cliprange_value is not None:
@@ -60,26 +60,26 @@ class ValueRegression:
 @objective
 @dataclass(frozen=True, kw_only=True)
 class ValueCrossEntropy:
-    """Cross-entropy of a critic's success probabilities against the targets of its chain.
+    """Cross-entropy between a critic's success probabilities and the targets of its advantage chain.
 
-    For `vision.critic` with `probability: true`. Targets are rewards from 0 to 1 or their means, as from
-    `value_targets`: the verifier of PAV (arXiv 2410.08146), V_0 (arXiv 2602.03584; without its ranking loss
-    over prompts). The metrics are the means of probabilities, targets, squared errors (Brier score) and
-    cross-entropy.
+    Use it for `vision.critic` with `probability: true`. Targets are rewards from 0 to 1 or their means, such
+    as from `value_targets`. It trains the verifier of PAV (arXiv 2410.08146) and V_0 (arXiv 2602.03584;
+    without its ranking loss over prompts). The metrics are the means of probabilities, targets, squared
+    errors (Brier score) and cross-entropy.
 
     Args:
-        aggregation: Weights of steps, including the division.
+        aggregation: Function that returns the weight of every step in the loss.
     """
 
     aggregation: Callable = Piece("step_mean")
 
     @property
     def needs(self) -> Needs:
-        """Current logits."""
+        """The current logits of the critic."""
         return Needs(outputs=frozenset({"value_logit"})) | self.aggregation.needs
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Weights of steps (N, T), including the division; raises `ValueError` for targets outside [0, 1]."""
+        """Return the weight (N, T) of every step; raises `ValueError` for targets outside of [0, 1]."""
         targets = batch.advantage[batch.mask > 0]
         if len(targets) and not (targets.min() >= 0 and targets.max() <= 1):
             raise ValueError(
@@ -89,7 +89,7 @@ class ValueCrossEntropy:
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and metrics of a micro-batch, as shares of the update."""
+        """Compute the contributions of a micro-batch to the loss and the metrics of the update."""
         logit, target = new.extra["value_logit"], batch.advantage
         # - t log s(z) - (1 - t) log(1 - s(z)) = log(1 + e^z) - t z
         loss = softplus(logit) - target * logit

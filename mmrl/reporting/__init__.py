@@ -1,1 +1,1 @@
-"""What a run writes: metrics, console, HTML pages, trackers, model cards."""
+"""The output of a run: metrics, console, HTML pages, trackers, model cards."""

@@ -20,10 +20,10 @@ from mmrl.data.fields import short
 from mmrl.reporting.thumbnails import of_outcome, of_prompt, of_tools
 from mmrl.runtime.files import remove, replacing
 
-PREDICTIONS = "predictions"  # stem of the file of one evaluation, and folder of several
-IMAGES = 8  # prompts of a training step with thumbnails
-THUMBNAILS = 512  # prompts of `mmrl evaluate` with thumbnails
-CORRECT = b"correct"  # metadata key: the reward that the column `correct` was read from
+PREDICTIONS = "predictions"  # file stem of a single evaluation, or folder of several evaluations
+IMAGES = 8  # number of prompts of a training step with thumbnails
+THUMBNAILS = 512  # number of prompts of `mmrl evaluate` with thumbnails
+CORRECT = b"correct"  # metadata key: name of the reward that the column `correct` is based on
 TEXT, NUMBER, JPEG = (str, "text"), ((int, float), "number"), (bytes, "JPEG")
 # Types of the columns; `reward/NAME` is a number, other columns are logged values of any type.
 TYPES: dict[str, tuple[Any, str]] = {
@@ -37,7 +37,7 @@ TYPES: dict[str, tuple[Any, str]] = {
 
 
 def keeps_images(step: int, max_steps: int, num: int) -> bool:
-    """Whether the completions of a step keep thumbnails: `num` evenly spaced steps do."""
+    """Whether a step's completions are stored with thumbnails: true for `num` evenly spaced steps."""
     return step in {round(i * (max_steps - 1) / max(num - 1, 1)) for i in range(num)}
 
 
@@ -50,7 +50,7 @@ def write_completions(
         path: File to write.
         rollouts: Rollouts of this process.
         table: Rewards of the rollouts of all processes.
-        advantage: Advantage of each row at its last place.
+        advantage: Advantage of each row at its last outcome.
         images: Whether rows of the first prompts get thumbnails of the prompt (`seen`), the answer (`made`)
             and the images from tools (`shown`).
     """
@@ -64,16 +64,16 @@ def write_completions(
 def write_predictions(path: Path, measured: Measured, *, world: int = 1, images: int = IMAGES) -> None:
     """Write the answers of an evaluation as parquet, one row each, atomically.
 
-    Each of several processes writes its own rows, as `predictions-00000-of-00002.parquet`. The column
-    `correct` comes from the reward that `judge_of` returns, which the metadata of the file name; there is no
-    such column without one.
+    With several processes each writes its own rows, e.g. to
+    `predictions-00000-of-00002.parquet`. The column `correct` is based on the reward that `judge_of` returns,
+    whose name is stored in the file's metadata; if there is no such reward, the column is missing.
 
     Args:
         path: Path of the file if there is one process.
         measured: The evaluation on all processes.
         world: Number of processes.
-        images: Number of prompts, those of the lowest rewards, whose rows get thumbnails of the prompt
-            (`seen`), the answer (`made`) and the images from tools (`shown`).
+        images: Number of prompts with the lowest rewards whose rows get thumbnails of the prompt (`seen`),
+            the answer (`made`) and the images from tools (`shown`).
     """
     table, rollouts = measured.table, measured.rollouts
     own, rank = path, table.rank
@@ -91,23 +91,23 @@ def write_predictions(path: Path, measured: Measured, *, world: int = 1, images:
     worst = list(dict.fromkeys(rollouts[i].prompt.uid for i in order))[:images]
     write_columns(own, columns | thumbnails(rollouts, set(worst)), {CORRECT: judge.encode()} if judge else {})
     if rank == 0:
-        for old in parts_of(path):  # files of another number of processes would count rows twice
+        for old in parts_of(path):  # files of another number of processes would duplicate rows
             if old != own and not old.stem.endswith(f"-of-{world:05d}"):
                 remove(old)
 
 
 def evaluation_file(folder: Path) -> Path:
-    """Path of the predictions of an evaluation in its output folder."""
+    """Return the path of the predictions of an evaluation in its output folder."""
     return folder / f"{PREDICTIONS}.parquet"
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Path of the predictions of an evaluation after `step` steps of a training run."""
+    """Return the path of the predictions of an evaluation after `step` steps of a training run."""
     return folder / PREDICTIONS / f"step-{step:06d}.parquet"
 
 
 def setting_file(folder: Path, setting: str) -> Path:
-    """Path of the predictions of one of several settings; `/` in its name becomes `%2F`."""
+    """Return the path of the predictions of one of several settings; `/` in its name becomes `%2F`."""
     return folder / PREDICTIONS / f"{quote(setting, safe=' +=,@()')}.parquet"
 
 
@@ -120,17 +120,17 @@ def drop_predictions(folder: Path, step: int) -> None:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Existing files with the rows of a file of predictions: itself, or one per process."""
+    """List the existing files of a predictions path: the file itself, or one file per process."""
     return sorted(
         part for part in (path, *path.parent.glob(f"{path.stem}-*-of-*{path.suffix}")) if part.is_file()
     )
 
 
 def judge_of(table: RewardTable, chosen: str = "") -> str:
-    """Name of the reward that says which answers are correct: all its values are 0 or 1. "" without one.
+    """Return the name of the reward that marks correct answers (all values are 0 or 1), or "".
 
-    It is the `chosen` reward, or else the first one among the rewards of the largest weight. Rewards of a
-    smaller weight, such as format or length, do not count.
+    It is the `chosen` reward, or otherwise the first among the rewards with the largest weight. Rewards with
+    a smaller weight, such as format or length, do not count.
     """
     weights = {name: abs(table.weights.get(name, 0.0)) for name in table.scored}
     most = max(weights.values(), default=0.0)
@@ -143,7 +143,7 @@ def judge_of(table: RewardTable, chosen: str = "") -> str:
 
 
 def columns_of(rollouts: Rollouts, table: RewardTable) -> dict[str, list]:
-    """Columns with the prompts, targets, answers, rewards and logged values of this process's rollouts."""
+    """Return columns with the prompts, targets, answers, rewards and logged values of this process."""
     mine = table.select(table.mine)
     columns: dict[str, list] = {
         "uid": [row.prompt.uid for row in rollouts],
@@ -164,9 +164,9 @@ def columns_of(rollouts: Rollouts, table: RewardTable) -> dict[str, list]:
 
 
 def thumbnails(rollouts: Rollouts, uids: set[str]) -> dict[str, list]:
-    """Columns with thumbnails of prompts (`seen`), answers (`made`) and images from tools (`shown`).
+    """Return columns with thumbnails of prompts (`seen`), answers (`made`) and tool images (`shown`).
 
-    Rows of other prompts than `uids` have None; a column without any thumbnail is left out.
+    Rows of prompts that are not in `uids` have None; a column without any thumbnail is left out.
     """
     prompts = {row.prompt.uid: row.prompt for row in rollouts if row.prompt.uid in uids}
     of_prompts = {uid: of_prompt(prompt) for uid, prompt in prompts.items()}
@@ -192,7 +192,7 @@ def target_text(target: Any) -> str | None:
 
 
 def check_row(row: Mapping[str, Any], place: str, required: Sequence[str]) -> None:
-    """Raise ConfigError where a required column is missing or a column has the wrong type."""
+    """Raise ConfigError if a required column is missing or a column has the wrong type."""
     for name, value in {**dict.fromkeys(required), **row}.items():
         check_type(name, value, place, optional=name not in required)
     for image in row.get("shown") or ():
@@ -202,7 +202,7 @@ def check_row(row: Mapping[str, Any], place: str, required: Sequence[str]) -> No
 def check_type(
     name: str, value: Any, place: str, wanted: tuple[Any, str] | None = None, *, optional: bool = False
 ) -> None:
-    """Raise ConfigError unless a value has the type of its column, or the `wanted` one."""
+    """Raise ConfigError unless a value has the type of its column, or the type `wanted`."""
     wanted = wanted or TYPES.get(name, NUMBER if name.startswith("reward/") else (object, ""))
     if not isinstance(value, wanted[0]) and not (optional and value is None):
         raise ConfigError(f"{place}: '{name}' must be a {wanted[1]}, not {short(value)}")

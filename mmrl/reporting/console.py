@@ -34,14 +34,14 @@ class Console:
 
     def __init__(self, title: str, max_steps: int, quiet: bool = False) -> None:
         self.title, self.max_steps, self.quiet = title, max_steps, quiet
-        self.live, self.printed = None, -math.inf  # display of rich; time of the last line of a step
+        self.live, self.printed = None, -math.inf  # live display of rich; time of the last line about a step
         self.first: Mapping[str, float] = {}
         self.last: Mapping[str, float] = {}
         self.warnings: list[str] = []
         self.working, self.spoke = "", time.monotonic()  # progress inside the step; time of the last line
 
     def begin(self, step: int, first: Mapping[str, float] | None = None) -> None:
-        """Start at a step; `first` are the metrics of the first step of a resumed run."""
+        """Start the display at a step; `first` has the metrics of the first step of a resumed run."""
         self.first = first or {}
         if self.quiet or not on_terminal():
             return
@@ -73,13 +73,13 @@ class Console:
             self.say(f"{self.title} {step + 1}/{self.max_steps}  {values}  eta {left:.0f} s")
 
     def work(self, work: str, done: int, total: int) -> None:
-        """Show progress inside a step: below the bar, or as a line after 30 s without output."""
+        """Show progress inside a step: below the progress bar, or as a line after 30 s without output."""
         self.working = f"{work} {done}/{total}"
         if self.live is None and time.monotonic() > self.spoke + SILENCE:
             self.say(f"{self.title}: {self.working}")
 
     def panel(self) -> Group:
-        """Progress bar, table of the last and the first values, and the last warnings."""
+        """Build the live display: progress bar, table of the last and first values, and last warnings."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -126,7 +126,7 @@ class ProgressLines:
         self.quiet = os.environ.get("RANK", "0") != "0"  # only the first process prints
 
     def __call__(self, work: str, done: int, total: int) -> None:
-        """Print progress, unless the last line was printed just before."""
+        """Print progress, unless a line was printed only a moment ago."""
         now = time.monotonic()
         if not self.quiet and now > self.spoke + (PAUSE if sys.stderr.isatty() else SILENCE):
             self.spoke = now

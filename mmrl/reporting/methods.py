@@ -1,4 +1,4 @@
-"""Published methods: the files of `configs/methods`, what they say of themselves, and the pieces in them."""
+"""Published methods: the files of `configs/methods`, their comments, and the pieces that they name."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from mmrl.config.schema import as_plain
 PAPER = re.compile(r"(?<![\d.\w/])(\d{2}(?:0[1-9]|1[0-2])\.\d{5})(?![\d.]*\d)")  # an id of arXiv since 2015
 READING = re.compile(r"\bour readings?\b", re.IGNORECASE)
 DIFFERS = "Differs from GRPO: "
-# What people ask for by name, in the order of tables; every other method stands with its paper.
+# Methods that people ask for by name, in the order of tables; all others are grouped by family.
 ASKED_FOR = (
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "gdpo", "ppo",
     "gigpo", "on_policy_distillation", "dpo", "tempsamp_r1", "urpa", "flow_grpo", "flow_grpo_fast",
     "flow_cps", "mix_grpo", "grpo_guard", "tp_grpo", "awm", "diffusion_nft", "vgpo", "gdro",
 )  # fmt: skip
-PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}  # keys that name no kind
+PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}  # maps keys to kinds of pieces
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method as its file in `configs/methods` describes it.
+    """A published method, as described by its file in `configs/methods`.
 
     Args:
-        path: Of the file; its folder is the family.
-        comment: The lines of comment at its head, as one text.
-        raw: The configuration in it, with what it includes.
+        path: Path of the file; the name of its folder is the family.
+        comment: The comment lines at the head of the file, as one text.
+        raw: The configuration in the file, with the files that it includes.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The name of the file."""
+        """The name of the file without its ending."""
         return self.path.stem
 
     @property
@@ -52,57 +52,57 @@ class Method:
 
     @property
     def papers(self) -> list[str]:
-        """The numbers of the papers in the comment, each once."""
+        """The distinct arXiv ids in the comment."""
         return list(dict.fromkeys(PAPER.findall(self.comment)))
 
     @property
     def differs(self) -> str:
-        """What differs from GRPO, without the sentences that tell our reading."""
+        """What differs from GRPO, without the sentences about our reading of the paper."""
         parts = sentences(self.comment.partition(DIFFERS)[2])
         return " ".join(text for text in parts if not READING.search(text))
 
     @property
     def readings(self) -> list[str]:
-        """The sentences of the comment that tell our reading of the paper."""
+        """The sentences of the comment about our reading of the paper."""
         before, _, after = self.comment.partition(DIFFERS)
         return [*readings(before), *readings(after)]
 
     def pieces(self) -> list[Entry]:
-        """List the pieces that the method names, each once."""
+        """List the distinct pieces that the method names."""
         named = dict.fromkeys(named_in(self.raw, ""))
         return [entry for kind in sorted(HOMES) for entry in pieces(kind) if (kind, entry.full_name) in named]
 
     def pieces_read_by_us(self) -> list[Entry]:
-        """List its pieces whose docstring tells our reading of a paper."""
+        """List the pieces whose docstring mentions our reading of a paper."""
         return [entry for entry in self.pieces() if readings(inspect.getdoc(entry.target) or "")]
 
 
 @cache
 def all_methods() -> tuple[Method, ...]:
-    """Read all methods, by family and name."""
+    """Read all methods, sorted by family and name."""
     # `mmrl/configs` is the folder itself in an installation, and a link to it in a checkout.
     paths = sorted((Path(__file__).parents[1] / "configs" / "methods").rglob("*.yaml"))
     return tuple(Method(path, comment_of(path.read_text()), as_plain(read(path))) for path in paths)
 
 
 def tables(family: str | None = None) -> dict[str, list[Method]]:
-    """Group methods for tables: those that people ask for by name first, then papers by family."""
-    found = [method for method in all_methods() if family in (None, method.family)]
-    asked = [method for method in found if method.name in ASKED_FOR]
-    grouped = {"asked for by name": sorted(asked, key=lambda method: ASKED_FOR.index(method.name))}
-    for method in found:
-        if method not in asked:
+    """Group methods for tables: first those that people ask for by name, then the others by family."""
+    chosen = [method for method in all_methods() if family in (None, method.family)]
+    by_name = [method for method in chosen if method.name in ASKED_FOR]
+    grouped = {"asked for by name": sorted(by_name, key=lambda method: ASKED_FOR.index(method.name))}
+    for method in chosen:
+        if method not in by_name:
             grouped.setdefault(method.family, []).append(method)
     return {title: methods for title, methods in grouped.items() if methods}
 
 
 def comment_of(text: str) -> str:
-    """Join the lines of comment of a file."""
+    """Join the comment lines of a file to one text."""
     return " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
 
 
 def readings(text: str) -> list[str]:
-    """List the sentences of a text that tell our reading of a paper."""
+    """List the sentences of a text that mention our reading of a paper."""
     return [sentence for sentence in sentences(text) if READING.search(sentence)]
 
 
@@ -112,7 +112,7 @@ def sentences(text: str) -> list[str]:
 
 
 def named_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Walk through a configuration, and name every text with the kind that its key stands for."""
+    """Yield (kind, name) for every text in a configuration; its key determines the kind."""
     kind = PLACES.get(key, key)
     match value:
         case str():

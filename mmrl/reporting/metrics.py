@@ -1,4 +1,4 @@
-"""Metrics of a training step with the names of TRL, and the JSON files that they are written to."""
+"""Metrics of a training step with TRL's names, and the JSON files that store them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ VISUALIZATIONS = "visualizations.html"  # HTML fragments: visualizations of the 
 
 
 def describe_rewards(table: RewardTable) -> dict[str, float]:
-    """Reward metrics of a training step, over the episodes that the policy sampled."""
+    """Compute the reward metrics of a training step, over the episodes that the policy sampled."""
     table = on_policy_rows(join_episodes(table))
-    index = group_index([table.group])  # (N,) number of each row's group
+    index = group_index([table.group])  # (rows,) index of each row's group
     # A group with a failed reward has no valid entry: the sum of its other rewards has no meaning.
     reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
-    known = ~reward.isnan()  # (N,)
-    extent = group_range(reward, index, known)
+    valid = ~reward.isnan()  # (rows,)
+    extent = group_range(reward, index, valid)
     mean, std = mean_and_std(reward)
-    flat = float((extent[known] < EQUAL).double().mean())
+    flat = float((extent[valid] < EQUAL).double().mean())
     metrics = {"reward": mean, "reward_std": std, "frac_reward_zero_std": flat}
     for name in table.scored:
         key, answers = f"rewards/{name}", table.at_end(name)
         metrics[f"{key}/mean"], metrics[f"{key}/std"] = mean_and_std(answers)
-        known = ~answers.isnan()
-        several = known & (group_count(index, known) > 1)
+        valid = ~answers.isnan()
+        several = valid & (group_count(index, valid) > 1)
         # Every group with two values or more has the same weight.
-        spread, share = group_std(answers.nan_to_num(), index, known), 1 / group_count(index, several)
+        spread, share = group_std(answers.nan_to_num(), index, valid), 1 / group_count(index, several)
         spread = torch.where(spread > EQUAL, spread, 0.0)
         total = share[several].sum()
         metrics[f"{key}/group_std"] = float((spread * share)[several].sum() / total) if several.any() else 0.0
@@ -52,54 +52,54 @@ def describe_rewards(table: RewardTable) -> dict[str, float]:
 
 
 def on_policy_rows(table: RewardTable) -> RewardTable:
-    """Rows that the policy sampled, or all rows if it sampled none."""
+    """Select the rows that the policy sampled, or all rows if it sampled none."""
     sampled = table.ids["on_policy"][:, 0] == 1
     return table.select(sampled) if sampled.any() else table
 
 
 def mean_and_std(values: Tensor) -> tuple[float, float]:
-    """Mean (NaN without values) and standard deviation (0 below two values), ignoring NaN."""
-    known = values[~values.isnan()]
-    return float(known.mean()), float(known.std()) if len(known) > 1 else 0.0
+    """Return the mean (NaN without values) and standard deviation (0 below two values), ignoring NaN."""
+    valid = values[~values.isnan()]
+    return float(valid.mean()), float(valid.std()) if len(valid) > 1 else 0.0
 
 
 def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]:
-    """Share of the advantage of each weighted reward, as `rewards/{name}/advantage_share`.
+    """Compute each weighted reward's share of the advantage, as `rewards/{name}/advantage_share`.
 
-    Inside a group let `d_k` be weight times reward `k` of a row minus its group mean, `d` the sum of `d_k`
-    over `k`, `a` the advantage of the row (its mean over places) minus its group mean, and `c` the slope of
-    `a` on `d`. The share of reward `k` is the sum of `c * a * d_k` over all rows, divided by the sum of
-    `c * a * d`: its part of the within-group variance of the advantage that the rewards explain. Shares add
-    up to 1; a negative share pulls against the other rewards. Our reading.
+    For each row, let `d_k` be weight times reward `k` minus its group mean, `d` the sum of `d_k` over `k`,
+    and `a` the advantage (mean over positions) minus its group mean. Let `c` be the slope of `a` on `d`
+    inside the group. The share of reward `k` is the sum of `c * a * d_k` over all rows, divided by the sum of
+    `c * a * d`: its fraction of the within-group variance of the advantage that the rewards explain. Shares
+    add up to 1; a reward with a negative share works against the other rewards. Our reading.
 
     Args:
         table: Rewards of a training step.
         credit: Advantages of these rows; rows without an advantage are left out.
 
     Returns:
-        A share for every weighted reward; empty where no group varies.
+        A share for every weighted reward; empty if no group varies.
     """
     table = table.select(torch.isin(table.ids["row"][:, 0], credit.ids["row"][:, 0]))
     table, credit = join_episodes(table), join_episodes(credit)
     learned = credit.learn & credit.valid.any(1)
     if not table.names or not len(table) or not credit.values.shape[1] or len(table) != len(credit):
         return {}
-    known = learned.any(-1) & ~table.reward().isnan()  # (N,)
+    usable = learned.any(-1) & ~table.reward().isnan()  # (rows,)
     index = group_index([table.group])
-    # Advantage of each row (N,): the mean over its places.
+    # Advantage of each row (rows,): the mean over its positions.
     places = (credit.values[:, 0] * learned).sum(-1) / learned.sum(-1).clamp(min=1)
     weighted = [table.at_end(name).nan_to_num() * weight for name, weight in table.weights.items()]
 
     def centred(values: Tensor) -> Tensor:
-        valid = known[:, None].expand_as(values)
+        valid = usable[:, None].expand_as(values)
         return torch.where(valid, values - group_mean(values, index, valid), 0.0)
 
-    parts, advantage = centred(torch.stack(weighted, 1)), centred(places[:, None])  # (N, R), (N, 1)
-    whole = parts.sum(1, keepdim=True)  # (N, 1)
+    parts, advantage = centred(torch.stack(weighted, 1)), centred(places[:, None])  # rows x rewards; rows x 1
+    whole = parts.sum(1, keepdim=True)  # (rows, 1)
     against, square = group_sum(advantage * whole, index), group_sum(whole.square(), index)
-    # Least squares per group: c = sum(a d) / sum(d^2), 0 where all rewards are equal.
+    # Least squares per group: c = sum(a d) / sum(d^2), 0 if all rewards are equal.
     slope = torch.where(square > EQUAL**2, against / square.clamp(min=EQUAL**2), 0.0)[index]
-    explained = (slope * advantage * parts).sum(0)  # (R,)
+    explained = (slope * advantage * parts).sum(0)  # (rewards,)
     if not explained.sum() > EQUAL**2:
         return {}
     shares = (explained / explained.sum()).tolist()
@@ -107,14 +107,14 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
 
 
 def describe_speed(table: RewardTable, seconds: float) -> dict[str, float]:
-    """Rollouts, and tokens or denoising steps of rollouts, per second of a training step."""
+    """Compute the rollouts, and their tokens or denoising steps, per second of a training step."""
     table = on_policy_rows(join_episodes(table))
     counts = {"rollouts": float(len(table)), "steps": float(table.length.sum())}
     return {f"time/{name}_per_second": count / seconds for name, count in counts.items() if seconds > 0}
 
 
 def describe_lengths(table: RewardTable) -> dict[str, float]:
-    """Length metrics of a training step: tokens of texts, denoising steps of images and videos.
+    """Compute the length metrics of a training step: tokens of texts, denoising steps of other media.
 
     A text is clipped if its tag `finish` is `length`. The rows of an episode count as one text.
     """
@@ -138,12 +138,12 @@ def describe_lengths(table: RewardTable) -> dict[str, float]:
 
 
 def _at_last(table: RewardTable, column: Tensor) -> Tensor:
-    """Values of a column (N, K) at the last outcome of each row: (N,)."""
+    """Return the values of a column (rows, outcomes) at the last outcome of each row: (rows,)."""
     return column.gather(1, table.last.clamp(min=0)[:, None])[:, 0]
 
 
 def describe_measured(measured: Measured) -> dict[str, float]:
-    """Metrics of an evaluation with the names of the journal: `eval_x`, `eval_x/low`, `eval_x/high`."""
+    """Return the metrics of an evaluation as named in the journal: `eval_x`, `eval_x/low`, `eval_x/high`."""
     named = {f"eval_{name}": value for name, value in measured.metrics.items()}
     for name, (low, high) in measured.intervals.items():
         named |= {f"eval_{name}/low": low, f"eval_{name}/high": high}
@@ -151,24 +151,24 @@ def describe_measured(measured: Measured) -> dict[str, float]:
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
-    """Sum of a per-step note of the engine over the sampled rows that have it, and the number of steps."""
+    """Return the sum of a per-step engine record over the sampled rows that have it, and the step count."""
     notes = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
     noted = [note[~note.isnan()] for note in notes]
     return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}
 
 
 class Meter:
-    """Accumulates the metrics of micro-batches.
+    """Accumulator of the metrics of micro-batches.
 
     Metrics are divided by totals of the whole update, so their sum over micro-batches is a mean.
     """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.updates = 0  # the caller counts it after the last micro-batch of an update
+        self.updates = 0  # the caller increments this after the last micro-batch of an update
 
     def add(self, metrics: Mapping[str, Tensor], counts: float) -> None:
-        """Add the metrics of a micro-batch, multiplied by `counts` (0 for a repeated one)."""
+        """Add the metrics of a micro-batch, multiplied by `counts` (0 for a repeated micro-batch)."""
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, 0.0) + counts * value.detach().double().cpu()
 
@@ -198,7 +198,7 @@ class Journal:
             flush(self.path)
 
     def read(self) -> list[dict[str, Any]]:
-        """Read all records; skips an incomplete last line, and damaged lines with a warning."""
+        """Read all records; skip an incomplete last line silently, and damaged lines with a warning."""
         data = self.path.read_bytes() if self.path.exists() else b""
         records = []
         for number, line in enumerate(data.splitlines(keepends=True), start=1):
@@ -217,12 +217,12 @@ class Journal:
 
 
 def of_training(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Records of training steps: all but an evaluation before the first step."""
+    """Return the records of training steps: all except an evaluation before the first step."""
     return [record for record in records if steps_taken(record)]
 
 
 def steps_taken(record: Mapping[str, Any]) -> int:
-    """Number of steps taken when a record was written; 0 for an evaluation before the first step."""
+    """Return the number of steps before a record was written; 0 for an evaluation before the first step."""
     trained = any(not name.startswith("eval_") for name in record.keys() - {"step", "cheap"})
     return record["step"] + trained
 
@@ -235,7 +235,7 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def from_line(line: str | bytes) -> dict[str, Any]:
-    """Parse a record; null becomes NaN."""
+    """Parse a line of JSON as a record; null becomes NaN."""
     record = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
     match record:
         case {"step": int()}:
@@ -250,7 +250,7 @@ class Trackers:
         self.pieces, self.opened = pieces, False
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int, say: Callable[[str], None]) -> None:
-        """Open every tracker at step `start`; `say` prints their lines for the console."""
+        """Open every tracker at step `start`; `say` prints their messages on the console."""
         for piece in self.pieces:
             if note := piece.open(folder, config, start):
                 say(note)

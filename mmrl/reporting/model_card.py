@@ -29,14 +29,14 @@ PACKAGES = ("mmrl", "torch", "transformers", "diffusers", "peft", "accelerate")
 
 
 def config_hash(config: Config) -> str:
-    """First 12 hex digits of the SHA-256 of the keys that affect training."""
+    """Return the first 12 hex digits of the SHA-256 of the keys that affect training."""
     learned = {key: value for key, value in as_plain(config).items() if key not in FREE}
     text = json.dumps(learned, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def variant_of(config: Config) -> Method | None:
-    """Method with the advantages and the objective of a run; of several the most similar one."""
+    """Return the published method with a run's advantages and objective; of several the most similar."""
     raw = as_plain(config)
 
     def agreement(part: Any, whole: Any) -> int:
@@ -71,7 +71,7 @@ def write_card(
     Args:
         config: Configuration of the run.
         step: Number of training steps.
-        measured: Metrics of the journal; the card shows held-out ones (`eval_*`).
+        measured: Metrics of the journal; the card shows the held-out metrics (`eval_*`).
         folder: Folder of the model.
         notes: Sentences about the files, such as how to load them.
     """
@@ -99,7 +99,7 @@ def render_card(
     training: Mapping[str, Any] | None = None,
     held_out: Mapping[str, float] | None = None,
 ) -> None:
-    """Write a model card: base model, transforms, cache, versions, and training where it is known."""
+    """Write a model card: base model, transforms, cache, versions, and the training if it is known."""
     base = str(policy.options.get("model") or policy.name).removeprefix(objects.PREFIX)
     pieces = [("transform", piece) for piece in policy.options.get("transform") or ()]
     for engine in engines:
@@ -123,8 +123,8 @@ def render_card(
 @cache
 def card_template() -> Template:
     """Load the Markdown template of model cards; only the filter `cell` escapes, for table cells."""
-    here = Path(__file__).parent
-    environment = Environment(loader=FileSystemLoader(here), trim_blocks=True, undefined=StrictUndefined)
+    folder = Path(__file__).parent
+    environment = Environment(loader=FileSystemLoader(folder), trim_blocks=True, undefined=StrictUndefined)
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     environment.tests["finite"] = math.isfinite
     return environment.get_template("model_card.j2")
@@ -132,7 +132,7 @@ def card_template() -> Template:
 
 @cache
 def installed_versions() -> Sequence[str]:
-    """Versions of the installed packages that a card lists."""
+    """Return the versions of the installed packages that a card lists."""
     versions = []
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):  # diffusers and peft may be missing
@@ -141,15 +141,15 @@ def installed_versions() -> Sequence[str]:
 
 
 def one_line(piece: Mapping[str, Any]) -> str:
-    """Name of a piece with its options in parentheses."""
+    """Format the name of a piece with its options in parentheses."""
     options = ", ".join(f"{name} {value}" for name, value in piece.items() if name != "name")
     return f"{piece['name']} ({options})" if options else piece["name"]
 
 
 def describe_method(config: Config) -> str:
-    """Method of a run with its papers and differences from GRPO; without one, its objective and chain.
+    """Describe a run's method with papers and differences from GRPO, or else its objective and chain.
 
-    Where the run has other rewards than the method, the card leaves out what the method says of rewards.
+    If the run has other rewards than the method, the method's differences in rewards are left out.
     """
     if (method := variant_of(config)) is None:
         return f"{config.objective.name} over the chain {', '.join(piece.name for piece in config.advantage)}"

@@ -27,10 +27,10 @@ LEGEND = 17  # height of a line of the legend, in points
 class SettingResult:
     """Metrics and costs of one setting."""
 
-    changes: Mapping[str, Any]  # configuration keys that it sets, with their values
-    quality: Mapping[str, Estimate]  # by metric
-    difference: Mapping[str, Estimate]  # by metric: difference to the first setting on the same prompts
-    costs: Mapping[str, float]  # per prompt
+    changes: Mapping[str, Any]  # configuration keys that the setting changes, with their values
+    quality: Mapping[str, Estimate]  # estimates by metric
+    difference: Mapping[str, Estimate]  # difference to the first setting on the same prompts, by metric
+    costs: Mapping[str, float]  # costs per prompt, by name
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SettingsComparison:
 
 
 def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """List the points that no other dominates; smaller is better in both numbers."""
+    """List the points that no other dominates; smaller is better in both coordinates."""
 
     def dominated(point: tuple[float, float]) -> bool:
         return any(x <= point[0] and y <= point[1] and (x, y) != point for x, y in points.values())
@@ -85,7 +85,7 @@ def plain(compared: SettingsComparison) -> dict[str, Any]:
 
 
 def cells(compared: SettingsComparison) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of the table; a star marks costs at which a setting is on the Pareto front."""
+    """Return the titles and rows of the table; a star marks costs of settings on the Pareto front."""
     first, reference = next(iter(compared.rows.items()))
     metrics = list(dict.fromkeys(metric for row in compared.rows.values() for metric in row.quality))
     titles = ["setting", *(title for m in metrics for title in (m, f"difference to {first}"))]
@@ -96,8 +96,8 @@ def cells(compared: SettingsComparison) -> tuple[list[str], list[list[str]]]:
         line = [name]
         for metric in metrics:
             for estimates, form in ((row.quality, ".3f"), ({} if name == first else row.difference, "+.3f")):
-                known = metric in estimates
-                line.append("{:{f}} ({:{f}} to {:{f}})".format(*estimates[metric], f=form) if known else "")
+                has = metric in estimates
+                line.append("{:{f}} ({:{f}} to {:{f}})".format(*estimates[metric], f=form) if has else "")
         for cost, spent in row.costs.items():
             ratio = f" ({spent / reference.costs[cost]:.2f}x)" if reference.costs[cost] else ""
             line.append(f"{amount(spent)}{ratio}{' *' if name in optimal[cost] else ''}")
@@ -106,7 +106,7 @@ def cells(compared: SettingsComparison) -> tuple[list[str], list[list[str]]]:
 
 
 def spell_row(row: SettingResult) -> str:
-    """Write the metrics and costs of a setting in one line."""
+    """Format the metrics and costs of a setting on one line."""
     metrics = [f"{metric} {estimate[0]:.4g}" for metric, estimate in row.quality.items()]
     return "  ".join([*metrics, *(f"{cost} {amount(spent)}" for cost, spent in row.costs.items())])
 

@@ -1,4 +1,4 @@
-"""Reads the predictions of evaluations, and compares two evaluations answer by answer."""
+"""Predictions of evaluations: reading, and comparison of two evaluations answer by answer."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Predictions:
     """The answers of one evaluation."""
 
     path: Path
-    rows: Sequence[Row]  # by column
-    judge: str  # the reward that the column `correct` was read from; "" without that column
+    rows: Sequence[Row]  # each row maps columns to values
+    judge: str  # reward that the column `correct` is based on; "" without that column
 
     @property
     def rewards(self) -> list[str]:
-        """Columns with a single reward, such as `reward/short_answer`."""
+        """Names of the columns with a single reward, such as `reward/short_answer`."""
         return [name for name in self.rows[0] if name.startswith("reward/")]
 
     @property
     def measures(self) -> list[str]:
-        """Columns to rank answers by: the judge, the other rewards, and the weighted sum."""
+        """Names of the columns to rank answers by: the judge, the other rewards, and the weighted sum."""
         first = f"reward/{self.judge}"
         names = [first, *(name for name in self.rewards if name != first)] if self.judge else self.rewards
         return names if len(names) == 1 else [*names, "reward"]
 
 
 def find_predictions(path: Path) -> Path:
-    """Find the file of predictions in a file name, or in the folder of an evaluation or of a training run.
+    """Return the predictions file for a file name, or for the folder of an evaluation or a training run.
 
-    A training run stands for its last evaluation. Raises ConfigError where there is no file, or several.
+    For a training run it is the last evaluation. Raises ConfigError if there is no file, or several.
     """
     if path.suffix == ".parquet":
         return path.with_name(SHARD.sub("", path.stem) + path.suffix)
@@ -67,7 +67,7 @@ def find_predictions(path: Path) -> Path:
 def read_predictions(path: Path) -> Predictions:
     """Read a file of predictions, or the files of several processes.
 
-    Raises ConfigError where one is missing, empty or damaged, or a column has another type than written.
+    Raises ConfigError if a file is missing, empty or damaged, or a column has another type than written.
     """
     parts, rows, judge = parts_of(path), [], ""
     many = int(parts[0].stem[-5:]) if parts and SHARD.search(parts[0].stem) else 1
@@ -94,9 +94,9 @@ class Joined:
 
     first: Predictions
     second: Predictions
-    measures: Sequence[str]  # columns of both, starting with the one to order by
+    measures: Sequence[str]  # columns that both have, first the one to order by
     pairs: Sequence[tuple[Sequence[Row], Sequence[Row]]]  # the answers of both to each shared prompt
-    only_first: int  # number of prompts
+    only_first: int  # number of prompts that are only in `first`
     only_second: int
     other_targets: int  # number of prompts left out because their targets differ
     other_words: int  # number of pairs whose prompts are worded differently
@@ -107,27 +107,27 @@ class Change:
     """Change of one measure between two evaluations, over the prompts that both answered."""
 
     name: str
-    before: float  # mean
+    before: float  # mean in the first evaluation
     after: float
-    better: int  # number of prompts
+    better: int  # number of prompts that got better
     worse: int
     unchanged: int
 
     @property
     def p(self) -> float:
-        """Two-sided p-value of the exact sign test; with one answer of 0 or 1 a prompt, McNemar's test.
+        """Two-sided p-value of the exact sign test; for one answer of 0 or 1 per prompt, McNemar's test.
 
         Null hypothesis: a prompt that changed got better or worse with equal probability.
         """
         changed, fewer = self.better + self.worse, min(self.better, self.worse)
         tail = sum(math.comb(changed, k) for k in range(fewer + 1))
-        return min(1.0, 2 * tail / 2**changed)  # whole numbers divide exactly, however large
+        return min(1.0, 2 * tail / 2**changed)  # integers divide exactly, however large
 
 
 def join(first: Predictions, second: Predictions, by: str | None = None) -> Joined:
     """Join two evaluations on the uids of their prompts; `by` names the reward to order by.
 
-    Raises ConfigError where they share no prompt or no reward.
+    Raises ConfigError if they share no prompt or no reward.
     """
     measures = [name for name in second.measures if name in first.measures]
     if not measures:
@@ -170,13 +170,13 @@ def by_prompt(predictions: Predictions) -> dict[str, list[Row]]:
 
 
 def value_of(rows: Sequence[Row], measure: str) -> float:
-    """Mean of a measure over the answers to a prompt; NaN where no answer has it."""
+    """Return the mean of a measure over the answers to a prompt; NaN if no answer has it."""
     values = [float(v) for row in rows if (v := row.get(measure)) is not None and math.isfinite(v)]
     return sum(values) / len(values) if values else math.nan
 
 
 def change_of(joined: Joined, measure: str) -> Change:
-    """Change of a measure over the prompts for which both evaluations have it."""
+    """Compute the change of a measure over the prompts for which both evaluations have it."""
     values = [(value_of(a, measure), value_of(b, measure)) for a, b in joined.pairs]
     values = [(a, b) for a, b in values if math.isfinite(a) and math.isfinite(b)]
     gaps, count = [b - a for a, b in values], max(len(values), 1)

@@ -20,10 +20,10 @@ ROWS = (
 
 
 def conclude(means: Mapping[str, float]) -> dict[str, float]:
-    """Replace moments of importance weights by effective sample sizes, as shares in (0, 1].
+    """Replace moments of importance weights by effective sample sizes, as fractions in (0, 1].
 
-    `means` has `moments/{steps,rows}/{0,1,2}`: means of the weights to these powers. The effective share of
-    `n` weights `w` is (sum w)^2 / (n sum w^2) (Kish).
+    `means` has `moments/{steps,rows}/{0,1,2}`: means of the weights to the power 0, 1 or 2. The effective
+    fraction of `n` weights `w` is (sum w)^2 / (n sum w^2) (Kish).
     """
     metrics = {name: value for name, value in means.items() if not name.startswith("moments/")}
     for unit in ("steps", "rows"):
@@ -36,7 +36,7 @@ def conclude(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def describe_mismatch(record: Mapping[str, Any], cheap: str) -> str:
-    """Sentence about the mismatch of a cheaper engine; "" where the step has no such metrics."""
+    """Return a sentence about the mismatch of a cheaper engine; "" if the step has no such metrics."""
     if not cheap or "sampling/kl" not in record:
         return ""
     share = record.get("sampling/ess/rows", math.nan)
@@ -48,9 +48,9 @@ def describe_mismatch(record: Mapping[str, Any], cheap: str) -> str:
 
 
 def mismatch_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Table rows of mismatch and time saved: title, first, mean and last value.
+    """Return table rows of mismatch and time saved: title, first, mean and last value.
 
-    Empty where the engine equals the policy and no second engine is timed.
+    They are empty if the engine equals the policy and no second engine is timed.
     """
     finite = {name: [r[name] for r in records if math.isfinite(r.get(name, math.nan))] for name, _, _ in ROWS}
     kl = finite["sampling/kl"]

@@ -20,7 +20,7 @@ MARK = re.compile(r"<(?:image|video): \d+ tokens>")  # placeholder of media in a
 
 
 def strip(frames: Tensor, *, height: int = 72, most: int = 4) -> bytes:
-    """JPEG with frames, uint8 (F, 3, h, w), side by side; at most `most`, evenly spaced."""
+    """Encode up to `most` evenly spaced frames (n, 3, height, width) uint8 side by side as JPEG."""
     from PIL import Image
 
     shown = frames[linspace_indices(len(frames), most)]
@@ -37,7 +37,7 @@ def strip(frames: Tensor, *, height: int = 72, most: int = 4) -> bytes:
 
 
 def of_prompt(prompt: Prompt) -> bytes | None:
-    """Thumbnail of the first image or video of a prompt; None without one, or where it cannot be read."""
+    """Return a thumbnail of a prompt's first image or video; None without one or if it is unreadable."""
     try:
         pixels = getattr(prompt.media[0].load(), "pixels", None) if prompt.media else None
         return None if pixels is None else strip(pixels)
@@ -46,7 +46,7 @@ def of_prompt(prompt: Prompt) -> bytes | None:
 
 
 def of_outcome(outcome: Outcome) -> bytes | None:
-    """Thumbnail of the image or video of an outcome; None unless its pixels are uint8."""
+    """Return a thumbnail of the image or video of an outcome; None unless its pixels are uint8."""
     frames = outcome.image[None] if outcome.image is not None else None
     frames = outcome.video if outcome.video is not None else frames
     shown = frames is not None and frames.dtype == torch.uint8 and frames.dim() == 4
@@ -54,14 +54,14 @@ def of_outcome(outcome: Outcome) -> bytes | None:
 
 
 def of_tools(shown: Sequence[Media]) -> list[bytes] | None:
-    """Thumbnails of the images from tools; None without any."""
+    """Return thumbnails of the images from tools; None without any."""
     return [strip(image.load().pixels, height=SIDE) for image in shown] or None
 
 
 def illustrated(conversation: str, shown: Sequence[bytes]) -> list[str | bytes]:
-    """Split a conversation at placeholders such as `<image: 64 tokens>`, with thumbnails in their place.
+    """Split a conversation at placeholders such as `<image: 64 tokens>`, and insert the thumbnails.
 
-    The thumbnails come last if their number differs: a policy may write placeholders itself.
+    The thumbnails come last if their number differs, because a policy may write placeholders itself.
     """
     marks = list(MARK.finditer(conversation))
     if len(marks) != len(shown):

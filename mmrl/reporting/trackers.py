@@ -18,11 +18,11 @@ from mmrl.config.schema import ConfigError
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-ID = "tracker_id"  # file in the output folder with the id of the run on dashboards
+ID = "tracker_id"  # file in the output folder with the run's id on dashboards
 
 
 def run_id(folder: Path) -> str:
-    """Id of a run on dashboards: random, stored in its folder."""
+    """Return the id of a run on dashboards, which is random and stored in the run's folder."""
     path = folder / ID
     if not path.exists():
         path.write_text(secrets.token_hex(4))
@@ -33,7 +33,7 @@ class AccelerateTracker:
     """Base class: a tracker of accelerate whose package may be missing.
 
     Args:
-        required: Whether a missing package is an error; otherwise it is a line on the console.
+        required: Raise an error if the package is missing; otherwise print a line on the console.
     """
 
     package: ClassVar[str]
@@ -50,7 +50,7 @@ class AccelerateTracker:
             )
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
-        """Start at a step; returns a line for the console, or ""."""
+        """Start tracking at a step; return a line for the console, or ""."""
         if not self.installed:
             return f"{self.package} is not installed, so it receives no metrics; install mmrl[{self.package}]"
         self.tracker, line = self.start(folder, dict(config), start)
@@ -78,13 +78,13 @@ class Tensorboard(AccelerateTracker):
     A resumed run hides the events after its checkpoint.
 
     Args:
-        required: Whether a missing package is an error; otherwise it is a line on the console.
+        required: Raise an error if the package is missing; otherwise print a line on the console.
     """
 
     package = "tensorboard"
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
-        """Start a tracker that hides earlier events from `step` on."""
+        """Start a tracker that hides earlier events from step `step` on."""
         from accelerate.tracking import TensorBoardTracker
 
         tracker = TensorBoardTracker("tensorboard", logging_dir=folder, purge_step=step or None)
@@ -96,13 +96,13 @@ class Tensorboard(AccelerateTracker):
 class Wandb(AccelerateTracker):
     """Send metrics to Weights & Biases.
 
-    A resumed run has the same id. The dashboard keeps its values of repeated steps; new ones are equal.
+    A resumed run has the same id. For repeated steps the dashboard keeps the old values; the new are equal.
 
     Args:
         project: Project of the dashboard.
         run_name: Name of the run; by default the name of its folder.
-        mode: `offline` writes into `output_dir/wandb`, for `wandb sync`; `disabled` sends nothing.
-        required: Whether a missing package is an error; otherwise it is a line on the console.
+        mode: `online`; `offline`: write to `output_dir/wandb`, for `wandb sync`; `disabled`: send nothing.
+        required: Raise an error if the package is missing; otherwise print a line on the console.
     """
 
     package = "wandb"
@@ -119,7 +119,7 @@ class Wandb(AccelerateTracker):
         self.project, self.run_name, self.mode = project, run_name, mode
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
-        """Start the run, or resume the one with the same id."""
+        """Start the run, or resume the run with the same id."""
         import wandb
         from accelerate.tracking import WandBTracker
 
@@ -153,7 +153,7 @@ class Trackio(AccelerateTracker):
         project: Project of the dashboard.
         run_name: Name of the run; by default the name of its folder and an id.
         space_id: Space (`user/name`) of the hub; empty: this machine.
-        required: Whether a missing package is an error; otherwise it is a line on the console.
+        required: Raise an error if the package is missing; otherwise print a line on the console.
     """
 
     package = "trackio"
@@ -165,7 +165,7 @@ class Trackio(AccelerateTracker):
         self.project, self.run_name, self.space_id = project, run_name, space_id
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
-        """Start the run, or resume the one with the same name."""
+        """Start the run, or resume the run with the same name."""
         from accelerate.tracking import TrackioTracker
 
         name = self.run_name or f"{folder.name}-{run_id(folder)}"

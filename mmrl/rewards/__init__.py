@@ -1,1 +1,1 @@
-"""Rewards that know nothing of a modality. A reward measures all outcomes of a collection at once."""
+"""Rewards that work with any modality. A reward scores all outcomes of a collection at once."""

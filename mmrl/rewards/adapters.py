@@ -15,46 +15,46 @@ from mmrl.runtime.scoring import SCORING, Scoring
 
 
 def log_metric(name: str, value: float) -> None:
-    """Add a number to a metric of the run (its mean over a step); does nothing outside of a run."""
+    """Log a value of a run metric, which is averaged over the step; do nothing outside of a run."""
     if call := SCORING.get(None):
         call.log_metric(name, value)
 
 
 def policy_turns(outcomes: Sequence[Outcome]) -> list[tuple[list[str], list[str]]]:
-    """List the texts of the policy's turns up to every outcome, in the two parts of `policy_messages`."""
+    """Return the texts of the turns that `policy_messages` returns, as (earlier, new) per outcome."""
     both = policy_messages(outcomes)
     return [([turn.text for turn in before], [turn.text for turn in new]) for before, new in both]
 
 
 def policy_messages(outcomes: Sequence[Outcome]) -> list[tuple[list[Message], list[Message]]]:
-    """List the policy's turns up to every outcome that a reward is asked about, in two parts.
+    """Return the policy's turns up to each scored outcome, as (earlier turns, new turns).
 
-    First the turns up to the outcome before, of the same rollout, that it is asked about, then the new ones:
-    what is counted in these adds up to the conversation, whether a reward looks `at: last` or at every turn.
-    Without a conversation the text of the outcome itself is new.
+    Earlier turns are those up to the previous scored outcome of the same rollout. So counts over the new
+    turns add up to the conversation, whether a reward is called `at: last` or at every turn. Without a
+    conversation the text of the outcome itself is the new turn.
     """
     scoring = SCORING.get(None) or Scoring()
     talks = scoring.turns or [()] * len(outcomes)
     parted: list[tuple[list[Message], list[Message]]] = []
-    known: dict[int, int] = {}  # turns by rollout
+    num_turns: dict[int, int] = {}  # maps a rollout to its number of earlier turns
     for outcome, talk, row in zip(outcomes, talks, scoring.rows or range(len(outcomes)), strict=True):
         turns = [turn for turn in talk if turn.role == "assistant"]
         if not talk:
             parted.append(([], [Message("assistant", (Part(outcome.text or ""),))]))
             continue
-        before = known.get(row, 0)
+        before = num_turns.get(row, 0)
         parted.append((turns[:before], turns[before:]))
-        known[row] = len(turns)
+        num_turns[row] = len(turns)
     return parted
 
 
 @dataclass(frozen=True)
 class OwnAnswer:
-    """The answer that the target of a prompt asks for, in the ways in which it may be written.
+    """The right answer of a prompt, in all forms in which it may be written, for checks of rewards.
 
-    Each of `texts` has to earn at least `full` marks; the answer to another target has to earn less. For a
-    reward of images a text is what the image shows. `unfit` says how the target differs from what the options
-    ask for, where the reward reads it all the same.
+    The reward must give each of `texts` at least `full`, and less to the answer of another prompt. For a
+    reward of images, a text is what the image shows. `unfit` explains how the target differs from the form
+    that the options require, if the reward accepts it nevertheless.
     """
 
     texts: tuple[str, ...]
@@ -63,7 +63,7 @@ class OwnAnswer:
 
 
 def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:
-    """Decorate a function of one prompt and one outcome as a reward of a batch."""
+    """Turn a function of one prompt and one outcome into a reward of a batch."""
 
     @functools.wraps(measure)
     def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome], **options: Any) -> list[float | None]:
@@ -82,10 +82,10 @@ def by_rollout(outcomes: Sequence[Outcome]) -> list[list[int]]:
 
 
 def comparable_outcomes(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """List the outcomes that are compared with each other: of one prompt, at one place of their rollouts.
+    """Group the indices of outcomes to compare: same prompt, and same position in their rollouts.
 
-    The k-th outcome of a rollout that a reward is asked about has the place k, so that a turn is compared
-    with the same turn of other conversations, and a segment of a video with the same segment of others.
+    The position counts the outcomes of a rollout that the reward scores. So a turn is compared with the same
+    turn of other conversations, and a segment of a video with the same segment of other videos.
     """
     rows = (SCORING.get(None) or Scoring()).rows or range(len(prompts))
     groups: dict[tuple[str, int], list[int]] = {}
@@ -96,19 +96,19 @@ def comparable_outcomes(prompts: Sequence[Prompt]) -> list[list[int]]:
     return list(groups.values())
 
 
-TRL_OWN = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass on
+TRL_OWN = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass to rewards
 
 
 def from_trl(function: Callable) -> Callable:
-    """Wrap `f(prompts, completions, **columns)`, plain or asynchronous, as a reward.
+    """Wrap a TRL reward `f(prompts, completions, **columns)`, plain or asynchronous, as a reward.
 
-    A prompt whose data row has messages gives messages, as in TRL, and so does its completion: of a
-    conversation with tools all turns, calls and replies (see `completion_of`). Any other prompt gives a text,
-    and its completion that of the last turn. Completions of image and video models are their media. Columns
-    are passed by name: all of them to a function with `**kwargs`, else those that it names. So are the media
-    of the prompt, as `image`, `images`, `video` and `videos` (decoded when they are read), and TRL's
-    `completion_ids`, `trainer_state` (which counts optimizer steps), `log_metric` and `log_extra`, and
-    `environments` where answers have any.
+    If the data row of a prompt has messages, prompt and completion are messages, as in TRL; the completion of
+    a conversation with tools has all turns, calls and replies (see `completion_of`). Otherwise the prompt is
+    a text, and the completion is the text of the last turn. Completions of image and video models are their
+    media. Columns are passed by name: all of them to a function with `**kwargs`, otherwise those that it
+    names. The media of the prompt are passed in the same way, as `image`, `images`, `video` and `videos`
+    (decoded when they are read). So are TRL's `completion_ids`, `trainer_state`
+    (which counts optimizer steps), `log_metric` and `log_extra`, and `environments` if answers have any.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

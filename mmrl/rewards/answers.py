@@ -25,19 +25,19 @@ from mmrl.rewards.adapters import OwnAnswer
 from mmrl.rewards.formulas import formula_key, same_formula
 
 AnswerForm = Literal["exact", "text", "words", "number", "letter", "choice", "math"]
-CURRENCIES = frozenset("$€£¥₹₩")  # an answer may leave the sign out, but not give another one
+CURRENCIES = frozenset("$€£¥₹₩")  # an answer may omit the currency sign, but must not have another one
 LISTED = re.compile(r"""\s*\[\s*['"].*['"]\s*\]\s*""", re.DOTALL)  # a list of texts, written as one text
-MATH = {FORM_PACKAGE: "math"}  # `packages` of the rewards that have the form `math`
+MATH = {FORM_PACKAGE: "math"}  # `packages` of rewards with the form `math`
 log = logging.getLogger("mmrl")
-_warned: set[str] = set()  # rewards that logged a prompt without a target
+_warned: set[str] = set()  # rewards that have logged a prompt without a target
 
 
 def comparable(
     text: str, tag: str, form: AnswerForm = "text", choices: Mapping[str, str] | None = None
 ) -> str:
-    r"""Normalize an answer, so that equal answers are equal texts; empty without anything to compare.
+    r"""Normalize an answer, so that equal answers become equal texts; return "" for an empty answer.
 
-    The answer is the content of the last `tag` block, else of the last \boxed{}, else the whole text. Forms:
+    The answer is the last `tag` block, otherwise the last \boxed{}, otherwise the whole text. Forms:
 
     - `exact`: the text without regard to case and space.
     - `text` (or `words`): the words without articles and punctuation, numbers up to ten in digits. Signs,
@@ -75,7 +75,7 @@ def is_right(
     """Whether an answer equals a target; None for an empty target.
 
     A target of another form, such as "cow" with `number`, is compared by its words, and a target without
-    words by its characters. So every target is its own right answer.
+    words by its characters. So every target equals itself.
     """
     answer, wanted = answer_part(text, tag), answer_part(target, tag)
     if form in ("exact", "text", "words") and len(answer) > 100 * (len(wanted) + 10):
@@ -129,7 +129,7 @@ def graded(
 
 
 def needed_targets(name: str, prompt: Prompt) -> list[str]:
-    """List the targets of a prompt as texts; log the first prompt without one, for the reward `name`."""
+    """List the targets of a prompt as texts; warn once per reward (`name`) if a prompt has none."""
     targets = targets_of(prompt.target)
     if not targets and name not in _warned:
         _warned.add(name)
@@ -149,7 +149,7 @@ PAIRED_TAG = re.compile(r"<([A-Za-z][\w-]*)>(?=.*?</\1>)", re.DOTALL)
 
 
 def own_text(prompt: Prompt, *, tag: str = "answer", form: AnswerForm | None = None) -> OwnAnswer | None:
-    """Write each target as an answer: bare, and in the tags or the box that the prompt asks for."""
+    """Return each target as a right answer: bare, and in the tags or the box that the prompt asks for."""
     choices, unfit = choices_in(prompt.columns), ""
     question = prompt.text[-5000:]
     tags = {name.lower() for name in PAIRED_TAG.findall(question)} & {tag.lower(), "answer", "solution"}
@@ -165,7 +165,7 @@ def own_text(prompt: Prompt, *, tag: str = "answer", form: AnswerForm | None = N
 
 
 def own_block(prompt: Prompt, *, tag: str = "answer") -> OwnAnswer | None:
-    """Write each target as an answer with an empty thought before it."""
+    """Return each target as a right answer: a `tag` block after an empty think block."""
     parts = [answer_part(target, tag) for target in targets_of(prompt.target)]
     return OwnAnswer(tuple(f"<think></think><{tag}>{part}</{tag}>" for part in parts)) if parts else None
 
@@ -190,10 +190,10 @@ class FormOfData:
 
 
 def infer_form(prompts: Iterable[Prompt]) -> tuple[AnswerForm | None, str]:
-    """Infer the answer form that all targets of a data set share, and explain it in a sentence to the user.
+    """Infer the answer form that all targets of a data set share, and a sentence that explains it.
 
-    None where no target is a text, a number or a list of them. Formulas count as text, because the form
-    `math` needs a package.
+    The form is None if no target is a text, a number or a list of them. Formulas count as text, because the
+    form `math` needs a package.
     """
     count = letters = numbers = chosen = formulas = lists = 0
     example = listed = ""

@@ -24,7 +24,7 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.frames import mean_over_frames
 from mmrl.rewards.text_models import reward_device
 
-WEIGHT = 2.5  # of CLIPScore, arXiv 2104.08718
+WEIGHT = 2.5  # factor of CLIPScore, arXiv 2104.08718
 PREFIX = "A photo depicts "
 CONFIG = "open_clip_config.json"
 
@@ -33,27 +33,27 @@ CONFIG = "open_clip_config.json"
 class ClipScore:
     """Image-text similarity of a CLIP or SigLIP model: cosine, logit or CLIPScore (arXiv 2104.08718).
 
-    SigLIP is arXiv 2303.15343. An image is compared with `against`. An
-    outcome of text alone is a caption and is compared with the prompt's one image.
+    SigLIP is arXiv 2303.15343. An image is compared with the text in `against`. An outcome of text alone is a
+    caption and is compared with the prompt's only image.
 
     A text that the model would truncate is split into sentences, and long sentences at commas and `and`;
-    fragments of fewer than three words count only where there is nothing else. Cosines of parts are clamped
-    at 0 and pooled. An empty text has the cosine 0. Splitting and pooling are our reading.
+    fragments of fewer than three words count only if there is nothing else. Cosines of parts are clamped at 0
+    and pooled. An empty text has the cosine 0. Splitting and pooling are our reading.
 
     Args:
         model: Architecture of open_clip, a folder with open_clip's config JSON and weights, or
             `hf-hub:owner/name`.
         pretrained: Tag or file of weights for an architecture; null is `openai`.
-        scale: The cosine, the model's logit (exp(t) cos + b), or `clipscore`, 2.5 max(cos, 0).
+        scale: `cosine`, the model's `logit` (exp(t) cos + b), or `clipscore`, 2.5 max(cos, 0).
         divide_by: Divisor of the result; published trainings divide the logit by 30 or 100.
         against: What an image is compared with: `prompt`, `target`, or a column of the prompt.
-        references: Column of reference captions; makes it RefCLIPScore, the harmonic mean with the best
-            reference. Without references the reward does not apply. A negative cosine with the best
-            reference counts as 0, as in the paper; the authors' released code keeps it.
-        prefix: Text before every text. Null is CLIPScore's own where `scale` is `clipscore` and the model
-            is no SigLIP, else nothing.
+        references: Column of reference captions. If set, the reward is RefCLIPScore: the harmonic mean of
+            CLIPScore and the cosine with the best reference. None for a prompt without references. A negative
+            cosine with the best reference counts as 0, as in the paper; the released code keeps it.
+        prefix: Text before every caption. Null is CLIPScore's own if `scale` is `clipscore` and the model is
+            not SigLIP, else none.
         split: Split texts that are too long (`long`), or every text (`always`).
-        pool: Pool parts by `mean`, mean weighted by words (`length`), `min`, or `soft_min`.
+        pool: Pool the parts of a text by `mean`, mean weighted by words (`length`), `min`, or `soft_min`.
         tau: Temperature of `soft_min`, above 0, in units of the cosine.
         frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
         batch_size: Images or texts per forward pass.
@@ -90,7 +90,7 @@ class ClipScore:
         self.always, self.pool, self.tau, self.batch_size = split == "always", pool, tau, batch_size
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
-        """Compute the reward of every outcome; None where references are wanted and there are none."""
+        """Compute the reward of every outcome; None if `references` is set and a prompt has none."""
         return mean_over_frames(self.score_images, prompts, outcomes, self.frames)
 
     def score_images(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
@@ -98,7 +98,7 @@ class ClipScore:
         pairs = [self._pair(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
         keys = [_content_key(image) for image, _ in pairs]
         parts = [self._parts(text, self.always) for _, text in pairs]
-        references = []  # of every prompt: the parts of all its reference captions
+        references = []  # per prompt: the parts of all its reference captions
         for prompt in prompts:
             captions = as_list(prompt.columns.get(self.references) if self.references else None)
             references.append([part for text in captions for part in self._parts(text, False)])
@@ -145,7 +145,7 @@ class ClipScore:
         return [self.prefix + part for part in ([text] if whole else split_text(text, fits))]
 
     def _encode(self, encode: Callable[[Sequence], Tensor], distinct: Mapping[Any, Any]) -> dict[Any, Tensor]:
-        """Encode every distinct image or text once, in batches: unit vectors (D,) by their keys."""
+        """Encode every distinct image or text once, in batches; map its key to a unit vector."""
         inputs = list(distinct.values())
         chunks = [inputs[at : at + self.batch_size] for at in range(0, len(inputs), self.batch_size)]
         return dict(zip(distinct, (row for chunk in chunks for row in encode(chunk)), strict=True))
@@ -153,13 +153,13 @@ class ClipScore:
     def _reward(
         self, image: Tensor, parts: Sequence[str], texts: Sequence[Tensor], references: Sequence[Tensor]
     ) -> float | None:
-        """Compute the reward from the vectors (D,) of the image, the parts and the references."""
+        """Compute the reward from the vectors of the image, the text parts and the references."""
         if self.references and not references:
             return None
         cosines = [float(text @ image) for text in texts]
         if len(cosines) > 1 or self.scale == "clipscore":
             cosines = [max(cosine, 0.0) for cosine in cosines]
-        value = self._pooled(cosines, parts) if cosines else 0.0  # an empty text
+        value = self._pooled(cosines, parts) if cosines else 0.0  # 0 for an empty text
         if self.scale == "logit":
             value = self.towers.factor * value + (self.towers.bias or 0.0)
         elif self.scale == "clipscore":
@@ -174,7 +174,7 @@ class ClipScore:
         if self.pool == "min":
             return low
         if self.pool == "soft_min":
-            # -tau log mean exp(-cos / tau), the smallest taken out: it would vanish for a small tau.
+            # -tau log mean exp(-cos / tau), with the smallest cosine factored out against underflow.
             mean = sum(math.exp((low - cosine) / self.tau) for cosine in cosines) / len(cosines)
             return low - self.tau * math.log(mean)
         weights = [len(part.split()) if self.pool == "length" else 1 for part in parts]
@@ -182,12 +182,12 @@ class ClipScore:
 
 
 def harmonic_mean(a: float, b: float) -> float:
-    """Harmonic mean of two numbers of at least 0; 0 where both vanish (our reading)."""
+    """Return the harmonic mean of two non-negative numbers; 0 if both are 0 (our reading)."""
     return 2 * a * b / (a + b) if a + b >= 1e-8 else 0.0
 
 
 def _content_key(image: Tensor) -> tuple:
-    """Hash the content of an image, so that equal ones are encoded once."""
+    """Hash the content of an image, so that equal images are encoded once."""
     if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] != 3:
         raise ValueError(
             "clip_score looks at images of (3, height, width) uint8, not at "
@@ -205,7 +205,7 @@ _BULLET = re.compile(r"^\s*(?:[-*•–]|\d{1,3}[.)])\s+")
 
 
 def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """Split a text into sentences and list items, and those that do not fit into clauses, words, letters.
+    """Split a text into sentences and list items; split long ones into clauses, words or letters.
 
     Parts of fewer than three words or without a letter are dropped, unless nothing else is left.
     """
@@ -229,12 +229,13 @@ def split_sentences(text: str) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-# Separators by level: each level splits the parts that are still too long. They stay with the part before.
+# Separators by level: each level splits the parts that are still too long. A separator stays with the part
+# before it.
 _LEVELS = (r"(?<=;)\s+", r"(?<=,)\s+|\s+(?=and\s)", r"\s+", r"(?<=.)(?=.)")
 
 
 def _cut(text: str, fits: Callable[[str], bool], levels: Sequence[str]) -> list[str]:
-    """Split a text that does not fit, and rejoin neighbours while they fit (our reading)."""
+    """Split a text that does not fit, and rejoin neighbouring parts while they fit (our reading)."""
     if fits(text):
         return [text]
     if not levels:
@@ -262,7 +263,7 @@ class Towers:
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
         self.length = self.tokenizer.context_length
-        inner = getattr(self.tokenizer, "tokenizer", None)  # of transformers, else open_clip's own
+        inner = getattr(self.tokenizer, "tokenizer", None)  # None for open_clip's own tokenizer
         self.words = plain_text.control_words(inner) if inner else plain_text.OPEN_CLIP
         self.factor = float(self.model.logit_scale.exp())  # logits are factor * cosine + bias (SigLIP)
         bias = self.model.logit_bias
@@ -272,12 +273,12 @@ class Towers:
         """Whether the model reads a text without truncation."""
         text = plain_text.parted(text, self.words)
         short, long = (self.tokenizer([text], context_length=self.length + more)[0] for more in (0, 1))
-        # A truncated text has the end token in the last place, where the longer context has a word.
+        # A truncated text ends with the end token, where the longer context has a word.
         return bool((short == long[: self.length]).all())
 
     @torch.no_grad()
     def look(self, images: Sequence[Tensor]) -> Tensor:
-        """Encode images: (B, D) unit vectors, float32."""
+        """Encode images to unit vectors (images, dimensions) in float32."""
         from PIL import Image
 
         pixels = [self.prepare(Image.fromarray(image.cpu().permute(1, 2, 0).numpy())) for image in images]
@@ -285,13 +286,13 @@ class Towers:
 
     @torch.no_grad()
     def read(self, texts: Sequence[str]) -> Tensor:
-        """Encode texts: (B, D) unit vectors, float32."""
+        """Encode texts to unit vectors (texts, dimensions) in float32."""
         texts = [plain_text.parted(text, self.words) for text in texts]
         ids = self.tokenizer(texts, context_length=self.length).to(self.device)
         return normalize(self.model.encode_text(ids).float(), dim=-1).cpu()
 
 
-# Rewards with the same model share it, such as the rewards of a training and of its evaluation.
+# Rewards with the same model share it, e.g. the rewards of a training and of its evaluation.
 _LOADED: WeakValueDictionary[tuple, Towers] = WeakValueDictionary()
 
 
@@ -310,7 +311,7 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
         import open_clip
     except ImportError as error:
         raise ImportError("clip_score needs open_clip: pip install 'mmrl[clip]'") from error
-    # open_clip's name for the model, and its weights; None where the model brings its own.
+    # open_clip's names of the model and of its weights; no weights if the model includes its own.
     name, weights = model.removeprefix("local-dir:"), None
     architectures = [name.lower() for name in open_clip.list_models()]
     if name.startswith("hf-hub:") or Path(name).is_dir():
@@ -326,7 +327,7 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
         raise ValueError(
             f"clip_score: '{model}' is neither a folder nor an architecture of open_clip; {hint}"
         )
-    # open_clip only warns where weights that were trained with a quick GELU are loaded without it.
+    # open_clip only warns if weights that were trained with a quick GELU are loaded without it.
     settings = open_clip.get_pretrained_cfg(name, weights) if weights else {}
     try:
         loaded, _, prepare = open_clip.create_model_and_transforms(
@@ -335,8 +336,8 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
             precision="fp32",
             device=device,
             force_quick_gelu=bool(settings.get("quick_gelu")),
-            require_pretrained=True,  # else it only warns, and the model is random
-            weights_only=True,  # a pickled file runs no code
+            require_pretrained=True,  # otherwise it only warns, and the weights are random
+            weights_only=True,  # so that a pickled file cannot run code
         )
         return Towers(loaded, prepare, open_clip.get_tokenizer(name), device)
     # open_clip, the hub and torch raise many kinds of errors, all of which mean the same here.

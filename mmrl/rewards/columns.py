@@ -10,10 +10,10 @@ from mmrl.rewards.adapters import per_outcome
 @reward
 @per_outcome
 def column_value(prompt: Prompt, outcome: Outcome, *, column: str) -> float | None:
-    """Read a number from a column of the row, for use as a label; None where the row has no such column.
+    """Read a number from a column of the row, for use as a label; None if the row has no such column.
 
-    With `weight: 0` pieces of the advantage chain read it by its name: a predicted value (`shrunk_mean`), a
-    difficulty (`scale_by`). Raises `ValueError` for a value that is no number.
+    With `weight: 0`, pieces of the advantage chain read it by its name, e.g. as a predicted value
+    (`shrunk_mean`) or a difficulty (`scale_by`). Raises `ValueError` for a value that is no number.
     """
     value = prompt.columns.get(column)
     if value is None:

@@ -1,6 +1,6 @@
 """Comparison of formulas by math-verify, in a child process that is killed after a timeout.
 
-The timeouts of math-verify itself use signals, which only work in the main thread; rewards run in others.
+The timeouts of math-verify itself use signals, which only work in the main thread; no reward runs there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 from mmrl.core.answer_text import plain
 from mmrl.core.answers import besides_numbers, number_in, only_number, same_words, words_of
 
-SECONDS = 5.0  # for one comparison
-START = 60.0  # for the first comparison, which imports sympy
-LONGEST = 1000  # characters of a formula
+SECONDS = 5.0  # time limit of one comparison
+START = 60.0  # time limit of the first comparison, which imports sympy
+LONGEST = 1000  # maximum number of characters of a formula
 FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log",
     "ln", "exp", "sqrt", "lim", "max", "min", "gcd", "lcm", "det", "mod", "infty", "inf", "pi", "frac",
@@ -34,7 +34,7 @@ log = logging.getLogger("mmrl")
 
 
 def same_formula(answer: str, target: str) -> bool:
-    """Whether two formulas are equal by math-verify; other texts are compared by their words.
+    """Whether two formulas are equal according to math-verify; other texts are compared by words.
 
     Plain numbers are compared exactly, but a decimal of four places or more equals a fraction that rounds to
     it. A comparison that takes more than 5 seconds is logged and counts as not equal.
@@ -43,7 +43,7 @@ def same_formula(answer: str, target: str) -> bool:
         return True
     if all(only_number(text) and "!" not in text for text in (answer, target)):
         words = [besides_numbers(text) for text in (answer, target)]
-        if all(words) or not any(words):  # math-verify leaves units out: 5 cm is 5 m
+        if all(words) or not any(words):  # math-verify ignores units: 5 cm equals 5 m
             return words[0] == words[1] and _same_number(answer, target)
     if is_formula(answer) and is_formula(target):
         letters = [set(LETTERS.findall(text)) for text in (answer, target)]
@@ -76,7 +76,7 @@ def _same_number(answer: str, target: str) -> bool:
         return True
     for value, other, text in ((number, wanted, answer), (wanted, number, target)):
         places = re.fullmatch(r"\s*-?\d*\.(\d{4,})\s*", text)
-        # Only fractions without a finite decimal, that is with a denominator of other primes than 2 and 5:
+        # Only fractions without a finite decimal, whose denominator has a prime factor other than 2 and 5:
         # 0.33333 is 1/3, but 0.12345 is not 0.123454.
         endless = 10 ** other.denominator.bit_length() % other.denominator
         if places and endless and round(other, len(places[1])) == value:
@@ -92,14 +92,14 @@ def _ask(kind: str, one: str, other: str) -> Any:
 
 
 class MathProcess:
-    """The child process that compares formulas; started on the first question, and again after a stop."""
+    """The child process that compares formulas; started for the first question, and again after a stop."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: list[str]) -> Any:
-        """Return the answer to a question; None after a timeout."""
+        """Return the child process's answer to a question; None after a timeout."""
         with self.lock:
             first = self.process is None or self.process.poll() is not None
             if first:
@@ -124,7 +124,7 @@ class MathProcess:
         return None
 
     def stop(self) -> None:
-        """Kill the process, if any."""
+        """Kill the child process, if there is one."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

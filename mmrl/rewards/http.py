@@ -22,10 +22,10 @@ class Http(JsonClient):
     """Get rewards from a server, by POST requests of JSON.
 
     A request is `{"outcomes": [...]}`. An outcome has "uid", "prompt", "target" and "columns" of its prompt,
-    and its own "text", "tags", "end" and "recorded"; an "image" is a PNG in base64, a "video" a list of these
-    with "times" in seconds. The response is `{"rewards": [...]}`, a finite number or null for each outcome,
-    in at most 64 MiB. Redirects are not followed, and proxies not used. `timeout`, `retries` and `on_error`
-    apply to all requests together, as for any reward.
+    and its own "text", "tags", "end" and "recorded"; an "image" is a PNG in base64, a "video" is a list of
+    PNGs with "times" in seconds. The response is `{"rewards": [...]}`, a finite number or null for each
+    outcome, in at most 64 MiB. Redirects are not followed, and proxies not used. `timeout`, `retries` and
+    `on_error` apply to all requests together, as for any reward.
 
     Args:
         url: Address of the server, http:// or https://.
@@ -33,10 +33,10 @@ class Http(JsonClient):
         parallel: Concurrent requests.
         request_timeout: Seconds within which the whole response must arrive.
         request_retries: Times a request is repeated after a timeout or an error of the server.
-        wait: Seconds before the first retry; they double each time.
+        wait: Seconds before the first retry; doubled before each further retry.
     """
 
-    takes_columns = True  # every column is read: all of them are sent
+    takes_columns = True  # requests contain all columns of the data
 
     def __init__(
         self,
@@ -55,16 +55,16 @@ class Http(JsonClient):
         encoded = [outcome_json(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
         values = self.ask(encoded, "outcomes", "rewards")
         for value in values:
-            # Whole numbers that no float holds are larger than the largest one; NaN is never smaller.
+            # This rejects NaN, infinity and integers that are too large for a float.
             if value is not None and not (type(value) in (int, float) and abs(value) <= sys.float_info.max):
                 shown = repr(value)[:120]
                 raise ValueError(f"'{self.url}' gave the reward {shown}, not a finite number or null")
         return [None if value is None else float(value) for value in values]
 
     def ask(self, items: Sequence[Any], sent: str, wanted: str) -> list[Any]:
-        """Send items in batches as `{sent: [...]}`; return the `{wanted: [...]}` of the responses, one each.
+        """Send items in batches as `{sent: [...]}`; return the values of the responses `{wanted: [...]}`.
 
-        Raises `ValueError` for a response of another form.
+        There is one value per item. Raises `ValueError` for a response of another form.
         """
 
         def ask(part: Sequence[Any]) -> list[Any]:

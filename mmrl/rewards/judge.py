@@ -26,7 +26,7 @@ from mmrl.rewards.asking import (
 from mmrl.runtime.scoring import by_prompt
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-TAGS = {"score": "score", "yes_no": "verdict"}  # tag of the verdict, by `form`
+TAGS = {"score": "score", "yes_no": "verdict"}  # maps `form` to the tag of the verdict
 YES, NO = (tuple(a + b for a in ("", " ") for b in (w, w.title(), w.upper())) for w in ("yes", "no"))
 POINTWISE = f"""\
 Judge an answer to a question.
@@ -46,7 +46,7 @@ YES_NO = """\
 Say in a few sentences whether the answer is right, then end with <verdict>yes</verdict> or \
 <verdict>no</verdict>.
 """
-# Questions to judges whose probabilities of the first word are read.
+# Questions for the forms that read the probabilities of the judge's first word.
 P_YES = "Is the answer right? Say yes or no, and nothing else.\n"
 EXPECTED = """\
 How good is the answer? Say a number from {{ low }} (wrong or empty) to {{ high }} (right and complete), and \
@@ -61,27 +61,28 @@ class Judge(Judging):
     """Reward an answer with the score that another model gives it, scaled to [0, 1].
 
     The judge reads the question with its images and videos, the target if it is a text or a number, and the
-    answer; its reply ends with a score or a verdict between tags. After `ask_again` replies without one the
-    reward is a fault: the run stops, or with `on_error: skip` the group is dropped. An empty answer gets 0
-    without a question. The cost is one generation for every distinct answer of a prompt. A local judge takes
-    memory beside the policy, and a second time for an evaluation that names it. The metric `judge/unread` is
-    the share of replies that could not be parsed.
+    answer; its reply ends with a score or a verdict between tags. If a reply cannot be parsed after
+    `ask_again` repetitions, the reward fails: the run stops, or with `on_error: skip` the group is dropped.
+    An empty answer gets 0 without asking the judge. The cost is one generation for every distinct answer of a
+    prompt. A local judge takes memory besides the policy, and again for an evaluation that uses it. The
+    metric `judge/unread` is the fraction of replies that could not be parsed.
 
     Three forms read the probabilities of a local judge's first word instead, at the cost of one forward pass.
-    Their metric `judge/mass` is the total probability of the expected words; it is low for a judge that
-    would not answer in this form.
+    Their metric `judge/mass` is the total probability of the expected words; it is low for a judge that would
+    not answer in this form.
 
     Args:
         engine: Generates the judge's replies: `vision.generate` with a `policy`, or the server
             `chat_completions`.
         policy: Model of a local judge, such as `{name: vision.tokens, model: ..., frozen: true}`.
-        form: `score`, a number in `scale` between <score> tags, or `yes_no` between <verdict> tags. Without
-            tags: `p_yes`, P(yes) / (P(yes) + P(no)) of the first word; `p_yes_of_all`, P(yes) among all words
-            (Nemotron-Cascade, arXiv 2512.13607); `expected_score`, the mean of the whole numbers of `scale`
-            by their probabilities, each of which has to be one token.
+        form: `score`: a number in `scale` between <score> tags. `yes_no`: yes or no between <verdict> tags.
+            Without tags: `p_yes`: P(yes) / (P(yes) + P(no)). `p_yes_of_all`: P(yes) among all words
+            (Nemotron-Cascade, arXiv 2512.13607). `expected_score`: the mean of the whole numbers of `scale`,
+            weighted by their probabilities; each must be one token.
         scale: The lowest and the highest score; a number outside cannot be parsed.
-        tag: Show only the last block of this tag of the answer; empty, or without one: all of it.
-        reference: Show the target, if any.
+        tag: Show the judge only the last block of this tag in the answer; empty, or without a block: all of
+            it.
+        reference: Show the judge the target, if there is one.
         template: Template of jinja2 in place of the built-in one. It may read `question`, `answer`,
             `reference`, `columns` (of the data), `low`, `high`, `mark` (a line around the answer, which no
             answer can guess) and `made` ("image" or "video" for such an answer). It must ask for the tags of
@@ -97,22 +98,22 @@ class Judge(Judging):
     def __post_init__(self) -> None:
         if not self.scale[0] < self.scale[1]:
             raise ConfigError(f"`scale` of a judge must rise, not be {list(self.scale)}")
-        known = {"question", "answer", "reference", "columns", "low", "high", "mark", "made"}
+        variables = {"question", "answer", "reference", "columns", "low", "high", "mark", "made"}
         source, tag = self.template or POINTWISE + ASKS[self.form], TAGS.get(self.form, "")
-        self.question = judge_template(source, known, {"answer"}, tag, "judge")
+        self.question = judge_template(source, variables, {"answer"}, tag, "judge")
         self.asker = self.make_asker()
         self.words: list[tuple[str, ...]] = [YES, NO]  # the first words whose probabilities are read
-        self.marks = [1.0, 0.0]  # their scores
+        self.marks = [1.0, 0.0]  # scores of these words
         if self.form == "expected_score":
             low, high = self.scale
             numbers = range(math.ceil(low), math.floor(high) + 1)
             self.words = [(str(n), f" {n}") for n in numbers]
             self.marks = [(n - low) / (high - low) for n in numbers]
         if self.form not in TAGS:
-            self.asker.weigh((), self.words)  # raises where the judge cannot tell them apart
+            self.asker.weigh((), self.words)  # raises if the judge cannot tell the words apart
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread]:
-        """Compute the reward of every outcome; `Unread` for a fault."""
+        """Compute the reward of every outcome, or `Unread` if the judgement cannot be parsed."""
         questions = {
             i: self._question(prompts[i], outcomes[i], number)
             for members in by_prompt(prompts).values()

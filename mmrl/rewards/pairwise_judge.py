@@ -37,27 +37,28 @@ Say in a few sentences which answer is better, whatever its place and its length
 @reward
 @dataclass(kw_only=True, eq=False)
 class PairwiseJudge(Judging):
-    """Reward an answer with its win rate against the others of its group, as another model compares them.
+    """Reward an answer with its win rate against the other answers of its group, judged by another model.
 
-    As in Pref-GRPO (arXiv 2508.20751). Every pair is shown in both orders, because judges prefer one place.
-    A win in both orders counts 1; different verdicts and ties count 1/2. The cost is G (G - 1) generations
-    for G distinct answers, 56 for 8. With `orders: random` it is half of that, in one random order per pair,
-    which is unbiased only on average. Against a reference it is 2 generations per answer.
+    As in Pref-GRPO (arXiv 2508.20751). Every pair is shown in both orders, because judges often have a
+    position bias. A win in both orders counts 1; different verdicts and ties count 1/2. The cost is G (G - 1)
+    generations for G distinct answers, 56 for 8. `orders: random` shows each pair once in a random order:
+    this halves the cost, and the position bias cancels only on average. A comparison with a reference costs 2
+    generations per answer.
 
-    Equal answers tie and empty answers lose without a question. A judgement that cannot be parsed counts 1/2;
-    an answer without any parsed judgement is a fault, as for `judge`. An answer without others has no reward.
-    Metrics: `pairwise_judge/consistency`, the share of pairs with equal verdicts in both orders;
-    `pairwise_judge/first`, how often the first place won in the other pairs (1/2: no preference); and
-    `judge/unread`.
+    Equal answers tie and empty answers lose without asking the judge. A judgement that cannot be parsed
+    counts 1/2; if no judgement of an answer can be parsed, its reward fails, as for `judge`. An answer that
+    is alone gets no reward. Metrics: `pairwise_judge/consistency`, the fraction of pairs with equal verdicts
+    in both orders; `pairwise_judge/first`, how often the first position won if the verdicts differ (1/2: no
+    bias); and `judge/unread`.
 
     Args:
         engine: As for `judge`.
         policy: As for `judge`.
-        against: The other answers of the group, or the `reference`: the recorded answer of the prompt, else
-            its target.
+        against: `group`: the other answers of the group. `reference`: the recorded answer of the prompt,
+            otherwise its target.
         orders: Ask about a pair in `both` orders, or in one `random` order.
         tag: As for `judge`.
-        reference: Show the target, if any; never where it is one of the two answers.
+        reference: Show the target, if any, unless it is one of the two answers.
         template: As for `judge`, with `first` and `second` in place of `answer`, and no scale.
         ask_again: As for `judge`.
         device: As for `judge`.
@@ -68,15 +69,15 @@ class PairwiseJudge(Judging):
     template: str = ""
 
     def __post_init__(self) -> None:
-        known = {"question", "first", "second", "reference", "columns", "mark", "made"}
+        variables = {"question", "first", "second", "reference", "columns", "mark", "made"}
         source, needed = self.template or PAIRWISE, {"first", "second"}
-        self.question = judge_template(source, known, needed, "verdict", "pairwise_judge")
+        self.question = judge_template(source, variables, needed, "verdict", "pairwise_judge")
         self.reference = self.reference and self.against == "group"
         self.asker = self.make_asker()
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread | None]:
-        """Compute the win rate of every outcome; None without another answer."""
-        answers, pairs = list(outcomes), []  # references follow the outcomes
+        """Compute the win rate of every outcome; None if there is no other answer."""
+        answers, pairs = list(outcomes), []  # references are appended after the outcomes
         for members in comparable_outcomes(prompts):
             if self.against == "group":
                 pairs += combinations(members, 2)
@@ -94,7 +95,7 @@ class PairwiseJudge(Judging):
     def _compare(
         self, prompts: Sequence[Prompt], answers: Sequence[Outcome], pairs: Sequence[tuple[int, int]]
     ) -> list[float | Unread]:
-        """Compare pairs of answers: 1 where the first is better, 0 where the second is."""
+        """Return 1 for each pair if the first answer is better, 0 if the second is, 1/2 for a tie."""
         numbers = {i: n for members in by_prompt(prompts).values() for n, i in enumerate(members)}
         questions, orders = [], []
         for i, j in pairs:
@@ -113,13 +114,13 @@ class PairwiseJudge(Judging):
             for swapped in swaps:
                 verdict = next(judged)
                 verdicts.append(1.0 - verdict if swapped and not isinstance(verdict, Unread) else verdict)
-            # Without a question equal answers tie, and an empty one loses.
+            # Without a question, equal answers tie and an empty answer loses.
             empty = is_empty(answers[j], self.tag) - is_empty(answers[i], self.tag)
             results.append(_agreed(verdicts) if verdicts else 0.5 + empty / 2)
         return results
 
     def _orders(self, place: str) -> tuple[bool, ...]:
-        """Return whether to show a pair swapped: both ways, or one random way."""
+        """Return whether to swap a pair, for each time it is shown: both orders, or one random order."""
         if self.orders == "both":
             return False, True
         return (bool(torch.randint(2, (), generator=self.stream.generator("pairwise_judge", place))),)
@@ -131,14 +132,14 @@ class PairwiseJudge(Judging):
 
 
 def _differ(one: Outcome, other: Outcome, tag: str) -> bool:
-    """Whether a question is needed: neither answer is empty, and their texts differ or they have media."""
+    """Whether to ask the judge: neither answer is empty, and their texts differ or they have media."""
     if is_empty(one, tag) or is_empty(other, tag):
         return False
     return bool(media_of(one) or media_of(other)) or answer_of(one, tag) != answer_of(other, tag)
 
 
 def _agreed(verdicts: Sequence[float | Unread]) -> float | Unread:
-    """Combine the verdicts on a pair: their common value, 1/2 where they differ or one is unread."""
+    """Combine the verdicts on a pair: their common value, or 1/2 if they differ or one is unparsed."""
     read = [verdict for verdict in verdicts if not isinstance(verdict, Unread)]
     if not read:
         return verdicts[0]
@@ -155,7 +156,7 @@ def _agreed(verdicts: Sequence[float | Unread]) -> float | Unread:
 
 
 def _mean(verdicts: Sequence[float | Unread]) -> float | Unread:
-    """Average verdicts; an unread one counts 1/2. If all are unread, return the first."""
+    """Average verdicts; unparsed verdicts count 1/2. If all are unparsed, return the first."""
     if all(isinstance(verdict, Unread) for verdict in verdicts):
         return verdicts[0]
     return fmean(0.5 if isinstance(verdict, Unread) else verdict for verdict in verdicts)

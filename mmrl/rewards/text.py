@@ -1,4 +1,4 @@
-"""Rewards of the format and content of a text; an answer that cannot be parsed gets a low reward."""
+"""Rewards for the format and content of a text; an answer that cannot be parsed gets a low reward."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from mmrl.rewards.answers import (
 def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
     """Return 1 if the answer consists of the wanted tag blocks in order, else 0.
 
-    `tags` lists the blocks, such as `think,answer`. Without it the outcome's own tag `format` does (a
-    demonstration without reasoning), else the prompt's column `format`, else it is `think,answer`. Case and
-    surrounding space do not matter; an empty block counts as a block (TON, arXiv 2505.16854).
+    `tags` lists the blocks, such as `think,answer`. If empty, the list is the outcome's tag `format`
+    (set for demonstrations without reasoning), else the prompt's column `format`, else `think,answer`. Case
+    and surrounding space do not matter; an empty block counts as a block (TON, arXiv 2505.16854).
     """
     names = tags or outcome.tags.get("format") or prompt.columns.get("format") or "think,answer"
-    # No block may hold another tag of its own name, so `<think>a<think>b</think>` fails.
+    # No block may contain another tag of its own name, so `<think>a<think>b</think>` fails.
     blocks = r"\s*".join(rf"<{tag}>(?:(?!</?{tag}>).)*</{tag}>" for tag in names.split(","))
     text = (outcome.text or "").strip()
     return float(re.fullmatch(blocks, text, re.DOTALL | re.IGNORECASE) is not None)
@@ -45,7 +45,7 @@ def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
 def think_format(prompt: Prompt, outcome: Outcome) -> float:
     """Return 1 if the answer begins with one closed think block (TRL's think_format_reward), else 0."""
     text = outcome.text or ""
-    # The look-ahead: no second block is opened, inside the first or after it.
+    # The look-ahead excludes a second opening tag, inside the first block or after it.
     return float(re.match(r"<think>(?!.*<think>).*?</think>", text, re.DOTALL) is not None)
 
 
@@ -54,8 +54,8 @@ def think_format(prompt: Prompt, outcome: Outcome) -> float:
 def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
     r"""Return 1 if the last `tag` block of the answer equals a target up to case and space, else 0.
 
-    Without such a block the last \boxed{}, or else the whole text is compared. Each of a list of targets is
-    right; tags around a target do not count, and 3.0 equals 3. None where the prompt has no target.
+    Without such a block the last \boxed{}, or otherwise the whole text is compared. Each of several targets
+    is right. Tags around a target are ignored, and 3.0 equals 3. None without a target.
     """
     return graded("exact_match", prompt, outcome, "exact", tag=tag)
 
@@ -67,12 +67,12 @@ def answer_cluster(
 ) -> float | None:
     """Hash the answer to a number in [0, 1), equal for equal answers, for use as a label.
 
-    It hashes the last `tag` block of the answer, or the whole text without one; None for an empty answer.
-    `form` defines equality as for `majority`, by default up to case and space. Give it weight 0: pieces such
+    It hashes the last `tag` block of the answer, or the whole text without a block; None for an empty answer.
+    `form` defines equality as for `majority`, by default up to case and space. Set `weight: 0`: pieces such
     as `semantic_entropy` and `consistency_mix` read which answers of a group agree.
     """
     words = comparable(outcome.text or "", tag, form, choices_in(prompt.columns))
-    return (name_id(words) >> 10) / 2**53 if words else None  # a float has 53 bits
+    return (name_id(words) >> 10) / 2**53 if words else None  # a float has 53 bits of precision
 
 
 @reward
@@ -84,9 +84,9 @@ def overlong(
     max_completion_length: PositiveInt,
     soft_punish_cache: Annotated[PositiveInt, AtMost("max_completion_length")],
 ) -> float:
-    """Soft length penalty before the hard limit (DAPO, arXiv 2503.14476).
+    """Penalize lengths shortly before the hard limit (soft overlong punishment, DAPO, arXiv 2503.14476).
 
-    It is 0 up to `max_completion_length - soft_punish_cache`, then falls linearly to -1 at
+    The penalty is 0 up to `max_completion_length - soft_punish_cache`, then falls linearly to -1 at
     `max_completion_length`, and stays -1. Lengths are in steps, as counted by the engine.
     """
     if outcome.end is None:
@@ -100,17 +100,17 @@ def overlong(
 @reward
 @per_outcome
 def precomputed(prompt: Prompt, outcome: Outcome, *, key: str) -> float | None:
-    """Return the number that the data or the engine recorded for an outcome under `key`; None without one."""
+    """Return the number recorded for an outcome under `key` by the data or the engine, None if missing."""
     return outcome.recorded.get(key)
 
 
 @reward(own_answer=own_block)
 @per_outcome
 def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
-    """Word F1 between the last `tag` block and the best target (SQuAD, arXiv 1606.05250).
+    """Compute the word F1 of the last `tag` block and the best target (SQuAD, arXiv 1606.05250).
 
     As in GraphRAG-R1 (arXiv 2507.23581): 0 without such a block or without words. True and False mean yes and
-    no; if either side is yes, no or noanswer, the other must be equal. None where the prompt has no target.
+    no; if either side is yes, no or noanswer, the other must be equal. None if the prompt has no target.
     """
     blocks = tagged(outcome.text or "", tag)
     targets = needed_targets("answer_f1", prompt)

@@ -32,10 +32,10 @@ def load_text_model(kind: str, model: str, device: str = "auto", **options: Any)
 
 
 def reward_device(device: str) -> str:
-    """Resolve the device `auto` to the current GPU, or the CPU; other names stay."""
+    """Resolve the device `auto` to the current GPU, or the CPU; return other names unchanged."""
     if device != "auto":
         return device
-    # With its index: rewards run in other threads, which have another current device.
+    # With the index, because rewards run in other threads, which have another current device.
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 
@@ -44,13 +44,13 @@ class RewardModel:
     """Score answers with a text reward model: a sequence classifier with one label, as TRL trains it.
 
     The score is the logit. The model reads the texts of the prompt's messages and the answer, in its own chat
-    template if it has one, else concatenated. It sees no images and videos; a model that does can run on
-    another machine, by `http`. Beside rule-based rewards, as in Skywork R1V2 (arXiv 2504.16656), its weight
-    depends on its scale: see `rewards/reward_model/std`.
+    template if it has one, otherwise concatenated. It gets no images or videos; a multimodal reward model can
+    run on another machine (`http`). Beside rule-based rewards, as in Skywork R1V2 (arXiv 2504.16656), the
+    right weight depends on the scale of its scores: see the metric `rewards/reward_model/std`.
 
     Args:
         model: Folder or name of the model, in safetensors.
-        max_length: Most tokens of prompt and answer; longer texts lose their beginning.
+        max_length: Maximum tokens of prompt and answer; longer texts lose their beginning.
         batch_size: Answers per forward pass.
         device: Torch device; `auto` is the current GPU, or the CPU.
     """
@@ -84,14 +84,14 @@ class RewardModel:
                 padding=True,
                 truncation=True,
                 max_length=self.max_length,
-                add_special_tokens=self.tokenizer.chat_template is None,  # a template writes its own
+                add_special_tokens=self.tokenizer.chat_template is None,  # chat templates add their own
                 return_tensors="pt",
             ).to(self.model.device)
             scores += self.model(**batch).logits[:, 0].float().tolist()
         return scores
 
     def _text(self, prompt: Prompt, outcome: Outcome) -> str:
-        """Write prompt and answer as the model reads them."""
+        """Format prompt and answer as the input text of the model."""
         answer = outcome.text or ""
         if self.tokenizer.chat_template is None:
             return self.plain.settled(self.plain.marked(prompt.text + answer))

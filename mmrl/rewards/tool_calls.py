@@ -1,4 +1,4 @@
-"""Readers of the tool calls that a policy wrote, and the label `tool_calls`."""
+"""Functions that read the tool calls of a policy, and the label `tool_calls`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mmrl.core.types import Message, Outcome, Prompt
 from mmrl.rewards.adapters import policy_messages
 
 CALL = "tool_call"  # tag of a call in JSON; blocks of other tags may hold any text
-ANSWERED = ("call", "stop")  # tag `finish` of a turn whose calls, if any, got replies
+ANSWERED = ("call", "stop")  # values of the tag `finish` of turns whose calls, if any, got replies
 
 
 def written_calls(turn: Message, tag: str) -> Sequence[Call | CallError]:
-    """List the calls of a turn: as parsed by its engine, or else from blocks of the tag."""
+    """List the calls of a turn: those that its engine parsed, otherwise those in blocks of the tag."""
     return parse_calls(turn.text, tag) if turn.calls is None or tag != CALL else turn.calls
 
 
@@ -29,9 +29,9 @@ def tool_calls(
 ) -> list[float]:
     """Count the tool calls of an answer, or of all turns of a conversation, for use as a label.
 
-    Calls are those that the engine of a conversation parsed, or else blocks
-    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; malformed calls do not count. Give it the
-    weight 0. With `at: every` each turn counts its own calls.
+    If the engine of a conversation parsed calls, these are counted, otherwise blocks `<tool_call>{"name":
+    ..., "arguments": {...}}</tool_call>`; malformed calls do not count. Set `weight: 0`. With `at: every`
+    each turn counts its own calls.
 
     Args:
         tag: Tag of a call.

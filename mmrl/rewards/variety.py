@@ -1,4 +1,4 @@
-"""Penalty of repetition: the share of repeated n-grams of words."""
+"""Penalty of repetition: the fraction of repeated n-grams of words."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def repetition_penalty(
     ngram_size: PositiveInt = 3,
     max_penalty: Annotated[float, Range(high=0)] = -1.0,
 ) -> float:
-    """Return `max_penalty` times the share of repeated n-grams of words (open-rs, TRL's recipes).
+    """Return `max_penalty` times the fraction of repeated n-grams of words (open-rs, TRL's recipes).
 
-    The share is 1 - distinct n-grams / all n-grams, without case. An answer of fewer than `ngram_size` words
-    gets 0 (arXiv 2503.16219, which offers this reward without using it).
+    The fraction is 1 - distinct n-grams / all n-grams, ignoring case. An answer of fewer than `ngram_size`
+    words gets 0 (arXiv 2503.16219, which offers this reward without using it).
     """
     share = distinct_share((outcome.text or "").lower().split(), ngram_size)
     return 0.0 if share is None else max_penalty * (1 - share)
 
 
 def distinct_share(words: Sequence[str], size: int) -> float | None:
-    """distinct-n: distinct n-grams over all n-grams of words; None for fewer than `size` words."""
+    """Compute distinct-n: distinct n-grams over all n-grams of words; None for fewer than `size` words."""
     ngrams = list(zip(*(words[i:] for i in range(size)), strict=False))
     return len(set(ngrams)) / len(ngrams) if ngrams else None

@@ -25,18 +25,19 @@ def majority(
 ) -> list[float | None]:
     """Return 1 for the majority answer of the group, a pseudo-label, else 0 (TTRL, arXiv 2504.16084).
 
-    Of answers with equally many votes the first is the label. An empty answer does not vote and gets 0. Our
-    reading: a group without votes has no label, None. The metric `majority/share` is the label's share of the
-    votes. All outcomes of a prompt vote, so use it with engines that make one outcome per rollout.
+    If several answers have the most votes, the first is the label. An empty answer does not vote and gets 0.
+    Our reading: a group without votes has no label, and its rewards are None. The metric `majority/share` is
+    the label's fraction of the votes. All outcomes of a prompt vote, so use it with engines that make one
+    outcome per rollout.
 
     Args:
-        tag: Tag of the block that is compared, the last one; without one the whole text is.
-        form: Equality of answers: `exact` up to case and space, `text` also up to articles, punctuation and
-            the spelling of numbers up to ten, `number` of the last number, `letter` of the letter of a
-            multiple choice, `choice` of the row's choices, `math` of formulas.
-        confidence: Name of a number that the engine records for every answer, the weight of its vote (SCOPE,
-            arXiv 2512.15146); `vision.generate` records "confidence" with `confidence_top_k`. Answers without
-            it, such as demonstrations, do not vote. Empty: every vote counts 1.
+        tag: The last block of this tag is compared; without such a block the whole text is.
+        form: What must be equal. `exact`: texts up to case and space. `text`: also up to articles,
+            punctuation and the spelling of numbers up to ten. `number`: the last numbers. `letter`: the
+            letters of a multiple choice. `choice`: the row's choices. `math`: the formulas.
+        confidence: Name of a number that the engine records for every answer, the weight of its vote
+            (SCOPE, arXiv 2512.15146); `vision.generate` records "confidence" with `confidence_top_k`. Answers
+            without it, such as demonstrations, do not vote. Empty: every vote counts 1.
     """
     rewards: list[float | None] = [None] * len(outcomes)
     for members, votes in group_votes(prompts, outcomes, tag, form, confidence):
@@ -50,7 +51,7 @@ def majority(
 
 
 def elect(votes: Sequence[Vote]) -> tuple[str, float]:
-    """Return the answer with most votes (of equal ones the first) and its share; "" and 0 without votes."""
+    """Return the answer with most votes (first of equals) and its fraction; "" and 0 without votes."""
     totals: dict[str, float] = {}
     for answer, weight in votes:
         totals[answer] = totals.get(answer, 0.0) + weight
@@ -73,7 +74,7 @@ def group_votes(
     form: AnswerForm,
     confidence: str,
 ) -> Iterator[tuple[list[int], list[Vote | None]]]:
-    """Yield the indices of the outcomes of every prompt, and their votes; None for an outcome without one."""
+    """Yield the outcome indices of every prompt and their votes; None for an outcome without a vote."""
     if confidence and outcomes and not any(confidence in outcome.recorded for outcome in outcomes):
         names = ", ".join(sorted({name for outcome in outcomes for name in outcome.recorded})) or "nothing"
         raise ValueError(

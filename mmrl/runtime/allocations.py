@@ -1,4 +1,4 @@
-"""Counts the bytes of the tensors that a computation allocates, on any device."""
+"""Counter for the bytes of the tensors that a computation allocates, on any device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of storages that operations allocate inside this context, as `live` and `peak`.
+    """A context that counts the bytes of newly allocated tensor storages: `live` now and `peak` at most.
 
-    Existing storages count 0. Temporary memory inside a kernel, and weights in oneDNN's layout, are not seen.
+    Storages that exist before, temporary memory in kernels and weights in oneDNN's layout are not counted.
     """
 
     def __init__(self) -> None:
@@ -23,10 +23,10 @@ class Allocations(TorchDispatchMode):
         self._counted: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {storage._cdata for storage in _storages((args, kwargs))}  # fake tensors have no address
+        before = {storage._cdata for storage in _storages((args, kwargs))}  # fake tensors have no `data_ptr`
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
-            if storage._cdata in before or storage in self._counted:  # a view
+            if storage._cdata in before or storage in self._counted:  # the storage existed before
                 continue
             self._counted.add(storage)
             self.live += storage.nbytes()
@@ -39,7 +39,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of the tensors in nested values; weights in oneDNN's layout have none."""
+    """Yield the storages of the tensors in nested values; weights in oneDNN's layout have no storage."""
     for tensor in tree_leaves(tree):
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
             yield tensor.untyped_storage()

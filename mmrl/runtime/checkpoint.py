@@ -26,13 +26,13 @@ log = logging.getLogger("mmrl")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used or written."""
+    """Raised if a checkpoint cannot be read or written."""
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write a nested state of tensors, numbers, strings and lists, and the SHA-256 of every file.
 
-    Everything has reached the disk when this returns.
+    All files are flushed to disk before this function returns.
     """
     from safetensors.torch import save_file
 
@@ -72,10 +72,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def publish(unfinished: Path, folder: Path, warn: Callable[[str], None] = log.warning) -> None:
-    """Rename a finished folder, so that a checkpoint with its final name is always complete.
+    """Rename a complete temporary folder, so that a checkpoint under its final name is always complete.
 
-    An existing checkpoint of the same run is replaced; it is broken, or the run would have resumed from it.
-    Another folder of that name is moved aside.
+    An existing checkpoint of the same run is replaced: it is broken, or the run would have resumed from it.
+    Any other non-empty folder of that name is moved aside.
     """
     if folder.is_dir() and any(folder.iterdir()) and not of_run(folder):
         aside = next(
@@ -85,11 +85,11 @@ def publish(unfinished: Path, folder: Path, warn: Callable[[str], None] = log.wa
         warn(f"'{folder}' was no checkpoint of this run; it was moved to '{aside}'")
     discard(folder)
     unfinished.rename(folder)
-    flush(folder.parent)  # without it a power cut may undo the rename
+    flush(folder.parent)  # without this flush a power cut may undo the rename
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that no partly removed one keeps the name."""
+    """Remove a checkpoint; rename it first, so that a half-removed checkpoint never keeps the name."""
     if folder.exists() or folder.is_symlink():
         gone = folder.with_name(f"{folder.name}.gone.tmp")
         remove(gone)
@@ -98,16 +98,13 @@ def discard(folder: Path) -> None:
 
 
 def tidy(output_dir: Path, warn: Callable[[str], None] = log.warning) -> None:
-    """Remove temporary folders of a killed process; warn of those that cannot be removed."""
+    """Remove the temporary folders that a killed process left; warn of those that cannot be removed."""
     for path in output_dir.glob("checkpoint-*.tmp"):
         _clear(path, remove, warn)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """List the non-empty folders named `checkpoint-STEP`, the latest first.
-
-    Raises `OSError` if a folder cannot be read.
-    """
+    """List the non-empty folders `checkpoint-STEP`, latest first; raise `OSError` for unreadable folders."""
     inside = list(output_dir.iterdir()) if output_dir.exists() else []
     numbered = [path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
     return sorted((path for path in numbered if any(path.iterdir())), key=step_of, reverse=True)
@@ -122,7 +119,7 @@ def finished(output_dir: Path) -> list[Path]:
 
 
 def of_run(folder: Path) -> bool:
-    """Whether the run of its output folder wrote a checkpoint, by the run name in their marker files."""
+    """Return whether a checkpoint and its parent folder name the same run in their marker files."""
     run = mark_of(folder.parent).get("run")
     return run is None or mark_of(folder).get("run", "") == run
 
@@ -135,10 +132,10 @@ def step_of(folder: Path) -> int:
 def prune(
     output_dir: Path, limit: int, step: int, keep: int = 0, warn: Callable[[str], None] = log.warning
 ) -> None:
-    """Keep the latest `limit` checkpoints up to `step`, and the one of step `keep`; 0 keeps all.
+    """Remove all checkpoints except the latest `limit` up to `step` and that of step `keep`.
 
-    Checkpoints after `step` are broken, since the run resumed from an earlier one; they do not count. One
-    that cannot be removed goes to `warn`.
+    With `limit` 0 nothing is removed. Checkpoints after `step` are broken, since the run resumed from an
+    earlier one; they are ignored. `warn` gets a message for each checkpoint that cannot be removed.
     """
     reached = [folder for folder in finished(output_dir) if step_of(folder) <= step]
     for old in reached[limit:] if limit else ():
@@ -154,7 +151,7 @@ def _clear(path: Path, how: Callable[[Path], None], warn: Callable[[str], None])
 
 
 def model_folder(path: str) -> Path:
-    """Return the model folder inside a run (its latest checkpoint), a checkpoint or a model folder."""
+    """Return the model folder for the path of a run (latest checkpoint), a checkpoint or a model folder."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"'init_from' is '{path}', which is no folder; name that of a run or of a model")

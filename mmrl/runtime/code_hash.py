@@ -1,8 +1,8 @@
 """Hashes of functions and classes, from their bytecode and the constants that they read.
 
 Comments, docstrings, line numbers, and variables that the code itself changes (a counter, a list that it
-appends to) do not count. Called functions are included if they are in modules of the user, not in installed
-packages.
+appends to) do not change the hash. Called functions are included if they are in modules of the user, not in
+installed packages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STORES = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_
 
 
 def of_code(target: Callable) -> str:
-    """Hash a function, class or callable object to 16 hexadecimal digits, for one version of Python."""
+    """Hash a function, class or callable to 16 hexadecimal digits; other Python versions hash differently."""
     while _root(target) == "mmrl" and hasattr(target, "__wrapped__"):
         target = target.__wrapped__  # undo decorators of mmrl such as `per_outcome`
     walk = _Walk(home=getattr(target, "__module__", "") or "")
@@ -54,18 +54,18 @@ def _root(thing: Any) -> str:
 
 @dataclass
 class _Walk:
-    """Describes code as JSON, each function and class once."""
+    """Traversal that describes code as JSON values; each function and class is described once."""
 
     home: str  # module of the hashed object
     # Variables and attributes that the code reads: name, description, whether the type is plain.
     values: list[tuple[str, Any, bool]] = field(default_factory=list)
     assigned: set[str] = field(default_factory=set)  # names that the code assigns to
     filled: set[str] = field(default_factory=set)  # names of containers that the code may change
-    seen: dict[int, int] = field(default_factory=dict)  # id of an object to its number
-    kept: list[Any] = field(default_factory=list)  # the seen objects, so that no id is used twice
+    seen: dict[int, int] = field(default_factory=dict)  # maps the id of a visited object to its number
+    kept: list[Any] = field(default_factory=list)  # keeps the seen objects alive, so that no id is reused
 
     def of(self, thing: Any, depth: int = 0) -> Any:
-        """Describe any object that code refers to."""
+        """Describe any object that code refers to, as nested lists and strings."""
         if isinstance(thing, PLAIN):
             return repr(thing)
         if isinstance(thing, ModuleType):
@@ -83,12 +83,12 @@ class _Walk:
                 return [self.of(thing.__func__, depth), self.of(thing.__self__, depth + 1)]
             case functools.partial(func=inner, args=given, keywords=named):
                 return [self.of(inner, depth), self.of(given, depth + 1), self.of(named, depth + 1)]
-            case object(__wrapped__=inner):  # of `functools.cache`
+            case object(__wrapped__=inner):  # a function wrapped by `functools.cache`
                 return self.of(inner, depth)
         return self._object(thing, depth)
 
     def _object(self, thing: Any, depth: int) -> Any:
-        """Describe a container by its items, another object by its class and attributes of user classes."""
+        """Describe a container by its items, other objects by class and, for user classes, attributes."""
         match thing:
             case list() | tuple() | set() | frozenset() if depth < DEEPEST:
                 parts = [self.of(part, depth + 1) for part in thing]
@@ -102,7 +102,7 @@ class _Walk:
         return self.of(kind, depth + 1)
 
     def _own(self, module: str | None) -> bool:
-        """Whether the code of a module is hashed: the home module and modules of the user, no packages."""
+        """Whether to hash the code of a module: true for the home module and for modules of the user."""
         module = module or ""
         root, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None) or ""
         return module == self.home or not (
@@ -112,18 +112,18 @@ class _Walk:
         )
 
     def _function(self, function: FunctionType) -> Any:
-        code, known, held = function.__code__, function.__globals__, dict[str, Any]()
+        code, namespace, held = function.__code__, function.__globals__, dict[str, Any]()
         codes = list(_codes(code))
         for one in codes:
             self._changes(one)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 held[name] = cell.cell_contents
-            except ValueError:  # not filled yet
+            except ValueError:  # the closure variable has no value yet
                 continue
         names = {name for one in codes for name in one.co_names}
-        held |= {name: known[name] for name in sorted(names & known.keys() - held.keys())}
-        held |= {module.__name__: module for one in codes for module in _imported(one, known)}
+        held |= {name: namespace[name] for name in sorted(names & namespace.keys() - held.keys())}
+        held |= {module.__name__: module for one in codes for module in _imported(one, namespace)}
         for name, value in [*held.items()]:
             if isinstance(value, ModuleType) and self._own(value.__name__):
                 held |= {f"{name}.{one}": vars(value)[one] for one in sorted(names & vars(value).keys())}
@@ -150,7 +150,7 @@ class _Walk:
     def _class(self, kind: type) -> Any:
         described: list[Any] = []
         for name, value in sorted(vars(kind).items()):
-            inner = getattr(value, "__func__", value)  # of static methods and those of the class
+            inner = getattr(value, "__func__", value)  # the function inside a staticmethod or classmethod
             for one in (inner.fget, inner.fset) if isinstance(inner, property) else (inner,):
                 if isinstance(one, FunctionType | type | functools.partial):
                     described.append([name, self.of(one, 1)])
@@ -159,15 +159,15 @@ class _Walk:
         return [kind.__qualname__, [self.of(base, 1) for base in kind.__bases__], described]
 
 
-def _imported(code: CodeType, known: Mapping[str, Any]) -> Iterator[ModuleType]:
-    """Import the user's modules that a function imports in its body."""
+def _imported(code: CodeType, namespace: Mapping[str, Any]) -> Iterator[ModuleType]:
+    """Import and yield the user's modules that a function imports in its body."""
     steps = list(dis.get_instructions(code))
     for at, step in enumerate(steps):
         if step.opname == "IMPORT_NAME":
             level = steps[at - 2].argval  # the number of dots before the name
             name = "." * (level if isinstance(level, int) else 0) + step.argval
-            with suppress(Exception):  # a missing package, in a branch that does not run
-                name = importlib.util.resolve_name(name, known.get("__package__"))
+            with suppress(Exception):  # a package may be missing if the branch never runs
+                name = importlib.util.resolve_name(name, namespace.get("__package__"))
                 root = name.partition(".")[0]
                 spec = None if root in ("mmrl", *sys.stdlib_module_names) else importlib.util.find_spec(root)
                 places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec else INSTALLED
@@ -184,7 +184,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _of_code(code: CodeType) -> Any:
-    """Describe the instructions of a code object, without docstring, file and lines."""
+    """Describe the instructions of a code object, without its docstring, file name and line numbers."""
     steps = []
     for step in dis.get_instructions(code):
         value = step.argval

@@ -1,6 +1,6 @@
-"""Hashes of the prompts, media and weights of a run, equal on any number of processes.
+"""Hashes of the prompts, media and weights of a run, equal for any number of processes.
 
-They are computed once per start, in a few seconds.
+They are computed once when a run starts, in a few seconds.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from torch import Tensor, nn
 from mmrl.core.types import Media, Prompt, Readable
 from mmrl.runtime.fsdp import full
 
-ENDS = 16384  # bytes read at both ends of a media file
-PROMPTS = 1024  # hashed at a time
+ENDS = 16384  # bytes read at each end of a media file
+PROMPTS = 1024  # prompts hashed at a time
 CHUNK = 1 << 22  # elements of a tensor per checksum
 STRIDE = 1024  # sums per chunk
 
 
 def of_prompts(prompts: Sequence[Prompt], *, named: bool = True) -> dict[str, str]:
-    """Hash the texts of prompts (with their uids if `named`), and their media.
+    """Return one hash of all prompt texts (with their uids if `named`) and one of their media.
 
-    A media file is hashed by its size and 16 KiB at both ends; media in memory by all bytes.
+    A media file is hashed by its size and 16 KiB at each end, media in memory by all their bytes.
     """
     texts, media, count = hashlib.sha256(), hashlib.sha256(), 0
-    known: dict[Path, str] = {}  # several prompts may be about one file
+    file_hashes: dict[Path, str] = {}  # several prompts may share a file
     left = iter(prompts)
-    with ThreadPoolExecutor(16) as pool:  # reading waits for the disk, or for a network file system
-        while some := list(islice(left, PROMPTS)):  # `left` may make prompts as they are asked for
+    with ThreadPoolExecutor(16) as pool:  # threads, because reading waits for disk or network
+        while some := list(islice(left, PROMPTS)):  # `left` may build prompts lazily
             sources: list[Path | bytes | Readable | None] = []
             for prompt in some:
                 texts.update(_text(prompt if named else replace(prompt, uid=""), sources).encode())
-            distinct = [source for source in dict.fromkeys(sources) if source not in known]
+            distinct = [source for source in dict.fromkeys(sources) if source not in file_hashes]
             hashes = dict(zip(distinct, pool.map(_of_source, distinct), strict=True))
-            known |= {source: found for source, found in hashes.items() if isinstance(source, Path)}
+            file_hashes |= {source: digest for source, digest in hashes.items() if isinstance(source, Path)}
             for source in sources:
-                found = known[source] if isinstance(source, Path) else hashes[source]
-                media.update((f"\n{found}" if count else found).encode())
+                digest = file_hashes[source] if isinstance(source, Path) else hashes[source]
+                media.update((f"\n{digest}" if count else digest).encode())
                 count += 1
     return {
         "prompts": f"{len(prompts)} prompts, {texts.hexdigest()[:16]}",
@@ -55,7 +55,7 @@ def of_prompts(prompts: Sequence[Prompt], *, named: bool = True) -> dict[str, st
 
 
 def _of_source(source: Path | bytes | Readable | None) -> str:
-    """Hash the source of a medium: size and both ends of a file, or all bytes in memory."""
+    """Hash one media source: the size and both ends of a file, or all bytes in memory."""
     match source:
         case Path():
             try:
@@ -79,10 +79,10 @@ def of_file(path: Path) -> str:
 
 
 def _text(value: Any, sources: list) -> str:
-    """Serialise any value as JSON, equally in every process; append the sources of media to `sources`."""
+    """Serialise any value as JSON that is equal in every process; append its media sources to `sources`."""
 
     def keyed(value: Any) -> Any:
-        """Convert mappings to sorted pairs, for keys that are no strings."""
+        """Convert mappings to sorted key-value pairs, because JSON keys can only be strings."""
         match value:
             case None | bool() | int() | float() | str():
                 return value
@@ -100,7 +100,7 @@ def _text(value: Any, sources: list) -> str:
 
 
 def _plain(value: Any, sources: list) -> Any:
-    """Convert the outermost level of a value to types that JSON has."""
+    """Convert the outermost level of a value to JSON types; append its media sources to `sources`."""
     kind = type(value).__qualname__
     match value:
         case Media():
@@ -117,7 +117,7 @@ def _plain(value: Any, sources: list) -> Any:
             return sorted(_text(member, sources) for member in value)  # a set has no order of its own
         case type():
             return value.__qualname__
-        case object(tobytes=tobytes):  # arrays of numpy, images of PIL
+        case object(tobytes=tobytes):  # numpy arrays, PIL images
             return [str(getattr(value, "dtype", "")), hashlib.sha256(tobytes()).hexdigest()]
         case _ if is_dataclass(value):
             return [kind, {field.name: getattr(value, field.name) for field in fields(value)}]
@@ -139,10 +139,10 @@ def _plain(value: Any, sources: list) -> Any:
 def of_weights(thing: Any, leave: Iterable[Tensor] = ()) -> str:
     """Hash the parameters and saved buffers of a model, or of the models in an object's attributes.
 
-    Tensors in `leave` do not count. Empty without any tensor.
+    Tensors in `leave` are left out. Returns "" if no tensor remains.
     """
     left_out = {id(tensor) for tensor in leave}
-    tensors: dict[int, Tensor] = {}  # each once, by identity
+    tensors: dict[int, Tensor] = {}  # by id, so that a shared tensor counts once
     for owner in (owner for model in _models(thing, 3) for owner in model.modules()):
         saved = {k: v for k, v in owner._buffers.items() if k not in owner._non_persistent_buffers_set}
         for tensor in (*owner._parameters.values(), *saved.values()):
@@ -152,7 +152,7 @@ def of_weights(thing: Any, leave: Iterable[Tensor] = ()) -> str:
 
 
 def _models(thing: Any, depth: int) -> Iterator[nn.Module]:
-    """Find the outermost modules in the attributes of an object."""
+    """Yield the outermost modules in the attributes of an object, searching `depth` levels."""
     match thing:
         case nn.Module():
             yield thing
@@ -162,11 +162,11 @@ def _models(thing: Any, depth: int) -> Iterator[nn.Module]:
 
 
 def of_tensors(tensors: Iterable[Tensor]) -> str:
-    """Hash the bits of tensors, in any order and on any device, to 64 hexadecimal digits.
+    """Hash the bits of tensors to 64 hexadecimal digits, whatever their order and device.
 
-    Bits are read as 64-bit integers; of every `CHUNK` elements, the sums of every `STRIDE`-th integer modulo
-    2^64 are hashed. This runs at memory speed and detects accidents, not forgery. Shards are gathered one at
-    a time, so every process has to call this.
+    The bits are read as 64-bit integers. In each chunk of `CHUNK` elements, every `STRIDE`-th integer is
+    summed modulo 2^64, and these sums are hashed. This runs at memory speed. It detects accidental changes,
+    not deliberate ones. Shards are gathered one at a time, so every process must call this function.
     """
     return hashlib.sha256("\n".join(sorted(map(_of_tensor, tensors))).encode()).hexdigest()
 
@@ -175,13 +175,13 @@ def of_tensors(tensors: Iterable[Tensor]) -> str:
 def _of_tensor(tensor: Tensor) -> str:
     bits = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for chunk in full(tensor.detach()).reshape(-1).split(CHUNK):
-        whole = len(chunk) - len(chunk) % (8 * STRIDE)  # fills rows of STRIDE integers at any item size
+        whole = len(chunk) - len(chunk) % (8 * STRIDE)  # a multiple of rows of STRIDE int64, at any item size
         for part in (chunk[:whole], chunk[whole:]):
-            # Only aligned memory is viewed as rows of STRIDE 64-bit integers; the rest is copied and padded.
+            # Only aligned memory can be viewed as 64-bit integers; other memory is copied and padded.
             if part.storage_offset() * part.itemsize % 8 or len(part) * part.itemsize % (8 * STRIDE):
                 part = part.clone().view(torch.uint8)
                 part = nn.functional.pad(part, (0, -len(part) % (8 * STRIDE)))
-            # Sums of integers wrap, and are the same in any order: equal on every device.
+            # Integer sums wrap around and do not depend on the order, so they are equal on every device.
             sums = part.view(torch.int64).view(-1, STRIDE).sum(0).cpu()
             bits.update(sums.view(torch.uint8).numpy().data)
     return bits.hexdigest()

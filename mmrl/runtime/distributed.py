@@ -1,4 +1,4 @@
-"""Collectives and device placement by accelerate; on one process everything is the identity."""
+"""Collectives and device placement with accelerate; with one process all of it is the identity."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Processes:
     """The processes of a run: rank, device, collectives and data parallelism."""
 
     known = False  # whether every process knows of the failure
-    placed = ""  # hashes of the weights before `place`, with several processes
-    _watch: Watch | None = None  # inside `watching`
+    placed = ""  # hashes of the weights before `place`; empty with one process
+    _watch: Watch | None = None  # set inside `watching`
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
         from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 
         self.timeout = timeout
         check_restarts()
-        # Outside of `watching`, collectives time out by themselves.
+        # Outside of `watching`, only this timeout ends a collective that hangs.
         patience = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + GRACE))
         self.accelerator = Accelerator(kwargs_handlers=[patience])
         if self.accelerator.state.deepspeed_plugin is not None:
@@ -58,17 +58,17 @@ class Processes:
         if self.world == 1:
             check_joined()
         else:
-            atexit.unregister(leave)  # once, for all runs of a program
+            atexit.unregister(leave)  # register `leave` once, even if a program makes several runs
             atexit.register(leave)
 
     @property
     def main(self) -> bool:
-        """Whether this process writes files and to the console."""
+        """Whether this process (rank 0) writes the files and the console output."""
         return self.rank == 0
 
     @property
     def load_device(self) -> torch.device | None:
-        """The device that models are loaded onto; None: main memory, from which FSDP2 shards them."""
+        """The device that models are loaded onto; None: main memory (CPU, or before FSDP2 shards them)."""
         return None if self.shards or self.device.type == "cpu" else self.device
 
     # ---- agreement
@@ -90,21 +90,21 @@ class Processes:
                 self._watch = None
 
     def meeting(self, where: str) -> AbstractContextManager:
-        """Mark a collective, so that a process that does not reach it is reported."""
+        """Announce a collective named `where`, so that a process that does not reach it is reported."""
         return self._watch.meeting(where) if self._watch else nullcontext()
 
     def waiting_for_main(self) -> AbstractContextManager:
-        """Wait for process 0 at the end of this context without a limit, as for an upload."""
+        """Let other processes wait without a timeout until process 0 leaves this context (e.g. uploads)."""
         return self._watch.waiting_for_main() if self._watch else nullcontext()
 
     def wait(self) -> None:
-        """Wait until every process calls this."""
+        """Wait until every process has called this method."""
         with self.meeting("waiting for all"):
             self.accelerator.wait_for_everyone()
 
     @contextmanager
     def fail_together(self, doing: str) -> Iterator[None]:
-        """Raise on every process if one fails inside this context; all have to enter it."""
+        """Raise on every process if any process fails inside this context; every process must enter it."""
         error: Exception | None = None
         try:
             yield
@@ -114,7 +114,7 @@ class Processes:
             try:
                 reasons = self.all_gather_object(f"{type(error).__name__}: {error}" if error else "", doing)
             except Exception as gone:
-                if error is not None:  # the end of another process must not hide why this one fails
+                if error is not None:  # the loss of another process must not hide this one's error
                     raise error from gone
                 raise
             failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
@@ -126,7 +126,7 @@ class Processes:
             raise error
 
     def all_gather_object(self, value: Any, where: str = "comparing notes") -> list[Any]:
-        """Gather a JSON value from every process, by rank."""
+        """Gather a JSON value from every process, in order of rank."""
         if self.world == 1:
             return [value]
         with self.meeting(where):
@@ -145,7 +145,7 @@ class Processes:
             self.disagree(list(unlike), next(iter(unlike.values())))
 
     def disagree(self, ranks: Sequence[int], words: str) -> None:
-        """Raise on every process, naming the ranks at fault. Every process has to call this."""
+        """Raise an error that names the ranks at fault and the reason; every process must call this."""
         self.known = True
         many = f"processes {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"process {ranks[0]}"
         raise ProcessFailed(
@@ -158,7 +158,7 @@ class Processes:
         return any(self.all_gather_object(value))
 
     def means(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Average named numbers over processes; sum those of type `Count`. A missing number counts as 0."""
+        """Average named values over processes; sum values of type `Count`. A missing value counts as 0."""
         if self.world == 1:
             return dict(values)
         counted = [name for name, value in values.items() if isinstance(value, Count)]
@@ -170,12 +170,12 @@ class Processes:
         }
 
     def rank_mean(self, totals: Totals) -> Totals:
-        """Average the divisors of losses: data parallelism averages gradients, so their quotient is exact."""
+        """Average the loss divisors over processes: gradients are averaged too, so quotients are exact."""
         return Totals(**self.means(asdict(totals)))
 
     def _all_bytes(self, data: bytes) -> list[bytes]:
-        """Gather bytes of any length from every process, by rank."""
-        # `all_gather` wants equal sizes: lengths are exchanged first, then bytes padded to the longest.
+        """Gather bytes of any length from every process, in order of rank."""
+        # `all_gather` needs equal sizes: exchange the lengths first, then bytes padded to the longest.
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
         torch.distributed.all_gather(sizes, torch.tensor([len(mine)], device=self.device))
@@ -188,19 +188,19 @@ class Processes:
     # ---- a step's rows
 
     def assign_prompts(self, prompts: Sequence[Prompt], table: RewardTable) -> tuple[list[Prompt], bool]:
-        """Choose the prompts of this process, and whether their rows count.
+        """Return the prompts of this process, and whether their rows count.
 
-        Groups stay whole: a group that is in the table stays on its process, others go to the least loaded
-        one. A process without work gets one prompt and False, since sharded models need it in every pass.
+        Groups stay whole: a group in the table stays on its process, any other goes to the least loaded
+        process. A process without work gets one prompt and False, since sharded models need it in every pass.
         """
         home = self.homes(Counter(prompt.uid for prompt in prompts), table)
         mine = [prompt for prompt in prompts if home[prompt.uid] == self.rank]
         return mine or [prompts[0]], bool(mine)
 
     def homes(self, counts: Mapping[str, int], table: RewardTable) -> dict[str, int]:
-        """Map prompts to processes: to their process in the table, else to the least loaded one.
+        """Map prompt uids to ranks: the rank in the table, or else that of the least loaded process.
 
-        `counts` has the number of rows by prompt uid.
+        `counts` maps each prompt uid to its number of rows.
         """
         # Groups stay whole on one process, since advantages compare their rows.
         home = dict(zip(table.uids, table.process.tolist(), strict=True))
@@ -212,19 +212,19 @@ class Processes:
         return home
 
     def gather(self, table: RewardTable, order: Sequence[str]) -> RewardTable:
-        """Join the tables of all processes; rows are in the order of their prompts."""
+        """Join the tables of all processes; rows follow the order of the prompt uids in `order`."""
         table = self._joined(table)
         place = place_of(order)
         rows = sorted(range(len(table)), key=lambda row: place(table.uids[row]))
         table = table.select(torch.tensor(rows, dtype=torch.int64)).replace(rank=self.rank)
         if not len(table):
             return table
-        # Rows are numbered through all processes, as on a single one.
+        # Number the rows across all processes, as a single process would.
         numbers = torch.arange(len(table))[:, None].expand(table.ends.shape)
         return table.replace(ids={**table.ids, "row": numbers})
 
     def joined(self, table: RewardTable) -> RewardTable:
-        """Join the parts of one table on all processes again, ordered by the row ids."""
+        """Rejoin the pieces of one table from all processes, sorted by row id."""
         numbers = torch.tensor(
             sum(self.all_gather_object(table.ids["row"][:, 0].tolist()), []), dtype=torch.int64
         )
@@ -236,15 +236,15 @@ class Processes:
         if self.world > 1:
             with self.meeting("joining reward tables"):
                 tables = [_unpack(data) for data in self._all_bytes(_pack(table))]
-            table = reduce(RewardTable.join, filter(len, tables), RewardTable.empty())  # some have no rows
+            table = reduce(RewardTable.join, filter(len, tables), RewardTable.empty())  # skip empty tables
         return table.replace(rank=self.rank)
 
     def pad_micro_batches(
         self, micros: Sequence[T], stand_in: T | None = None
     ) -> Iterator[tuple[T, float, bool]]:
-        """Yield (micro-batch, counts, last), equally often on every process; repeats have `counts` 0.
+        """Yield (micro-batch, weight, is last) equally often on every process; padding has weight 0.
 
-        A process without a micro-batch repeats `stand_in`.
+        Padding repeats the last micro-batch, or `stand_in` on a process without any.
         """
         most = max(self.all_gather_object(len(micros), "counting micro-batches"))
         repeated = micros[-1] if micros else cast(T, stand_in)
@@ -257,34 +257,34 @@ class Processes:
     def place(
         self, policy: Policy, make_optimizer: Callable[..., torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        """Move a policy to its device, wrap it for data parallelism as launched, and make its optimizer."""
+        """Move a policy to its device, wrap it for the launched parallelism, and create its optimizer."""
         learning = [(name, p) for name, p in policy.module.named_parameters() if p.requires_grad]
         if not learning:
             raise ValueError(
                 "no parameter of the policy is trained; thaw a part of the model or give it an adapter"
             )
-        # Before data parallelism spreads the weights of one process, or shards of each.
+        # Hash before data parallelism shards the weights or replaces them by those of one process.
         self.placed += of_weights(policy) if self.world > 1 else ""
-        if self.shards:  # FSDP2 moves and shards one layer at a time; a device need not hold the whole
+        if self.shards:  # FSDP2 moves and shards one layer at a time; a device need not hold the whole model
             check_shardable(policy.module)
         else:
             policy.module.to(self.device)
         optimizer = make_optimizer(learning)
         later = {name for name, parameter in learning if LATER in vars(parameter)}
-        del learning  # the last references to whole weights
+        del learning  # drop the last references to unsharded weights
         policy.module, optimizer = self.accelerator.prepare(policy.module, optimizer)
         widen(policy.module, later)
         return optimizer
 
     @contextmanager
     def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
-        """Synchronise gradients only at the last micro-batch."""
+        """Synchronise gradients between processes only in the last micro-batch."""
         with nullcontext() if last else self.accelerator.no_sync(module):
             yield
 
     @contextmanager
     def sampling(self, engine: Engine) -> Iterator[None]:
-        """Provide the policy's weights to an engine: whole on this process, or sent to its servers."""
+        """Give an engine the policy's weights: unsharded on this process, or sent to the engine's servers."""
         if not isinstance(engine, SendsWeights):
             with self.unshard(engine.policy.module):
                 yield
@@ -297,7 +297,7 @@ class Processes:
         yield
 
     def compare(self, engine: Engine) -> None:
-        """Let an engine check the answers of servers against a sharded policy; every process calls this."""
+        """Let an engine compare its servers' answers with a sharded policy; every process must call this."""
         if self.shards and isinstance(engine, ComparesAnswers):
             engine.compare(self.pad_micro_batches)
 
@@ -331,20 +331,20 @@ def leave() -> None:
 
 
 def place_of(order: Sequence[str]) -> Callable[[str], tuple[int, str]]:
-    """Return a sort key of uids: the order of the drawn prompts, then other uids by name.
+    """Return a sort key for uids: first the uids in `order`, in that order, then all others by name.
 
-    An engine may add rows of prompts that were not drawn, such as replayed ones.
+    An engine may add rows of prompts that are not in `order`, such as replayed ones.
     """
     places = {uid: i for i, uid in enumerate(dict.fromkeys(order))}
     return lambda uid: (places[uid], "") if uid in places else (len(places), uid)
 
 
 def _pack(table: RewardTable) -> bytes:
-    """Serialise a table as safetensors, with its names as metadata."""
+    """Serialise a table as safetensors bytes, with its structure in the metadata."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
-    tree = flatten(vars(table), tensors)  # every field, so that a new column needs no line here
+    tree = flatten(vars(table), tensors)  # all fields, so that a new column needs no change here
     return save(apart(tensors), {"tree": json.dumps(tree)})
 
 

@@ -1,4 +1,4 @@
-"""Atomic file writes that survive a kill, and locks on output folders."""
+"""Atomic file writes that survive a kill, locks on output folders, and uploads to the hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("mmrl")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` on exit, atomically even in a kill or power cut."""
+    """Yield a temporary path; on exit it replaces `path` atomically, even in a kill or power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -55,7 +55,7 @@ def flush(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder if it exists."""
     if path.is_dir() and not path.is_symlink():  # rmtree refuses links
         shutil.rmtree(path)
     else:
@@ -81,7 +81,7 @@ def locked(folder: Path, processes: Processes) -> Iterator[None]:
 def hold(folder: Path, *, leave: bool = True) -> Iterator[None]:
     """Lock a folder for this process; raises `ConfigError` if another process has the lock.
 
-    The kernel releases the lock when the process ends in any way. Without `leave`, the lock file is removed.
+    The kernel releases the lock when the process ends in any way. `leave=False` removes the file on exit.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
@@ -89,7 +89,7 @@ def hold(folder: Path, *, leave: bool = True) -> Iterator[None]:
         while True:
             file = stack.enter_context(path.open("a+"))  # "w" would erase the owner's name
             _flock(file, fcntl.LOCK_EX, folder)
-            # An owner that ended meanwhile may have removed the file.
+            # A previous owner may have removed the file when it ended.
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break
         file.truncate(0)
@@ -142,7 +142,7 @@ def _flock(file: TextIO, how: int, folder: Path) -> None:
 
 
 class HubError(RuntimeError):
-    """An upload failed; the model is still on disk."""
+    """Raised if an upload to the hub fails; the model is still on disk."""
 
 
 def check_hub(config: Config) -> None:
@@ -155,22 +155,22 @@ def check_hub(config: Config) -> None:
 
 
 def push(config: Config, folder: Path, step: int) -> str:
-    """Upload the model folder of a run and return its address."""
+    """Upload the model folder of a run to the hub, and return its address."""
     return upload(folder, config.hub_model_id, f"Step {step}", private=config.hub_private_repo)
 
 
 def upload(folder: Path, name: str, message: str, *, private: bool) -> str:
-    """Upload a folder to the hub and return its address; credentials are those of `hf auth login`."""
+    """Upload a folder to the hub with the credentials of `hf auth login`, and return its address."""
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
         raise ImportError("an upload needs huggingface_hub; pip install huggingface_hub") from error
     try:
         api = HfApi()
-        made = api.create_repo(name, private=private, exist_ok=True)
-        name = getattr(made, "repo_id", name)  # with its owner, where that was left out
+        repository = api.create_repo(name, private=private, exist_ok=True)
+        name = getattr(repository, "repo_id", name)  # with the owner, if `name` has none
         api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message)
-    except Exception as error:  # the client raises errors of its own and of its transport
+    except Exception as error:  # the client raises its own errors and those of its transport
         raise HubError(
             f"cannot upload '{folder}' to '{name}': {one_line(error, 200)}. The model is on disk; when "
             f"the hub can be reached and `hf auth login` was done, run: hf upload {name} {folder}"

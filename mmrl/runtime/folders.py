@@ -20,24 +20,24 @@ SHOWN = 3
 
 
 def mark(folder: Path, by: str, **facts: Any) -> None:
-    """Mark a folder as made by a command."""
+    """Write a marker file with the name of the command that made a folder and further facts."""
     write_whole(folder / MARK, json.dumps({"by": by, **facts}, sort_keys=True) + "\n")
 
 
 def mark_of(folder: Path) -> dict[str, Any]:
-    """Read the mark of a folder, with `by` alone where an earlier version made it; {} where mmrl did not."""
+    """Read the mark of a folder: only `by` if an earlier version made it, {} if it is not from mmrl."""
     try:
-        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        if isinstance(found, dict) and isinstance(found.get("by"), str):
-            return found
+        parsed = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        if isinstance(parsed, dict) and isinstance(parsed.get("by"), str):
+            return parsed
     except (OSError, ValueError):
-        pass  # a mark that cannot be read proves nothing, and what is there may
+        pass  # an unreadable mark proves nothing, but the folder's content may
     by = next((by for by, proof in _PROOFS.items() if proof(folder)), "")
     return {"by": by} if by else {}
 
 
 def content(folder: Path) -> list[Path]:
-    """List the content of a folder without marks and locks; empty for a missing folder."""
+    """List the content of a folder except marks and locks; return [] for a missing folder."""
     return sorted(path for path in folder.iterdir() if path.name not in NO_CONTENT) if folder.is_dir() else []
 
 
@@ -60,19 +60,19 @@ def check_owner(folder: Path, by: str, writes: Iterable[str] | None = None) -> d
     """Raise `ConfigError` if a command must not write into a folder; return the mark of the folder.
 
     Args:
-        folder: Output folder of the command; it may be missing.
+        folder: Output folder of the command; it need not exist.
         by: The command: `train`, `evaluate`, `build` or `export`.
-        writes: Names of files and folders that the command writes, beside files of others; None: the folder
-            must be empty or its own.
+        writes: Names of the files and folders that the command writes; other files may stay beside them.
+            None: the folder must be empty or made by this command.
     """
     check_writable(folder)
-    found, there = mark_of(folder), content(folder)
-    if there and found.get("by", by) != by:
+    owner, there = mark_of(folder), content(folder)
+    if there and owner.get("by", by) != by:
         raise ConfigError(
-            f"'{folder}' was made by `mmrl {found['by']}`, and `mmrl {by}` does not write into it; name "
+            f"'{folder}' was made by `mmrl {owner['by']}`, and `mmrl {by}` does not write into it; name "
             "another folder"
         )
-    if not found:
+    if not owner:
         taken = there if writes is None else [path for path in there if path.name in set(writes)]
         names = [path for path in taken if not path.is_dir() or any(path.iterdir())]
         if names:
@@ -80,7 +80,7 @@ def check_owner(folder: Path, by: str, writes: Iterable[str] | None = None) -> d
                 f"'{folder}' holds {_listed(names)}, which no `mmrl {by}` made; name another "
                 "folder, or move that away"
             )
-    return found
+    return owner
 
 
 def _listed(paths: Sequence[Path]) -> str:
@@ -93,26 +93,26 @@ def _listed(paths: Sequence[Path]) -> str:
 def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> Iterator[Path]:
     """Yield a temporary folder that replaces the content of `folder` on exit.
 
-    A killed process leaves the content as it was. The same command may replace its own output for the same
-    `facts`.
+    If the process is killed, the old content stays. A command may replace its own output if the `facts` are
+    the same.
 
     Raises:
-        ConfigError: Another process makes the folder, or its content must not be replaced.
+        ConfigError: Another process is writing the folder, or its content must not be replaced.
     """
     check_replaceable(folder, by, overwrite=overwrite, **facts)
     existed, unfinished = folder.is_dir(), folder / UNFINISHED
     try:
         with hold(folder, leave=False):
-            check_replaceable(folder, by, overwrite=overwrite, **facts)  # another may have just finished
-            remove(unfinished)  # of a process that was killed
-            made = unfinished / "new" / folder.resolve().name  # some builders write the name of their folder
-            made.parent.mkdir(parents=True)  # the caller creates the folder itself
+            check_replaceable(folder, by, overwrite=overwrite, **facts)  # a process may have just finished
+            remove(unfinished)  # left by a killed process
+            new_folder = unfinished / "new" / folder.resolve().name  # builders may write its name
+            new_folder.parent.mkdir(parents=True)  # the caller creates the folder itself
             try:
-                yield made
+                yield new_folder
                 check_replaceable(folder, by, overwrite=overwrite, **facts)  # other programs ignore the lock
                 mark(folder, by, **facts)
                 _move(folder, unfinished / "old")
-                _move(made, folder)
+                _move(new_folder, folder)
             finally:
                 remove(unfinished)
     finally:
@@ -129,8 +129,8 @@ def _move(source: Path, target: Path) -> None:
 
 def check_replaceable(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> None:
     """Raise `ConfigError` if a command must not replace the content of a folder."""
-    found = check_owner(folder, by)
-    same = bool(facts) and json.loads(json.dumps(facts)) == {k: v for k, v in found.items() if k != "by"}
+    owner = check_owner(folder, by)
+    same = bool(facts) and json.loads(json.dumps(facts)) == {k: v for k, v in owner.items() if k != "by"}
     if content(folder) and not overwrite and not same:
         raise ConfigError(
             f"'{folder}' exists and is not empty; name another folder, or give --overwrite to replace "
@@ -138,11 +138,11 @@ def check_replaceable(folder: Path, by: str, *, overwrite: bool = False, **facts
         )
 
 
-# ---- folders of versions that left no mark
+# ---- folders of earlier versions, which have no mark
 
 
 def _trained(folder: Path) -> bool:
-    """Return whether there is a run, or the stages of one."""
+    """Return whether a folder contains a training run or the stages of a run."""
     config = folder / "config.yaml"
     if (folder / "stages.json").is_file() or next(folder.glob("checkpoint-*/SHA256SUMS"), None):
         return True
@@ -155,14 +155,14 @@ def _trained(folder: Path) -> bool:
 def _has_keys(file: Path, *names: str) -> bool:
     """Return whether a file holds a JSON object with these keys."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        parsed = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(found, Mapping) and found.keys() >= {*names}
+    return isinstance(parsed, Mapping) and parsed.keys() >= {*names}
 
 
 def _exported(folder: Path) -> bool:
-    """Return whether there is a model with a card of mmrl that is no part of a checkpoint."""
+    """Return whether a folder has a model card of mmrl and is not inside a checkpoint."""
     card = folder / "README.md"
     tagged = card.is_file() and re.search(r"^tags: \[mmrl\b", card.read_text(errors="replace"), re.MULTILINE)
     return bool(tagged) and not re.fullmatch(r"checkpoint-\d+", folder.resolve().parent.name)

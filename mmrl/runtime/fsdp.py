@@ -1,8 +1,8 @@
-"""Gathers FSDP2 shards for saving, loading and generation, and shards loaded states again.
+"""Functions that gather FSDP2 shards for saving, loading and generation, and reshard loaded states.
 
 For saving, tensors are gathered one at a time into main memory of process 0, so that no device holds more
-than its shards and one whole tensor. Models save themselves with their library's method, which
-`torch.distributed.checkpoint.state_dict` cannot call. Without sharding everything here is the identity.
+than its shards and one full tensor. Models save themselves with their library's method, which
+`torch.distributed.checkpoint.state_dict` cannot call. Without sharding all functions are the identity.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ def is_shard(tensor: Tensor | None) -> bool:
 
 
 def _spread(data: Tensor, like: Tensor) -> Tensor:
-    """Shard a whole tensor of process 0 like another one; other processes pass any tensor of its shape."""
+    """Shard the full tensor of process 0 as `like` is; other processes pass any tensor of its shape."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(data.to(like.device), like.device_mesh, like.placements)
 
 
 def in_shards(module: nn.Module) -> bool:
-    """Whether weights of a model are currently shards."""
+    """Whether any weight of a model is currently a shard."""
     return any(map(is_shard, module.parameters()))
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Gather a tensor on its device; every process has to call this for a shard."""
+    """Gather the full tensor of a shard on its device; every process must call this for a shard."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
 def _saves() -> bool:
-    """Whether this process saves whole weights."""
+    """Whether this process saves the full weights (process 0)."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
@@ -60,7 +60,7 @@ def check_shardable(module: nn.Module) -> None:
 
 
 def sharded_parts(module: nn.Module) -> list[Any]:
-    """List the modules of a model that FSDP2 shards, whether gathered at the moment or not."""
+    """List the submodules that FSDP2 shards, including those that are gathered at the moment."""
     if not torch.distributed.is_initialized():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -76,15 +76,15 @@ def gathered(
     only: Iterable[Tensor] | None = None,
     everywhere: bool = False,
 ) -> Iterator[bool]:
-    """Replace sharded parameters by whole ones in main memory of process 0 inside this context.
+    """Replace sharded parameters by full tensors in main memory of process 0 inside this context.
 
-    Every process has to enter it. Yields whether this process has whole weights; without sharding all have.
+    Every process must enter it. Yields whether this process has the full weights; without sharding all have.
 
     Args:
         module: The model.
-        changed: Update the shards of all processes, and buffers, from those of process 0 at the end.
+        changed: On exit, update the shards and buffers of all processes from the values on process 0.
         only: The parameters to gather; None: all.
-        everywhere: Gather them on every process.
+        everywhere: Gather on every process instead of process 0 only.
     """
     chosen = None if only is None else {id(parameter) for parameter in only}
     sharded = [
@@ -94,7 +94,7 @@ def gathered(
         if is_shard(parameter) and (chosen is None or id(parameter) in chosen)
     ]
     keeps = not sharded or everywhere or _saves()
-    # Hooks of FSDP2 expect shards after `load_state_dict`; inside this context tensors are whole.
+    # FSDP2's hooks after `load_state_dict` expect shards, but inside this context tensors are full.
     hooks = [part._load_state_dict_post_hooks for part in module.modules()] if sharded else []
     before = [dict(hook) for hook in hooks]
     wholes: dict[int, nn.Parameter] = {}  # by id, so that a shared parameter stays shared
@@ -120,9 +120,9 @@ def gathered(
 
 @torch.no_grad()
 def _take_back(shards: dict[int, Any], wholes: dict[int, nn.Parameter], module: nn.Module) -> None:
-    """Copy the whole parameters of process 0 to the shards of all processes, and its buffers to others."""
+    """Update the parameter shards and the buffers of all processes from the full values of process 0."""
     for key, shard in shards.items():
-        # Data of other processes is ignored.
+        # Only the data of process 0 is used; the others pass an empty tensor of the same shape.
         data = wholes[key].data if _saves() else torch.empty(shard.shape, dtype=shard.dtype)
         shard.copy_(_spread(data.to(shard.dtype), shard))
     for buffer in module.buffers():
@@ -131,21 +131,21 @@ def _take_back(shards: dict[int, Any], wholes: dict[int, nn.Parameter], module: 
 
 @contextmanager
 def unsharded(module: nn.Module, *, again: bool = True) -> Iterator[None]:
-    """Unshard all weights inside this context, so that each process may call parts of the module alone.
+    """Unshard all weights inside this context, so that each process may call submodules independently.
 
-    Every process has to enter it. `again`: whether forward passes after it reshard the weights.
+    Every process must enter it. `again`: whether forward passes after this context reshard the weights.
     """
     parts = sharded_parts(module)
     if parts:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        # FSDP2 takes the first called module as its root; generation may call a part before the whole.
+        # FSDP2 takes the first called module as its root, but generation may call a submodule first.
         module.begin = lambda: None
         register_fsdp_forward_method(module, "begin")
         module.begin()
         del module.begin
     for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)  # else its first forward pass reshards it
+        part.set_reshard_after_forward(False, recurse=False)  # else the first forward pass reshards the part
         part.unshard()
     try:
         yield
@@ -175,11 +175,11 @@ def swap(parameter: Tensor, weight: Tensor) -> Tensor:
     old = current.clone()
     current.copy_(other)
     other.copy_(old)
-    return weight  # with the old values
+    return weight  # `weight` now has the old values
 
 
 def local_copy(parameter: Tensor) -> Tensor:
-    """Copy the data of a parameter to the CPU; copy a shard on its device."""
+    """Return a copy of a parameter's data: on the CPU, or for a shard on its own device."""
     parameter = parameter.detach()
     return parameter.clone() if is_shard(parameter) else parameter.cpu().clone()
 

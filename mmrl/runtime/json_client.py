@@ -1,7 +1,7 @@
-"""A JSON client over HTTP with a deadline for the whole answer, and retries.
+"""JSON client over HTTP with a deadline for the whole response, and retries.
 
-Built on `http.client`: limits of httpx hold for each read, so a server that sends a byte at a time outlasts
-them (6.5 s with a limit of 0.3 s), and a client per request takes 56 ms instead of 1 ms.
+Built on `http.client`: a timeout of httpx applies to each read, so a server that sends a byte at a time
+exceeds it (6.5 s with a timeout of 0.3 s), and an httpx client per request takes 56 ms instead of 1 ms.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-LARGEST = 64 << 20  # bytes of an answer
-PASSING = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses that are worth a retry
+LARGEST = 64 << 20  # maximum bytes of a response
+PASSING = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses that are retried
 
 
 class StatusError(ConnectionError):
-    """A server answered with a status other than 200, stored as `status`."""
+    """Raised if a server answers with a status other than 200, stored as `status`."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -38,16 +38,16 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 
 
 class JsonClient:
-    """Sends POST requests with JSON, or GET requests; retries if the server is late, busy or broken.
+    """Client that sends JSON by POST, or GET requests; retries if the server is late, busy or broken.
 
-    Redirects and proxies are not used. Raises `ValueError` for a bad address, and `ConnectionError` without
-    an answer of status 200.
+    It follows no redirects and uses no proxies. Raises `ValueError` for a bad address, and `ConnectionError`
+    if no response has status 200.
 
     Args:
         url: Address of the server, http:// or https://.
-        request_timeout: Seconds until the whole answer to a request must have arrived.
+        request_timeout: Seconds until the whole response to a request must have arrived.
         request_retries: Number of retries.
-        wait: Seconds before the first retry; doubled for each further one.
+        wait: Seconds before the first retry; doubled before each further retry.
         headers: Additional headers of every request.
     """
 
@@ -66,11 +66,11 @@ class JsonClient:
         self.request_timeout, self.request_retries, self.wait = request_timeout, request_retries, wait
 
     def post(self, content: Mapping[str, Any] | bytes) -> bytes:
-        """Send an object, or its JSON, and return the answer; raises `ValueError` if that is too long."""
+        """Send an object or its encoded JSON; return the response; raise `ValueError` if it is too long."""
         return self._exchange("POST", content if isinstance(content, bytes) else as_json(content))
 
     def get(self) -> bytes:
-        """Return the content of the address; raises `ValueError` for more than `LARGEST` bytes."""
+        """Return the content at the address; raises `ValueError` for more than `LARGEST` bytes."""
         return self._exchange("GET", None)
 
     def _exchange(self, method: str, body: bytes | None) -> bytes:
@@ -102,14 +102,14 @@ class JsonClient:
         connection = kind(parts.hostname, parts.port, timeout=self.request_timeout)
         deadline = time.monotonic() + self.request_timeout
         connection.connect()
-        stream = connection.sock  # the connection drops it at the end of the response
+        stream = connection.sock  # `connection.sock` becomes None at the end of the response
 
         def cut() -> None:
-            with contextlib.suppress(OSError):  # it ended by itself
+            with contextlib.suppress(OSError):  # the connection may have ended already
                 # `SSLSocket.shutdown` would remove the encryption under the reading thread.
                 socket.socket.shutdown(stream, socket.SHUT_RDWR)
 
-        # The timeout of a socket holds for one read, but a server may send a byte at a time.
+        # A socket's timeout applies to each read, but a server may send a byte at a time.
         watch = threading.Timer(deadline - time.monotonic(), cut)
         watch.daemon = True
         watch.start()
@@ -126,7 +126,7 @@ class JsonClient:
         finally:
             watch.cancel()
             connection.close()
-        if time.monotonic() >= deadline:  # the watch cut the answer
+        if time.monotonic() >= deadline:  # the timer cut the response
             raise TimeoutError("timed out")
         if 300 <= reply.status < 400:
             reason += f" to '{reply.headers.get('Location')}', which is not followed; name it as `url`"
@@ -138,7 +138,6 @@ def png(pixels: Tensor) -> str:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(pixels.cpu().permute(1, 2, 0).contiguous().numpy()).save(
-        buffer, "png"
-    )  # to (height, width, 3)
+    image = Image.fromarray(pixels.cpu().permute(1, 2, 0).contiguous().numpy())  # (height, width, 3)
+    image.save(buffer, "png")
     return base64.b64encode(buffer.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""Checks of the environment that a launcher sets: processes that would not join, and unsafe restarts."""
+"""Checks of the launcher's environment variables: processes that would not join, unsafe restarts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_joined() -> None:
     number, words = os.environ.get("WORLD_SIZE", ""), ""
     if number not in ("", "1"):
         words = f"WORLD_SIZE is {number}"
-    # `accelerate launch --cpu` sets these for several processes or machines, without joining them.
+    # `accelerate launch --cpu` sets these variables for several processes, without joining them.
     if not number and os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in os.environ:
         number, words = "N", "MASTER_ADDR is set as for several processes"
     if words:
@@ -32,8 +32,8 @@ def check_joined() -> None:
 def check_restarts() -> None:
     """Raise `ConfigError` if torchrun would restart processes with a store of stale addresses.
 
-    Its agents share one store over all restarts, so a restarted process may wait for the address of an ended
-    one: half of the restarts on two machines hung.
+    torchrun's agents share one store across restarts, so a restarted process may wait for the address of a
+    process that has ended. Half of the restarts on two machines hung.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":

@@ -1,7 +1,7 @@
 """TCP connections between process 0 and every other process, which detect lost processes and machines.
 
-A killed process closes its connection. A machine that is off or unreachable answers no keep-alive probe; for
-a suspended process the kernel still answers.
+A killed process closes its connection. A machine that is off or unreachable answers no keep-alive probe. A
+suspended process is not detected, because its kernel still answers.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-IDLE, INTERVAL, PROBES = 4, 2, 4  # seconds until the first probe, between two, and how many: 12 s in all
+IDLE, INTERVAL, PROBES = 4, 2, 4  # seconds to first probe, seconds between probes, number; 12 s in all
 FAREWELL = b"done"
-ENOUGH = 60.0  # seconds to connect
+ENOUGH = 60.0  # timeout for connecting, in seconds
 
 
 class Links:
-    """Calls `lost` with a description, in a separate thread, if a process leaves without a farewell.
+    """Connections that call `lost` from a separate thread if a process ends without a farewell message.
 
     Args:
         rank: Rank of this process.
         world: Number of processes.
-        exchange: Gathers bytes from every process, by rank; all processes create their links together.
-        lost: Receives the description of the lost process.
+        exchange: Collective that gathers bytes from every process, in order of rank.
+        lost: Receives a description of the lost process.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Links:
         self.over = False
         server = socket.create_server(("", 0), backlog=world) if rank == 0 else None
         port = server.getsockname()[1] if server else 0
-        found = [data.decode().split(" ", 1) for data in exchange(f"{port} {socket.gethostname()}".encode())]
-        self.hosts = [host for _, host in found]
+        peers = [data.decode().split(" ", 1) for data in exchange(f"{port} {socket.gethostname()}".encode())]
+        self.hosts = [host for _, host in peers]
         if server:
             self._accept(server)
         else:
-            self._connect(int(found[0][0]))
+            self._connect(int(peers[0][0]))
 
     def _accept(self, server: socket.socket) -> None:
         with server:
@@ -48,7 +48,7 @@ class Links:
             for _ in range(self.world - 1):
                 link, _ = server.accept()
                 link.settimeout(ENOUGH)
-                # A stranger that reaches the port can at most make this run time out.
+                # An unknown client that reaches the port can at most make this run time out.
                 other = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "big")
                 self._listen(link, other)
 
@@ -79,7 +79,7 @@ class Links:
             self.lost(f"process {other} of {self.world} ({where}) is gone: {why}")
 
     def close(self) -> None:
-        """Send a farewell to the other side and close."""
+        """Send the farewell message to the other side of every connection, and close for writing."""
         self.over = True
         for link in self.sockets:
             with suppress(OSError):

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def quantize_into(layer: Any, weight: Tensor) -> nn.Module:
-    """Quantise a weight into a linear layer of bitsandbytes, which holds the settings.
+    """Quantise a weight with the settings of a bitsandbytes linear layer, and store it in the layer.
 
     A fake tensor is quantised to fake codes and scales.
     """
@@ -23,9 +23,9 @@ def quantize_into(layer: Any, weight: Tensor) -> nn.Module:
 
 
 def _shapes(layer: Any, weight: Tensor) -> nn.Parameter:
-    """Quantise a fake tensor; its scales become attributes of the codes.
+    """Quantise a fake tensor; return its codes as a parameter with the scales as attributes.
 
-    The codes are an ordinary parameter, since a fake tensor cannot have a class of bitsandbytes.
+    It is an ordinary parameter, since a fake tensor cannot have a class of bitsandbytes.
     """
     from bitsandbytes import functional
     from bitsandbytes.nn.modules import Linear4bit
@@ -45,7 +45,7 @@ def _shapes(layer: Any, weight: Tensor) -> nn.Parameter:
 
 
 def quantize_as_checkpoint(model: nn.Module, settings: Any) -> None:
-    """Replace the linear layers of a model with fake weights, as loading a quantised checkpoint does.
+    """Quantise the linear layers of a model with fake weights, as loading a quantised checkpoint does.
 
     Args:
         model: A transformers model in full precision.
@@ -68,9 +68,9 @@ def scales_of(module: nn.Module) -> Iterator[Tensor]:
     for part in module.modules():
         for owner in (*part.parameters(recurse=False), getattr(part, "state", None)):
             state = getattr(owner, "quant_state", None)
-            while state is not None:  # scales of 4 bits can be quantised themselves
+            while state is not None:  # 4-bit scales can be quantised themselves
                 yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
                 state = state.state2
-            scales = getattr(owner, "SCB", None)  # of 8 bits; the first call moves them to the layer
+            scales = getattr(owner, "SCB", None)  # 8-bit scales, which the first call moves to the layer
             if isinstance(scales, torch.Tensor):
                 yield scales

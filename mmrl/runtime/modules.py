@@ -1,4 +1,4 @@
-"""Helpers for models: sources, placement, precision, transforms, evaluation mode."""
+"""Helpers for models: weight sources, placement, precision, transforms, evaluation mode."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model_source(name: str) -> str:
     if name and folder.is_dir():
         return str(folder)
     home = folder.parent
-    is_path = home.is_dir() and home != Path()  # "runs/model" where a folder "runs" exists
+    is_path = home.is_dir() and home != Path()  # e.g. "runs/model" if a folder "runs" exists
     looks_like_path = name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1
     if is_path or folder.is_file() or looks_like_path:
         inside = sorted(path.name for path in home.iterdir() if path.is_dir())[:5] if is_path else []
@@ -68,11 +68,11 @@ def loading_onto(
     """Load models inside this context directly onto a device, file by file, without a copy in main memory.
 
     Args:
-        device: None: main memory, where weights stay memory-mapped and are shared between processes.
+        device: Target device; None: main memory, where processes share memory-mapped weights.
         learns: Convert trained weights to float32.
-        shards: Convert them only after FSDP2 has sharded them (`Processes.place`), so that no process holds
-            a float32 copy of the model.
-        empty: Create fake weights (shapes only), for estimates of memory, without reading weight files.
+        shards: Convert trained weights only after FSDP2 has sharded them (`Processes.place`), so that no
+            process holds a float32 copy of the model.
+        empty: Create fake weights (shapes only) without reading weight files, to estimate memory.
     """
     token = _PLACEMENT.set(Placement(device, learns, shards, empty))
     try:
@@ -82,26 +82,26 @@ def loading_onto(
 
 
 def placement() -> Placement:
-    """Return the current placement of loaded models."""
+    """Return the placement that `loading_onto` set, or the default for training."""
     return _PLACEMENT.get()
 
 
 @cache
 def _fake() -> FakeTensorMode:
-    # Inputs such as token ids may be real tensors.
+    # Real tensors, such as token ids, may be inputs of fake modules.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def making_weights() -> AbstractContextManager:
     """Create fake weights inside this context if `loading_onto` has `empty`.
 
-    Results computed from them are fake as well, and take neither memory nor time.
+    Results computed from fake weights are fake as well, and take neither memory nor time.
     """
     return _fake() if placement().empty else nullcontext()
 
 
 class _Values(torch.autograd.Function):
-    """Replaces a tensor by zeros, and keeps it in the autograd graph."""
+    """Autograd function that replaces a tensor by zeros, but keeps it in the graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -109,9 +109,9 @@ class _Values(torch.autograd.Function):
 
 
 def with_values(tensor: Tensor) -> Tensor:
-    """Replace a fake tensor by zeros, for code that branches on values.
+    """Replace a fake tensor by zeros, for code that branches on values; return a real tensor unchanged.
 
-    The graph of the fake tensor stays, so that memory for the backward pass is counted.
+    The autograd graph of the fake tensor stays, so that memory for the backward pass is counted.
     """
     return _Values.apply(tensor) if isinstance(tensor, FakeTensor) else tensor
 
@@ -119,18 +119,18 @@ def with_values(tensor: Tensor) -> Tensor:
 def keep_training_precision(model: nn.Module, *, now: bool = False) -> None:
     """Convert trained weights to float32, since updates of 1e-6 vanish in 16 bits.
 
-    Weights that will be sharded are only marked for a later conversion, unless `now` (for saved adapters).
+    Weights that FSDP2 will shard are only marked for conversion, unless `now` (used for saved adapters).
     """
     for parameter in model.parameters() if placement().learns else ():
         if parameter.requires_grad and parameter.dtype in LOW:
             if placement().shards and not now:
                 vars(parameter)[LATER] = True
             else:
-                parameter.data = parameter.data.float()  # in place: others hold the Parameter
+                parameter.data = parameter.data.float()  # in place, since others refer to the Parameter
 
 
 def stored_dtypes(folder: Path) -> dict[str, str]:
-    """Read the dtype of every weight in the safetensors files of a folder, such as "BF16"."""
+    """Map every weight in the safetensors files of a folder to the name of its dtype, such as "BF16"."""
     from safetensors import SafetensorError, safe_open
 
     dtypes: dict[str, str] = {}
@@ -144,7 +144,7 @@ def stored_dtypes(folder: Path) -> dict[str, str]:
 
 
 def widest_dtype(model: nn.Module, folder: Path) -> torch.dtype:
-    """Find the widest floating dtype of a model and of the safetensors files in a folder."""
+    """Return the widest floating dtype of a model and of the safetensors files in a folder."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     dtypes |= {STORED[name] for name in set(stored_dtypes(folder).values()) if name in STORED}
     return max(dtypes, key=lambda dtype: dtype.itemsize)
@@ -152,33 +152,33 @@ def widest_dtype(model: nn.Module, folder: Path) -> torch.dtype:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, saved: nn.Module) -> None:
-    """Copy the weights of a model of the same architecture in place, bit for bit.
+    """Copy the weights of `saved`, a model of the same architecture, into `model` bit for bit.
 
-    A trained 16-bit weight takes the dtype of the saved one: models for inference are loaded in 16 bits, but
-    checkpoints hold trained weights in float32.
+    A trained 16-bit weight takes the dtype of the saved weight: models for inference are loaded in 16 bits,
+    but checkpoints store trained weights in float32.
     """
     weights, trained = saved.state_dict(), {id(p): p for p in model.parameters() if p.requires_grad}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in trained and value.dtype in LOW:
             value.data = weights[name].to(value.device)
         else:
-            value.copy_(weights[name])  # in place: the optimizer and engines hold these tensors
+            value.copy_(weights[name])  # in place, since the optimizer and engines refer to these tensors
 
 
 def apply_transforms(model: nn.Module, transforms: Sequence[Callable]) -> nn.Module:
-    """Apply transforms to a model, in order."""
+    """Apply transforms to a model in order, and return the result."""
     for transform in transforms:
         model = transform(model)
     return model
 
 
 def applied_transforms(model: nn.Module) -> tuple[dict[str, Any], ...]:
-    """List the transforms of a model as `{"name": ..., option: ...}`, in order of application."""
+    """List the transforms applied to a model as `{"name": ..., option: ...}`, in order of application."""
     return vars(model).get(RECORD, ())
 
 
 def record_transform(view: nn.Module, model: nn.Module, name: str, options: Mapping[str, Any]) -> nn.Module:
-    """Record a transform of `model` on the result; raises `ValueError` if it was applied before."""
+    """Record on `view` that a transform of `model` made it; raise `ValueError` if `model` had it already."""
     for done in applied_transforms(model):
         if done["name"] == name:
             raise ValueError(
@@ -191,7 +191,7 @@ def record_transform(view: nn.Module, model: nn.Module, name: str, options: Mapp
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """Copy the modules, settings and hooks of a model; both share the same weight tensors."""
+    """Copy the modules, settings and hooks of a model; the copy shares the model's weight tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     for module in model.modules():
         # The first call of an 8-bit bitsandbytes layer moves codes and scales from the weight to the layer.
@@ -207,7 +207,7 @@ def twin(model: nn.Module) -> nn.Module:
 class Derived:
     """A transformed copy of a model that shares its weights and follows them in training.
 
-    If the transforms replaced weights (quantised, sliced), the copy is rebuilt after these weights changed.
+    If the transforms replaced weights (quantised, sliced), the copy is rebuilt after those weights change.
     """
 
     def __init__(self, model: nn.Module, transforms: Sequence[Callable]) -> None:
@@ -217,32 +217,32 @@ class Derived:
         self._stamp: Any = None
 
     def __call__(self) -> nn.Module:
-        """Return the copy, up to date."""
+        """Return the transformed copy, rebuilt if necessary."""
         if self.made is None and sharded_parts(self.model):
             raise ValueError(
                 "an engine's own transforms need whole weights on every process, but these are sharded; give "
                 "them to the policy (`policy.transform`), or train without sharding"
             )
         if self.made is None or self._stamp != self._look():
-            self.made = made = apply_transforms(twin(self.model), self.transforms)
-            copied = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
+            self.made = derived = apply_transforms(twin(self.model), self.transforms)
+            copied = {id(tensor) for tensor in (*derived.parameters(), *derived.buffers())}
             shared = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
             parameters = list(self.model.parameters())
-            # Weights that the copy lacks were replaced; if it only has more, any may have been read.
+            # Weights missing in the copy were replaced; if it only has extra ones, any may have been read.
             replaced = [parameter for parameter in parameters if id(parameter) not in copied]
             self._read = replaced or (parameters if copied - shared else [])
             self._stamp = self._look()
         return self.made
 
     def _look(self) -> Any:
-        """Return a value that changes with the weights: in place, in other memory, or other parameters."""
+        """Return a value that changes with the weights: in-place changes, new memory or new parameters."""
         identities = tuple(id(p) for p in self.model.parameters())
         return identities, tuple((p._version, p.data_ptr()) for p in self._read)
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Set a module to evaluation mode inside this context; afterwards every submodule has its mode again."""
+    """Set a module to evaluation mode inside this context; then restore the mode of every submodule."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:

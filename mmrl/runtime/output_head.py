@@ -11,11 +11,11 @@ from mmrl.config.loading import ConfigError
 
 
 class OutputHead:
-    """The head of a model, with the scale and the soft cap of its logits.
+    """The output head of a language model, with the scale and the soft cap of its logits.
 
     Cohere multiplies logits by `logit_scale`, Falcon-H1 by `lm_head_multiplier`, HyperCLOVA X by
-    `logits_scaling`, by which Granite and MiniCPM3 divide. Gemma and NanoChat map logits x to
-    c tanh(x / c), where c is `final_logit_softcapping`.
+    `logits_scaling`. Granite and MiniCPM3 divide by `logits_scaling`. Gemma and NanoChat map logits x to c
+    tanh(x / c), where c is `final_logit_softcapping`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -29,11 +29,11 @@ class OutputHead:
 
     @property
     def weight(self) -> Tensor:
-        """The weight (V, width) of the linear layer."""
+        """The weight (vocabulary, hidden size) of the linear layer."""
         return self.linear.weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Compute logits (..., V) of states (..., width)."""
+        """Compute logits (..., vocabulary) from hidden states (..., hidden size)."""
         logits = self.linear(hidden)
         if self.factor != 1.0:
             logits = logits * self.factor
@@ -41,7 +41,7 @@ class OutputHead:
 
 
 class _States:
-    """Output of a model without its head: the last hidden states only."""
+    """Stand-in for the output of a model without its head: only the last hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -56,9 +56,9 @@ class _States:
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Raise `ConfigError` unless `OutputHead` gives the logits of the model's forward pass.
+    """Raise `ConfigError` unless `OutputHead` gives the same logits as the model's forward pass.
 
-    Only the part after the last layer runs, on artificial hidden states.
+    Only the computation after the last layer runs, on artificial hidden states.
     """
     core, head = model.base_model, OutputHead(model)
     weight = head.weight

@@ -1,6 +1,6 @@
-"""Ray actors that make rollouts and rewards; Ray restarts one that dies and repeats its request.
+"""Ray actors for rollouts and rewards; Ray restarts an actor that dies and repeats its request.
 
-Requests hold everything that an actor needs, so a restarted actor gives the same answer.
+Requests contain everything that an actor needs, so a restarted actor gives the same answer.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from mmrl.config.loading import ConfigError
 from mmrl.core.types import Outcome
 from mmrl.runtime.workers import Workers
 
-OWN = "mmrl"  # a resource of a cluster that a run started for itself
+OWN = "mmrl"  # custom resource that marks a cluster which a run started for itself
 STARTING = 600.0  # seconds that actors may take to start and to load their models
 log = logging.getLogger("mmrl")
-_joined: dict[str, str] = {}  # session name of a cluster to the address by which this process joined it
-_starting = threading.Lock()  # rewards run in separate threads, and a process joins one cluster
+_joined: dict[str, str] = {}  # maps a cluster's session name to the address by which this process joined
+_starting = threading.Lock()  # rewards run in threads, but a process joins a cluster once
 
 
 class ActorsLost(RuntimeError):
-    """An actor died more often than `max_restarts` allows."""
+    """Raised if an actor died more often than `max_restarts` allows."""
 
 
 class Host:
-    """The remote side of an actor: creates an object and calls its methods."""
+    """The remote side of an actor: it creates an object and calls the object's methods."""
 
     def __init__(self, make: Callable[..., Any], arguments: bytes) -> None:
         self.thing = make(*loads(arguments))
 
     def call(self, method: str, request: bytes, *more: Any) -> tuple[int, bytes]:
-        """Call a method (none for an empty name); return the id of this process and the pickled result."""
+        """Call a method (no call for an empty name); return this process's id and the pickled result."""
         return os.getpid(), dumps(method and getattr(self.thing, method)(*loads(request), *more))
 
 
 class Actors:
-    """Ray actors that each hold one object, built remotely from the same arguments.
+    """A group of Ray actors that each hold one object, built remotely from the same arguments.
 
     Args:
         make: Class of the object.
@@ -56,11 +56,11 @@ class Actors:
         self.make, self.arguments, self.workers, self.what = make, dumps(tuple(arguments)), workers, what
         self.actors: list[Any] = []
         self.pending: list[Any] = []  # last request of every actor
-        self.processes: dict[int, int] = {}  # process id of every actor; a new one means a restart
-        self.restarts = 0  # since the metrics were last read
+        self.processes: dict[int, int] = {}  # maps actor index to process id; a new id means a restart
+        self.restarts = 0  # number of restarts since the metrics were last read
 
     def ready(self) -> None:
-        """Start the actors and wait for them; replace those that still work on an abandoned request.
+        """Start the actors and wait for them; replace actors that still work on an abandoned request.
 
         Then neither start-up nor an abandoned request uses up the timeout of the next call.
         """
@@ -69,7 +69,7 @@ class Actors:
         self.start()
         for i, request in enumerate(self.pending):
             if not ray.wait([request], timeout=0)[0]:
-                ray.kill(self.actors[i])  # drops the request, which a restarted actor would get again
+                ray.kill(self.actors[i])  # drops the request too, which a restarted actor would get again
                 self.actors[i] = self._actor()
                 self.processes.pop(i, None)
         if len(self.processes) < len(self.actors):
@@ -77,7 +77,7 @@ class Actors:
             self.collect([actor.call.remote("", b"") for actor in self.actors], STARTING)
 
     def begin(self, requests: Sequence[tuple], *more: Any, method: str) -> list[Any]:
-        """Send one request to each of the first actors; `collect` returns the answers.
+        """Send one request to each of the first actors; pass the returned references to `collect`.
 
         Args:
             requests: Arguments of the method, one tuple per actor.
@@ -93,7 +93,7 @@ class Actors:
         return sent
 
     def collect(self, pending: Sequence[Any], timeout: float) -> list[Any]:
-        """Wait for the answers to requests, in order.
+        """Wait for the results of requests and return them in order.
 
         Raises `TimeoutError` after `timeout` seconds, and `ActorsLost` for an actor that died too often.
         """
@@ -122,7 +122,7 @@ class Actors:
         return [loads(answer) for _, answer in answers]
 
     def start(self) -> None:
-        """Join or start a cluster, and start the actors, once."""
+        """Join or start a cluster and start the actors, unless this was done before."""
         with _starting:
             if not self.actors:
                 join(self.workers, self.what)
@@ -134,7 +134,7 @@ class Actors:
         given, own = self.workers, OWN in ray.cluster_resources()
         env = dict(given.runtime_env or {})
         if own:
-            # Several kinds of actors share the cores of this machine; none may wait for another to end.
+            # Actors of several pieces share the cores of this machine; none may wait for another to end.
             threads = str(max(1, int(given.num_cpus)))
             env["env_vars"] = {"OMP_NUM_THREADS": threads, **env.get("env_vars", {})}
         options = {
@@ -149,13 +149,13 @@ class Actors:
 
 
 def join(workers: Workers, what: str) -> None:
-    """Join or start a Ray cluster; raises `ConfigError` if this process is in another one already."""
+    """Join or start a Ray cluster; raise `ConfigError` if this process is in another cluster already."""
     import ray
 
     address = workers.address or os.environ.get("RAY_ADDRESS", "")
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics
-        # "local" starts a new cluster; by default Ray joins one that it finds on the machine.
+        # "local" starts a new cluster; without an address Ray would join a cluster on this machine.
         ray.init(
             address=address or "local",
             log_to_driver=False,
@@ -179,19 +179,19 @@ def _shown(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{x:g} {name}" for name, x in sorted(named.items()) if x and name != OWN) or "nothing"
 
 
-# ---- what travels
+# ---- serialization
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value for another process; of a view of a tensor only its own numbers.
+    """Pickle a value for another process; of a tensor that is a view, only the elements of the view.
 
-    Not Ray's own serialization: it sends the whole storage of a view, and maps arrays read-only, so that
-    rewards and environments could not change them.
+    Ray's own serialization is not used: it sends the whole storage of a view, and maps arrays read-only, so
+    that rewards and environments could not change them.
     """
     from ray import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:  # torch pickles the whole storage
+        def reducer_override(self, obj: Any) -> Any:  # torch would pickle the whole storage
             if type(obj) is torch.Tensor and obj.layout == torch.strided and obj.device.type == "cpu":
                 flat = obj.detach().contiguous().flatten()
                 return _tensor, (flat.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape))
@@ -215,7 +215,7 @@ def loads(data: bytes) -> Any:
 
 
 def check_environments(outcomes: Iterable[Outcome]) -> None:
-    """Raise `TypeError` for an environment that cannot be pickled, naming its class."""
+    """Raise `TypeError` with the class name if an environment of the outcomes cannot be pickled."""
     for environment in {id(o.environment): o.environment for o in outcomes}.values():
         try:
             dumps(environment)

@@ -1,4 +1,4 @@
-"""Rewards with `workers`: computed by Ray actors, perhaps in an environment of their own."""
+"""Rewards with `workers`: computed by Ray actors, optionally in a separate environment."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mmrl.runtime.ray_actors import Actors, ActorsLost, check_environments
 from mmrl.runtime.reward_calls import RemoteFault, RemoteReward
 from mmrl.runtime.scoring import SCORING, NotNumbers, Scoring, by_prompt, called
 
-_ACTORS: WeakValueDictionary[str, Actors] = WeakValueDictionary()  # of training and evaluation together
+_ACTORS: WeakValueDictionary[str, Actors] = WeakValueDictionary()  # shared by training and evaluation
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: outcomes to score, at a moment of the run."""
+    """A request to an actor: outcomes to score, with the step and the clock of the run."""
 
     piece: Piece
     prompts: list[Prompt]
     outcomes: list[Outcome]
     call: Scoring
-    moment: tuple[int, int, str]  # step, round and purpose of the random streams
+    moment: tuple[int, int, str]  # step, round and purpose, which seed the random streams
     clock: Clock
-    seconds: float  # that the answer may take
+    seconds: float  # time limit for the answer
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What a reward returned, what it logged, and what it raised instead: its class, words and trace."""
+    """Result of a request: values, logged metrics, and on failure the error's class, text and trace."""
 
     values: list
     call: Scoring
@@ -44,7 +44,7 @@ class Scored:
 
 
 class RewardWorker:
-    """A reward of a run, made again in a process of its own."""
+    """A reward of a run, rebuilt in another process."""
 
     def __init__(self, piece: Piece, policy: Piece | None, seed: int, stage: int) -> None:
         self.stream = Stream(seed, stage=stage)
@@ -52,13 +52,13 @@ class RewardWorker:
         self.reward: Bound = self.pieces.make("reward", piece, place="rewards[0]")
 
     def score(self, asked: Asked) -> Scored:
-        """Score outcomes; what the reward raises is part of the answer, and no end of the actor."""
+        """Score outcomes; return an error of the reward as part of the result, so that the actor survives."""
         self.stream.step, self.stream.round, self.stream.purpose = asked.moment
         self.pieces.tick(asked.clock)
         try:
             values = called(self.reward, asked.prompts, asked.outcomes, asked.call, asked.seconds)
             return Scored(values, asked.call)
-        # Also SystemExit, which would end the actor, as it ends no run in its own process.
+        # SystemExit too: it would end the actor, but it does not end a run in its own process.
         except BaseException as error:
             kind = "" if isinstance(error, NotNumbers) else type(error).__name__
             return Scored([], asked.call, (kind or "NotNumbers", str(error), traceback.format_exc()))
@@ -66,7 +66,7 @@ class RewardWorker:
 
 @dataclass(frozen=True)
 class RayReward(RemoteReward):
-    """A reward whose answers come from actors; groups stay whole, since rewards may compare them."""
+    """A reward computed by Ray actors; each group goes to one actor, since rewards may compare its rows."""
 
     source: Elsewhere
     actors: Actors
@@ -76,9 +76,9 @@ class RayReward(RemoteReward):
         self.actors.ready()
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome], **_: Any) -> list:
-        """Score outcomes, as the reward would in this process.
+        """Score outcomes as the reward would in this process.
 
-        Raises what the reward raises, as `NotNumbers` or `RemoteFault`.
+        Errors of the reward are raised as `NotNumbers` or `RemoteFault`.
         """
         check_environments(outcomes)
         call, stream = SCORING.get(None) or Scoring([None] * len(outcomes)), self.source.stream
@@ -121,7 +121,7 @@ class RayReward(RemoteReward):
 
 
 def shared(prompts: Sequence[Prompt], number: int) -> list[list[int]]:
-    """Divide the places of prompts among actors, whole groups, each to the one with the fewest so far."""
+    """Split prompt indices among `number` actors by group; each group goes to the actor with the fewest."""
     shares: list[list[int]] = [[] for _ in range(number)]
     for places in by_prompt(prompts).values():
         min(shares, key=len).extend(places)
@@ -129,18 +129,18 @@ def shared(prompts: Sequence[Prompt], number: int) -> list[list[int]]:
 
 
 def with_actors(rewards: Sequence[Bound]) -> list[Bound]:
-    """Give the rewards that have `workers` their actors, which start at the first call."""
-    made = []
+    """Attach Ray actors to the rewards that have `workers`; the actors start at the first call."""
+    result = []
     for bound in rewards:
         match bound.function:
             case Elsewhere() as source:
                 parts = source.piece, source.policy, source.stream.seed, source.stream.stage
                 workers = bound.call["workers"]
-                # By name, too: rewards are asked at the same time, and each has a time-out of its own.
+                # The key has the name: rewards run concurrently, each with its own timeout.
                 key = repr((bound.name, parts, workers))
                 what = f"the actors of the reward '{bound.name}'"
                 actors = _ACTORS.get(key) or Actors(RewardWorker, parts, workers, what)
                 _ACTORS[key] = actors
                 bound = replace(bound, function=RayReward(source, actors))
-        made.append(bound)
-    return made
+        result.append(bound)
+    return result

@@ -1,4 +1,4 @@
-"""Concurrent calls of rewards, with time-outs and retries, for the outcomes that each applies to."""
+"""Concurrent reward calls with timeouts and retries, each for the outcomes that the reward applies to."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from mmrl.config.binding import Bound
 from mmrl.core.types import Outcome, Prompt
 from mmrl.runtime.scoring import NotNumbers, Scoring, called, shown, to_float
 
-TIMEOUT = 600.0  # seconds a reward may take for one round, unless its `timeout` says otherwise
+TIMEOUT = 600.0  # default seconds that a reward may take for one round (option `timeout`)
 
 
 class RewardFault(RuntimeError):
-    """A reward raised an exception, timed out, or returned something else than finite numbers or None."""
+    """Raised if a reward raises, times out, or returns anything other than finite numbers or None."""
 
 
 class RemoteFault(Exception):
     """The error of a reward that runs in another process.
 
     Args:
-        kind: Name of the exception's class there.
-        message: Message of the exception.
-        trace: Its traceback.
+        kind: Class name of the original exception.
+        message: Message of the original exception.
+        trace: Traceback of the original exception.
         lasting: Whether later calls would fail as well, because the processes are lost.
     """
 
@@ -53,7 +53,7 @@ class Result:
     logged: Scoring = field(default_factory=Scoring)
     failure: str = ""
     cause: BaseException | None = None
-    lasting: bool = False  # `on_error: skip` would drop all, because later calls fail as well
+    lasting: bool = False  # later calls fail as well, so `on_error: skip` is not applied
 
 
 def call_all(
@@ -63,8 +63,8 @@ def call_all(
     final: list[bool],
     scoring: Scoring,
 ) -> list[Result]:
-    """Call every reward in a thread of its own, so that one that hangs delays no other."""
-    for bound in rewards:  # before the clocks of time-outs start
+    """Call every reward in a separate thread, so that a hanging reward does not delay the others."""
+    for bound in rewards:  # wait for remote processes before the timeouts start
         if isinstance(bound.function, RemoteReward):
             bound.function.wait()
     limits = [bound.call.get("timeout", TIMEOUT) for bound in rewards]
@@ -83,7 +83,7 @@ def call_all(
         thread.start()
     for thread, limit in zip(threads, limits, strict=True):
         thread.join(max(0.0, began + limit - time.monotonic()))
-    return list(results)  # a late thread still writes into the other list
+    return list(results)  # a copy, since a late thread may still write into the list
 
 
 def _call_where_it_applies(
@@ -94,7 +94,7 @@ def _call_where_it_applies(
     deadline: float,
     scoring: Scoring,
 ) -> Result:
-    """Call a reward for the outcomes that its settings `where` and `at` select; the others get None."""
+    """Call a reward for the outcomes that its settings `where` and `at` select; other outcomes get None."""
     triples = enumerate(zip(prompts, outcomes, final, strict=True))
     rows = [i for i, triple in triples if _applies(bound, *triple)]
     if len(rows) == len(outcomes):
@@ -114,7 +114,7 @@ def _call_where_it_applies(
 
 
 def _applies(bound: Bound, prompt: Prompt, outcome: Outcome, final: bool) -> bool:
-    """Whether a reward scores an outcome, by its settings `where` and `at`."""
+    """Whether a reward's settings `where` and `at` select an outcome."""
     where, at = bound.call.get("where"), bound.call.get("at", "last")
     if where and not matches(prompt, where):
         return False
@@ -125,7 +125,7 @@ def _applies(bound: Bound, prompt: Prompt, outcome: Outcome, final: bool) -> boo
 
 
 def matches(prompt: Prompt, where: Mapping[str, Any]) -> bool:
-    """Whether a prompt has the wanted value, or one of a list of values, in every column of `where`."""
+    """Whether a prompt has the wanted value, or one of several, in every column named in `where`."""
 
     def fits(value: Any, wanted: Any) -> bool:
         return value in wanted if isinstance(wanted, list | tuple) else value == wanted
@@ -136,9 +136,9 @@ def matches(prompt: Prompt, where: Mapping[str, Any]) -> bool:
 def _with_retries(
     bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], deadline: float, scoring: Scoring
 ) -> Result:
-    """Call a reward, and up to `retries` times again while it raises."""
+    """Call a reward; if it raises, call it again up to `retries` times before the deadline."""
     for left in reversed(range(1 + bound.call.get("retries", 0))):
-        # Values that a failing try logs are dropped.
+        # Values that a failed attempt logged are dropped.
         call = replace(scoring, metrics={}, columns={}, deadline=deadline)
         try:
             return Result(called(bound, prompts, outcomes, call, deadline - time.monotonic()), call)
@@ -149,7 +149,7 @@ def _with_retries(
                 return Result(failure=f"cannot go on: {error}", cause=error, lasting=True)
             if not left or time.monotonic() >= deadline:
                 return Result(failure=f"raised {error.kind}: {error}", cause=error)
-        # Whatever it raises ends this reward alone, SystemExit and CancelledError included.
+        # Any exception ends only this reward, even SystemExit and CancelledError.
         except BaseException as error:
             if not left or time.monotonic() >= deadline:
                 return Result(failure=f"raised {type(error).__name__}: {error}", cause=error)
@@ -159,7 +159,7 @@ def _with_retries(
 def checked(
     bound: Bound, result: Result, prompts: list[Prompt], outcomes: list[Outcome]
 ) -> tuple[Tensor, list[int]]:
-    """Convert the values of a reward to (M,) float64, NaN for None, and list the faulty outcomes."""
+    """Convert a reward's values to (outcomes,) float64 with NaN for None; also list the faulty outcomes."""
     if result.failure:
         what, numbers, broken = result.failure, [math.nan] * len(outcomes), list(range(len(outcomes)))
     else:

@@ -1,4 +1,4 @@
-"""Call one reward: copies of its arguments, what it may read and log, and a check of what it returns."""
+"""Calls of a single reward: copied arguments, readable context, logging, and return value checks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mmrl.core.types import Message, Outcome, Prompt, TrainerState
 
 
 def handed(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> tuple[list[Prompt], list[Outcome]]:
-    """Copy the arguments of a reward: changes that it makes to them reach no other reward.
+    """Copy the arguments of a reward, so that its changes to them reach no other reward.
 
-    Lists, dictionaries, sets, tensors and arrays are copied. The pixels and times of outcomes are shared, and
-    so are objects of other classes.
+    Lists, dictionaries, sets, tensors and arrays are copied. The pixels and times of outcomes and objects of
+    other classes are shared.
     """
     return [_copy(prompt) for prompt in prompts], [_copy(outcome) for outcome in outcomes]
 
@@ -51,31 +51,31 @@ def _copy(value: Any) -> Any:
 
 @dataclass
 class Scoring:
-    """One call of a reward: what it may read besides prompts and outcomes, and what it logs."""
+    """Context of one reward call: what the reward may read besides its arguments, and what it logs."""
 
-    tokens: Sequence[Sequence[int] | None] = ()  # of every outcome; None where it is not of tokens
-    turns: Sequence[Sequence[Message]] = ()  # of every outcome: its conversation; empty where there is none
-    rows: Sequence[int] = ()  # of every outcome: the number of its rollout
+    tokens: Sequence[Sequence[int] | None] = ()  # token ids of each outcome; None if it has no tokens
+    turns: Sequence[Sequence[Message]] = ()  # conversation of each outcome; may be empty
+    rows: Sequence[int] = ()  # index of each outcome's rollout
     state: TrainerState = TrainerState()
     metrics: dict[str, list[float]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    deadline: float = math.inf  # of `time.monotonic`, after which nobody waits for it
+    deadline: float = math.inf  # value of `time.monotonic` at which the caller stops waiting
 
     def about(self, rows: Sequence[int]) -> Scoring:
-        """Restrict the call to some of its outcomes, by their indices."""
+        """Restrict the context to the outcomes with the given indices."""
         turns = [self.turns[i] for i in rows] if self.turns else ()
         own = [self.rows[i] for i in rows] if self.rows else ()
         return replace(self, tokens=[self.tokens[i] for i in rows], turns=turns, rows=own)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Add a number to a metric of the run; the metric is the mean of all numbers logged in a step."""
+        """Log a value of a metric of the run; the metric is the mean of all values logged in a step."""
         number = to_float(value)
         if not math.isfinite(number):
             raise ValueError(f"log_metric('{name}', {shown(value)}): a finite number is wanted")
         self.metrics.setdefault(name, []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Add a column to the table of completions on disk, one value per outcome."""
+        """Add a column, with one value per outcome, to the table of completions on disk."""
         if len(values) != len(self.tokens):
             raise ValueError(
                 f"log_extra('{column}', ...): wanted {len(self.tokens)} values, one for each completion, got "
@@ -84,7 +84,7 @@ class Scoring:
         self.columns[column] = list(values)
 
 
-# The call that is going on: a reward runs in a thread of its own, and each thread has its own value.
+# Context of the current call. Each reward runs in its own thread, and each thread has its own value.
 SCORING: ContextVar[Scoring] = ContextVar("SCORING")
 
 
@@ -118,17 +118,17 @@ def by_prompt(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
     return groups
 
 
-# ---- what rewards return
+# ---- return values of rewards
 
 SHOWN = 200  # characters of a value in a message
 
 
 class NotNumbers(ValueError):
-    """A reward did not return one entry per outcome."""
+    """Raised if a reward does not return one entry per outcome."""
 
 
 def one_each(result: Any, count: int) -> list:
-    """Convert the return value of a reward to a list: a sequence, iterator or 1-D array of `count` entries.
+    """Convert a reward's return value (sequence, iterator or 1-D array) to a list of `count` entries.
 
     Raises `NotNumbers` for anything else.
     """
@@ -140,11 +140,11 @@ def one_each(result: Any, count: int) -> list:
             listed = tolist()
         case list() | tuple():
             listed = list(result)
-        # These are iterable, but their parts are not a number per outcome.
+        # These are iterable, but their items are not one number per outcome.
         case str() | bytes() | bytearray() | Mapping() | Set():
             raise NotNumbers(f"gave {shown(result)}, not a number per outcome")
         case Iterable():
-            listed = list(itertools.islice(result, count + 1))  # it may be endless
+            listed = list(itertools.islice(result, count + 1))  # the iterator may be endless
             if len(listed) > count:
                 raise NotNumbers(f"gave more than {count} numbers for {count} outcomes")
         case _:
@@ -155,12 +155,12 @@ def one_each(result: Any, count: int) -> list:
 
 
 def to_float(value: Any) -> float:
-    """Convert a number, also in a tensor or array; NaN for anything else, and for what exceeds a float."""
+    """Convert a number, tensor or array of one element to float; NaN for anything else or too large."""
     try:
         match value:
             case Real() | Decimal():
                 return float(value)
-            case object(item=item):  # of a tensor or array; it raises where there are several numbers
+            case object(item=item):  # a tensor or array; raises for several elements
                 return to_float(item())
     except (ValueError, RuntimeError, OverflowError):
         pass
@@ -168,7 +168,7 @@ def to_float(value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """Return a shortened `repr` for an error message, or the class where `repr` fails."""
+    """Return a shortened `repr` for an error message, or the class if `repr` fails."""
     try:
         text = repr(value)
     except Exception:

@@ -1,4 +1,4 @@
-"""The record of a run in several stages: finished stages and their checkpoints."""
+"""The record of a multi-stage run: its finished stages and their checkpoints."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ RECORD = "stages.json"  # in the output folder, beside one folder per stage
 
 @dataclass(frozen=True)
 class StageRecord:
-    """The record of a stage.
+    """The record of one stage of a run.
 
     Args:
         name: Name of the stage.
-        folder: Name of its folder.
+        folder: Name of the stage's folder.
         checkpoint: Checkpoint that later stages begin from; empty until the stage is finished.
-        step: Number of its training steps.
-        length: Values of the keys that decided its length.
-        metrics: Metrics of the checkpoint's evaluation, if any, without times.
+        step: Number of training steps of the stage.
+        length: Values of the configuration keys that determined the number of steps.
+        metrics: Metrics of the checkpoint's evaluation, if any, without timings.
     """
 
     name: str
@@ -37,7 +37,7 @@ class StageRecord:
 
 
 def read_stages(home: Path) -> list[StageRecord]:
-    """Read the record in an output folder; empty for a folder without stages."""
+    """Read the stage records in an output folder; return [] for a folder without stages."""
     path = home / RECORD
     if not path.exists():
         return []
@@ -48,7 +48,7 @@ def read_stages(home: Path) -> list[StageRecord]:
 
 
 def write_stages(home: Path, records: Sequence[StageRecord]) -> None:
-    """Write the record atomically."""
+    """Write the stage records into an output folder atomically."""
     write_whole(home / RECORD, json.dumps({"stages": [asdict(record) for record in records]}, indent=2))
 
 

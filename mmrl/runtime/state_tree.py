@@ -9,16 +9,13 @@ from torch import Tensor
 
 
 def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """Convert a nested state to JSON; add its tensors to `tensors` by their path in the state.
-
-    Tensors on the CPU are not copied.
-    """
+    """Convert a nested state to JSON; add its tensors to `tensors`, keyed by path (no copy on the CPU)."""
     match value:
         case Tensor():
             tensors[path] = value.detach().cpu().contiguous()
             return {"tensor": path}
         case Mapping():
-            # A list of pairs, because JSON would turn the whole-number keys of optimizers into strings.
+            # A list of pairs, because JSON would turn an optimizer's integer keys into strings.
             return {"map": [(key, flatten(inner, tensors, f"{path}/{key}")) for key, inner in value.items()]}
         case list() | tuple():
             return {"list": [flatten(inner, tensors, f"{path}/{i}") for i, inner in enumerate(value)]}
@@ -30,7 +27,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory with another one or are part of a larger one; safetensors needs that."""
+    """Copy tensors that share memory with another or are views of a larger one, for safetensors."""
     seen: set[int] = set()
     own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -1,8 +1,8 @@
-"""Ends all processes of a run if one fails, hangs or is lost, so that none waits in a collective for ever.
+"""Watchdog: ends all processes of a run if one fails, hangs or is lost, so that none waits for ever.
 
-A failing process writes the reason into a `TCPStore`, which a thread of every other process reads. If the
-main thread still waits half a minute later, the process exits and prints the reason. The same happens if a
-process does not reach a collective within a limit, and sooner if one is killed or its machine is unreachable.
+A failing process writes the reason into a `TCPStore`, which a thread of every other process reads. A process
+whose main thread still waits half a minute later exits and prints the reason. The same happens if a process
+does not reach a collective within a limit, and sooner if a process is killed or unreachable.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from types import FrameType, TracebackType
 from mmrl.runtime.links import Links
 
 PERIOD = 0.25  # seconds between two reads of the store
-GRACE = 30.0  # seconds that a process has to end by itself
-SOON = 5.0  # the same after a process was lost
+GRACE = 30.0  # seconds that a process has to end by itself after another failed
+SOON = 5.0  # the same if the other process was lost
 FAREWELL = 5.0  # seconds that a failed process waits for the others to read the reason
 KEY = "failed"
 LATE = "did not come to"  # marks messages about a process that hangs
@@ -31,7 +31,7 @@ GONE = ") is gone: "  # marks messages about a lost process
 
 @dataclass
 class Stop:
-    """Name of the first signal that asked a run to stop; empty until then."""
+    """The name of the first signal that requested a stop; empty until then."""
 
     asked: str = ""
 
@@ -40,7 +40,7 @@ class Stop:
 def listening(loud: bool) -> Iterator[Stop]:
     """Treat SIGTERM and SIGINT (Ctrl-C) as requests to stop inside this context.
 
-    The second signal interrupts. In other threads than the main one this does nothing.
+    The second signal raises `KeyboardInterrupt`. Outside the main thread this context does nothing.
     """
     stop = Stop()
 
@@ -64,17 +64,17 @@ def listening(loud: bool) -> Iterator[Stop]:
 
 
 class ProcessFailed(RuntimeError):
-    """Another process failed, so that this one cannot continue."""
+    """Raised because another process failed, so that this one cannot continue."""
 
 
 class Watch:
-    """Exchanges failures with the other processes inside this context.
+    """Context that exchanges failures with the other processes.
 
     Args:
         rank: Rank of this process.
         world: Number of processes.
-        exchange: Gathers bytes from every process, by rank.
-        known: Whether all processes know of this process's failure already.
+        exchange: Gathers bytes from every process, in order of rank.
+        known: Returns whether all processes already know of this process's failure.
         limit: Seconds that a process may be late at a collective.
     """
 
@@ -91,7 +91,7 @@ class Watch:
         self.rank, self.world, self.known, self.limit = rank, world, known, limit
         self.place = (0, "the beginning")  # number and name of the last collective of this process
         self.waiting = False
-        self.stays = 0  # calls of `waiting_for_main`
+        self.stays = 0  # number of calls of `waiting_for_main`
         self.heard = ""
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._listen, daemon=True)
@@ -107,7 +107,7 @@ class Watch:
 
     @contextmanager
     def meeting(self, where: str) -> Iterator[None]:
-        """Mark a collective that waits for every other process."""
+        """Announce a collective named `where`, in which this process waits for all others."""
         self.place, self.waiting = (self.place[0] + 1, where), True
         try:
             yield
@@ -116,7 +116,7 @@ class Watch:
 
     @contextmanager
     def waiting_for_main(self) -> Iterator[None]:
-        """Wait for process 0 at the end of this context, without a time limit."""
+        """Let the other processes wait without a timeout until process 0 reaches the end of this context."""
         self.stays += 1
         key = f"left {self.stays}"
         yield
@@ -137,14 +137,14 @@ class Watch:
         others = ""
         if error is None or self.known():
             self.store.add("done", 1)
-            if self.rank == 0:  # it hosts the store, so it leaves last
+            if self.rank == 0:  # rank 0 hosts the store, so it leaves last
                 self._wait(lambda: self.store.add("done", 0) >= self.world)
         else:
-            self._wait(lambda: self.heard, 4 * PERIOD)  # a broken collective may be quicker than the reason
+            self._wait(lambda: self.heard, 4 * PERIOD)  # the collective may break before the reason arrives
             others = self.heard
             if not others:
                 words = f"process {self.rank} of {self.world} failed: {type(error).__name__}: {error}"
-                with suppress(RuntimeError):  # rank 0 and its store are gone
+                with suppress(RuntimeError):  # rank 0 and its store may be gone
                     if self.store.compare_set(KEY, "", words).decode() == words:
                         self._wait(lambda: self.store.add("heard", 0) >= self.world - 1)
         self.over.set()
@@ -159,7 +159,7 @@ class Watch:
             time.sleep(PERIOD / 5)
 
     def _lost(self, words: str) -> None:
-        """Publish that a process is lost, and exit soon if the main thread waits for it."""
+        """Publish that a process is lost; exit soon unless the main thread leaves the context."""
         if self.heard or self.over.is_set():
             return
         self.heard = words
@@ -175,10 +175,10 @@ class Watch:
             os._exit(1)
 
     def _listen(self) -> None:
-        """Publish the last collective of this process and read failures of others, until the context ends."""
+        """Publish this process's last collective and read the failures of others, until the context ends."""
         shown, waited = None, 0.0
         while not self.over.wait(PERIOD):
-            # Count periods: wall time goes on while all processes are suspended together.
+            # Count periods, because wall time goes on while all processes are suspended.
             waited = waited + PERIOD if self.waiting and shown is self.place else 0.0
             try:
                 if shown is not self.place:
@@ -197,14 +197,14 @@ class Watch:
             self.heard = self.heard or words
             with suppress(RuntimeError):
                 self.store.add("heard", 1)
-            if late and self.rank == 0:  # the store goes with this process
+            if late and self.rank == 0:  # the store ends with this process
                 self._wait(lambda: self.store.add("heard", 0) >= self.world)
-            # A process that hangs, or waits for one that does, does not end by itself.
+            # A process that hangs, or waits for a hanging one, does not end by itself.
             self._end(words, 0.0 if late else SOON if GONE in words else GRACE)
             return
 
     def _name_the_late(self, count: int, where: str) -> None:
-        """Publish which processes have not reached the collective that this one waits in."""
+        """Publish which processes have not reached the collective in which this process waits."""
         keys = [f"at {rank}" for rank in range(self.world)]
         places = [json.loads(self.store.get(key)) if self.store.check([key]) else (0, "") for key in keys]
         late = [

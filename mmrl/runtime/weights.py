@@ -17,13 +17,13 @@ from mmrl.runtime.content_hash import of_tensors
 from mmrl.runtime.modules import DTYPES, placement, stored_dtypes
 
 log = logging.getLogger("mmrl")
-# Extra weights in older files: buffers that are computed anew, and copies of tied weights.
+# Additional weights in older files: buffers that are recomputed, and copies of tied weights.
 BUFFERS = re.compile(r"(position_ids|inv_freq|masked_bias|attn\.bias|num_batches_tracked|lm_head\.weight)$")
-FEW_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F4")  # of safetensors; without scales they are other numbers
+FEW_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F4")  # low-bit dtypes of safetensors, whose values need scales
 BASE = "mmrl_base_weights"  # header key of an adapter file: hash of the base weights
 # Settings of a `LoraConfig` that change the effect of given adapter weights.
 EFFECTIVE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
-# Settings without effect once weights exist; weight names tell the adapted modules.
+# Settings without effect once weights exist; the names of the weights show the adapted modules.
 PAST = (
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "init_lora_weights",
@@ -34,11 +34,11 @@ REWRITING = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 
 
 def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
-    """Load a model of transformers or diffusers from safetensors files that hold every weight.
+    """Load a model of transformers or diffusers from safetensors files that contain every weight.
 
     Raises `ValueError` if weights are missing, have other shapes, hold NaN or integers, or cannot be read;
-    transformers would use random or rounded numbers instead. A folder with an adapter beside the model is
-    refused, since transformers would apply it. Unused weights are logged.
+    transformers would use random or rounded values instead. Also raises it for a folder with an adapter
+    beside the model, which transformers would apply. Unused weights are logged.
 
     Args:
         kind: Class of the model.
@@ -59,6 +59,18 @@ def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
         stored = stored_dtypes(Path(place)) if Path(place).is_dir() else {}
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"its weights cannot be read from '{place}': {error}") from error
+    _check_loaded(model, report, stored, place)
+    if unused := sorted(name for name in report["unexpected_keys"] if not BUFFERS.search(name)):
+        log.warning(
+            "%s does not use %d of the weights in '%s', the first is '%s'; where that is a layer, its "
+            "config.json is of a smaller model",
+            type(model).__name__, len(unused), place, unused[0],
+        )  # fmt: skip
+    return model
+
+
+def _check_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, str], place: str) -> None:
+    """Raise the errors of `load_whole`, given the loading report and the dtypes in the files."""
     if getattr(model, "peft_config", None):
         raise ValueError(
             f"'{place}' holds an adapter (adapter_config.json) beside a model; keep each in a folder of its "
@@ -72,7 +84,7 @@ def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
         )
     weights = dict(model.named_parameters())
     low = sorted(name for name, dtype in stored.items() if dtype in FEW_BITS)
-    if low and not (getattr(model.config, "quantization_config", None)):
+    if low and not getattr(model.config, "quantization_config", None):
         raise ValueError(
             f"{len(low)} weights in '{place}' are stored in few bits, the first is '{low[0]}' in "
             f"{stored[low[0]]}, but its config.json has no `quantization_config` that tells their scale; "
@@ -91,13 +103,6 @@ def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
             + (f"; they hold '{min(report['unexpected_keys'])}'" if report["unexpected_keys"] else "")
             + "; without them it would begin with random numbers: fetch or save the folder anew"
         )
-    if unused := sorted(name for name in report["unexpected_keys"] if not BUFFERS.search(name)):
-        log.warning(
-            "%s does not use %d of the weights in '%s', the first is '%s'; where that is a layer, its "
-            "config.json is of a smaller model",
-            type(model).__name__, len(unused), place, unused[0],
-        )  # fmt: skip
-    return model
 
 
 def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -125,7 +130,7 @@ def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def lora_config(settings: Mapping[str, Any], folder: str | Path) -> Any:
-    """Create peft's `LoraConfig`; raise `ValueError` for settings that cannot be trained."""
+    """Create peft's `LoraConfig`; raise `ValueError` for settings that cannot be trained here."""
     from peft import LoraConfig
 
     try:
@@ -171,7 +176,7 @@ def check_adapter(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], fold
 
 
 def check_settings(saved: Any, own: Any, folder: str | Path) -> None:
-    """Raise `ValueError` if two `LoraConfig` give different models for the same weights."""
+    """Raise `ValueError` if two `LoraConfig` would give different models for the same weights."""
     pairs = {name: (getattr(saved, name) or None, getattr(own, name) or None) for name in EFFECTIVE}
     if odd := [f"{name} {then}, not {now}" for name, (then, now) in pairs.items() if then != now]:
         raise ConfigError(
@@ -181,7 +186,7 @@ def check_settings(saved: Any, own: Any, folder: str | Path) -> None:
 
 
 def check_base(base: str, own: str, folder: str | Path) -> None:
-    """Raise `ValueError` if the base weights of an adapter have another hash than those of the model."""
+    """Raise `ValueError` if the model's weights differ from those that an adapter was trained on."""
     if base and own and base != own:
         raise ConfigError(
             f"the adapter in '{folder}' was trained over other weights than those of the model (their hashes "
@@ -192,7 +197,7 @@ def check_base(base: str, own: str, folder: str | Path) -> None:
 def base_hash(frozen: Iterable[Tensor]) -> str:
     """Hash the base weights of an adapter, rounded to bfloat16, so that float32 copies hash equally.
 
-    Empty for float16 (rounds differently), quantised and fake weights.
+    Returns "" for float16 (rounds differently), quantised and fake weights.
     """
     frozen = list(frozen)
     if placement().empty or any(

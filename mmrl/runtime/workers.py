@@ -20,13 +20,13 @@ from mmrl.core.protocols import Stateful
 class Workers:
     """Ray actors that run a piece: their number, resources, environment and cluster."""
 
-    num: PositiveInt = 1  # actors, of every process of the run
-    num_cpus: NonNegativeFloat = 1.0  # CPU cores of an actor; whole numbers are also its threads
-    num_gpus: NonNegativeFloat = 0.0  # GPUs of an actor, which may be shares
-    resources: Mapping[str, NonNegativeFloat] | None = None  # further ones, as the cluster names them
-    runtime_env: Mapping[str, Any] | None = None  # their environment, as Ray takes it
-    address: str = ""  # of a cluster; empty: `RAY_ADDRESS`, or a cluster of this process on this machine
-    max_restarts: NonNegativeInt = 3  # how often an actor is started again before the run ends
+    num: PositiveInt = 1  # number of actors per process of the run
+    num_cpus: NonNegativeFloat = 1.0  # CPU cores per actor; whole numbers also set its threads
+    num_gpus: NonNegativeFloat = 0.0  # GPUs per actor; may be a fraction
+    resources: Mapping[str, NonNegativeFloat] | None = None  # custom Ray resources per actor
+    runtime_env: Mapping[str, Any] | None = None  # Ray runtime environment of the actors
+    address: str = ""  # cluster address; empty: `RAY_ADDRESS`, or a new cluster on this machine
+    max_restarts: NonNegativeInt = 3  # how often Ray restarts an actor before the run ends
 
     def __post_init__(self) -> None:
         processes = int(os.environ.get("WORLD_SIZE") or 1)
@@ -39,9 +39,10 @@ class Workers:
 
 
 def workers_of(entry: Entry, options: Mapping[str, Any], given: Mapping[str, Any], place: str) -> Workers:
-    """Read the setting `workers` of a reward.
+    """Parse the setting `workers` of a reward.
 
-    Raises `ConfigError` for a reward that actors cannot make, or that several would compute differently.
+    Raises `ConfigError` for a reward that actors cannot rebuild, or of which several would compute different
+    values.
     """
     workers = convert(given, Workers, f"{place}.workers")
     named = f"{place}: '{entry.full_name}'"
@@ -65,7 +66,7 @@ def workers_of(entry: Entry, options: Mapping[str, Any], given: Mapping[str, Any
 
 
 def object_in(value: Any) -> str:
-    """Find an object of a Python program that a part of a configuration names; empty without one."""
+    """Return the name of a Python object of this program in a configuration value, or "" if there is none."""
     match value:
         case str() if objects.is_object(value):
             return value

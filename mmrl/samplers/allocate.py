@@ -31,12 +31,12 @@ class Allocate:
     - `xrpo`: decrease of the half-width of the 95% interval of the mean reward, plus `exploration`
       sqrt(ln(1 + rollouts) / n) (XRPO, arXiv 2510.06672).
 
-    Our readings: results of earlier steps replace those of a sequential rule inside a step. Pass rates are
-    means over all rollouts of a prompt, shrunk to the prior, Beta(1, 1) without a column. Predictions of a
-    second model are used as they are, as in V_0; ours learns with the policy, V_0 is trained before.
+    Our readings: the rules use results of earlier steps, not results inside a step. Pass rates are means over
+    all rollouts of a prompt, shrunk to the prior, which is Beta(1, 1) without a column. Predictions of a
+    second model are not shrunk, as in V_0; our model is trained with the policy, V_0 is trained before it.
 
     Args:
-        rule: Gain of a further rollout.
+        rule: Definition of the gain of a further rollout, see above.
         of: Name of the reward, clamped to [0, 1]; "": the weighted sum.
         prior_column: Column with a predicted pass rate per prompt, such as V_0's; "": 1/2 for all.
         value_model: Critic in `references` with `probability: true` that predicts pass rates instead of a
@@ -70,10 +70,10 @@ class Allocate:
         self.sampler, self.of, self.gain = sampler, of, GAINS[rule]
         self.value_model = value_model
         self.values: Callable[[Sequence[Prompt]], list[float]] | None = None
-        self.floor = rollout_cost if rule == "v05" else -math.inf  # smallest gain, exclusive
+        self.floor = rollout_cost if rule == "v05" else -math.inf  # gains must be above it
         self.exploration, self.at_least, self.at_most = exploration, at_least, at_most
         self.value = PriorValue(prior_column, prior_count)
-        self.given: dict[str, int] = {}  # rollouts by uid in the last step
+        self.given: dict[str, int] = {}  # number of rollouts by uid in the last step
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Draw the prompts of the wrapped sampler, each repeated by its number of rollouts."""
@@ -95,7 +95,7 @@ class Allocate:
         self.values = values
 
     def _predict(self, prompts: Sequence[Prompt]) -> None:
-        """Let the second model, if any, predict the pass rates of prompts."""
+        """Predict the pass rates of prompts with the second model, if there is one."""
         if not self.value_model or not prompts:
             return
         if self.values is None:
@@ -109,7 +109,7 @@ class Allocate:
         self.value.predicted = {p.uid: rate for p, rate in zip(prompts, predicted, strict=True)}
 
     def divide(self, prompts: Sequence[Prompt], budget: int) -> list[int]:
-        """Number of rollouts of every prompt; of equal gains the prompt with fewest rollouts comes first."""
+        """Divide `budget` rollouts over prompts by gain; of equal gains the prompt with fewest wins."""
         counts = [self.at_least] * len(prompts)
         for total in range(sum(counts), budget):
             gains = [
@@ -137,7 +137,7 @@ class Allocate:
         return {"sampler/rollouts_min": float(min(given)), "sampler/rollouts_max": float(max(given))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Pass rates of prompts, and the rollouts of the last step."""
+        """Return the pass rates of prompts, and the rollouts of the last step."""
         return {"value": self.value.state_dict(), "given": dict(self.given)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,20 +150,20 @@ class Allocate:
 
 
 def of_utility(value: PriorValue, prompt: Prompt, n: int, total: int, exploration: float) -> float:
-    """Increase of V_0's utility."""
+    """Return the increase of V_0's utility by one more rollout."""
     rate = value.rate(prompt)
     return utility(n + 1, rate) - utility(n, rate)
 
 
 def of_baseline(value: PriorValue, prompt: Prompt, n: int, total: int, exploration: float) -> float:
-    """Decrease of the squared error D s / (D + s) of V_0.5's baseline, s = 1 / n, D that of the prior."""
+    """Return the decrease of V_0.5's error D s / (D + s), where s = 1 / n and D is the error of the prior."""
     bias = value.bias(prompt)
     # D (1 / n) / (D + 1 / n) = D / (n D + 1)
     return bias / (n * bias + 1) - bias / ((n + 1) * bias + 1)
 
 
 def of_interval(value: PriorValue, prompt: Prompt, n: int, total: int, exploration: float) -> float:
-    """XRPO's priority: decrease of the half-width of the interval of the mean, plus a bonus."""
+    """Return XRPO's priority: decrease of the half-width of the interval of the mean, plus a bonus."""
     spread = value.spread(prompt)
     falls = half_width(spread, n) - half_width(spread, n + 1)
     return falls + exploration * math.sqrt(math.log(1 + total) / n)
@@ -173,18 +173,18 @@ GAINS = {"v0": of_utility, "v05": of_baseline, "xrpo": of_interval}
 
 
 def utility(n: int, rate: float) -> float:
-    """V_0's utility of n rollouts at pass rate p: n (1 - p) (1 - (1 - p)^(n - 1))."""
+    """Return V_0's utility of n rollouts at pass rate p: n (1 - p) (1 - (1 - p)^(n - 1))."""
     return n * (1 - rate) * (1 - (1 - rate) ** (n - 1))
 
 
 def half_width(spread: float, n: int) -> float:
-    """Half-width of the 95% interval of the mean of n >= 2 values with standard deviation `spread`."""
+    """Return the half-width of the 95% interval of the mean of n >= 2 values with deviation `spread`."""
     return student_quantile(n - 1) * spread / math.sqrt(n)
 
 
 @lru_cache(maxsize=1024)
 def student_quantile(freedom: int, inside: float = 0.95) -> float:
-    """Quantile t of Student's distribution with P(|T| < t) = `inside`, by bisection."""
+    """Find the quantile t of Student's distribution with P(|T| < t) = `inside`, by bisection."""
     low, high = 0.0, 1e3
     for _ in range(80):
         middle = (low + high) / 2
@@ -193,7 +193,7 @@ def student_quantile(freedom: int, inside: float = 0.95) -> float:
 
 
 def _student(t: float, freedom: int) -> float:
-    """P(|T| < t) of Student's distribution (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Compute P(|T| < t) for Student's distribution (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan(t / math.sqrt(freedom))
     odd = freedom % 2
     term = math.cos(angle) if odd else 1.0

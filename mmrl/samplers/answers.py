@@ -16,11 +16,11 @@ class ReadsAnswers:
     tell_all: Callable[[Any], list[Any]] | None = None  # None: there are no other processes
 
     def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
-        """Take the function that gathers values from all processes."""
+        """Set the function `tell`, which gathers values from all processes."""
         self.tell_all = tell
 
     def texts(self, rollouts: Rollouts, table: RewardTable) -> list[str]:
-        """List the texts of the answers of a whole table, on every process; `rollouts` are its own rows."""
+        """List the answer texts of all rows of a table; `rollouts` are only the rows of this process."""
         own = [row.outcomes[-1].text or "" for row in rollouts]
         if self.tell_all is None and len(own) != len(table):
             raise ConfigError(

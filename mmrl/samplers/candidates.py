@@ -25,7 +25,7 @@ class Candidates:
 
     data: Sequence[Prompt]
     stream: Stream
-    place: dict[str, int] = field(init=False)  # uid to index in `data`
+    place: dict[str, int] = field(init=False)  # maps uid to index in `data`
     asked: Tensor = field(init=False)  # (M,) bool: used in `step`
     step: int | None = None
 
@@ -80,14 +80,14 @@ class Candidates:
         return saved.clone()
 
     def prompts(self, places: Sequence[int], num_generations: int) -> list[Prompt]:
-        """Prompts at these indices, each repeated into a group."""
+        """Return the prompts at these indices, each `num_generations` times."""
         return [self.data[i] for i in places for _ in range(num_generations)]
 
     def rows(self, table: RewardTable, known: Tensor) -> dict[int, Tensor]:
-        """Rows of the table by index of their prompt, in the order of the table.
+        """Map the index of each prompt to the indices of its rows in the table.
 
-        Only `known` (N,) rows that the policy sampled: recorded and replayed answers do not measure how hard
-        a prompt is for the current policy.
+        Only rows in the mask `known` (N,) that the policy sampled count: recorded and replayed answers do not
+        measure how hard a prompt is for the current policy.
         """
         rows: dict[int, list[int]] = {}
         counts = known & table.ids["on_policy"][:, 0].bool() if len(table) else known
@@ -98,12 +98,12 @@ class Candidates:
 
 
 def reward_of(table: RewardTable, of: str) -> Tensor:
-    """Reward of each row by name, or the weighted sum without a name: (N,), NaN where unknown."""
+    """Return the reward `of` of each row, or the weighted sum if `of` is empty: (N,), NaN if unknown."""
     return table.at_end(of) if of else table.reward()
 
 
 def evenness(weights: Tensor) -> float:
-    """Normalised entropy of weights (M,): 1 for equal weights, 0 for a single one."""
+    """Compute the normalised entropy of weights (M,): 1 for equal weights, 0 for a single weight."""
     shares = weights.double() / weights.sum().clamp(min=1e-300)
     entropy = -torch.special.xlogy(shares, shares).sum().item()
     return entropy / math.log(len(weights)) if len(weights) > 1 and weights.sum() > 0 else 1.0

@@ -17,11 +17,11 @@ from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.hints import TAG, TEMPLATE, check_hints, tiers, wanting_hint, with_hint
 from mmrl.samplers.answers import ReadsAnswers
 
-PATIENCE = 10  # steps with failures but without a second round before an error
+PATIENCE = 10  # most steps with failures but no second round, before an error is raised
 
 
 def rewards_of(table: RewardTable, of: str) -> list[float]:
-    """Reward of every row by name, or the weighted sum without a name."""
+    """Return the reward `of` of every row, or the weighted sum if `of` is empty."""
     return (table.at_end(of) if of else table.reward()).tolist()
 
 
@@ -30,7 +30,7 @@ class Failed:
     """A failed prompt, one of its answers, and the number of hints shown since."""
 
     prompt: Prompt
-    answer: str = ""  # input for written hints
+    answer: str = ""  # read by the model that writes hints
     shown: int = 0
 
 
@@ -56,7 +56,7 @@ class WithHints(ReadsAnswers):
         written: Number of hints to write for a prompt instead of a column; HiLL's code: 4.
         hint_template: Text after the question; `{hint}` is the hint.
         cuts: Number of hints that one text is cut into.
-        when: Show hints in the next round of the step, or the next time the prompt is drawn.
+        when: Time of the next hint. `next_round`: in the same step. `next_time`: in the prompt's next draw.
         num_hinted: Rollouts per hint in a round.
         hints_per_round: Hints of a prompt per round; Scaf-GRPO has 12 in all.
         start: Steps without hints at the start; Scaf-GRPO: 50.
@@ -94,7 +94,7 @@ class WithHints(ReadsAnswers):
         self.start, self.of, self.threshold = start, of, threshold
         self.asked: dict[str, Prompt] = {}  # prompts of this step, without hints
         self.failed: dict[str, Failed] = {}  # failed prompts of this step with hints left
-        self.level: dict[str, int] = {}  # insufficient hints by id, for `next_time`
+        self.level: dict[str, int] = {}  # number of insufficient hints by id, for `next_time`
         self.ignored = 0  # steps with failures since the last second round, for `next_round`
         self.counts = {"hints/prompts": 0.0, "hints/solved": 0.0}
 
@@ -137,16 +137,16 @@ class WithHints(ReadsAnswers):
             self._expect_a_round()
 
     def pop_metrics(self) -> Mapping[str, float]:
-        """Number of prompts with hints, and how many of them succeeded."""
+        """Return the number of prompts with hints, and how many of them succeeded."""
         counts, self.counts = self.counts, dict.fromkeys(self.counts, 0.0)
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Next hints of prompts; checkpoints are never written between rounds."""
+        """Return the hint levels of prompts; checkpoints are never written between rounds."""
         return {"level": dict(self.level), "ignored": self.ignored}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the next hints of prompts."""
+        """Restore the hint levels of prompts."""
         self.level, self.ignored = dict(state["level"]), state["ignored"]
 
     def _expect_a_round(self) -> None:
@@ -166,12 +166,12 @@ class WithHints(ReadsAnswers):
         return failed.shown < len(self._hints(failed.prompt))
 
     def _hinted(self, prompt: Prompt, level: int) -> Prompt:
-        """Prompt with hint number `level`, from 1."""
+        """Return the prompt with its hint number `level`, counted from 1."""
         hint = self._hints(prompt)[level - 1]
         return with_hint(prompt, hint, tag=str(level), template=self.hint_template)
 
     def _next(self, failed: Failed) -> list[Prompt]:
-        """Prompts with the next hints of a failed prompt; counts them."""
+        """Return a failed prompt with each of its next hints, and update the counts."""
         self.counts["hints/prompts"] += failed.shown == 0
         first, most = failed.shown, len(self._hints(failed.prompt))
         failed.shown = min(first + self.hints_per_round, most)
@@ -183,12 +183,12 @@ class WithHints(ReadsAnswers):
         return [prompt for prompt in shown for _ in range(self.num_hinted)]
 
     def _remembered(self, prompt: Prompt) -> Prompt:
-        """Prompt with the hint of its level, for `next_time`."""
+        """Return the prompt with the hint of its current level, for `next_time`."""
         level = min(self.level.get(prompt.uid, 0), len(self._hints(prompt)))
         return self._hinted(prompt, level) if level else prompt
 
     def _remember(self, solved: Mapping[str, bool]) -> None:
-        """Raise the hint level of failed prompts, and reset that of solved prompts."""
+        """Raise the hint level of failed prompts, and reset the level of solved prompts."""
         for uid, success in solved.items():
             hinted = bool(self.level.get(uid))
             self.counts["hints/prompts"] += hinted

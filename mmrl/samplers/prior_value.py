@@ -1,4 +1,4 @@
-"""Estimated pass rates of prompts: a prior, and the rewards of earlier steps."""
+"""Estimated pass rates of prompts, from a prior and the rewards of earlier steps."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ EVEN = 0.5  # prior pass rate without a column
 class PriorValue:
     """Running pass rates of prompts, shrunk to a prior with the weight of `prior_count` rollouts.
 
-    The prior replaces the value model of V_0 (arXiv 2602.03584): a column of the data. Predictions of a
+    The prior is a column of the data, in place of the value model of V_0 (arXiv 2602.03584). Predictions of a
     second model are used without shrinkage.
     """
 
     def __init__(self, column: str = "", prior_count: float = 2.0) -> None:
         self.column, self.prior_count = column, prior_count
-        self.predicted: dict[str, float] = {}  # by a second model, for the last draw
-        self.sums: dict[str, tuple[float, float, float]] = {}  # uid to count, sum and sum of squares
+        self.predicted: dict[str, float] = {}  # predictions of a second model for the last draw
+        self.sums: dict[str, tuple[float, float, float]] = {}  # count, sum, sum of squares by uid
 
     def prior(self, prompt: Prompt) -> float:
-        """Prior pass rate of a prompt; raises `ConfigError` where its column has no number in [0, 1]."""
+        """Return the prior pass rate of a prompt; raises `ConfigError` unless its column is in [0, 1]."""
         if prompt.uid in self.predicted:
             return self.predicted[prompt.uid]
         if not self.column:
@@ -39,13 +39,13 @@ class PriorValue:
         )
 
     def add(self, uid: str, rewards: list[float]) -> None:
-        """Add rewards in [0, 1] to a prompt."""
+        """Add rewards in [0, 1] to the statistics of a prompt."""
         count, total, squares = self.sums.get(uid, (0.0, 0.0, 0.0))
         more = (count + len(rewards), total + sum(rewards), squares + sum(reward**2 for reward in rewards))
         self.sums[uid] = more
 
     def rate(self, prompt: Prompt) -> float:
-        """Estimated pass rate; with `prior_count` 2 and no column the posterior mean of Beta(1, 1)."""
+        """Estimate the pass rate: the posterior mean of Beta(1, 1) with `prior_count` 2 and no column."""
         if prompt.uid in self.predicted:
             return self.predicted[prompt.uid]
         count, total, _ = self.sums.get(prompt.uid, (0.0, 0.0, 0.0))
@@ -65,14 +65,14 @@ class PriorValue:
         return max(0.0, (2 * (total / count - self.prior(prompt))) ** 2 - 1 / count)
 
     def spread(self, prompt: Prompt) -> float:
-        """Sample standard deviation of the rewards of a prompt; 0 for fewer than two."""
+        """Compute the sample standard deviation of a prompt's rewards; 0 for fewer than two."""
         count, total, squares = self.sums.get(prompt.uid, (0.0, 0.0, 0.0))
         return max(0.0, (squares - total**2 / count) / (count - 1)) ** 0.5 if count > 1 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums by uid."""
+        """Return the count, sum and sum of squares of the rewards of every prompt, by uid."""
         return {uid: list(sums) for uid, sums in self.sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sums."""
+        """Restore what `state_dict` returned."""
         self.sums = {uid: (count, total, squares) for uid, (count, total, squares) in state.items()}

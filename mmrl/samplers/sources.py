@@ -1,4 +1,4 @@
-"""Draws of prompts by probabilities of their sources."""
+"""Random draws of prompts, by the probabilities of their sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmrl.samplers.candidates import Candidates
 
 
 class Sources:
-    """The prompts of a run by source, and draws without repetition by probabilities of the sources."""
+    """The prompts of a run, grouped by source, with draws without repetition."""
 
     def __init__(self, data: Sequence[Prompt], stream: Stream, named: Sequence[str], name: str) -> None:
         self.candidates, self.name = Candidates(data, stream), name  # `named` has the source of every prompt
@@ -24,7 +24,7 @@ class Sources:
         self.source = torch.tensor([numbers[source] for source in named])  # (M,)
 
     def draw(self, probabilities: Tensor, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Draw sources by probabilities (S,), and a uniform prompt of each.
+        """Draw sources by probabilities (S,), and for each drawn source a uniform prompt.
 
         A source whose prompts were all used in this step passes its probability to the others. If too few
         unused prompts are left, all prompts may come again.
@@ -48,12 +48,12 @@ class Sources:
         return torch.bincount(self.source[counted], minlength=len(self.names))
 
     def of(self, column: Tensor) -> dict[str, float]:
-        """Values of a column (S,) by source."""
+        """Map the names of the S sources to the values of a tensor (S,)."""
         return dict(zip(self.names, column.tolist(), strict=True))
 
 
 def sources_of(data: Sequence[Prompt], by: str, name: str) -> list[str]:
-    """Source of every prompt: its column `by`, or without one its split.
+    """Return the source of every prompt: its column `by`, or its split if `by` is empty.
 
     Raises `ConfigError` if a prompt lacks the column, or no prompt has a split.
     """
@@ -70,7 +70,7 @@ def sources_of(data: Sequence[Prompt], by: str, name: str) -> list[str]:
 
 
 def column_of(data: Sequence[Prompt], by: str, name: str) -> list:
-    """Values of a column; raises `ConfigError` if a prompt lacks it."""
+    """Return the values of a column; raises `ConfigError` if a prompt lacks it."""
     values = []
     for prompt in data:
         if prompt.columns.get(by) is None:
@@ -83,7 +83,7 @@ def column_of(data: Sequence[Prompt], by: str, name: str) -> list:
 
 
 def numbers_of(data: Sequence[Prompt], by: str, name: str) -> list[float]:
-    """Finite numbers of a column; raises `ConfigError` for any other value."""
+    """Return the numbers in a column; raises `ConfigError` for a value that is no finite number."""
     values = column_of(data, by, name)
     for place, value in enumerate(values):
         if type(value) not in (int, float) or not math.isfinite(value):

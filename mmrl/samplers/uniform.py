@@ -27,7 +27,7 @@ class Uniform:
         while len(chosen) < min(num_prompts, len(self.data)):
             epoch, place = divmod(self.drawn, len(self.data))
             if self.shuffle and epoch != self._epoch:
-                # It depends on the epoch only, so that a resumed run shuffles equally.
+                # The generator depends only on the epoch, so that a resumed run shuffles equally.
                 generator = self.stream.fixed("uniform", epoch)
                 self._epoch, self._order = epoch, torch.randperm(len(self.data), generator=generator).tolist()
             chosen[self._order[place]] = None
@@ -35,7 +35,7 @@ class Uniform:
         return [self.data[i] for i in chosen for _ in range(num_generations)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Number of prompts drawn so far."""
+        """Return the number of prompts drawn so far."""
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Requests rollouts one step ahead, so that workers sample while the policy learns.
+"""Rollout requests one step ahead, so that workers sample while the policy learns.
 
-The lag is always one step: the tokens of a step are sampled with the weights from the start of the step
-before. So numbers do not depend on the speed of workers, and the objective can correct for the lag.
+The lag is always one step: the tokens of a step are sampled with the weights from the start of the previous
+step. So results do not depend on the speed of workers, and the objective can correct for the lag.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mmrl.training.trainer import InFlight, Run
 
 
 def prefetch(run: Run, step: int, clock: Clock) -> InFlight | None:
-    """Draw the prompts of a step and request their rollouts; None if no prompt can be read.
+    """Draw the prompts of a step and request their rollouts; return None if no prompt can be read.
 
-    Random draws are those of `step`. Scheduled options of the engine have their values at `clock`.
+    The random draws are those of `step`. Scheduled options of the engine have their values at `clock`.
     """
     size, trained = run.config.rollout, run.learner.trained
     with _at(run, step, clock):
@@ -35,7 +35,7 @@ def prefetch(run: Run, step: int, clock: Clock) -> InFlight | None:
                     "`rollout.max_staleness: 0`"
                 )
         with run.rollout_weights():
-            # Process 0 saves the weights; of shards every process has its own.
+            # Process 0 stores full weights; if they are sharded, every process stores its shards.
             saves = run.processes.main or run.processes.shards
             weights = tuple(map(local_copy, trained)) if saves else ()
             prompts = _request(run, prompts)
@@ -58,7 +58,7 @@ def requested_prompts(run: Run, ahead: InFlight) -> list[Prompt]:
 
 
 def _request(run: Run, prompts: list[Prompt]) -> list[Prompt]:
-    """Send prompts to the engine; return them without unreadable ones, or raise if these are an error."""
+    """Request rollouts for prompts; return the readable prompts, or raise if unreadable ones are an error."""
     engine = cast(AsyncEngine, run.method.engine)
     while prompts:
         mine, _ = run.processes.assign_prompts(prompts, RewardTable.empty())

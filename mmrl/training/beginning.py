@@ -1,4 +1,4 @@
-"""Starts a run from the weights of another one (`init_from`), and from parts of its state (`carry`)."""
+"""Start of a run from another run's weights (`init_from`) and parts of its state (`carry`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def begin_from(run: Run, folder: Path) -> None:
 
 
 def _carry(run: Run, folder: Path) -> None:
-    """Restore the parts of another run's checkpoint that `carry` names."""
+    """Restore the state that `carry` names from the checkpoint of another run."""
     carried, learner = run.config.carry, run.learner
     state = together(run.processes, partial(checkpoint.read_state, folder))
     pieces = run.stateful["pieces"]
@@ -54,7 +54,7 @@ def _carry(run: Run, folder: Path) -> None:
             configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             learner.optimizer.load_state_dict(reshard_state(state["optimizer"], learner.trained))
             for group, options in zip(learner.optimizer.param_groups, configured, strict=True):
-                group |= options  # keep the moments, with the weight decay and betas of this run
+                group |= options  # keep the moments, but use the weight decay and betas of this run
         if "references" in carried:
             with run.whole_weights(changed=True) as loads, run.processes.fail_together(f"loading '{folder}'"):
                 for second in run.seconds.values() if loads else ():
@@ -64,7 +64,7 @@ def _carry(run: Run, folder: Path) -> None:
                 reference.load_state_dict(reshard_state(state["references"][name], like))
         for place in sorted(places):
             pieces[place].load_state_dict(state["pieces"][place])
-    except ProcessFailed:  # a RuntimeError, but no fault of the checkpoint
+    except ProcessFailed:  # a RuntimeError, but not caused by the checkpoint
         raise
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
         raise CheckpointError(
@@ -75,9 +75,10 @@ def _carry(run: Run, folder: Path) -> None:
 
 
 def together(processes: Processes, work: Callable[[], T]) -> T:
-    """Run a part of loading a checkpoint on every process.
+    """Run `work`, a part of loading a checkpoint, on every process, and return its result.
 
-    If process 0 cannot use the checkpoint, all raise `CheckpointError`; if only another one cannot, all fail.
+    If process 0 cannot use the checkpoint, all processes raise `CheckpointError`; if only another one cannot,
+    all fail.
     """
     error: CheckpointError | None = None
     results: list[T] = []
@@ -86,7 +87,7 @@ def together(processes: Processes, work: Callable[[], T]) -> T:
     except CheckpointError as raised:
         error = raised
     except ProcessFailed:  # another process reports the reason
-        processes.known = False  # an older checkpoint may do
+        processes.known = False  # an older checkpoint may be usable
     reasons = processes.all_gather_object(None if error is None else error.args[0])
     if reasons[0] is not None:
         raise CheckpointError(reasons[0]) from error

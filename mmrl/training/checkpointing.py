@@ -1,4 +1,4 @@
-"""Saves training runs and resumes them: model folders, the state of the trainer, the output folder."""
+"""Saving and resuming of training runs: model folders, the trainer's state, the output folder."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from mmrl.training.trainer import Best, Run
 from mmrl.training.unreadable import FILE, taken_out
 
 CONFIG = "config.yaml"
-CHANGES = "changes.jsonl"  # keys that changed before a run was resumed; never truncated
-# Files and folders of a run, besides checkpoints.
+CHANGES = "changes.jsonl"  # configuration keys that changed before a resume; never truncated
+# Files and folders that a run writes, besides checkpoints.
 WRITES = (
     CONFIG, CHANGES, "metrics.jsonl", "warnings.jsonl", "completions", "predictions", "evaluation.json",
     "report.html", "stages.json", FILE,
@@ -44,9 +44,9 @@ WRITES = (
 def save(run: Run) -> None:
     """Write `checkpoint-{step}`: the model in its library's format, and the state for resuming."""
     folder = run.folder / f"checkpoint-{run.progress.step}"
-    run.rank_checkpoint()  # before the state, which names the best checkpoint
+    run.rank_checkpoint()  # before the state, which includes the best checkpoint
     run.signal.compare(of_tensors(run.learner.trained), run.progress.step)
-    state = whole(run.state_dict())  # on process 0; every process takes part
+    state = whole(run.state_dict())  # gathered on process 0; every process takes part
     limit, best = run.config.save_total_limit, run.progress.best.step
     with run.processes.fail_together(f"saving '{folder}'"), run.whole_weights():
         if run.processes.main:
@@ -81,7 +81,7 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
 
 
 def write_model(run: Run, folder: Path) -> None:
-    """Write the current model and its card as a folder that its library loads."""
+    """Write the current model and its model card to a folder, in the format of its library."""
     with run.processes.fail_together(f"writing '{folder}'"), gathered(run.policy.module):
         if run.processes.main:
             run.policy.save(folder)
@@ -89,7 +89,7 @@ def write_model(run: Run, folder: Path) -> None:
 
 
 def publish(run: Run) -> None:
-    """Finish the model card of the last checkpoint, print the best checkpoint, and upload it if asked."""
+    """Update the last checkpoint's model card, print the best checkpoint, and upload it if configured."""
     if not run.processes.main:
         return
     config, progress, say = run.config, run.progress, run.report.console.say
@@ -108,7 +108,7 @@ def publish(run: Run) -> None:
 # ---- resuming
 
 OF_EVALUATION = " of the evaluation"
-OF_DATA = ("prompts", "media")  # keys of `of_prompts`
+OF_DATA = ("prompts", "media")  # keys of the result of `of_prompts`
 
 
 def resume(run: Run) -> int:
@@ -131,7 +131,7 @@ def resume(run: Run) -> int:
     start = _load_latest(run, changed)
     if processes.main:
         _record(run, changed, start)
-        # A run that was killed right after its last checkpoint has not pruned older ones.
+        # A run that was killed right after its last checkpoint has not yet pruned older checkpoints.
         limit, best = run.config.save_total_limit, run.progress.best.step
         checkpoint.prune(run.folder, limit, start, best, run.report.warn)
     run.report.begin(start)
@@ -150,7 +150,7 @@ def _record(run: Run, changed: Changes, start: int) -> None:
 
 
 def _load_latest(run: Run, changed: Changes) -> int:
-    """Load the latest usable checkpoint, as process 0 sees it; return its step, 0 without any."""
+    """Load the latest checkpoint that process 0 can use; return its step, or 0 without a checkpoint."""
     refused: list[str] = []
     processes, say = run.processes, run.report.console.say
     seen = [folder.name for folder in checkpoint.checkpoints(run.folder)] if processes.main else []
@@ -181,8 +181,8 @@ def _load_latest(run: Run, changed: Changes) -> int:
                 )
         say(f"going on from {folder}")
         return state["step"]
-    run.name_weights()  # recorded, to be compared when the run is resumed
-    if refused:  # what was learned is not thrown away because a disk cannot be read for a moment
+    run.name_weights()  # stores hashes, which are compared when the run is resumed
+    if refused:  # do not restart from scratch because a disk is unreadable for a moment
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints of '{run.folder}' can be used, and nothing was changed: "
             f"{'; '.join(refused)}. Mend that and start again, name another output_dir, or set "
@@ -194,7 +194,7 @@ def _load_latest(run: Run, changed: Changes) -> int:
 
 
 def _read_state(run: Run, folder: Path, changed: Changes) -> tuple[dict[str, Any], str]:
-    """Read the state of a checkpoint of this run, and its hash; reset pieces whose keys changed."""
+    """Read the state of a checkpoint and its hash; reset the state of pieces whose keys changed."""
     state = checkpoint.read_state(folder)
     if not checkpoint.of_run(folder):
         raise CheckpointError(f"'{folder}' is a checkpoint of another run")
@@ -211,7 +211,7 @@ def _read_state(run: Run, folder: Path, changed: Changes) -> tuple[dict[str, Any
 
 
 def _start_afresh(run: Run, state: dict[str, Any], changed: Changes) -> None:
-    """Reset the state that depends on changed keys: schedules, checks, the best checkpoint."""
+    """Reset the state that depends on changed configuration keys: schedules, checks, best checkpoint."""
     pieces, now = state.get("pieces", {}), run.stateful["pieces"]
     for place in {*pieces, *now}:
         if inside(place, *MAY_CHANGE) and any(inside(key, place) or inside(place, key) for key in changed):
@@ -235,7 +235,7 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
                     second.load(folder)
         trained = run.name_weights()
         run.load_state_dict(state)
-    except ProcessFailed:  # a RuntimeError, but no fault of the checkpoint
+    except ProcessFailed:  # a RuntimeError, but not caused by the checkpoint
         raise
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
         raise CheckpointError(f"'{folder}' does not fit this run: {one_line(error, 300)}") from error
@@ -243,11 +243,11 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"step": state["step"], "weights taken up": trained, "base model": base}
 
 
-# ---- the folder
+# ---- the output folder
 
 
 def check_output_folder(config: Config) -> None:
-    """Raise `ConfigError` if the output folder is in use or holds another run, before anything is loaded."""
+    """Raise `ConfigError` if the output folder is in use or has another run, before anything is loaded."""
     folder = Path(config.output_dir)
     _check_folder(config, folder)
     check_free(folder)
@@ -271,9 +271,9 @@ def check_output_folder(config: Config) -> None:
 def _check_folder(config: Config, folder: Path) -> None:
     """Raise `ConfigError` if a run must not write into a folder, or must not overwrite its content."""
     numbered = [path.name for path in checkpoint.checkpoints(folder)]
-    found = check_owner(folder, "train", [*WRITES, *numbered])
+    owner = check_owner(folder, "train", [*WRITES, *numbered])
     others = [path for path in content(folder) if mark_of(path).get("by") != "evaluate"]
-    if config.overwrite_output_dir and others and not found:
+    if config.overwrite_output_dir and others and not owner:
         raise ConfigError(
             f"'{folder}' holds files but no run (it has no {CONFIG}), so it is not overwritten; name another "
             "output_dir"
@@ -292,24 +292,24 @@ def _open_folder(run: Run) -> tuple[Changes, dict[str, Any]]:
         for path in (*(path for path in content(folder) if path != written), written, folder / MARK):
             remove(path)
     record, begun = record_of(run.config), _begun(folder)
-    known = _known(folder) if begun else {"run": name_of(record)}
+    saved = _known(folder) if begun else {"run": name_of(record)}
     changed = _changes(run.config, folder, record, run.report.warn)
-    # Files of a run that failed before its first step.
+    # Remove the files of a run that failed before its first step.
     for name in () if begun else ("completions", "warnings.jsonl", CHANGES):
         remove(folder / name)
     checkpoint.tidy(folder, run.report.warn)
     if not (begun and written.exists()):
         write_whole(written, as_yaml(run.config))
-    record["run"] = known.get("run", "")  # an earlier version wrote none
+    record["run"] = saved.get("run", "")  # earlier versions did not write it
     mark(folder, "train", **record)
     return changed, record
 
 
 def _known(folder: Path) -> dict[str, Any]:
-    """Read the record of the run in a folder, from the folder or else from its last checkpoint."""
-    found = mark_of(folder)
+    """Read the record of the run in a folder: from the folder, or otherwise from its last checkpoint."""
+    record = mark_of(folder)
     latest = checkpoint.finished(folder)
-    return mark_of(latest[0]) if "run" not in found and latest else found
+    return mark_of(latest[0]) if "run" not in record and latest else record
 
 
 def _begun(folder: Path) -> bool:
@@ -319,49 +319,49 @@ def _begun(folder: Path) -> bool:
 
 
 def _changes(config: Config, folder: Path, record: Mapping[str, Any], warn: Callable[[str], None]) -> Changes:
-    """List the keys that changed since the run in a folder began, with their values before and now.
+    """List the configuration keys that changed since the run in a folder began, with old and new values.
 
     Raises `ConfigError` if a key or the code of a piece must not change, or the written configuration is
-    broken. Changed versions go to `warn`. A run that failed before its first step counts as none.
+    broken. Changed versions go to `warn`. A run that failed before its first step has no changes.
     """
     if not _begun(folder):
         return {}
-    known, found = _known(folder), _changed_keys(config, folder / CONFIG)
-    if "config" not in known:  # of an earlier version
-        return _check_fixed(folder, found)
-    found = changed_defaults(known, record, found)
-    free, fixed, explained = changed_code(known, record)
-    _check_fixed(folder, found)
+    saved, changed = _known(folder), _changed_keys(config, folder / CONFIG)
+    if "config" not in saved:  # the record of an earlier version
+        return _check_fixed(folder, changed)
+    changed = changed_defaults(saved, record, changed)
+    free, fixed, explained = changed_code(saved, record)
+    _check_fixed(folder, changed)
     if fixed:
         raise ConfigError(
             f"'{folder}' holds a run that was begun with other code of {', '.join(fixed)}; put that back, "
             f"name another output_dir, with init_from={folder} to go on from its weights with the code as it "
             "is now, or set overwrite_output_dir=true to throw that run away"
         )
-    then, now = changed_versions(known, record)
+    then, now = changed_versions(saved, record)
     if then or now:
         code = f"; the code of {', '.join(explained)} is another one" if explained else ""
         warn(
             f"'{folder}' was trained so far with {then or 'less'}, and goes on with {now or 'less'}: numbers "
             f"may differ from those of one version{code}"
         )
-    return {**found, **free}
+    return {**changed, **free}
 
 
-def _check_fixed(folder: Path, found: Changes) -> Changes:
-    """Return the changes; raise `ConfigError` if one of their keys must not change."""
-    fixed = {key: both for key, both in found.items() if not may_change(key)}
+def _check_fixed(folder: Path, changes: Changes) -> Changes:
+    """Return the changes; raise `ConfigError` if they include a key that must not change."""
+    fixed = {key: both for key, both in changes.items() if not may_change(key)}
     if fixed:
         raise ConfigError(
             f"'{folder}' holds a run with another configuration: {describe(fixed, 'there', 'here')}; name "
             f"another output_dir, with init_from={folder} to begin from its weights, or set "
             "overwrite_output_dir=true to throw that run away"
         )
-    return found
+    return changes
 
 
 def _changed_keys(config: Config, written: Path) -> Changes:
-    """List the differences from the configuration that was written when the run began."""
+    """List the differences between a configuration and the file that was written when the run began."""
     if not written.exists():
         return {}
     last = dataclasses.fields(Config)[-1].name

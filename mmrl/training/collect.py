@@ -1,4 +1,4 @@
-"""Collects the rollouts of a step and their rewards, in rounds until enough groups pass the filter."""
+"""Collection of a step's rollouts and rewards, in rounds until enough groups pass the filter."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from mmrl.training.nonfinite import rolling_out
 from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
 
-ROUNDS = 10  # rounds that a reward may not apply to: some need answers of a certain quality
-DRAWS = 10  # draws in a row whose prompts may all be unreadable
-PROMPTS = 1000  # prompts (or all) that a reward may not apply to: a task may be a small share of the data
+ROUNDS = 10  # a reward may be None for this many rounds: some need answers of a certain quality
+DRAWS = 10  # consecutive draws in which all prompts may be unreadable
+PROMPTS = 1000  # a reward may be None for this many prompts (or all): its task may be rare in the data
 
 
 def collect(run: Run) -> Collection:
-    """Collect `num_prompts` groups in up to `max_rounds` rounds; dropped groups are replaced."""
+    """Collect `num_prompts` groups in up to `max_rounds` rounds; filtered groups are replaced."""
     rollouts, table, keep = (), RewardTable.empty(), torch.zeros(0, dtype=torch.bool)
     stand_in: Rollouts = ()
     method, size = run.method, run.config.rollout
     for number in range(size.max_rounds):
-        run.stream.round = number  # keys the random draws
+        run.stream.round = number  # selects the random draws of this round
         done = readable(run, size.num_prompts - table.num_groups(keep), table)
         if done is None:
             break
-        order, fresh, made, local = done
-        stand_in = stand_in or made
+        order, fresh, sampled, local = done
+        stand_in = stand_in or sampled
         with run.rollout_weights():
             run.processes.compare(method.engine)
         with run.report.timing("reward"):
@@ -62,9 +62,10 @@ def collect(run: Run) -> Collection:
 def made_and_scored(
     run: Run, prompts: list[Prompt], table: RewardTable
 ) -> tuple[list[str], Rollouts, Rollouts, RewardTable] | None:
-    """Roll out prompts and score the rows of this process; None if a prompt was unreadable.
+    """Sample rollouts of prompts and score those of this process; return None if a prompt was unreadable.
 
-    Returns the uids of the prompts in order, the rows that count, all rows, and the table of rows that count.
+    Returns the uids of all prompts in order, the rollouts to learn from (none for a stand-in prompt), all
+    rollouts of this process, and the reward table of the rollouts to learn from.
     """
     method, order = run.method, [prompt.uid for prompt in prompts]
     mine, counts = run.processes.assign_prompts(prompts, table)
@@ -72,19 +73,19 @@ def made_and_scored(
     with run.processes.fail_together("making and scoring rollouts"), run.unreadable.catching():
         sampling = run.processes.sampling(method.engine)
         with run.report.timing("rollout"), run.rollout_weights(), sampling, rolling_out(run.stream.step):
-            made = in_order(method.engine.rollout(mine), order)
-        fresh = made if counts else ()  # `counts`: the prompts are its own
+            sampled = in_order(method.engine.rollout(mine), order)
+        fresh = sampled if counts else ()  # `counts` is False for a stand-in prompt
         with run.report.timing("reward"):
             local = score(method.rewards, fresh, notes=method.noted, rank=run.processes.rank, log=run.log)
-            result = order, run.log.onto(fresh), made, local
+            result = order, run.log.onto(fresh), sampled, local
     return None if run.unreadable.agree(run.processes) else result
 
 
 def readable(run: Run, missing: int, table: RewardTable) -> Any:
-    """Draw prompts and roll them out; drop unreadable ones, or raise if these are an error."""
+    """Draw prompts and sample their rollouts; drop unreadable prompts, or raise if they are an error."""
     number = run.stream.round
     for attempt in range(DRAWS):
-        run.stream.round = number + attempt * run.config.rollout.max_rounds  # keys the random draws
+        run.stream.round = number + attempt * run.config.rollout.max_rounds  # selects the random draws
         drawn_now = draw_prompts(run, missing)
         prompts = run.unreadable.rest(drawn_now)
         while prompts:
@@ -97,7 +98,7 @@ def readable(run: Run, missing: int, table: RewardTable) -> Any:
 
 
 def draw_prompts(run: Run, missing: int) -> list[Prompt]:
-    """Draw the prompts of a round, or return those whose rollouts were requested a step ahead."""
+    """Draw the prompts of a round, or return the prompts whose rollouts were requested one step ahead."""
     ahead, run.ahead = run.ahead, None
     if ahead is not None:
         return requested_prompts(run, ahead)
@@ -116,9 +117,9 @@ def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple
 def exchange_rows(
     run: Run, replay: Replay, collection: Collection, keep: Tensor, added: RewardTable
 ) -> tuple[Collection, RewardTable]:
-    """Keep the rows `keep` (N,) of a collection, add others and assign them to processes.
+    """Keep the rows in the mask `keep` of a collection, add the rows `added`, assign them to processes.
 
-    Returns the collection, and the added rows with their processes.
+    Returns the new collection, and the added rows with their processes.
     """
     kept, table = pick(collection.rollouts, collection.table, keep)
     homes = run.processes.homes(Counter(added.uids), table)
@@ -130,37 +131,37 @@ def exchange_rows(
 
 
 def in_order(rollouts: Rollouts, order: Sequence[str]) -> Rollouts:
-    """Sort rollouts by the order of their prompts, as on a single process."""
+    """Sort rollouts by the position of their prompt's uid in `order`, as on a single process."""
     place = place_of(order)
     return tuple(sorted(rollouts, key=lambda row: place(row.prompt.uid)))
 
 
 def pick(rollouts: Rollouts, table: RewardTable, keep: Tensor) -> tuple[Rollouts, RewardTable]:
-    """Select the rows `keep` (N,) of a table, and the rollouts of this process among them."""
+    """Select the rows in the mask `keep` of a table, and the rollouts of this process among them."""
     mine = keep[table.mine].tolist()
     return tuple(row for row, kept in zip(rollouts, mine, strict=True) if kept), table.select(keep)
 
 
 class RewardCoverage:
-    """Stops a run if a reward gave None for all answers, so that nothing is learned from it.
+    """Observer that stops a run if a reward gave None for all answers, since nothing is learned from it.
 
-    The check waits for `ROUNDS` rounds and for `PROMPTS` prompts (or all). Rounds in which a reward failed do
-    not count. Exempt are rewards with `on_absent: warn`, and labels (weight 0) that no chain reads.
+    It waits for `ROUNDS` rounds and for `PROMPTS` prompts (or all). Rounds in which a reward failed do not
+    count. Rewards with `on_absent: warn`, and labels (weight 0) that no chain reads, are exempt.
 
     Args:
         rewards: The rewards of the run.
-        prompts: Number of prompts of the data.
-        read: Names of the labels that chains read.
+        prompts: Number of prompts in the data.
+        read: Names of the labels that advantage chains read.
     """
 
     def __init__(self, rewards: Sequence[Bound], prompts: int, read: Set[str] = frozenset()) -> None:
         raising = [b for b in rewards if b.call.get("on_absent", "raise") == "raise"]
         watched = [b.name for b in raising if b.weight or b.name in read]
-        self.absent = dict.fromkeys(watched, 0)  # number of prompts by reward that never applied
+        self.absent = dict.fromkeys(watched, 0)  # maps a reward that never applied to its number of prompts
         self.rounds, self.enough = 0, min(prompts, PROMPTS)
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Count a round."""
+        """Count a round; raise `RewardFault` if a reward gave None for all answers of enough rounds."""
         self.rounds += 1
         never = set(table.absent)
         for name in list(self.absent):
@@ -168,18 +169,18 @@ class RewardCoverage:
                 self.absent[name] += len(set(table.uids))
             elif f"fault/{name}" not in table.ids:
                 del self.absent[name]
-        for name, asked in self.absent.items():
-            if self.rounds >= ROUNDS and asked >= self.enough:
+        for name, count in self.absent.items():
+            if self.rounds >= ROUNDS and count >= self.enough:
                 raise RewardFault(
-                    f"reward '{name}' gave None for every answer to {asked} prompts in {self.rounds} rounds, "
+                    f"reward '{name}' gave None for every answer to {count} prompts in {self.rounds} rounds, "
                     "so nothing is learned from it; see whether it reads what the data or the engine have, "
                     "take it out, or set `on_absent: warn` on it if it will apply later"
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts."""
+        """Return the numbers of rounds and prompts."""
         return {"rounds": self.rounds, "absent": dict(self.absent)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts."""
+        """Restore the numbers of rounds and prompts."""
         self.rounds, self.absent = state["rounds"], dict(state["absent"])

@@ -1,4 +1,4 @@
-"""Values of prompts by a second model, before the prompts are answered."""
+"""Value estimates of prompts by a second model, before the prompts are answered."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def values_of(
     processes: Processes,
     micro_batch_steps: int,
 ) -> list[float]:
-    """Return a second model's value before the first step of an answer, for each prompt.
+    """Return a second model's value estimate before the first step of an answer, for each prompt.
 
     Every process computes all values and uses those of process 0, so that they agree bit for bit. An
-    unreadable prompt gets the mean of the others; it is handled when it is rolled out.
+    unreadable prompt gets the mean of the other values; its error is handled when the prompt is rolled out.
     """
     rows, unread = dict[int, Trajectory](), None
     for place, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""Evaluates a policy on prompts it is not trained on: metrics with bootstrap intervals over prompts."""
+"""Evaluation of a policy on held-out prompts: metrics with bootstrap intervals over prompts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from mmrl.training.score import RewardLog, score
 from mmrl.training.unreadable import Unreadable
 
 CHUNK = 64  # prompts answered at a time
-RESAMPLES = 1000  # of the bootstrap
+RESAMPLES = 1000  # number of bootstrap samples
 
 
 @dataclass
 class Evaluator:
-    """Evaluates a policy on fixed prompts, with the same random draws every time."""
+    """Evaluator of a policy on fixed prompts, with the same random draws in every evaluation."""
 
     data: Sequence[Prompt]
     processes: Processes
@@ -46,7 +46,7 @@ class Evaluator:
     unreadable: Unreadable = field(default_factory=Unreadable)
 
     def agreed(self) -> Evaluator:
-        """Return itself; raise on every process unless all have the prompts and weights of process 0."""
+        """Return self; raise on every process unless all processes have the same prompts and weights."""
         if self.processes.world > 1:
             self.processes.assert_equal(of_prompts(self.data) | {"weights": of_weights(self.engine.policy)})
         return self
@@ -88,7 +88,7 @@ class Evaluator:
         metrics = {name: value for metric in self.metrics for name, value in metric(whole).items()}
         metrics |= describe_lengths(table)
         metrics |= log.take(self.processes, metrics)
-        metrics["seconds_per_prompt"] = seconds / len(self.data)  # of all answers to a prompt together
+        metrics["seconds_per_prompt"] = seconds / len(self.data)  # time of all answers to a prompt
         if torch.cuda.is_available():
             metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
         samples = self.resample(whole) if intervals else {}
@@ -117,24 +117,24 @@ class Evaluator:
     def interval(self, drawn: Tensor, prompts: int, *, difference: bool = False) -> tuple[float, float]:
         """Compute the confidence interval of a metric from its bootstrap values over `prompts` prompts.
 
-        Expanded percentiles (Hesterberg 2015, arXiv 1411.5279) widen it for few prompts, as Student's t does.
-        If all values are 0, or all 1, it is Wilson's interval of a share: 5 of 5 is [0.57, 1] at 95 %. A
-        `difference` of metrics is no share.
+        Expanded percentiles (Hesterberg 2015, arXiv 1411.5279) widen the interval for few prompts, as
+        Student's t does. If all values are 0, or all are 1, it is Wilson's interval of a proportion: 5 of 5
+        is [0.57, 1] at 95 %. A `difference` of metrics is not a proportion.
         """
         z = NormalDist().inv_cdf((1 + self.confidence) / 2)
-        known = drawn[~drawn.isnan()]
-        if not difference and len(known) and known.min() == known.max() and known[0] in (0, 1):
+        valid = drawn[~drawn.isnan()]
+        if not difference and len(valid) and valid.min() == valid.max() and valid[0] in (0, 1):
             reach = z * z / prompts / (1 + z * z / prompts)
-            return (0.0, reach) if known[0] == 0 else (1 - reach, 1.0)
+            return (0.0, reach) if valid[0] == 0 else (1 - reach, 1.0)
         tail = NormalDist().cdf(-student_t(z, prompts - 1) * math.sqrt(prompts / max(1, prompts - 1)))
         low, high = drawn.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
         return low, high
 
 
 def student_t(z: float, freedom: int) -> float:
-    """Convert a normal quantile to that of Student's t by a Cornish-Fisher expansion.
+    """Convert a normal quantile to a quantile of Student's t with a Cornish-Fisher expansion.
 
-    The result is 3 % low for 2 degrees of freedom, and less than 1 % from 3 on.
+    The result is too low by 3 % for 2 degrees of freedom, and by less than 1 % from 3 on.
     """
     n = max(1, freedom)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -145,6 +145,7 @@ def _of_groups(table: RewardTable, groups: Sequence[Tensor]) -> RewardTable:
     """Select the rows of groups; a group that occurs twice becomes two groups."""
     sample = table.select(torch.cat(list(groups)))
     sizes = torch.tensor([len(rows) for rows in groups])
-    # With one id, a prompt that was drawn twice would be one group with twice the answers, and count once.
+    # With its old id, a prompt that was drawn twice would be one group with twice the answers, and count
+    # once.
     number = torch.arange(len(groups)).repeat_interleave(sizes)
     return sample.replace(ids={**sample.ids, "group": number[:, None].expand_as(sample.ends)})

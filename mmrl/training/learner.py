@@ -26,7 +26,7 @@ from mmrl.runtime.fsdp import reshard_state
 from mmrl.training.nonfinite import FOLDER, NotFinite, OutOfMemory, first_line, write_rows
 
 T = TypeVar("T")
-REFERENCES = "references"  # folder of a checkpoint that holds second models by name
+REFERENCES = "references"  # folder inside a checkpoint with one folder per second model
 
 
 @dataclass(eq=False)
@@ -35,14 +35,14 @@ class Learner:
 
     Args:
         policy: The model.
-        objective: The loss that it minimises.
-        chain: Pieces that turn rewards into the advantages, or targets, of its objective.
-        optimizer: Moves the trained parameters.
+        objective: The loss to minimise.
+        chain: Pieces that turn rewards into the advantages, or targets, of the objective.
+        optimizer: Updates the trained parameters.
         learning_rate: A number, or a function of the clock, called once per training step.
         config: Configuration of the run.
         processes: Communication between the processes of the run.
         stream: Random streams of the run.
-        references: Other policies by name, whose outputs its objective may read.
+        references: Other policies by name, whose outputs the objective may read.
         say: Shows a line on the console.
         second: Settings of a second model; None for the policy of the run.
         name: Name of a second model in `references`; empty for the policy of the run.
@@ -68,26 +68,26 @@ class Learner:
         settings = self.second or self.config.learn
         self.num_iterations: int = settings.num_iterations  # passes over one collection
         self.minibatches: int = settings.minibatches  # optimizer steps per pass
-        # The reference that makes the rollouts, and so stands for `old`; "" is the model itself.
+        # The reference that samples the rollouts and so serves as `old`; "": the model itself.
         self.rollout_policy = "" if self.second else self.config.rollout.policy
 
     @property
     def needs(self) -> Needs:
-        """What the objective reads."""
+        """The requirements of the objective: model outputs, other policies, unit of micro-batches."""
         return self.objective.needs
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that the optimizer moves."""
+        """The parameters that the optimizer updates."""
         return [parameter for parameter in self.policy.module.parameters() if parameter.requires_grad]
 
     @property
     def others(self) -> dict[str, LogProbs]:
-        """The policies whose log-probabilities its batch needs, by name.
+        """The policies whose log-probabilities the batch needs, by name.
 
-        `old` is evaluated if the weights will have moved before the last update of a collection, if a
-        reference made the rollouts, or if the objective reads `old` or the log-probabilities of the engine.
-        Otherwise it is the current pass, detached.
+        `old` is evaluated if the weights change before the last update on a collection, if a reference
+        sampled the rollouts, or if the objective reads `old` or the log-probabilities of the engine.
+        Otherwise `old` is the current forward pass, detached.
         """
         names = self.needs.others
         needed: dict[str, LogProbs] = {
@@ -99,22 +99,22 @@ class Learner:
         return needed
 
     def set_learning_rate(self, clock: Clock) -> None:
-        """Set the learning rate of a training step."""
+        """Set the optimizer's learning rate for a training step."""
         rate = self.learning_rate
         for group in self.optimizer.param_groups:
             group["lr"] = rate(clock) if callable(rate) else rate
 
     def step_optimizer(self) -> None:
-        """Take an optimizer step, unless it is not finite, and update moving averages."""
+        """Take an optimizer step and update moving averages, unless a loss or gradient is not finite."""
         if self.untouched is None:  # the first update, before `zero_grad` frees gradients
             named = self.policy.module.named_parameters()
             self.untouched = [name for name, p in named if p.requires_grad and p.grad is None]
         if self.guard.step_optimizer():
             for reference in () if self.second else self.references.values():
-                reference.update()  # moving averages follow optimizer steps of the policy, not collections
+                reference.update()  # moving averages follow the policy's optimizer steps, not collections
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call; those of a second model begin with its name."""
+        """Return the metrics since the last call; metric names of a second model begin with its name."""
         metrics = self.guard.meter.take()
         if not self.name:
             return metrics
@@ -124,7 +124,7 @@ class Learner:
         }
 
     def save(self, checkpoint: Path) -> None:
-        """Write a second model into a checkpoint; its weights must be whole."""
+        """Write a second model into a checkpoint; its weights must be unsharded."""
         self.policy.save(checkpoint / REFERENCES / self.name)
 
     def load(self, checkpoint: Path) -> None:
@@ -160,29 +160,29 @@ def second_learners(
 
 
 def _current_rate(second: SecondModel, clock: Clock) -> float:
-    return second.learning_rate  # schedules of the options have set it for this step
+    return second.learning_rate  # schedules have already set it for this step
 
 
 @dataclass(frozen=True)
 class Update:
-    """One pass over a part of a batch, up to its optimizer step."""
+    """An update in progress: passes over a part of a batch, up to the optimizer step."""
 
     part: Batch
     sums: Mapping[str, Tensor]  # metric sums before the update
-    updates: int  # updates in these sums
+    updates: int  # number of updates in these sums
     suspects: list[Batch] = field(default_factory=list)  # micro-batches whose loss is not finite
 
 
 @dataclass
 class Guard:
-    """Refuses optimizer steps that are not finite, and halves micro-batches once when memory runs out."""
+    """Guard that refuses steps which are not finite, and halves micro-batches once if memory runs out."""
 
     learner: Learner
     micro_batch_steps: int
     halved: bool = False
-    skipped: int = 0  # optimizer steps not taken, at most `learn.max_skipped`
+    skipped: int = 0  # number of skipped optimizer steps, at most `learn.max_skipped`
     updates: int = 0  # optimizer steps in this training step with gradient and learning rate above 0
-    written: int = 0  # files of rows to blame in this training step
+    written: int = 0  # number of files with faulty rows in this training step
     rollouts: Rollouts = ()  # rows of the batch
     current: Update | None = None
     meter: Meter = field(default_factory=Meter)
@@ -198,7 +198,7 @@ class Guard:
         self.current = Update(part, dict(self.meter.sums), self.meter.updates)
 
     def note(self, loss: Tensor, metrics: Mapping[str, Tensor], micro: Batch, counts: float) -> None:
-        """Add the metrics of a micro-batch; one with a loss that is not finite becomes a suspect."""
+        """Add the metrics of a micro-batch; mark it as suspect if its loss is not finite."""
         self.meter.add({"loss": loss, **metrics}, counts)
         if counts and not math.isfinite(float(loss.detach())):
             self.update.suspects.append(micro)
@@ -210,7 +210,7 @@ class Guard:
         self.update.suspects.clear()
 
     def step_optimizer(self) -> bool:
-        """Clip the gradients and take an optimizer step; return False if it is not finite and was skipped."""
+        """Clip the gradients and take an optimizer step; return False if the step was skipped."""
         learner, optimizer = self.learner, self.learner.optimizer
         norm = learner.processes.clip(learner.trained, learner.config.learn.max_grad_norm)
         if not self.passes(norm):
@@ -219,7 +219,7 @@ class Guard:
         optimizer.zero_grad(set_to_none=True)
         self.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
         self.updates += norm > 0 and any(group["lr"] for group in optimizer.param_groups)
-        self.meter.updates += 1  # a skipped update left no sums: `forget` undid them
+        self.meter.updates += 1  # the sums of skipped updates were removed by `forget`
         return True
 
     def end_step(self) -> None:
@@ -227,7 +227,7 @@ class Guard:
         self.current, self.written, self.updates = None, 0, 0
 
     def passes(self, norm: float) -> bool:
-        """Whether the optimizer step may be taken; if not, write the rows to blame, then stop or skip.
+        """Return whether to take the optimizer step; if not, write the faulty rows, and stop or skip.
 
         `norm` is the gradient norm. Raises `NotFinite` if `learn.on_nonfinite` is "stop", or after more than
         `learn.max_skipped` skipped steps.
@@ -261,14 +261,15 @@ class Guard:
         return False
 
     def _rows_to_blame(self) -> Batch:
-        """Select the rows at fault: tested one by one on one process, else all of suspected micro-batches."""
+        """Select the faulty rows: by testing each row on one process, else all rows of the suspects."""
         part = self.update.part
         if self.learner.processes.world > 1:
-            # Row by row, processes would make different numbers of passes, but sharded passes need all.
+            # Testing row by row, processes would need different numbers of passes, but sharded passes need
+            # all.
             where = [micro.rows for micro in self.update.suspects] or [part.rows]
             return part.select(torch.isin(part.rows, torch.cat(where).cpu()).nonzero()[:, 0])
         self.learner.optimizer.zero_grad(set_to_none=True)
-        cuts = part.cuts(1, max(self.learner.needs.unit, Unit.ROW))  # one row or group each, however long
+        cuts = part.cuts(1, max(self.learner.needs.unit, Unit.ROW))  # one row or group per cut, however long
         bad = [rows for rows, _ in cuts if not self.is_finite(part.select(rows))]
         return part.select(torch.cat(bad)) if bad else part
 
@@ -286,7 +287,7 @@ class Guard:
         return True
 
     def _write(self, what: str, rows: Batch) -> Path:
-        """Write rows into the folder `faults` of the run; return the path of their JSON file."""
+        """Write faulty rows into the folder `faults` of the run; return the path of their JSON file."""
         learner, alone = self.learner, self.learner.processes.world == 1
         folder, step = Path(learner.config.output_dir) / FOLDER, learner.stream.step
         folder.mkdir(parents=True, exist_ok=True)
@@ -301,9 +302,9 @@ class Guard:
         return path
 
     def within_memory(self, work: Callable[[], T]) -> T:
-        """Run `work`; if memory runs out, halve `micro_batch_steps` and repeat it, once in a run.
+        """Run `work`; if memory runs out, halve `micro_batch_steps` and retry, at most once in a run.
 
-        With several processes there is no second try, because the others already wait for gradients.
+        With several processes there is no retry, because the others already wait for gradients.
         """
         step = self.learner.stream.step
         try:
@@ -319,7 +320,7 @@ class Guard:
                 ) from error
             self.halved, self.micro_batch_steps = True, steps // 2
             message = first_line(error)
-        # Outside of the handler: its traceback would keep the tensors of the failed pass alive.
+        # This is outside of the handler, whose traceback would keep the tensors of the failed pass alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.learner.say(
@@ -329,7 +330,7 @@ class Guard:
         return self.within_memory(work)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the micro-batch size of now."""
+        """Return the number of skipped steps and the current micro-batch size."""
         return {"skipped": self.skipped, "halved": self.halved, "micro_batch_steps": self.micro_batch_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FIRST = 3  # first steps without an update before a warning
+FIRST = 3  # number of first steps without an update before a warning
 LASTING = 12  # steps without an update before the run ends, or warns if it has learned before
 
 
 class NoLearning(RuntimeError):
-    """The first steps of a run moved no weight."""
+    """Raised if the first steps of a run changed no weight."""
 
 
 @dataclass
 class LearningSignal:
-    """Counts the updates of a run, and warns or stops if steps pass without one.
+    """Counter of a run's updates; warns or stops the run after many steps without an update.
 
     An update is an optimizer step with a gradient and a learning rate above 0.
 
@@ -28,13 +28,13 @@ class LearningSignal:
     stops: bool
     warn: Callable[[str], None]
     updates: int = 0
-    idle: int = 0  # steps since the last one with an update
+    idle: int = 0  # number of steps since the last update
     weights: str = ""  # hash of the trained weights in the last checkpoint
 
     def see(self, updates: int, metrics: Mapping[str, float], *, scheduled: bool = False) -> None:
-        """Count the updates of a step; warn or raise after too many steps without one.
+        """Count the updates of a step; warn or raise after too many steps without an update.
 
-        `metrics` explain the cause. A `scheduled` learning rate that is 0 for now ends no run.
+        `metrics` explain the cause. A `scheduled` learning rate that is currently 0 does not end the run.
         """
         self.updates, self.idle = self.updates + updates, 0 if updates else self.idle + 1
         if self.updates and self.idle == LASTING:
@@ -47,7 +47,7 @@ class LearningSignal:
         self.warn(text)
 
     def compare(self, weights: str, step: int) -> None:
-        """Warn if a checkpoint has the same weight hash as the one before."""
+        """Warn if a checkpoint has the same weight hash as the previous checkpoint."""
         if weights and weights == self.weights:
             self.warn(
                 f"checkpoint-{step} holds the same weights as the one before; look at learn.learning_rate, "
@@ -56,7 +56,7 @@ class LearningSignal:
         self.weights = weights
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the hash."""
+        """Return the numbers of updates and idle steps, and the weight hash."""
         return {"updates": self.updates, "idle": self.idle, "weights": self.weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class LearningSignal:
 
 
 def cause(metrics: Mapping[str, float]) -> str:
-    """Explain from its metrics why a step moved no weight, and give advice."""
+    """Explain from the metrics of a step why it changed no weight, and give advice."""
     alike = metrics.get("frac_reward_zero_std") == 1 or metrics.get("reward_std") == 0
     if metrics.get("frac_groups_kept") == 0 or alike:
         dropped = "the group filter kept no group, since" if metrics.get("frac_groups_kept") == 0 else ""

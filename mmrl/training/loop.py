@@ -27,19 +27,19 @@ from mmrl.training.trainer import Run
 
 
 def train(run: Run) -> bool:
-    """Train until `max_steps`, from the last checkpoint of the run if there is one.
+    """Train until `max_steps`, starting from the last checkpoint of the run if there is one.
 
-    After SIGTERM or Ctrl-C a run finishes its step, saves, and ends without its last evaluation. Returns
+    After SIGTERM or Ctrl-C the run finishes its step, saves, and ends without its last evaluation. Returns
     whether it finished without such a signal. Raises `ConfigError` if another process trains in its folder.
     """
-    asked = listening(not run.report.console.quiet)
+    signals = listening(not run.report.console.quiet)
     shown = showing(run.report.console.work)
-    with shown, run.processes.watching(), asked as stop, locked(run.folder, run.processes):
+    with shown, run.processes.watching(), signals as stop, locked(run.folder, run.processes):
         start = resume(run)
         run.notify("train_begin")
         run.begin(start)
         for step in range(start, run.config.max_steps):
-            if run.processes.any(run.ended):  # a callback asked for it, perhaps before the run was resumed
+            if run.processes.any(run.ended):  # a callback ended the run, perhaps before a resume
                 break
             run.tick(step)
             collection = collect(run)
@@ -62,13 +62,13 @@ def train(run: Run) -> bool:
         run.close()
         with run.processes.waiting_for_main():
             publish(run)
-        stopped = run.processes.any(bool(stop.asked))  # too late for this run, but not for a next stage
+        stopped = run.processes.any(bool(stop.asked))  # too late to stop this run, but not a next stage
     run.notify("train_end")
     return not stopped
 
 
 def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable, Batch]:
-    """Let second models learn, compute advantages, and make the batch that the policy learns from."""
+    """Update the second models, compute advantages, and create the batch that the policy learns from."""
     first = [learner for learner in run.seconds.values() if learner.second and learner.second.learns_first]
     later = [learner for learner in run.seconds.values() if learner not in first]
     for second in first:
@@ -82,7 +82,7 @@ def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable
 
 
 def learn(run: Run, second: Learner, collection: Collection, table: RewardTable) -> None:
-    """Update a second model on a collection; `table` has the notes that its chain reads."""
+    """Update a second model on a collection; `table` has the reference outputs that its chain reads."""
     credit = through_chain(second.chain, table, run.stream.step)
     batch = make_batch(run, second, collection, credit)
     for _ in range(second.num_iterations):
@@ -90,7 +90,7 @@ def learn(run: Run, second: Learner, collection: Collection, table: RewardTable)
 
 
 def make_batch(run: Run, learner: Learner, collection: Collection, credit: RewardTable) -> Batch:
-    """Make the step table of a collection, with its advantages and the outputs of other policies."""
+    """Create the training batch of a collection, with advantages and the outputs of other policies."""
     rollouts, learned = pick(collection.rollouts, credit, credit.learn.any(-1))
     rollouts = rollouts or (collection.stand_in,)
     batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
@@ -108,7 +108,7 @@ def make_batch(run: Run, learner: Learner, collection: Collection, credit: Rewar
 
 
 def add_reference_outputs(run: Run, collection: Collection, chain: Sequence[Bound]) -> RewardTable:
-    """Add the outputs of references that a chain reads to the notes of a table: "ref/logp" etc., (N, T)."""
+    """Add the reference outputs that a chain reads to the reward table, such as "ref/logp" (rows, steps)."""
     needs = reduce(Needs.__or__, (piece.needs for piece in chain), Needs())
     if not needs.others:
         return collection.table
@@ -135,18 +135,19 @@ def evaluate_references(
 ) -> Batch:
     """Add the outputs of other policies to a batch, without gradient and on the CPU.
 
-    The policy `engine` is what the engine noted while sampling, or `old` for steps without a note.
+    The policy `engine` gets the log-probabilities that the engine recorded while sampling; steps without a
+    record get those of `old`.
 
     Args:
         policies: Policies to evaluate, by name.
-        batch: The steps to evaluate them on.
+        batch: The steps to evaluate the policies on.
         needs: The outputs to compute besides log-probabilities, by policy.
         micro_batch_steps: Largest number of steps in one forward pass.
-        even: Pads the list of micro-batches to an equal number on every process, for sharded weights.
+        even: Pads the list of micro-batches to the same number on every process, for sharded weights.
     """
     others = dict(batch.others)
     for name, policy in policies.items():
-        columns_of: dict[str, Tensor] = {}  # (N, T, ...), filled micro-batch by micro-batch
+        columns_of: dict[str, Tensor] = {}  # (rows, steps, ...), filled micro-batch by micro-batch
         cuts = list(batch.cuts(micro_batch_steps, Unit.STEP))
         for number, ((rows, steps), counts, _) in enumerate(even(cuts)):
             advance(f"evaluating the policy '{name}', micro-batches", min(number, len(cuts)), len(cuts))
@@ -161,17 +162,17 @@ def evaluate_references(
         others[name] = StepOutput(columns_of.pop("logp"), columns_of)
     if "engine" in needs.others:
         old = others["old"].logp
-        noted = batch.notes.get("logp", torch.full_like(old, torch.nan))  # demonstrations have no notes
+        noted = batch.notes.get("logp", torch.full_like(old, torch.nan))  # demonstrations have no records
         others["engine"] = StepOutput(torch.where(noted.isnan(), old, noted.to(old)))
     return batch.replace(others=others)
 
 
 def update(learner: Learner, batch: Batch) -> None:
-    """Take one pass over the batch, with an optimizer step for every part."""
+    """Make one pass over the batch, with an optimizer step for each of its minibatches."""
     for part in batch.parts(learner.minibatches):
         part = part.replace(totals=learner.processes.rank_mean(part.count()))
         # Totals are over all processes, so every process skips the same parts.
-        if not part.totals.steps:  # the filter dropped everything: there is no direction to step in
+        if not part.totals.steps:  # the filter dropped all rows, so there is no gradient
             continue
         part = part.replace(weight=learner.objective.weigh(part))
         learner.guard.begin(part)
@@ -180,9 +181,9 @@ def update(learner: Learner, batch: Batch) -> None:
 
 
 def accumulate(learner: Learner, part: Batch) -> None:
-    """Accumulate the gradients of the micro-batches of a part."""
+    """Accumulate the gradients of the micro-batches of `part`, a minibatch."""
     guard, processes, needs = learner.guard, learner.processes, learner.needs
-    guard.forget()  # drops a pass that ran out of memory
+    guard.forget()  # discard a pass that ran out of memory
     micros = largest_first(part.split(guard.micro_batch_steps, needs.unit))
     for number, (micro, counts, last) in enumerate(processes.pad_micro_batches(micros)):
         advance("learning, micro-batches", min(number, len(micros)), len(micros))
@@ -194,5 +195,5 @@ def accumulate(learner: Learner, part: Batch) -> None:
 
 
 def largest_first(micros: list[Batch]) -> list[Batch]:
-    """Sort micro-batches by their steps, so that one that does not fit into memory fails at once."""
+    """Sort micro-batches by size, so that one that does not fit into memory fails first."""
     return sorted(micros, key=lambda micro: micro.steps.cost(torch.arange(len(micro))), reverse=True)

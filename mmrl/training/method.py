@@ -1,4 +1,4 @@
-"""The pieces of a training method, made from a configuration."""
+"""The pieces of a training method, built from a configuration."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class Method:
     engine: Engine
     rewards: Sequence[Bound]
     group_filter: Bound
-    noted: frozenset[str] = frozenset()  # notes of the engine that the chain, samplers and engines read
+    noted: frozenset[str] = frozenset()  # engine records that the chain, samplers and engines read
 
 
 # ---- the advantage chain: functions that turn a reward table into a table of advantages
 
 
 class ChainError(ValueError):
-    """A piece of the advantage chain raised an exception, or returned no table or non-finite values."""
+    """Raised if a piece of the advantage chain fails, or returns no table or non-finite values."""
 
 
 def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> RewardTable:
     """Apply the pieces of a chain to a reward table, in order.
 
-    The pieces see one row per episode; unless one of them reads turns, a conversation is one answer.
+    The pieces get one row per episode. If no piece reads turns, a conversation counts as one answer.
 
-    Raises `ChainError`, naming the piece, if one fails, does not return a table of the same rows, or makes a
-    valid value NaN or infinite. `step` appears in the message only.
+    Raises `ChainError` with the name of the piece if it fails, does not return a table of the same rows, or
+    makes a valid value NaN or infinite. `step` is only used in the message.
     """
     rows, table = table, join_episodes(table)
     if has_turns(table) and not any(piece.needs.turns for piece in chain):
@@ -57,10 +57,10 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
         if not is_table or result.uids != table.uids:
             what = f"one of {len(result)} rows" if is_table else type(result).__name__
             raise ChainError(f"{name} must return a reward table of the same {len(table)} rows, not {what}")
-        wrong = result.valid & ~result.values.isfinite()  # what is not valid may have any value
+        wrong = result.valid & ~result.values.isfinite()  # invalid entries may have any value
         if wrong.any():
             row, column, place = wrong.nonzero()[0].tolist()
-            # The piece may have made more places than there were, as `per_step` does.
+            # The piece may have added positions, as `per_step` does.
             before = table.values[row, :, min(place, table.values.shape[2] - 1)].tolist()
             raise ChainError(
                 f"{name} made {int(wrong.sum())} valid values non-finite at step {step}, the first of them "
@@ -73,7 +73,7 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
 
 
 def per_step_only(name: str, value: Tensor) -> None:
-    """Raise `ChainError` unless a model output for the chain has shape (N, T), one number per step."""
+    """Raise `ChainError` unless a model output for the chain has shape (rows, steps)."""
     if value.dim() != 2:
         raise ChainError(
             f"the advantage chain reads '{name}', which has {tuple(value.shape[2:])} numbers per step; a "

@@ -1,4 +1,4 @@
-"""Errors of updates that are not finite or run out of memory, and files that hold the rows to blame."""
+"""Errors of updates that are not finite or run out of memory, and files with the faulty rows."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from mmrl.core.step_table import Batch
 from mmrl.core.types import Rollouts, Trajectory
 from mmrl.runtime.files import write_whole
 
-FOLDER = "faults"  # in the output folder of a run
+FOLDER = "faults"  # folder inside the output folder of a run
 
 
 class NotFinite(FloatingPointError):
-    """A loss or gradient is NaN or infinite; the optimizer step was not taken."""
+    """Raised if a loss or gradient is NaN or infinite; the optimizer step was not taken."""
 
 
 class OutOfMemory(RuntimeError):
-    """The device is out of memory, and the run cannot make its micro-batches smaller by itself."""
+    """Raised if the device is out of memory and the run cannot make its micro-batches smaller by itself."""
 
 
 def write_rows(
     path: Path, step: int, what: str, rows: Batch, rollouts: Rollouts, more: Mapping[str, Tensor]
 ) -> None:
-    """Write rows of the step table for inspection.
+    """Write faulty rows of a batch for inspection.
 
-    Prompts and answers go into a JSON file, numbers of every step into a safetensors file of the same name.
+    Prompts and answers go into a JSON file, per-step tensors into a safetensors file of the same name.
 
     Args:
         path: The JSON file.
         step: Training step of the update.
         what: Description of the fault.
-        rows: The rows to blame.
-        rollouts: The rollouts that `rows.rows` refers to.
+        rows: The faulty rows.
+        rollouts: The rollouts that `rows.rows` indexes.
         more: Further tensors by name.
     """
     from safetensors.torch import save_file
@@ -65,7 +65,7 @@ def write_rows(
 
 @contextmanager
 def rolling_out(step: int) -> Iterator[None]:
-    """Raise `OutOfMemory` with advice when an engine runs out of memory inside this context."""
+    """Raise `OutOfMemory` with advice if an engine runs out of memory inside this context."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -90,7 +90,7 @@ def _described(row: Trajectory) -> dict[str, Any]:
 
 
 def _numbers(values: Tensor) -> Any:
-    """Convert to JSON; numbers that are all equal become one."""
+    """Convert values to a JSON list, or to a single number if all are equal."""
     listed = [_as_json(value) for value in values.detach().cpu().tolist()]
     return listed[0] if listed and all(value == listed[0] for value in listed) else listed
 
@@ -100,5 +100,5 @@ def _as_json(value: float) -> float | str:
 
 
 def first_line(error: Exception) -> str:
-    """Shorten an error to its first line, without a full stop."""
+    """Return the first line of an error's message, without a full stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,6 +1,6 @@
 """The record of a run: its configuration with defaults, the code of its pieces, and package versions.
 
-It is stored in the run's folder and checkpoints, and compared when the run is resumed.
+The record is stored in the run's folder and checkpoints, and compared when the run is resumed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mmrl.reporting.model_card import installed_versions
 from mmrl.runtime.code_hash import of_code
 from mmrl.training.resolved import resolve_defaults
 
-Changes = Mapping[str, Any]  # dotted key to its value before and now
+Changes = Mapping[str, Any]  # maps a dotted key to its old and new values
 
 _of_library = cache(of_code)  # code of mmrl does not change while a process runs
 
 
 def record_of(config: Config) -> dict[str, Any]:
-    """Describe a run as JSON: `config` with all defaults, the `code` of every piece by place, `versions`."""
+    """Describe a run as JSON: `config` with all defaults, `code` hash of each piece, package `versions`."""
     plain, entries = resolve_defaults(config)
     code = {}
     for place, (name, entry) in entries.items():
@@ -36,14 +36,14 @@ def record_of(config: Config) -> dict[str, Any]:
 
 
 def name_of(record: Mapping[str, Any]) -> str:
-    """Hash the record of a run to a name; runs with equal records give equal numbers, bit for bit."""
+    """Return a run's name, the hash of its record; runs with equal records give bit-identical results."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def changed_defaults(old: Mapping[str, Any], new: Mapping[str, Any], given: Changes) -> Changes:
-    """List the differences between two records; `given` are the differences between the files alone.
+    """List the differences between two records' configurations; `given`: those between the files alone.
 
-    A default that was only written out is no difference; a new option is one if it is given.
+    Writing out a default is no difference; a new option is a difference if the file sets it.
     """
     changed = differences(old["config"], {k: v for k, v in new["config"].items() if k in old["config"]})
     later = {
@@ -57,11 +57,11 @@ def changed_defaults(old: Mapping[str, Any], new: Mapping[str, Any], given: Chan
 
 
 def changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Changes, list[str], list[str]]:
-    """Compare the code of two records.
+    """Compare the code hashes of two records.
 
     Returns:
-        Allowed changes by place, descriptions of forbidden changes, and descriptions of changes that a new
-        version explains.
+        Allowed changes keyed by the place of the piece, descriptions of forbidden changes, and descriptions
+            of changes that a new version explains.
     """
     versions = [dict(text.rsplit(" ", 1) for text in record["versions"]) for record in (old, new)]
     same = {name: versions[0].get(name) == versions[1].get(name) for name in ("mmrl", "python")}
@@ -81,6 +81,6 @@ def changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change
 
 
 def changed_versions(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str]:
-    """Format the versions that differ, before and now; empty without a difference."""
+    """Format the package versions that differ, old and new; empty strings if none differ."""
     then, now = ({*record["versions"]} for record in (old, new))
     return ", ".join(sorted(then - now)), ", ".join(sorted(now - then))

@@ -42,22 +42,22 @@ from mmrl.reporting.rollout_mismatch import conclude, describe_mismatch
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import write_whole
 
-IMAGES = 64  # prompts of an evaluation that keep thumbnails
+IMAGES = 64  # number of prompts of an evaluation that are stored with thumbnails
 
 
 @dataclass(frozen=True)
 class ReportPieces:
-    """The pieces that observe a run without influence on its numbers."""
+    """The pieces that observe a run without influencing its results."""
 
     metrics: Sequence[Bound] = ()
     visualizations: Sequence[Bound] = ()
     checks: Sequence[Bound] = ()  # read the journal while the run trains
-    startup_checks: Sequence[Bound] = ()  # read the first step
+    startup_checks: Sequence[Bound] = ()  # examine the first step
     trackers: Trackers = field(default_factory=Trackers)
 
 
 class Reporter:
-    """Writes the journal, warnings, completions and the page of a run, and times its steps."""
+    """Writer of a run's journal, warnings, completions and page; also times its steps."""
 
     def __init__(
         self, config: Config, processes: Processes, stream: Stream, pieces: ReportPieces, quiet: bool = False
@@ -68,10 +68,10 @@ class Reporter:
         self.journal = Journal(Path(config.output_dir))
         self.warnings = Journal(self.folder, "warnings.jsonl")
         self.console = Console(self.folder.name, config.max_steps, quiet or not processes.main)
-        self.records: list[dict[str, Any]] = []  # the journal, as checks read it
-        self.raised: list[str] = []  # the texts of warnings, each once
-        self.evaluated_at = -1  # steps before the evaluation that was printed last
-        self.times: dict[str, float] = {}  # seconds of this step by activity
+        self.records: list[dict[str, Any]] = []  # records of the journal, as checks read them
+        self.raised: list[str] = []  # the distinct texts of warnings
+        self.evaluated_at = -1  # number of steps before the last printed evaluation
+        self.times: dict[str, float] = {}  # maps activities to their seconds in this step
         self.began = 0.0
 
     @property
@@ -80,7 +80,7 @@ class Reporter:
         return self.journal.path.parent
 
     def begin(self, start: int) -> None:
-        """Start or resume at a step: drop later lines of the journals and open trackers."""
+        """Start or resume at a step: drop later lines of the journals and open the trackers."""
         if self.processes.main:
             self.journal.rewind(start)  # steps after the checkpoint are repeated
             self.records = [{**record, "cheap": self.cheap} for record in self.journal.read()]
@@ -96,13 +96,13 @@ class Reporter:
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Add the seconds of a block to an activity of the step."""
+        """Measure the seconds inside this context and add them to an activity of the step."""
         began = time.perf_counter()
         yield
         self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
 
     def warn(self, text: str, by: str = "") -> None:
-        """Show a warning once, on the console and on the page."""
+        """Show a warning on the console and on the page, unless the same text was shown before."""
         if text not in self.raised:
             self.raised.append(text)
             if self.processes.main:
@@ -112,7 +112,7 @@ class Reporter:
     def describe(
         self, collection: Collection, credit: RewardTable, numbers: Mapping[str, float]
     ) -> dict[str, float]:
-        """Compute the metrics of a step; `numbers` are averaged over processes."""
+        """Compute the metrics of a step; `numbers` are averaged over processes first."""
         shared = conclude(self.processes.means(numbers))  # means first: ratios of means, not means of ratios
         entropy = self.processes.means(noted_sums(collection.rollouts, "entropy"))
         if entropy["steps"]:
@@ -161,7 +161,7 @@ class Reporter:
             with self.processes.fail_together("writing predictions"):
                 path, world = step_file(self.folder, step), self.processes.world
                 write_predictions(path, measured, world=world, images=IMAGES)
-        if step != self.evaluated_at:  # the final evaluation may repeat that of the last step
+        if step != self.evaluated_at:  # the final evaluation may repeat the one of the last step
             words = [self._beside_first(name, measured) for name in measured.intervals]
             self.console.say(f"evaluation at step {step}: " + ";  ".join(words))
         self.evaluated_at = step
@@ -188,7 +188,7 @@ class Reporter:
                 self.warn(finding.text)
 
     def write_completions(self, step: int, collection: Collection, credit: RewardTable) -> None:
-        """Write the rollouts of this process with their rewards and advantages."""
+        """Write the rollouts of this process with their rewards and advantages to a parquet file."""
         if not collection.rollouts:
             return
         mine = credit.select(credit.mine)
@@ -206,13 +206,13 @@ class Reporter:
         self.console.say(f"stopped by {why or 'another process'} after step {step}, which is saved")
 
     def close(self, last: Measured | None) -> None:
-        """Write the final evaluation, its visualizations and the page; main process only."""
+        """Write the final evaluation, its visualizations and the HTML page; main process only."""
         from mmrl.reporting.html import write_page
 
         records = list(self.records)
         if last and records:  # metrics of the last step stay as they were reported
             records[-1] = {**describe_measured(last), **records[-1]}
-        self._run_checks(records)  # with the last evaluation among them
+        self._run_checks(records)  # including the last evaluation
         if last:
             write_measured(self.folder, last)
             if fragments := "".join(piece({"answer": last}) for piece in self.pieces.visualizations):

@@ -1,4 +1,4 @@
-"""A configuration with everything that it leaves out: the default of every option of every piece."""
+"""Resolution of a configuration: adds the default of every option of every piece."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mmrl.config.ranges import is_number
 from mmrl.config.registry import HOMES, Entry, find
 from mmrl.config.schema import Piece, Scheduled, as_piece, as_plain, each, held_fields
 
-Named = dict[str, tuple[str, Entry]]  # place to the name in the configuration, and what that means
+Named = dict[str, tuple[str, Entry]]  # maps the place of a piece to its name and registry entry
 
 
 def resolve_defaults(config: Any) -> tuple[dict[str, Any], Named]:
-    """Return a configuration as plain values with all defaults, and its pieces by their places.
+    """Return a configuration as plain values with all defaults, and its pieces keyed by their places.
 
     Raises `ConfigError` for a piece that does not exist.
     """
@@ -27,21 +27,21 @@ def resolve_defaults(config: Any) -> tuple[dict[str, Any], Named]:
         if isinstance(mark, Scheduled):
             filled = _option("", value, mark.wanted, name, entries)
         else:
-            made = [_piece(mark.name, piece, place, entries) for piece, place in each(value, name)]
+            pieces = [_piece(mark.name, piece, place, entries) for piece, place in each(value, name)]
             match value:
                 case Piece():
-                    filled = made[0]
+                    filled = pieces[0]
                 case Mapping():
-                    filled = dict(zip(value, made, strict=True))
+                    filled = dict(zip(value, pieces, strict=True))
                 case _:
-                    filled = made
+                    filled = pieces
         above, _, key = name.rpartition(".")
         (lookup(plain, above) if above else plain)[key] = filled
     return plain, entries
 
 
 def _piece(kind: str, piece: Piece, place: str, entries: Named) -> dict[str, Any]:
-    """Write a piece with all its options, and those of the pieces inside it."""
+    """Return a piece as a dict with all its options, and all options of the pieces inside it."""
     try:
         entry = find(kind, piece.name)
     except ConfigError as error:
@@ -60,11 +60,11 @@ def _piece(kind: str, piece: Piece, place: str, entries: Named) -> dict[str, Any
 
 
 def _option(name: str, value: Any, wanted: Any, place: str, entries: Named) -> Any:
-    """Write the value of an option; one that is called like a kind names a piece, or a list of pieces."""
+    """Return the plain value of an option; an option named like a kind of piece contains pieces."""
     match value:
         case list() | tuple() if name in HOMES:
             return [_piece(name, *one, entries) for one in each([as_piece(v, place) for v in value], place)]
-        case str() | {"name": _} | Piece() if value and name in HOMES:  # "" is none
+        case str() | {"name": _} | Piece() if value and name in HOMES:  # "" means no piece
             return _piece(name, as_piece(value, place), place, entries)
         case {"name": _} if is_number(wanted) or not name:
             return _piece("schedule", as_piece(value, place), place, entries)

@@ -1,4 +1,4 @@
-"""Scores rollouts: calls all rewards in parallel, checks their results, builds the reward table."""
+"""Scoring of rollouts: call all rewards in parallel, check their results, build the reward table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RewardLog:
 
     state: TrainerState = TrainerState()
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    columns: dict[str, list[Any]] = field(default_factory=dict)  # of the last scored rollouts
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # columns of the rollouts scored last
 
     def add(self, call: Scoring) -> None:
         """Add the metrics and columns of one reward call."""
@@ -38,7 +38,7 @@ class RewardLog:
     def take(self, processes: Processes, known: Collection[str] = ()) -> dict[str, float]:
         """Return the means of the metrics over all calls on all processes, and reset them.
 
-        Raises `RewardFault` for a name that is `known` as a metric of the run.
+        Raises `RewardFault` for a name in `known`, the metrics of the run.
         """
         parts = processes.all_gather_object(
             {name: [math.fsum(values), len(values)] for name, values in self.metrics.items()}
@@ -76,13 +76,13 @@ def score(
 ) -> RewardTable:
     """Score every outcome of rollouts with every reward.
 
-    A failing reward raises `RewardFault`; with `on_error: skip` its group is left out of statistics and
-    learning.
+    A failing reward raises `RewardFault`; with `on_error: skip` the affected groups are left out of
+    statistics and learning.
 
     Args:
         rewards: The rewards.
         rollouts: The rollouts of this process.
-        notes: Names of the engine's notes that the advantage chain reads.
+        notes: Names of the engine's per-step records that the advantage chain reads.
         rank: Rank of this process.
         log: Collects the metrics and columns that rewards log.
     """
@@ -117,7 +117,7 @@ def score(
         faulty = torch.zeros(len(outcomes), dtype=torch.int64)
         faulty[broken] = 1
         marks[f"fault/{name}"] = torch.zeros_like(table.ends).masked_scatter(table.present, faulty)
-    # A group with a faulty outcome counts in no statistics and is not learned from.
+    # Groups with a faulty outcome are left out of statistics and learning.
     faulty_groups = table.group[torch.stack(list(marks.values())).any(0).any(-1)]
     sound = ~torch.isin(table.group, faulty_groups)
     return table.replace(
@@ -128,13 +128,13 @@ def score(
 
 
 def _versions(outcomes: Sequence[Outcome]) -> list[int]:
-    """List the version counters of the tensors of outcomes; in-place changes increase them."""
+    """List the version counters of the outcomes' tensors, which in-place changes increase."""
     tensors = [t for outcome in outcomes for t in (outcome.image, outcome.video, outcome.times)]
     return [t._version for t in tensors if t is not None and not t.is_inference()]
 
 
 def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
-    """List the tokens of every outcome: its own, or the tokens that the engine noted."""
+    """List the tokens of every outcome: its own tokens, or otherwise those that the engine recorded."""
 
     def of_outcome(outcome: Outcome, noted: Tensor | None) -> list[int] | None:
         if outcome.tokens is not None:
@@ -145,11 +145,11 @@ def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
 
 
 def final_turns(rollouts: Rollouts) -> list[bool]:
-    """Mark the outcomes that end their conversation, or belong to none (no tag `turn`).
+    """Return whether each outcome ends its conversation or belongs to none (it has no tag `turn`).
 
-    Outcomes with the tag `bare` are not marked.
+    Outcomes with the tag `bare` are False.
     """
-    last: dict[tuple[str, str], int] = {}  # number of the last turn of every episode
+    last: dict[tuple[str, str], int] = {}  # maps every episode to the number of its last turn
     for row in rollouts:
         tags = row.outcomes[-1].tags
         if EPISODE in tags:
@@ -163,7 +163,7 @@ def final_turns(rollouts: Rollouts) -> list[bool]:
     return final
 
 
-# ---- the table
+# ---- the reward table
 
 
 def _lay_out(
@@ -173,7 +173,7 @@ def _lay_out(
     notes: frozenset[str],
     rank: int,
 ) -> RewardTable:
-    """Build the reward table: values, ends and ids of outcomes, notes of steps."""
+    """Build the reward table: values, end positions and ids of outcomes, and per-step records."""
     ends = []
     for row in rollouts:
         ends.append([row.length if outcome.end is None else outcome.end for outcome in row.outcomes])
@@ -182,13 +182,13 @@ def _lay_out(
                 f"outcomes of prompt '{row.prompt.uid}' must be in order, but their ends are {ends[-1]}"
             )
     ends = _padded(ends, ABSENT)
-    present, shape = ends != ABSENT, ends.shape  # (N, K)
+    present, shape = ends != ABSENT, ends.shape  # rollouts, outcomes
     scored = {
         name: torch.full(shape, math.nan, dtype=torch.float64).masked_scatter(present, values)
         for name, values in columns.items()
     }
-    weights = {name: weight for name, weight in weights.items() if weight != 0}  # without labels
-    nothing = torch.zeros((len(rollouts), 0, shape[1]), dtype=torch.float64)  # labels only
+    weights = {name: weight for name, weight in weights.items() if weight != 0}  # labels have weight 0
+    nothing = torch.zeros((len(rollouts), 0, shape[1]), dtype=torch.float64)  # used if there are only labels
     values = torch.stack([scored[name] for name in weights], 1) if weights else nothing
     ids = {
         "group": [name_id(row.group) for row in rollouts],  # equal in every round and process
@@ -211,7 +211,9 @@ def _lay_out(
         ids={
             **{name: torch.tensor(column)[:, None].expand(shape) for name, column in ids.items()},
             "place": torch.arange(shape[1]).expand(shape),
-            "text": _padded([[int(made.text is not None) for made in row.outcomes] for row in rollouts]),
+            "text": _padded(
+                [[int(outcome.text is not None) for outcome in row.outcomes] for row in rollouts]
+            ),
             **tags,
         },
         notes=_notes(rollouts, notes),
@@ -224,15 +226,15 @@ def _lay_out(
 
 
 def _padded(rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
-    """Pad rows of integers to a table (N, K)."""
+    """Pad lists of integers to one tensor (rows, longest)."""
     columns = [torch.tensor(row, dtype=torch.int64) for row in rows]
     return pad_sequence(columns, batch_first=True, padding_value=fill)
 
 
 def _notes(rollouts: Rollouts, names: frozenset[str]) -> dict[str, Tensor]:
-    """Pad the engine's notes of every step to (N, T), NaN without a note.
+    """Pad the engine's per-step records to (rollouts, steps), with NaN for missing records.
 
-    `logp` is included if it is NaN somewhere, since it marks the steps that the policy did not choose.
+    `logp` is included if it has a NaN, since NaN marks the steps that the policy did not choose.
     """
     steps = max(row.length for row in rollouts)
     if any(row.notes["logp"].isnan().any() for row in rollouts if "logp" in row.notes):

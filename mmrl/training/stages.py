@@ -1,7 +1,7 @@
-"""Trains the stages of a run file in order, and resumes where the last command stopped.
+"""Training of the stages of a run file in order; resumes where the last command stopped.
 
 A stage is an ordinary run in its own folder. It starts from the checkpoint of an earlier stage on disk,
-whichever process trained that.
+whichever process trained that stage.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from mmrl.training.loop import train
 from mmrl.training.trainer import Run
 
 MACHINE = ("seconds_per_prompt", "memory_bytes")  # suffixes of metrics that depend on the machine
-LENGTH = ("max_steps", "num_train_epochs", "until")  # keys that decide the length of a stage
+LENGTH = ("max_steps", "num_train_epochs", "until")  # configuration keys that determine the length of a stage
 
 
 def train_stages(
     stages: Sequence[Stage], build: Callable[[Config], Run], *, quiet: bool = False
 ) -> Measured | None:
-    """Train every unfinished stage; return the evaluation of the last stage if it was finished.
+    """Train every unfinished stage; return the last stage's evaluation, or None after a stop.
 
     Args:
-        stages: Of a run file, checked by `check_stage_folders`.
+        stages: The stages of a run file, checked by `check_stage_folders`.
         build: Builds a run from a configuration.
         quiet: Print nothing between the stages.
     """
@@ -75,13 +75,13 @@ def train_stages(
 
 
 class StageRefused(RuntimeError):
-    """The evaluation of a trained stage does not meet its `keep_if`, so that no stage may start from it."""
+    """Raised if the evaluation of a trained stage fails its `keep_if`, so that no stage may start from it."""
 
 
 def _refused(stage: Stage, record: StageRecord, records: Sequence[StageRecord], console: Console) -> str:
-    """Explain why `keep_if` refuses a finished stage, and print the metrics of all stages; "" if it passes.
+    """Return why `keep_if` refuses a finished stage, and print the metrics of all stages; "" if it passes.
 
-    A refused stage stays unfinished in the record: the same command evaluates it again.
+    A refused stage stays unfinished in the record, so the same command evaluates it again.
     """
     before = records[stage.begins].metrics if stage.begins is not None else {}
     reasons = [reason for gate in stage.keep_if if (reason := gate.refusal(record.metrics, before))]
@@ -141,7 +141,7 @@ def _told(records: Sequence[StageRecord], processes: Processes) -> list[StageRec
 
 
 def _ready(stage: Stage, stages: Sequence[Stage], records: Sequence[StageRecord]) -> Config:
-    """Set `init_from` of a stage to the checkpoint that it starts from."""
+    """Return the configuration of a stage, with `init_from` set to the checkpoint that it starts from."""
     if stage.begins is None:
         return stage.config
     start = stages[stage.begins].folder / records[stage.begins].checkpoint
@@ -158,10 +158,10 @@ def _length(stage: Stage) -> dict[str, Any]:
 
 
 def _finished(stage: Stage, run: Run) -> StageRecord:
-    """Build the record of a finished stage, with its best checkpoint if one was chosen."""
+    """Create the record of a finished stage, with its best checkpoint if one was chosen."""
     best, taken = run.progress.best, run.progress.step
     metrics = describe_measured(run.final) if run.final else {}
-    if best.step:  # the last evaluation is of other weights
+    if best.step:  # the last evaluation measured other weights
         metrics = {stage.config.metric_for_best_model: best.value}
     metrics = {k: v for k, v in metrics.items() if math.isfinite(v) and not k.endswith(MACHINE)}
     folder, checkpoint = stage.folder.name, f"checkpoint-{best.step or taken}"
@@ -169,10 +169,10 @@ def _finished(stage: Stage, run: Run) -> StageRecord:
 
 
 def _records(stages: Sequence[Stage]) -> list[StageRecord]:
-    """Match the stages with the record in their folder; return a record for each.
+    """Match the stages with the saved records in their folder; return one record per stage.
 
     A stage whose length changed counts as unfinished. Raises `ConfigError` if the folder has other stages, or
-    a stage that started from a checkpoint that is gone or will change.
+    a stage that started from a checkpoint that is missing or will change.
     """
     home = stages[0].folder.parent
     fresh = [StageRecord(stage.name, stage.folder.name) for stage in stages]
@@ -187,17 +187,17 @@ def _records(stages: Sequence[Stage]) -> list[StageRecord]:
                 f"{repr(fresh[i].folder) if i < len(stages) else 'no such stage'}; name another output_dir, "
                 "or set overwrite_output_dir=true to throw all stages there away"
             )
-    found = []
+    matched = []
     for i, stage in enumerate(stages):
-        known = before[i] if i < len(before) else fresh[i]
-        whole = known.checkpoint and (stage.folder / known.checkpoint).is_dir()
-        found.append(known if whole and dict(known.length) == _length(stage) else fresh[i])
+        saved = before[i] if i < len(before) else fresh[i]
+        whole = saved.checkpoint and (stage.folder / saved.checkpoint).is_dir()
+        matched.append(saved if whole and dict(saved.length) == _length(stage) else fresh[i])
     for stage in stages:
         start = stage.begins
-        if start is not None and stage.folder.name in began and not found[start].checkpoint:
+        if start is not None and stage.folder.name in began and not matched[start].checkpoint:
             raise ConfigError(
                 f"'{stage.folder}' began from '{stages[start].folder}', which is not as it was then: its "
                 f"checkpoint is gone, or one of {', '.join(LENGTH)} changed; put that back, remove "
                 f"'{stage.folder}', or set overwrite_output_dir=true to throw all stages there away"
             )
-    return found
+    return matched

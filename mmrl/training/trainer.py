@@ -50,7 +50,7 @@ class Best:
     value: float = math.nan
 
     def see(self, step: int, value: float, greater_is_better: bool) -> None:
-        """Compare a checkpoint with the best so far; the first of equals stays."""
+        """Record a checkpoint if it is better than the best so far; of equal checkpoints the first stays."""
         if math.isfinite(value) and (
             self.step == 0 or (value > self.value if greater_is_better else value < self.value)
         ):
@@ -61,7 +61,7 @@ class Best:
 class Progress:
     """Progress of a run, saved in its checkpoints."""
 
-    step: int = 0  # finished steps
+    step: int = 0  # number of finished steps
     reported: dict[str, float] = field(default_factory=dict)  # metrics of the last step
     best: Best = field(default_factory=Best)
     inputs: dict[str, str] = field(default_factory=dict)  # hashes of prompts, media and frozen weights
@@ -69,23 +69,23 @@ class Progress:
 
 @dataclass
 class InFlight:
-    """Rollouts that were requested for the next step, and the weights and clock of the request.
+    """Rollouts that were requested for the next step, with the weights and clock of the request.
 
     A checkpoint stores this instead of the rollouts, which are requested again after a resume.
     """
 
-    uids: Sequence[str]  # prompts of the rollouts of all processes, in order
-    weights: Sequence[Tensor]  # trained weights
+    uids: Sequence[str]  # uids of the requested prompts of all processes, in order
+    weights: Sequence[Tensor]  # trained weights at the request
     clock: Clock
-    requested: bool = True  # by this process; False after a resume
+    requested: bool = True  # whether this process requested them; False after a resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but `requested`."""
+        """Return all fields except `requested`."""
         return {"uids": list(self.uids), "weights": list(self.weights), "clock": asdict(self.clock)}
 
     @staticmethod
     def of_state(state: Mapping[str, Any]) -> InFlight | None:
-        """Restore `state_dict`; None for an empty state."""
+        """Create an instance from the output of `state_dict`; return None for an empty state."""
         return InFlight(state["uids"], state["weights"], Clock(**state["clock"]), False) if state else None
 
 
@@ -97,17 +97,17 @@ class Run:
     pieces: Pieces
     processes: Processes
     method: Method
-    learner: Learner  # of the policy
+    learner: Learner  # the learner of the policy
     report: Reporter
     evaluator: HeldOut | None = None
     seconds: Mapping[str, Learner] = field(default_factory=dict)  # second models by name
     progress: Progress = field(default_factory=Progress)
-    log: RewardLog = field(default_factory=RewardLog)  # what rewards log of their own
+    log: RewardLog = field(default_factory=RewardLog)  # metrics and columns that rewards log
     signal: LearningSignal = field(init=False)
     final: Measured | None = None  # the evaluation after the last step
     ahead: InFlight | None = None  # requested rollouts of the next step
-    unreadable: Unreadable = field(default_factory=Unreadable)  # prompts of the data
-    made_with: Mapping[str, Any] = field(default_factory=dict)  # `record_of` the run, and its name as `run`
+    unreadable: Unreadable = field(default_factory=Unreadable)  # unreadable prompts of the data
+    made_with: Mapping[str, Any] = field(default_factory=dict)  # output of `record_of`, and the run's name
 
     def __post_init__(self) -> None:
         learns = self.config.learn.num_iterations > 0
@@ -121,7 +121,7 @@ class Run:
 
     @property
     def learners(self) -> tuple[Learner, ...]:
-        """The policy's learner, then those of second models."""
+        """The learner of the policy, then the learners of the second models."""
         return (self.learner, *self.seconds.values())
 
     @property
@@ -136,17 +136,17 @@ class Run:
 
     @property
     def journal(self) -> Journal:
-        """The metrics of every reported step."""
+        """The journal with the metrics of every reported step."""
         return self.report.journal
 
     @cached_property
     def prompts_by_uid(self) -> Mapping[str, Prompt]:
-        """The prompts of the data by uid."""
+        """The prompts of the data, keyed by uid."""
         return ByUid(self.pieces.made["data"])
 
     @property
     def observers(self) -> list[Observer]:
-        """The pieces that see every round of a collection."""
+        """The pieces that observe every round of a collection."""
         return list(self.pieces.that_are(Observer).values())
 
     @property
@@ -161,12 +161,12 @@ class Run:
 
     @property
     def stateful(self) -> dict[str, Mapping[str, Stateful]]:
-        """The references by name, and the other pieces with saved state by place."""
+        """The references, keyed by name, and the other pieces with saved state, keyed by place."""
         references = {f"references.{name}" for name in self.method.references}
         others = {k: piece for k, piece in self.pieces.that_are(Stateful).items() if k not in references}
         return {"references": {**self.method.references, **self.seconds}, "pieces": others}
 
-    # ---- called by the loops
+    # ---- called by the training loop
 
     def notify(self, event: str) -> None:
         """Pass an event to the callbacks; `RunCallback.on_event` lists the events."""
@@ -183,7 +183,7 @@ class Run:
         self.report.tick()
         self.stream.step = step
         learn = self.config.learn
-        updates = max(1, learn.num_iterations) * learn.minibatches  # optimizer steps of a collection
+        updates = max(1, learn.num_iterations) * learn.minibatches  # optimizer steps per collection
         self.log.state = TrainerState(step * updates, self.config.max_steps * updates)
         # Schedules may read the metrics of the previous step.
         clock = Clock(step, self.progress.reported, self.config.max_steps)
@@ -197,14 +197,14 @@ class Run:
         return self.method.references[name].rollout_weights() if name else nullcontext()
 
     def advantage(self, table: RewardTable) -> RewardTable:
-        """Turn rewards into advantages by the configured chain, and pass them to the advantage observers."""
+        """Turn rewards into advantages with the configured chain, and pass them to the observers."""
         credit = through_chain(self.learner.chain, table, self.stream.step)
         for observer in self.pieces.that_are(AdvantageObserver).values():
             observer.observe_advantages(credit)
         return credit
 
     def finish(self, step: int, collection: Collection, credit: RewardTable) -> None:
-        """Report a step, with an evaluation if one is due."""
+        """Report a finished step, with an evaluation if one is due."""
         config, report = self.config, self.report
         updates = sum(learner.guard.updates for learner in self.learners)
         for learner in self.learners:
@@ -256,7 +256,7 @@ class Run:
         return measured
 
     def close(self) -> None:
-        """Evaluate once more and write the report."""
+        """Run the final evaluation and write the report."""
         self.report.console.end()
         last = self._measure(self.evaluator, self.progress.step) if self.evaluator else None
         if self.processes.main:
@@ -264,7 +264,7 @@ class Run:
         self.final = last
 
     def without_unreadable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts without unreadable ones, or record these in the folder and raise."""
+        """Return the readable prompts; if unreadable prompts are an error, record them and raise."""
         if self.unreadable.drops:
             return self.unreadable.rest(prompts)
         if self.processes.main:
@@ -288,7 +288,7 @@ class Run:
             yield all([stack.enter_context(gathered(module, changed=changed)) for module in models])
 
     def rank_checkpoint(self) -> None:
-        """Compare the current checkpoint with the best one so far, by `metric_for_best_model`."""
+        """Compare the current checkpoint with the best checkpoint so far, by `metric_for_best_model`."""
         name, reported = self.config.metric_for_best_model, self.progress.reported
         if name and name not in reported:
             hint = nearest(name, reported) or f"there are {', '.join(sorted(reported))}"
@@ -299,9 +299,9 @@ class Run:
             self.progress.best.see(self.progress.step, reported[name], self.config.greater_is_better)
 
     def name_weights(self) -> str:
-        """Store the hash of the frozen weights, and return that of the trained ones ("" on one process).
+        """Store the hash of the frozen weights; return the hash of the trained weights ("" on one process).
 
-        Every process has to call this, since shards are gathered one at a time. Trained weights come from the
+        Every process must call this, since shards are gathered one at a time. Trained weights come from the
         checkpoint and buffers may change in training, so only frozen weights identify the base model.
         """
         trained: list[Tensor] = []
@@ -315,7 +315,7 @@ class Run:
         return of_tensors(trained) if self.processes.world > 1 else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming, without the model. Every process has to call this."""
+        """Return the state for resuming, without the model. Every process must call this."""
         return {
             "step": self.progress.step,
             "inputs": self.progress.inputs,
@@ -331,10 +331,10 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; the model's weights must be loaded before."""
+        """Restore the output of `state_dict`; the model's weights must be loaded before."""
         self.learner.load_state_dict(state)
         for name, reference in self.stateful["references"].items():
-            like = () if name in self.seconds else self.learner.trained  # second models shard their own
+            like = () if name in self.seconds else self.learner.trained  # second models shard their own state
             reference.load_state_dict(reshard_state(state["references"][name], like))
         for place, piece in self.stateful["pieces"].items():
             piece.load_state_dict(state["pieces"][place])

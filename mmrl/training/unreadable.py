@@ -1,4 +1,4 @@
-"""Prompts that prove unreadable in a rollout: dropped with their groups, or an error."""
+"""Prompts that turn out to be unreadable in a rollout: dropped with their groups, or an error."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ log = logging.getLogger("mmrl")
 
 @dataclass
 class Unreadable:
-    """The prompts of a data set that could not be read; all processes have the same.
+    """The prompts of a data set that could not be read; all processes record the same prompts.
 
     Args:
-        drops: Whether they are dropped; otherwise the first is an error.
-        place: Where the data set stands in the configuration.
+        drops: Drop unreadable prompts; otherwise the first one is an error.
+        place: Place of the data set in the configuration, for messages.
     """
 
     drops: bool = False
     place: str = "data"
-    found: dict[str, str] = field(default_factory=dict)  # the reason, by uid
-    caught: PromptError | None = None  # by this process
+    found: dict[str, str] = field(default_factory=dict)  # maps the uid of a prompt to the reason
+    caught: PromptError | None = None  # error caught by this process
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Store a `PromptError` of this process, until all processes call `agree`."""
+        """Catch and store a `PromptError` of this process until all processes call `agree`."""
         try:
             yield
         except PromptError as error:
             self.caught = error
 
     def agree(self, processes: Processes) -> bool:
-        """Share the caught errors; return whether any process had one. Every process has to call this."""
+        """Share the caught errors; return whether any process has one. Every process must call this."""
         mine, self.caught = self.caught, None
         # Rebuild the message, because an error of a Ray worker contains its traceback.
         gathered = processes.all_gather_object(
@@ -57,7 +57,7 @@ class Unreadable:
         return bool(new)
 
     def rest(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts without unreadable ones."""
+        """Return the prompts that are not known to be unreadable."""
         return [prompt for prompt in prompts if prompt.uid not in self.found]
 
     def error(self) -> ConfigError:
@@ -68,14 +68,14 @@ class Unreadable:
         )
 
     def note(self, folder: Path, data: Sequence[Prompt]) -> None:
-        """Record the unreadable prompts and the hash of the other data, for a resume without their rows."""
+        """Write the unreadable prompts and the hash of the remaining data, for a resume without them."""
         left = chosen(data, [at for at, uid in enumerate(uids_of(data)) if uid not in self.found])
         record = {"prompts": self.found, "inputs": of_prompts(left, named=False)}
         write_whole(folder / FILE, json.dumps(record, indent=1, ensure_ascii=False))
 
 
 def taken_out(folder: Path, data: Sequence[Prompt]) -> Mapping[str, str]:
-    """Return the unreadable prompts and reasons if exactly these were removed from the data of a run."""
+    """Return the recorded unreadable prompts if exactly these were removed from the data of a run."""
     if not (folder / FILE).is_file():
         return {}
     record = json.loads((folder / FILE).read_text(encoding="utf-8"))

@@ -1,1 +1,1 @@
-"""Everything that knows TRL's names: what each becomes in a configuration of mmrl."""
+"""All code that depends on TRL's names: their translation to a configuration of mmrl."""

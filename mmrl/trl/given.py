@@ -1,4 +1,4 @@
-"""Arguments of TRL's configuration classes, with TRL's defaults for the ones left out."""
+"""Arguments of TRL's configuration classes, with TRL's defaults for missing arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_list, as_mapping, lookup
 from mmrl.trl.names import DPO_ONLY, NAMES
 
-Change = dict[str, Any]  # dotted keys of a configuration, with their values
+Change = dict[str, Any]  # maps dotted keys of a configuration to values
 BATCHES = tuple(name for name, row in NAMES.items() if row.rule == "batches")
-GRPO_LOSSES = {  # to the surrogate and the aggregation
+GRPO_LOSSES = {  # maps a loss of TRL to (surrogate, aggregation)
     "grpo": ("clip", "sequence_mean"),
     "bnpo": ("clip", "step_mean"),
     "dapo": ("clip", "step_mean"),
@@ -23,24 +23,24 @@ GRPO_LOSSES = {  # to the surrogate and the aggregation
     "luspo": ("clip", "length_weighted"),
     "vespo": ("gamma_weight", "step_mean"),
 }
-DPO_LOSSES = {  # to the comparison
+DPO_LOSSES = {  # maps a loss of TRL to a comparison
     **{name: name for name in ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair")},
     **{name: name for name in ("sppo_hard", "apo_zero", "apo_down", "discopop")},
     "sigmoid_norm": "sigmoid",
 }
 ABSENT_LOSSES = ("aot", "aot_unpaired", "sft")
-CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines around another one
+CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines that wrap another engine
 STEP_MEANS = ("dapo", "bnpo", "cispo", "vespo")
 
 
 def default_of(name: str, pairs: bool) -> Any:
-    """Return TRL's default of an argument, of DPOConfig for `pairs`."""
+    """Return TRL's default of an argument: DPOConfig's for `pairs`, otherwise GRPOConfig's."""
     row = NAMES[name]
     return row.dpo if pairs and row.dpo is not ... else row.default
 
 
 def pairs_of(values: Mapping[str, Any], onto: Mapping[str, Any]) -> bool:
-    """Whether arguments are DPOConfig's: by the loss, another name or the objective."""
+    """Whether arguments are DPOConfig's, judged by the loss, by other names, or by the objective."""
     match lookup(onto, "objective.name"), values.get("loss_type"):
         case str(objective), None:
             return objective == "comparison"
@@ -48,19 +48,19 @@ def pairs_of(values: Mapping[str, Any], onto: Mapping[str, Any]) -> bool:
             return any(values.get(name) is not None for name in DPO_ONLY)
         case _, str(loss):
             return loss in {*DPO_LOSSES, *ABSENT_LOSSES}
-    return True  # a list, which DPO adds up
+    return True  # a list of losses, which DPO adds up
 
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments that were given, over TRL's defaults, and the configuration that they will change.
+    """The given arguments, completed by TRL's defaults, and the configuration that they will change.
 
     Args:
-        values: The arguments that count.
-        onto: The configuration.
-        pairs: Whether they are DPOConfig's.
-        whole: Whether `values` has TRL's defaults, so that what is built is TRL's training.
-        nulls: The names that were given as None.
+        values: The arguments in effect.
+        onto: The configuration that will be changed.
+        pairs: Whether the arguments are DPOConfig's.
+        whole: Whether `values` includes TRL's defaults, so that the result is TRL's training.
+        nulls: The names of arguments that were given as None.
     """
 
     values: Mapping[str, Any]
@@ -70,7 +70,7 @@ class Given:
     nulls: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value that was given, or TRL's default."""
+        """Return the value of an argument, or TRL's default if it was not given."""
         value = self.values.get(name)
         return default_of(name, self.pairs) if value is None else value
 
@@ -79,45 +79,45 @@ class Given:
         return self.values.get(name) is not None
 
     def has(self, *names: str) -> bool:
-        """Whether one of several arguments was given."""
+        """Whether at least one of several arguments has a value."""
         return any(name in self for name in names)
 
     @property
     def losses(self) -> list[str]:
-        """The names of the losses: one, or those that DPO adds up."""
+        """Return the names of the losses: one, or several that DPO adds up."""
         return as_list(self.values.get("loss_type") or ("sigmoid" if self.pairs else "dapo"))
 
     def at(self, key: str) -> Any:
-        """Look a dotted key up in the configuration that will be changed; None where it is not."""
+        """Return the value of a dotted key in the configuration to be changed; None if it is missing."""
         return lookup(self.onto, key)
 
     @property
     def conversing(self) -> str:
-        """The place of the engine that holds conversations with tools; empty without one."""
+        """Return the key of the engine for conversations with tools; empty without such an engine."""
         names = [as_mapping(engine).get("name") for engine in as_list(self.at("rollout.engine"))]
         return next((f"rollout.engine.{i}" for i, name in enumerate(names) if name in CONVERSING), "")
 
     @property
     def processes(self) -> int:
-        """The number of processes: as given, or as torchrun or accelerate started them."""
+        """Return the number of processes: as given, or as started by torchrun or accelerate."""
         return self.values.get("num_processes") or int(os.environ.get("WORLD_SIZE") or 1)
 
     @property
     def completions(self) -> int:
-        """Completions of an optimizer step, on all processes."""
+        """Return the number of completions per optimizer step, over all processes."""
         return self["per_device_train_batch_size"] * self["gradient_accumulation_steps"] * self.processes
 
     @property
     def generated(self) -> int:
-        """Completions of a collection; at least those of an optimizer step."""
+        """Return the number of completions per collection, which is at least that of an optimizer step."""
         per_pass = self["per_device_train_batch_size"] * self.processes
-        asked, steps = self["generation_batch_size"], self["steps_per_generation"]
-        if asked and steps and asked != per_pass * steps:
+        batch_size, steps = self["generation_batch_size"], self["steps_per_generation"]
+        if batch_size and steps and batch_size != per_pass * steps:
             raise ConfigError(
-                f"generation_batch_size is {asked}, but {per_pass} completions in each of {steps} steps "
+                f"generation_batch_size is {batch_size}, but {per_pass} completions in each of {steps} steps "
                 f"(steps_per_generation) are {per_pass * steps}; give one of the two"
             )
-        size = asked or per_pass * (steps or self["gradient_accumulation_steps"])
+        size = batch_size or per_pass * (steps or self["gradient_accumulation_steps"])
         whole = max(size, self.completions)
         if whole % min(size, self.completions) or size % per_pass:
             raise ConfigError(
@@ -128,7 +128,7 @@ class Given:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of a collection."""
+        """Return the number of optimizer steps per collection."""
         parts = self.at("learn.minibatches") or 1
         if self.has(*BATCHES):
             parts = 1 if self.pairs else self.generated // self.completions

@@ -1,8 +1,9 @@
 """The arguments of TRL's GRPOConfig, DPOConfig, ModelConfig and ScriptArguments, as a table.
 
-Names, defaults and meanings are those of TRL 1.16 and of transformers' TrainingArguments, which the first two
-inherit; a few of earlier versions and of open-r1's recipes are listed too. Every name is in one of three
-tables: `NAMES` (what it becomes here), `REFUSED` (taken at neutral values only), `NEUTRAL` (taken at any).
+Names, defaults and meanings are those of TRL 1.16 and of transformers' TrainingArguments, from which the
+first two inherit. A few names of earlier versions and of open-r1's recipes are included. Every name is in one
+of three tables: `NAMES` (translated to a key of mmrl), `REFUSED` (accepted only at neutral values), `NEUTRAL`
+(accepted at any value, without effect).
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from typing import Any, NamedTuple
 
 
 class Name(NamedTuple):
-    """An argument that has a key here.
+    """An argument of TRL that corresponds to a key of mmrl.
 
     Args:
-        key: The dotted key; of several, the one that says whether a file gives it.
+        key: The dotted key. If there are several, the key that shows whether a file sets the argument.
         default: TRL's default.
-        rule: The function of `mmrl.trl.objective` or `mmrl.trl.run` that makes the change where a value alone
-            does not.
-        note: What differs; printed for a run where the argument is given.
-        values: TRL's values to those here; `...` changes nothing.
-        dpo: The default of DPOConfig, where it is another one.
+        rule: Function in `mmrl.trl.objective` or `mmrl.trl.run` for arguments that are not simply copied.
+        note: How mmrl differs from TRL; printed if the argument is given.
+        values: Maps TRL's values to mmrl's; `...` changes nothing.
+        dpo: The default in DPOConfig, if it is different.
     """
 
     key: str
@@ -33,7 +33,7 @@ class Name(NamedTuple):
 
 
 def _rows(key: str, rule: str = "", note: str = "", **defaults: Any) -> dict[str, Name]:
-    """Make rows of arguments that share a key and a rule, from their defaults."""
+    """Create table entries for arguments with the same key and rule; `defaults` maps names to defaults."""
     return {name: Name(key, default, rule, note) for name, default in defaults.items()}
 
 
@@ -139,7 +139,7 @@ MODEL: dict[str, Name] = {
 NAMES: dict[str, Name] = {**GRPO, **DPO, **BOTH, **MODEL}
 
 _LAUNCH = "Start with `accelerate launch --config_file`; see docs/howto/processes.md."
-# Unsupported arguments with the values that have no effect; these and None are accepted, others are errors.
+# Unsupported arguments, with the values that have no effect. These and None are accepted; others are errors.
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "use_adaptive_entropy": (False,), "router_aux_loss_coef": (0.0,), "label_smoothing_factor": (0.0,),
     "neftune_noise_alpha": (0.0,), "use_weighting": (False,), "repetition_penalty": (1.0,),
@@ -157,7 +157,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "lora_task_type": ("CAUSAL_LM",), "use_dora": (False,), "bnb_4bit_quant_storage": ("uint8",),
     "push_to_hub_revision": (False,), "callbacks": ([],),
 }  # fmt: skip
-_INSTEAD = {  # where there is something else to do than to leave them out
+_INSTEAD = {  # advice for arguments that have a replacement
     "use_adaptive_entropy": "Use a schedule as the `coef` of `entropy_bonus`.",
     "label_smoothing_factor": "Use `label_smoothing` of a comparison.",
     "use_weighting": "WPO's weights of pairs are in `methods/preference/wpo.yaml`.",
@@ -182,7 +182,7 @@ _INSTEAD = {  # where there is something else to do than to leave them out
     "push_to_hub_revision": "Set `push_to_hub`: the main branch is written when the run ends.",
     "callbacks": "Give them to `mmrl.Trainer(callbacks=...)`.",
 }
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {  # what to do, and the values that are accepted
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {  # maps a name to advice and the accepted values
     name: (_INSTEAD.get(name, "Nothing takes its place; leave it out."), accepted)
     for name, accepted in _ABSENT.items()
 }
@@ -228,16 +228,16 @@ NEUTRAL: dict[str, str] = {name: words for words, names in _NEUTRAL.items() for 
 DPO_ONLY = frozenset(
     {*DPO, "use_weighting", "truncation_mode", "padding_free", "precompute_ref_log_probs", "max_length"}
 )
-DIFFERS = (  # of every run, whatever is given
+DIFFERS = (  # differences in every run, independent of the arguments
     "trained weights and their optimizer are in float32; dropout is off, that of adapters too",
     "`max_steps`, `save_steps` and the learning rate count collections, not optimizer steps",
 )
 
 
 def advice(key: str) -> str:
-    """Say what an argument of TRL is here, for an error about a key; empty for another name."""
+    """Explain an argument of TRL for an error message about an unknown key; empty for any other name."""
     if key in NAMES:
-        here = f"; here it is {NAMES[key].key}" if NAMES[key].key else ""
-        return f"that is an argument of TRL{here}; as it is, it goes into a mapping: `trl: {{{key}: ...}}`"
+        ours = f"; here it is {NAMES[key].key}" if NAMES[key].key else ""
+        return f"that is an argument of TRL{ours}; as it is, it goes into a mapping: `trl: {{{key}: ...}}`"
     words = REFUSED[key][0] if key in REFUSED else NEUTRAL.get(key, "")
     return f"that is an argument of TRL, which is not here. {words}" if words else ""

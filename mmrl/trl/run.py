@@ -1,4 +1,4 @@
-"""Rules of TRL's arguments about the run: batches, steps, learning rate, model, rewards, trackers."""
+"""Rules for TRL's arguments of the run: batches, steps, learning rate, model, rewards, trackers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
 }
 _NAMED = ("project", "run_name")
-TRACKERS = {"tensorboard": (), "wandb": _NAMED, "trackio": (*_NAMED, "space_id")}  # with their options
-REWARDS = "open_r1.rewards"  # whose functions have short names in its recipes
+TRACKERS = {"tensorboard": (), "wandb": _NAMED, "trackio": (*_NAMED, "space_id")}  # each with its options
+REWARDS = "open_r1.rewards"  # module of open-r1 whose functions have short names in its recipes
 SHORT_REWARDS = {
     **{name: f"{name}_reward" for name in ("accuracy", "format", "tag_count", "reasoning_steps")},
     "length": "len_reward",
@@ -30,7 +30,7 @@ SHORT_REWARDS = {
 
 
 def rewards(given: Given) -> Change:
-    """`reward_funcs` as names, and `reward_weights`: the weight of each reward in order."""
+    """Translate `reward_funcs` to names, and `reward_weights` to the weights of the rewards in order."""
     named, weights = as_list(given["reward_funcs"]), as_list(given["reward_weights"])
     count = len(named) if named else len(given.at("rewards") or weights)
     if weights and count != len(weights):
@@ -42,7 +42,7 @@ def rewards(given: Given) -> Change:
 
 
 def _reward(name: str) -> str:
-    """Name a reward as TRL's and open-r1's files do: of `trl.rewards`, by a dotted path, or a short name."""
+    """Convert a reward's name in TRL or open-r1 (function name, dotted path, short name) to mmrl's form."""
     if name in SHORT_REWARDS:
         return f"{REWARDS}:{SHORT_REWARDS[name]}"
     if ":" in name:
@@ -57,7 +57,7 @@ def _reward(name: str) -> str:
 
 
 def batches(given: Given) -> Change:
-    """Batch sizes: prompts of a collection over all processes, and its optimizer steps."""
+    """Translate batch sizes to the prompts of a collection over all processes, and to its optimizer steps."""
     if given.pairs:
         return {"rollout.num_prompts": given.completions}
     group = given.values.get("num_generations") or given.at("rollout.num_generations") or 8
@@ -72,8 +72,8 @@ def batches(given: Given) -> Change:
 
 
 def length_of_run(given: Given) -> Change:
-    """The number of steps, or the passes over the data."""
-    if given["max_steps"] > 0:  # wins over epochs, as in TRL
+    """Translate `max_steps` or `num_train_epochs` to the length of the run."""
+    if given["max_steps"] > 0:  # takes precedence over epochs, as in TRL
         steps: Change = {"max_steps": _collections(given, "max_steps")}
         return steps | ({"num_train_epochs": 0.0} if given.at("num_train_epochs") else {})
     if "num_train_epochs" in given:
@@ -83,12 +83,12 @@ def length_of_run(given: Given) -> Change:
 
 
 def logging(given: Given) -> Change:
-    """`logging_steps`."""
+    """Translate `logging_steps` from optimizer steps to collections."""
     return {"report.logging_steps": _whole(given, "logging_steps")}
 
 
 def saves(given: Given) -> Change:
-    """How often a checkpoint is written, and how many are kept."""
+    """Translate how often a checkpoint is written, and how many checkpoints are kept."""
     strategy = _strategy(given, "save_strategy")
     change: Change = {}
     if strategy != "steps":
@@ -101,7 +101,7 @@ def saves(given: Given) -> Change:
 
 
 def evaluations(given: Given) -> Change:
-    """How often held-out prompts are answered."""
+    """Translate how often held-out prompts are evaluated."""
     strategy = _strategy(given, "eval_strategy")
     if strategy == "no" and "eval_strategy" in given:
         return {"eval_steps": 0}
@@ -117,7 +117,7 @@ def _strategy(given: Given, name: str) -> str:
 
 
 def _epoch(given: Given, name: str) -> float:
-    """Length of one epoch as a fraction of the run; 0 if the run is at most one epoch."""
+    """Return the length of one epoch as a fraction of the run; 0 if the run is at most one epoch."""
     if given["max_steps"] > 0:
         raise ConfigError(
             f"'{name}=epoch' of TRL needs `num_train_epochs`, and `max_steps` is given; set 'steps'"
@@ -127,12 +127,12 @@ def _epoch(given: Given, name: str) -> float:
 
 
 def _shared(given: Given, name: str) -> float:
-    """Convert optimizer steps into collections; of a run by epochs a share stays a share."""
+    """Convert optimizer steps to collections; in a run of epochs, return a fraction below 1 unchanged."""
     return given[name] if given[name] < 1 and given["max_steps"] <= 0 else _whole(given, name)
 
 
 def _whole(given: Given, name: str) -> int:
-    """Convert a number of optimizer steps, or below 1 a share of all of them, into collections."""
+    """Convert a number of optimizer steps, or a fraction below 1 of all steps, to collections."""
     if given[name] < 1 and given["max_steps"] <= 0:
         raise ConfigError(f"'{name}={given[name]}' of TRL is a share of all steps; give `max_steps` too")
     return _collections(given, name)
@@ -144,7 +144,7 @@ def _collections(given: Given, name: str) -> int:
 
 
 def turns(given: Given) -> Change:
-    """`max_tool_calling_iterations`: replies of tools, after each of which there is one more turn."""
+    """Translate `max_tool_calling_iterations` to turns: one more than the number of tool replies."""
     if not given.conversing:
         raise ConfigError(
             "'max_tool_calling_iterations' of TRL limits calls of tools, but no engine has any; add "
@@ -154,20 +154,20 @@ def turns(given: Given) -> Change:
 
 
 def learning_rate(given: Given) -> Change:
-    """The learning rate, or the schedule that it follows."""
+    """Translate the learning rate and its scheduler to a constant rate or a schedule."""
     there = given.at("learn.learning_rate")
     rate = (
         there if "learning_rate" not in given and isinstance(there, int | float) else given["learning_rate"]
     )
-    asked = given.values.get("lr_scheduler_type") or "constant"
-    if asked not in SCHEDULES:
+    kind = given.values.get("lr_scheduler_type") or "constant"
+    if kind not in SCHEDULES:
         raise ConfigError(
-            f"'lr_scheduler_type={asked!r}' of TRL is not here; there are {', '.join(SCHEDULES)}, or write a "
+            f"'lr_scheduler_type={kind!r}' of TRL is not here; there are {', '.join(SCHEDULES)}, or write a "
             "schedule at `learn.learning_rate`"
         )
     more = dict(given["lr_scheduler_kwargs"] or {})
     end = 0.0
-    if asked == "cosine_with_min_lr":
+    if kind == "cosine_with_min_lr":
         lowest, share = more.pop("min_lr", None), more.pop("min_lr_rate", None)
         if (lowest is None) == (share is None):
             raise ConfigError(
@@ -176,26 +176,26 @@ def learning_rate(given: Given) -> Change:
         end = float(lowest) if lowest is not None else share * rate
     if more:
         raise ConfigError(
-            f"'lr_scheduler_kwargs' of TRL may not have {', '.join(more)} with '{asked}'; write a "
+            f"'lr_scheduler_kwargs' of TRL may not have {', '.join(more)} with '{kind}'; write a "
             "schedule at `learn.learning_rate`"
         )
     warmup = given["warmup_steps"] or given["warmup_ratio"]
     warmup = math.ceil(warmup / given.updates) if warmup >= 1 else warmup
     warm = {"warmup_steps": warmup} if warmup else {}
-    if SCHEDULES[asked] == "constant":
+    if SCHEDULES[kind] == "constant":
         return {"learn.learning_rate": {"name": "constant", "value": rate, **warm} if warm else rate}
     total = _collections(given, "max_steps") if given["max_steps"] > 0 else None
     total = given.at("max_steps") if total is None and "num_train_epochs" not in given else total
-    length = {"steps": total} if total else {}  # without a number as long as the run
-    return {"learn.learning_rate": {"name": SCHEDULES[asked], "start": rate, "end": end, **length, **warm}}
+    length = {"steps": total} if total else {}  # without `steps`, the schedule is as long as the run
+    return {"learn.learning_rate": {"name": SCHEDULES[kind], "start": rate, "end": end, **length, **warm}}
 
 
 def optimizer(given: Given) -> Change:
-    """The optimizer and its options."""
-    asked = given["optim"]
-    if asked not in OPTIMIZERS:
-        raise ConfigError(f"'optim={asked!r}' of TRL is not here; there are {', '.join(OPTIMIZERS)}")
-    name = OPTIMIZERS[asked] if "optim" in given else given.at("learn.optimizer.name") or OPTIMIZERS[asked]
+    """Translate `optim` and its hyperparameters to an optimizer with options."""
+    optim = given["optim"]
+    if optim not in OPTIMIZERS:
+        raise ConfigError(f"'optim={optim!r}' of TRL is not here; there are {', '.join(OPTIMIZERS)}")
+    name = OPTIMIZERS[optim] if "optim" in given else given.at("learn.optimizer.name") or OPTIMIZERS[optim]
     options = {"weight_decay": "weight_decay"}
     if name != "sgd":
         options |= {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
@@ -204,7 +204,7 @@ def optimizer(given: Given) -> Change:
 
 
 def sampler(given: Given) -> Change:
-    """`shuffle_dataset`: of the first sampler."""
+    """Translate `shuffle_dataset` to an option of the innermost sampler."""
     first, *wrappers = as_list(given.at("sampler")) or ["uniform"]
     return {"sampler": [{**as_mapping(first), "shuffle": given["shuffle_dataset"]}, *wrappers]}
 
@@ -213,7 +213,7 @@ def sampler(given: Given) -> Change:
 
 
 def model(given: Given) -> Change:
-    """What a model is loaded with, and what it is computed in: `bf16`, or else as its weights are."""
+    """Translate how a model is loaded, and its dtype: that of `bf16` or `fp16`, or else of its weights."""
     kwargs = {name: value for name, value in (given["model_init_kwargs"] or {}).items() if value is not None}
     stored = [kwargs.pop(name, None) for name in ("dtype", "torch_dtype")]
     stored += [given.values.get(name) for name in ("dtype", "torch_dtype")]
@@ -221,7 +221,7 @@ def model(given: Given) -> Change:
     attention = kwargs.pop("attn_implementation", None) or given["attn_implementation"]
     change: Change = {"policy.attn_implementation": attention} if attention else {}
     change |= quantized(kwargs.pop("quantization_config", None))
-    for name in ("device_map", "low_cpu_mem_usage", "use_cache"):  # of how it is loaded
+    for name in ("device_map", "low_cpu_mem_usage", "use_cache"):  # only affect how the model is loaded
         kwargs.pop(name, None)
     neutral = {"revision": "main", "trust_remote_code": False}
     if odd := [name for name, value in kwargs.items() if name not in neutral or value != neutral[name]]:
@@ -239,18 +239,18 @@ def model(given: Given) -> Change:
 
 
 def adapter(given: Given) -> Change:
-    """`use_peft`: the adapter that is trained in place of the model."""
+    """Translate `use_peft` and the LoRA arguments to the adapter that is trained in place of the model."""
     if not given["use_peft"]:
         return {}
     rank, alpha = given["lora_r"], float(given["lora_alpha"])
-    alpha = alpha * math.sqrt(rank) if given["use_rslora"] else alpha  # divided by the rank, not by its root
+    alpha = alpha * math.sqrt(rank) if given["use_rslora"] else alpha  # we divide by the rank, not its root
     layers = [name.strip().rstrip(",") for name in as_list(given["lora_target_modules"])]
     named = {"policy.lora_target_modules": layers} if layers and layers != ["all-linear"] else {}
     return {"policy.lora_rank": rank, "policy.lora_alpha": alpha, **named}
 
 
 def quantization(given: Given) -> Change:
-    """`load_in_4bit` and `load_in_8bit`: frozen weights in few bits."""
+    """Translate `load_in_4bit` and `load_in_8bit` to the quantisation of frozen weights."""
     names = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     return quantized(
         {**{n: given[n] for n in names}, "bnb_4bit_use_double_quant": given["use_bnb_nested_quant"]}
@@ -258,7 +258,7 @@ def quantization(given: Given) -> Change:
 
 
 def quantized(config: Any) -> Change:
-    """Read a `BitsAndBytesConfig`, or a mapping with its names; None for no quantisation."""
+    """Translate a `BitsAndBytesConfig`, or a mapping with its names; None means no quantisation."""
     options = dict(config) if isinstance(config, Mapping) else vars(config) if config is not None else {}
     options = {name.removeprefix("_"): value for name, value in options.items()}
     if options.get("load_in_4bit") and options.get("load_in_8bit"):
@@ -271,14 +271,14 @@ def quantized(config: Any) -> Change:
 
 
 def checkpointing(given: Given) -> Change:
-    """`gradient_checkpointing`, or its newer name."""
+    """Translate `gradient_checkpointing`, or its newer name `activation_checkpointing`."""
     newer = "activation_checkpointing" in given
     name = "activation_checkpointing" if newer else "gradient_checkpointing"
     return {"policy.gradient_checkpointing": bool(given[name])}
 
 
 def dataset(given: Given) -> Change:
-    """`dataset_name`, where no rows are named otherwise, and `system_prompt`."""
+    """Translate `dataset_name`, unless the configuration already has a data path, and `system_prompt`."""
     change: Change = {}
     if "dataset_name" in given and not given.at("data.path"):
         change["data.path"] = given["dataset_name"]
@@ -286,7 +286,7 @@ def dataset(given: Given) -> Change:
 
 
 def device(given: Given) -> Change:
-    """`use_cpu`, where there is nothing else."""
+    """Raise `ConfigError` for `use_cpu` if there is a GPU; otherwise change nothing."""
     import torch
 
     if given["use_cpu"] and torch.cuda.is_available():
@@ -300,7 +300,7 @@ def device(given: Given) -> Change:
 
 
 def trackers(given: Given) -> Change:
-    """`report_to`, and the names that dashboards show."""
+    """Translate `report_to`, and the names that are shown on dashboards, to trackers."""
     names = as_list(given["report_to"])
     if "report_to" not in given:
         names = [as_mapping(piece)["name"] for piece in given.at("report.trackers") or ()]
@@ -322,7 +322,7 @@ def trackers(given: Given) -> Change:
 
 
 def best(given: Given) -> Change:
-    """The metric by which the best checkpoint is kept."""
+    """Translate the metric that selects the best checkpoint, and its direction."""
     metric = given["metric_for_best_model"]
     if metric is None:
         if given["load_best_model_at_end"]:

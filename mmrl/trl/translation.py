@@ -1,7 +1,7 @@
-"""Translates arguments of TRL into a configuration of mmrl, the same by every way in which they are given.
+"""Translation of TRL's arguments to a configuration of mmrl; equal for every way to give the arguments.
 
-`translated` is the one function behind `mmrl.Trainer` and the mapping `trl` of a file. It completes what was
-given by TRL's defaults, collects all errors, and lists what still differs.
+`mmrl.Trainer` and the mapping `trl` in a file both use `translated`. It adds TRL's defaults for missing
+arguments, collects all errors, and lists the remaining differences from TRL.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from mmrl.trl.given import Change, Given, default_of, pairs_of
 from mmrl.trl.names import DIFFERS, DPO, DPO_ONLY, GRPO, NAMES, NEUTRAL, REFUSED
 
 RULES = {**objective.RULES, **run.RULES}
-OBJECTIVE = ("advantage", "references", "group_filter")  # besides the parts of `objective`
-TOGETHER = (("max_steps", "num_train_epochs"), ("rollout.num_prompts", "learn.minibatches"))  # said by either
-SET_BY_ITSELF = {"output_dir": "trainer_output", "report_to": [], "bf16": True}  # when a config is made
+OBJECTIVE = ("advantage", "references", "group_filter")  # sections of the objective besides `objective`
+# Groups of keys that are alternatives: if a file sets one of them, TRL's defaults of all are ignored.
+TOGETHER = (("max_steps", "num_train_epochs"), ("rollout.num_prompts", "learn.minibatches"))
+SET_BY_ITSELF = {"output_dir": "trainer_output", "report_to": [], "bf16": True}  # set by TRL's classes
 SAME = tuple(
     words for words in dict.fromkeys(NEUTRAL.values()) if words.startswith(("How memory", "Of loops"))
 )
@@ -31,12 +32,12 @@ log = logging.getLogger("mmrl")
 
 
 class Translated(NamedTuple):
-    """What arguments of TRL become.
+    """The result of a translation of TRL's arguments.
 
     Args:
-        change: Dotted keys with their values.
-        asked: The keys among them that a given argument decides, not a default.
-        differs: Sentences about what is not as in TRL.
+        change: Maps dotted keys to values.
+        asked: The keys in `change` that depend on a given argument, not only on defaults.
+        differs: Sentences about the differences from TRL.
     """
 
     change: Change
@@ -45,14 +46,14 @@ class Translated(NamedTuple):
 
 
 def translate(arguments: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Translate the arguments that are given alone into a change that `mmrl.config.loading.merge` takes.
+    """Translate only the given arguments to a change for `mmrl.config.loading.merge`.
 
     Args:
         arguments: Keyword arguments of TRL's configuration classes.
-        onto: The plain configuration that will be changed, where it is known: it says what kind of objective
-            there is, and which pieces the change is for.
+        onto: The plain configuration that will be changed, if known. It determines the kind of objective, and
+            the pieces that are changed.
 
-    Raises `ConfigError` for unknown arguments, and for values that nothing here corresponds to.
+    Raises `ConfigError` for unknown arguments, and for values without a counterpart in mmrl.
     """
     return nested(translated(arguments, onto or {}).change)
 
@@ -64,14 +65,14 @@ def translated(
     *,
     complete: bool = False,
 ) -> Translated:
-    """Translate arguments of TRL.
+    """Translate arguments of TRL to changes of a configuration.
 
     Args:
-        arguments: As they were given; None stands for none.
-        onto: The whole configuration that will be changed, `own` included.
-        own: What was given beside the arguments under keys of a configuration.
-        complete: Whether TRL's defaults count under what `onto` says. The objective of a file that is not
-            GRPO's or DPO's stays as it is.
+        arguments: The given arguments; None counts as not given.
+        onto: The whole configuration that will be changed, including `own`.
+        own: Keys of the configuration that were given next to the arguments.
+        complete: Whether TRL's defaults apply wherever `onto` sets no value. The objective of a file that is
+            not GRPO's or DPO's is not changed.
     """
     pairs, own = pairs_of(arguments, onto), own or {}
     problems, values = [], {}
@@ -80,21 +81,21 @@ def translated(
             values[name] = _checked(name, _plain(value), pairs)
         except ConfigError as error:
             problems.append(str(error))
-    asked = {name: value for name, value in values.items() if value is not None}
+    present = {name: value for name, value in values.items() if value is not None}
     whole = complete and _is_base(onto, own, pairs)
     defaults = _defaults(onto, pairs, whole) if complete else {}
-    nulls = frozenset(values.keys() - asked.keys())
-    given = Given({**defaults, **asked}, onto, pairs, whole, nulls)
+    nulls = frozenset(values.keys() - present.keys())
+    given = Given({**defaults, **present}, onto, pairs, whole, nulls)
     change: Change = {}
     decided: set[str] = set()
-    rules: dict[str, bool] = {}  # to whether an argument of the rule was given
+    rules: dict[str, bool] = {}  # maps a rule to whether one of its arguments was given
     for name in [*given.values, *(nulls & {"max_completion_length"})]:
         row = NAMES.get(name)
         if row and row.rule:
             rules[row.rule] = rules.get(row.rule, False) or name in values
         elif row and (value := row.values.get(given[name], given[name])) is not ...:
             change[row.key] = value
-            decided |= {row.key} if name in asked else set()
+            decided |= {row.key} if name in present else set()
     for rule in (rule for rule in RULES if rule in rules):
         try:
             part = RULES[rule](given)
@@ -106,11 +107,11 @@ def translated(
     if problems := list(dict.fromkeys(problems)):
         count = f"{len(problems)} arguments of TRL cannot be taken:\n  " if len(problems) > 1 else ""
         raise ConfigError(count + ";\n  ".join(problems))
-    return Translated(change, frozenset(decided), _differences(given, asked, complete))
+    return Translated(change, frozenset(decided), _differences(given, present, complete))
 
 
 def _checked(name: str, value: Any, pairs: bool) -> Any:
-    """Return the value of an argument, a number in quotes converted; raise if name or value is refused."""
+    """Return the value of an argument, with a quoted number converted; ConfigError if it is not supported."""
     if name in REFUSED:
         advice, taken = REFUSED[name]
         if value is not None and value not in taken:
@@ -133,13 +134,13 @@ def _checked(name: str, value: Any, pairs: bool) -> Any:
 
 @cache
 def base_of(pairs: bool) -> dict[str, Any]:
-    """Read what TRL's trainers are here: GRPO or DPO of a vision-language model."""
+    """Read the configuration that equals TRL's trainers: GRPO or DPO of a vision-language model."""
     kind, method = ("preference", "preference/dpo") if pairs else ("vision_language", "grpo/grpo")
     return merge(read(f"defaults/{kind}.yaml"), read(f"methods/{method}.yaml"))
 
 
 def _is_base(onto: Mapping[str, Any], own: Mapping[str, Any], pairs: bool) -> bool:
-    """Whether the objective is that of GRPO's or DPO's file, apart from keys of its own."""
+    """Whether the objective equals that of the file for GRPO or DPO, apart from keys in `own`."""
     base = base_of(pairs)
     inner = {f"objective.{key}" for raw in (onto, base) for key in raw.get("objective") or ()}
     return all(
@@ -149,8 +150,8 @@ def _is_base(onto: Mapping[str, Any], own: Mapping[str, Any], pairs: bool) -> bo
 
 
 def _defaults(onto: Mapping[str, Any], pairs: bool, whole: bool) -> dict[str, Any]:
-    """List TRL's defaults of what a configuration does not say, the objective's only if `whole`."""
-    base, found = base_of(pairs), {}
+    """Return TRL's defaults for all settings that `onto` does not set; the objective's only if `whole`."""
+    base, defaults = base_of(pairs), {}
 
     def is_set(key: str) -> bool:
         there = lookup(onto, key, ABSENT)
@@ -162,12 +163,12 @@ def _defaults(onto: Mapping[str, Any], pairs: bool, whole: bool) -> dict[str, An
         kept = not whole and row.key.startswith(("objective", *OBJECTIVE))
         keys = next((keys for keys in TOGETHER if row.key in keys), (row.key,))
         if value is not None and row.key and not (other or kept or any(map(is_set, keys))):
-            found[name] = value
-    return found
+            defaults[name] = value
+    return defaults
 
 
 def _differences(given: Given, asked: Mapping[str, Any], complete: bool) -> list[str]:
-    """List what is not as in TRL: of every run, and of the arguments that were given."""
+    """List the differences from TRL: those of every run, and those of the given arguments."""
     lines: list[str] = [*DIFFERS] if complete else []
     if complete and lookup(given.onto, "policy.freeze_vision_tower", True):
         lines.append("the vision tower is frozen; `policy.freeze_vision_tower: false` trains it too")
@@ -190,13 +191,13 @@ def _differences(given: Given, asked: Mapping[str, Any], complete: bool) -> list
 
 @cache
 def tell(differs: tuple[str, ...]) -> None:
-    """Print what differs from TRL, once."""
+    """Print the differences from TRL, once per set of differences."""
     if differs:
         lines = "\n".join(f"  - {line}" for line in differs)
         log.warning("TRL's arguments are taken; what differs from TRL here:\n%s", lines)
 
 
-# ---- a file, and an object
+# ---- arguments from a file or an object
 
 
 def applied(
@@ -207,14 +208,14 @@ def applied(
     *,
     complete: bool = True,
 ) -> dict[str, Any]:
-    """Apply the mapping `trl` of a file: its values win over those of included files.
+    """Apply the mapping `trl` of a configuration file; its values take precedence over included files.
 
     Args:
         arguments: The mapping, as it was read.
-        merged: The file and what it includes, merged, with the changes of the command line.
-        own: The file alone; a key that stands in it and is changed by an argument is an error.
-        overrides: The changes of the command line, which win.
-        complete: Whether TRL's defaults count under what the file says.
+        merged: The file merged with all included files and the changes from the command line.
+        own: The file alone; a key of this file that an argument also sets is an error.
+        overrides: The changes from the command line, which take precedence.
+        complete: Whether TRL's defaults apply wherever the file sets no value.
     """
     if not isinstance(arguments, Mapping):
         raise ConfigError(f"'trl' must be a mapping of TRL's arguments, not {arguments!r}")
@@ -222,19 +223,19 @@ def applied(
     if complete and "objective" not in merged:
         merged = merge(base_of(pairs_of(arguments, merged)), merged)
     try:
-        found = translated(arguments, merged, merge(dict(own), over), complete=complete)
+        result = translated(arguments, merged, merge(dict(own), over), complete=complete)
     except ConfigError as error:
         try:
-            parse(merged, Config, part=True)  # what else is wrong in the file
+            parse(merged, Config, part=True)  # also report other errors in the file
         except ConfigError as other:
             raise ConfigError(f"{error};\n  {other}") from None
         raise
     change, problems = {}, []
-    for key, value in found.change.items():
+    for key, value in result.change.items():
         items, digit, _ = key.partition(".0")
         unnamed = bool(digit) and lookup(merged, f"{items}.0", ABSENT) is ABSENT
         twice = next((place for place in _leaves(key, value) if lookup(own, place, ABSENT) is not ABSENT), "")
-        if key not in found.asked:
+        if key not in result.asked:
             change |= {} if unnamed or twice or lookup(over, key, ABSENT) is not ABSENT else {key: value}
         elif not (unnamed or twice):
             change[key] = value
@@ -247,12 +248,12 @@ def applied(
             problems.append(f"`trl` changes '{key}', but '{items}' names nothing up to here; name it first")
     if problems:
         raise ConfigError(";\n  ".join(problems))
-    tell(tuple(found.differs))
+    tell(tuple(result.differs))
     return merge(merge(merged, nested(change)), over)
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
-    """List the dotted keys of a value: itself, or of what is in a mapping."""
+    """Yield the dotted keys of all values in a nested mapping, or of a single value."""
     match value:
         case Mapping():
             yield from (leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner))
@@ -261,18 +262,20 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 
 def arguments_of(config: Any) -> dict[str, Any]:
-    """List the fields of a GRPOConfig, a DPOConfig or a like dataclass that differ from its defaults.
+    """Return the fields of a GRPOConfig, a DPOConfig or a similar dataclass that differ from its defaults.
 
-    What such a class sets by itself (a batch size from others, a device) is listed too where it differs, but
-    fields that a script adds to TRL's class are not: the trainer does not read them.
+    Fields that the class sets itself (a batch size computed from others, a device) are included if they
+    differ. Fields that a script adds to TRL's class are not included, because the trainer does not read them.
     """
     listed = {}
     for place in dataclasses.fields(config):
-        made = place.default_factory
-        default = place.default if made is dataclasses.MISSING else made()
+        factory = place.default_factory
+        default = place.default if factory is dataclasses.MISSING else factory()
         value = _plain(vars(config)[place.name])
-        known = place.name in NAMES or place.name in REFUSED or NEUTRAL.get(place.name, SAME[0]) not in SAME
-        if known and value not in (_plain(default), SET_BY_ITSELF.get(place.name, ...)):
+        supported = (
+            place.name in NAMES or place.name in REFUSED or NEUTRAL.get(place.name, SAME[0]) not in SAME
+        )
+        if supported and value not in (_plain(default), SET_BY_ITSELF.get(place.name, ...)):
             listed[place.name] = value
     if listed.get("activation_checkpointing") == vars(config).get("gradient_checkpointing"):
         listed.pop("activation_checkpointing", None)
@@ -280,7 +283,7 @@ def arguments_of(config: Any) -> dict[str, Any]:
 
 
 def lora_of(config: Any) -> dict[str, Any]:
-    """Read a `LoraConfig` as arguments of TRL's ModelConfig; what has no place there is an error."""
+    """Convert a `LoraConfig` to arguments of TRL's ModelConfig; unsupported settings are an error."""
     read = {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
     read |= {name: f"lora_{name}" for name in ("r", "target_modules", "target_parameters", "modules_to_save")}
     read["task_type"] = "lora_task_type"
@@ -292,15 +295,15 @@ def lora_of(config: Any) -> dict[str, Any]:
             f"of `peft_config` {', '.join(other)} cannot be taken; leave that out, or make the adapter with "
             "peft, save it, and name its folder: args={'policy.adapter': ...}"
         )
-    found = {theirs: getattr(config, ours, None) for ours, theirs in read.items()}
-    targets = found["lora_target_modules"]
-    found["lora_target_modules"] = sorted(targets) if isinstance(targets, set) else targets
-    task = found["lora_task_type"]
-    return {"use_peft": True, **found, "lora_task_type": getattr(task, "value", task)}
+    arguments = {theirs: getattr(config, ours, None) for ours, theirs in read.items()}
+    targets = arguments["lora_target_modules"]
+    arguments["lora_target_modules"] = sorted(targets) if isinstance(targets, set) else targets
+    task = arguments["lora_task_type"]
+    return {"use_peft": True, **arguments, "lora_task_type": getattr(task, "value", task)}
 
 
 def kind_of(config: Any) -> str:
-    """Name the method of a configuration object: "dpo" or "grpo"; raises `ConfigError` for another of TRL."""
+    """Return the method for a configuration object, "dpo" or "grpo"; ConfigError for TRL's other classes."""
     names = [kind.__name__ for kind in type(config).__mro__]
     if "DPOConfig" in names:
         return "dpo"
@@ -313,7 +316,7 @@ def kind_of(config: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value of an enumeration, and lists for tuples."""
+    """Convert an enumeration to its value, and a tuple to a list."""
     match value:
         case Enum(value=inner):
             return _plain(inner)

@@ -21,7 +21,7 @@ from mmrl.config.registry import pieces
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import RowError, Rows
-from mmrl.diffusion.datasets import images, prompts, videos
+from mmrl.diffusion.datasets.prompts import images, prompts, videos
 from mmrl.vision.builders.converted import Converted
 from mmrl.vision.builders.visual_qa import VisualQa
 from mmrl.vision.datasets.binary_vqa import amber, pope

@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.config.loading import ConfigError
 from mmrl.data.dataset_io import RowError, Rows, SourceError
-from mmrl.diffusion.datasets import prompts
+from mmrl.diffusion.datasets.prompts import prompts
 from mmrl.vision.benchmarks.grounding_annotations import spans_of
 from mmrl.vision.datasets.boxes import boxes
 from mmrl.vision.datasets.conversations import conversations

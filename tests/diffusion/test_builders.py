@@ -13,7 +13,7 @@ from examples.tiny_clip import CaptionedImages, TinyClip, augmented, contrastive
 from mmrl.core.rng import Stream
 from mmrl.data.text_files import captions
 from mmrl.diffusion.builders.tiny_flow_model import TinyFlowModel, word_tokenizer
-from mmrl.diffusion.datasets import images, prompts
+from mmrl.diffusion.datasets.prompts import images, prompts
 
 # ---- easy_vqa_captions
 

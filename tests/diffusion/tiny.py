@@ -394,5 +394,6 @@ MAKERS = {
     "sana": tiny_sana,
     "wan": tiny_wan,
     "qwen_image_edit": _elsewhere("tiny_qwen_image_edit"),
+    "flux_kontext": _elsewhere("tiny_flux_kontext"),
     "qwen_image_edit_plus": _elsewhere("tiny_qwen_image_edit_plus", "tiny_qwen_image_edit"),
 }

@@ -8,7 +8,7 @@ import torch
 
 from mmrl.core.types import Outcome, Prompt, Trajectory
 from mmrl.data.dataset_io import RowError
-from mmrl.diffusion.datasets import videos
+from mmrl.diffusion.datasets.prompts import videos
 from mmrl.diffusion.steps import segments_of
 from mmrl.papers.dense_dpo import SegmentPreferences
 

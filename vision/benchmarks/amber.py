@@ -11,7 +11,7 @@ from mmrl.vision.benchmarks.caption_words import singular, tokens
 from mmrl.vision.benchmarks.chair import named_counts
 
 GENERATIVE = "generative"
-# The question types that each dimension pools.
+# The question types of each dimension. The metrics of a dimension are computed over all its types together.
 DIMENSIONS = {
     "existence": ("discriminative-hallucination",),
     "state": ("discriminative-attribute-state",),
@@ -27,9 +27,8 @@ class Words:
     """AMBER's word lists: associated words, and safe words that never count as hallucinated.
 
     `nouns` extracts the nouns of a text as lemmas; AMBER's script uses nltk. The default returns all words in
-    the singular, because only words of the vocabulary count anyway: our reading. `similar` decides whether
-    two words have about the same meaning; the script uses spaCy's vectors (cosine above 0.8). The default
-    skips this step.
+    the singular, because only words of `vocabulary` are counted (our reading). `similar` decides whether two
+    words have about the same meaning, by default never; the script uses spaCy's vectors (cosine above 0.8).
     """
 
     association: Mapping[str, Sequence[str]]
@@ -39,7 +38,7 @@ class Words:
 
     @cached_property
     def vocabulary(self) -> frozenset[str]:
-        """All words of the associations."""
+        """The set of all words in `association`: its keys and their associated words."""
         return frozenset(self.association).union(*self.association.values())
 
 
@@ -52,14 +51,14 @@ class AmberScene:
     words: Words
 
     def counts(self, text: str) -> dict[str, float]:
-        """Count the nouns of a description, under the names of `chair.COUNTS`.
+        """Count the nouns of a description. The keys of the result are the names in `chair.COUNTS`.
 
-        Safe nouns count as mentions only. A noun that names an object of the image, or is associated with it,
-        covers the object. Any other noun may match an absent object by name or meaning; it is hallucinated
-        unless its meaning is about that of an object of the image, which it then covers.
+        Safe nouns count as mentions only. A noun covers an object of the image if it names the object or is
+        associated with it. Any other noun may match an absent object by name or meaning. Such a noun is
+        hallucinated, unless it has about the same meaning as an object of the image and thus covers it.
         """
         similar, covered, matched, hallucinated = self.words.similar, set(), set(), 0
-        # Other nouns count nowhere, not even among the mentions.
+        # Ignore words outside the vocabulary, even as mentions.
         nouns = [noun for noun in self.words.nouns(text) if noun in self.words.vocabulary]
         for noun in nouns:
             if noun in self.words.safe:
@@ -68,15 +67,15 @@ class AmberScene:
             if not objects:
                 matched |= self._named(self.absent, noun, eq) | self._named(self.absent, noun, similar)
                 objects = self._named(self.truth, noun, similar)
-                hallucinated += not objects  # with repeats
-            covered |= objects  # a set: an object counts once, however often it is named
+                hallucinated += not objects  # repeated mentions are counted again
+            covered |= objects  # a set: each object counts once, even if it is named several times
         sizes = len(covered), len(self.truth), len(matched), len(self.absent)
         return named_counts(len(nouns), hallucinated, *sizes)
 
     def _named(self, objects: Sequence[str], noun: str, same: Callable[[str, str], bool]) -> set[int]:
-        """Return the index of the object that a noun names, as a set of at most one.
+        """Return the index of the object that a noun names, as a set with at most one element.
 
-        As in AMBER's script, the associated words of all objects go before the objects themselves.
+        As in AMBER's script, the associated words of all objects are compared before all object names.
         """
         words = [(word, i) for i, name in enumerate(objects) for word in self.words.association.get(name, ())]
         words += [(name, i) for i, name in enumerate(objects)]

@@ -18,19 +18,19 @@ IDS = ("image_id", "question_id", "id")
 
 
 class FileError(RowError):
-    """A file that does not have the form of its benchmark."""
+    """Error of a file that does not have the format of its benchmark."""
 
 
 @dataclass
 class CocoImage:
-    """A COCO image: its file, and the classes in its annotations."""
+    """A COCO image: its file name, and the object classes in its annotations."""
 
     file: str = ""
     objects: set[str] = field(default_factory=set)
 
 
 def read_json(path: Path, wanted: type[list] | type[dict]) -> Any:
-    """Read a JSON file that holds a list or an object."""
+    """Read a JSON file and check that its value is of the type `wanted`: a list or an object."""
     source = read_text_file(path)
     try:
         value = parse_json(source)
@@ -42,7 +42,7 @@ def read_json(path: Path, wanted: type[list] | type[dict]) -> Any:
 
 
 def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontology) -> dict[str, CocoImage]:
-    """Collect the classes of every image from instances and reference captions, as CHAIR does."""
+    """Collect the object classes of every image from COCO instances and reference captions, as CHAIR does."""
     images: dict[str, CocoImage] = {}
     for i, source in enumerate((*instances, *captions)):  # instances first: captions only add to their images
         raw, form = read_json(Path(source), dict), "instances" if i < len(instances) else "captions"
@@ -50,10 +50,10 @@ def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontol
             if form == "instances":
                 names = {row["id"]: ontology.name_of(row["name"]) for row in raw["categories"]}
                 for row in raw["images"]:
-                    # Ids are numbers in COCO, and may be texts in files of answers.
+                    # Convert ids to strings: COCO uses integers, but answer files may contain strings.
                     images.setdefault(str(row["id"]), CocoImage()).file = row["file_name"]
             for row in raw["annotations"]:
-                image = images.get(str(row["image_id"]))  # None: captions of an image without instances
+                image = images.get(str(row["image_id"]))  # None for a caption of an image without instances
                 if form == "instances":
                     image = images.setdefault(str(row["image_id"]), CocoImage())
                     image.objects.add(names[row["category_id"]])
@@ -67,15 +67,15 @@ def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontol
 
 
 def read_answers(path: Path) -> dict[str, str]:
-    """Read precomputed answers by id.
+    """Read a file of precomputed answers; maps ids to answers.
 
-    The file is a caption file of CHAIR (`{"imgToEval": {id: {"image_id", "caption"}}}`), or a list or lines
-    of objects with an id and a text.
+    The file is a caption file of CHAIR (`{"imgToEval": {id: {"image_id", "caption"}}}`), a JSON list of
+    objects, or JSON lines. Each object has an id and a text.
     """
     try:
         raw = parse_json(read_text_file(path))
     except RowError:
-        raw = None  # JSON lines, or damaged: the reader of rows below names the line
+        raw = None  # JSON lines or a damaged file: `valid_rows` below reports the faulty line
     match raw:
         case {"imgToEval": {**captions}} if captions:
             rows = [(f"{path}: {key}", row) for key, row in captions.items()]
@@ -97,9 +97,9 @@ def read_answers(path: Path) -> dict[str, str]:
 def attach_answers(
     prompts: Sequence[Prompt], answers: Mapping[str, str], source: str, limit: int
 ) -> Sequence[Prompt]:
-    """Attach the precomputed answers of the file `source` to prompts, if there is a file."""
+    """Attach precomputed answers from the file `source` to prompts; without a file, change nothing."""
     if not source:
         return prompts
-    # With a limit, answers to prompts after it are not an error.
+    # With a limit, ignore answers to prompts beyond it; otherwise an answer without a prompt is an error.
     uids = {prompt.uid for prompt in prompts}
     return with_answers(prompts, {uid: a for uid, a in answers.items() if not limit or uid in uids}, source)

@@ -1,4 +1,4 @@
-"""Boxes in images: parsing them from answers, IoU, average precision of COCO, VLM-R1's detection score."""
+"""Boxes in images: parsers of answers, IoU, COCO's average precision, and the detection score of VLM-R1."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mmrl.vision.benchmarks.qvhighlights import THRESHOLDS
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 Reader = Literal["ours", "vlm_r1"]
 
-# The products of numpy.linspace, not i / 100: 0.7 of recall must lie on the same side as in pycocotools.
+# Use the products of numpy.linspace, not i / 100, so that a recall of 0.7 is rounded as in pycocotools.
 RECALLS = tuple(i * 0.01 for i in range(101))
-MAX_DETECTIONS = 100  # of one class, that COCO's evaluation reads
+MAX_DETECTIONS = 100  # most detections of one class that COCO's evaluation reads
 NEAR_ONE = 1 - 1e-10  # the highest IoU threshold of a match, as in pycocotools
-POSITION, COMPLETENESS = 0.7, 0.3  # weights of `detection_score`; the accuracy of labels weighs 0
-NOWHERE = ((0.0, 0.0, 0.0, 0.0), "")  # stands for a detection that cannot be parsed: it matches nothing
+POSITION, COMPLETENESS = 0.7, 0.3  # weights in `detection_score`; the label accuracy has weight 0
+NOWHERE = ((0.0, 0.0, 0.0, 0.0), "")  # a detection that cannot be parsed; it matches no target
 
 _NUMBER = r"\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+))\s*"
-# One bracket, or two corners as Qwen2-VL writes them: (1, 2), (3, 4).
+# One bracket with four numbers, or two corners in the format of Qwen2-VL: (1, 2), (3, 4).
 _BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:,|[\])]\s*,?\s*[\[(]){_NUMBER},{_NUMBER}[\])]")
 _PUBLISHED = re.compile(r"\[(\d+),\s*(\d+),\s*(\d+),\s*(\d+)]")
 _POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}[\])]")
@@ -34,7 +34,7 @@ _POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}[\])]")
 
 @dataclass(frozen=True)
 class Boxes:
-    """The target boxes of a prompt in pixels of the image, each with a label, which may be empty.
+    """The target boxes of a prompt in pixels of the image, each with a label that may be empty.
 
     `unit` is the (width, height) in pixels of one unit of the coordinates in answers: (1, 1) for pixels,
     (image width / 1000, image height / 1000) for thousandths of the image.
@@ -45,18 +45,18 @@ class Boxes:
     unit: tuple[float, float] = (1.0, 1.0)
 
     def in_pixels(self, box: Sequence[float]) -> Box:
-        """Convert a box of an answer to pixels of the image."""
+        """Convert a box from the coordinates of answers to pixels of the image."""
         (across, down), (left, top, right, bottom) = self.unit, box
         return left * across, top * down, right * across, bottom * down
 
     def in_answers(self, box: Sequence[float]) -> Box:
-        """Convert a box in pixels of the image to the coordinates of answers."""
+        """Convert a box from pixels of the image to the coordinates of answers."""
         (across, down), (left, top, right, bottom) = self.unit, box
         return left / across, top / down, right / across, bottom / down
 
 
 def decimal(value: float) -> str:
-    """Write a number without an exponent, a whole one without decimals."""
+    """Format a number without an exponent; whole numbers have no decimals."""
     return f"{Decimal(repr(float(value))):f}".removesuffix(".0")
 
 
@@ -67,11 +67,11 @@ def is_box(box: Sequence[float]) -> bool:
 
 
 def parse_box(text: str, reader: Reader = "ours") -> Box | None:
-    """Parse the box of an answer, in the coordinates of the answer; None without a valid box.
+    """Parse the box of an answer, in the coordinates of the answer. Return None without a valid box.
 
-    `ours` takes the first `[left, top, right, bottom]`, or `(left, top), (right, bottom)` as Qwen2-VL writes
-    it, in the last answer block, or else in the whole text (our reading). `vlm_r1` parses as the reward of
-    VLM-R1 (arXiv 2504.07615): the first four whole numbers in brackets in the first answer block.
+    `ours`: the first box in the last answer block, or in the whole text if there is no block (our reading).
+    The box has the form `[left, top, right, bottom]`, or `(left, top), (right, bottom)` as in Qwen2-VL.
+    `vlm_r1`: the first four integers in brackets in the first answer block, as in VLM-R1 (arXiv 2504.07615).
     """
     if reader == "vlm_r1":
         match = _PUBLISHED.search((tagged(text, "answer") or [""])[0])
@@ -85,11 +85,11 @@ def parse_box(text: str, reader: Reader = "ours") -> Box | None:
 
 
 def parse_point(text: str) -> tuple[float, float] | None:
-    """Parse the point of an answer: the first `[x, y]`, or the centre of the first box; None without any."""
+    """Parse the point of an answer: the first `[x, y]` or the centre of the first box; None if neither."""
     searched = spelled(answer_part(text))
     point, corners = _POINT.search(searched), _BOX.search(searched)
     if point and corners and point.start() == corners.start():
-        point = None  # the first corner of a box
+        point = None  # these are the coordinates of the first corner of a box
     if point and math.isfinite(float(point[1])) and math.isfinite(float(point[2])):
         return float(point[1]), float(point[2])
     box = parse_box(text)
@@ -99,9 +99,9 @@ def parse_point(text: str) -> tuple[float, float] | None:
 def parse_detections(text: str) -> list[tuple[Box, str]] | None:
     """Parse a JSON list of objects with `bbox_2d` and `label` from the last answer block of a text.
 
-    Without such a block the whole text counts; the list may be fenced by ```json. `None` and `[]` are an
-    empty list. An item without a valid box becomes `NOWHERE`, because it still counts as a detection (our
-    reading). Returns None for a text that cannot be parsed.
+    Without an answer block, the whole text is parsed. The list may be inside a ```json fence. `None` and `[]`
+    give an empty list. An item without a valid box becomes `NOWHERE`, because it still counts as a detection
+    (our reading). Returns None for a text that cannot be parsed.
     """
     searched = answer_part(text).strip()
     fences = re.findall(r"```(?:json)?(.*?)```", searched, re.DOTALL)
@@ -127,7 +127,7 @@ def _detection(item: Any) -> tuple[Box, str]:
 
 
 def normal_label(label: str) -> str:
-    """Lower-case a label and strip its ends, as the detection score of VLM-R1 compares labels."""
+    """Lower-case a label and strip white space, as VLM-R1 does before it compares labels."""
     return label.strip().lower()
 
 
@@ -135,25 +135,25 @@ def normal_label(label: str) -> str:
 
 
 def box_iou(a: Box, b: Box, *, inclusive: bool = False) -> float:
-    """Compute intersection over union of two boxes.
+    """Compute the intersection over union (IoU) of two boxes.
 
-    With `inclusive`, an intersection of at most one pixel in width or height counts as none, as in VLM-R1
-    (arXiv 2504.07615). That is the only effect of the inclusive pixels there: the code subtracts 1 from the
-    right and bottom edges, requires them to exceed the left and top edges, and adds 1 to both extents again.
+    With `inclusive`, the IoU is 0 if the intersection is at most one pixel wide or high, as in VLM-R1 (arXiv
+    2504.07615). Its code treats the edge pixels as part of a box: it subtracts 1 from right and bottom edges,
+    requires them to exceed the left and top edges, and adds 1 to both extents again. This is the only effect.
     """
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     if min(width, height) <= (1 if inclusive else 0):
         return 0.0
     shared = width * height
     union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared
-    return shared / union if 0 < union < math.inf else 0.0  # of huge numbers a product may be infinite
+    return shared / union if 0 < union < math.inf else 0.0  # products of huge coordinates can be infinite
 
 
 def average_precision(targets: Sequence[Box], answered: Sequence[Box], threshold: float) -> float:
-    """Compute COCO's average precision of one class in one image, all detections of equal score.
+    """Compute COCO's average precision of one class in one image, with equal scores for all detections.
 
-    Detections are matched in the order of the answer, each with the unmatched target of highest IoU that
-    reaches the threshold (of equal ones the last); precision is interpolated at 101 points of recall.
+    Detections are matched in the order of the answer. Each takes the unmatched target with the highest IoU
+    that reaches the threshold; among equal ones the last. Precision is interpolated at 101 recall levels.
     """
     free, hits = set(range(len(targets))), []
     for box in answered[:MAX_DETECTIONS]:
@@ -162,16 +162,16 @@ def average_precision(targets: Sequence[Box], answered: Sequence[Box], threshold
         free -= {near[1]} if hits[-1] else set()
     counts = list(accumulate(hits))
     recalls = [count / len(targets) for count in counts]
-    # Interpolated precision at a recall: the best from the first rank that reaches it to the last.
+    # Interpolated precision at a recall level: the maximum over all ranks with at least this recall.
     precisions = [count / rank for rank, count in enumerate(counts, 1)]
     best = [*reversed(list(accumulate(reversed(precisions), max))), 0.0]
     return sum(best[bisect_left(recalls, recall)] for recall in RECALLS) / len(RECALLS)
 
 
 def mean_average_precision(target: Boxes, answered: Sequence[tuple[Box, str]]) -> float:
-    """Compute COCO's mAP of one image: the mean over the classes of the target and IoU of 0.5 to 0.95.
+    """Compute COCO's mAP of one image: the mean over the target classes and IoU thresholds from 0.5 to 0.95.
 
-    Detections of other classes do not count, as in VLM-R1 (arXiv 2504.07615).
+    Detections of classes without a target are ignored, as in VLM-R1 (arXiv 2504.07615).
     """
     precisions = []
     for label in dict.fromkeys(target.labels):
@@ -182,11 +182,11 @@ def mean_average_precision(target: Boxes, answered: Sequence[tuple[Box, str]]) -
 
 
 def detection_score(target: Boxes, answered: Sequence[tuple[Box, str]], threshold: float = 0.5) -> float:
-    """Compute VLM-R1's weighted sum of positions and completeness (arXiv 2504.07615), in [0, 1].
+    """Compute VLM-R1's weighted sum of position and completeness (arXiv 2504.07615), in [0, 1].
 
-    Pairs are matched greedily by falling IoU, down to the threshold. The sum is 0.7 times the mean IoU over
-    the targets, where a pair of different labels has the IoU 0, plus 0.3 (1 - (share of missed targets +
-    share of detections without a target) / 2). Its third term, the accuracy of labels, has the weight 0.
+    Detections and targets are matched greedily in order of decreasing IoU, down to the threshold. The score
+    is 0.7 times the mean IoU over the targets (0 for a match with a wrong label), plus 0.3 (1 - (fraction of
+    missed targets + fraction of unmatched detections) / 2). The third term, the label accuracy, has weight 0.
     """
     missed, spare = set(range(len(target.boxes))), set(range(len(answered)))
     overlaps = sorted(

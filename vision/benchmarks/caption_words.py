@@ -1,10 +1,10 @@
-"""Words of captions: Penn Treebank tokenisation, and singular forms of English nouns."""
+"""Tokenisation of captions (Penn Treebank), and singular forms of English nouns."""
 
 from __future__ import annotations
 
 import re
 
-# Punctuation that becomes a token of its own.
+# Punctuation and contractions that become separate tokens.
 _SPLIT = re.compile(
     r"""n't\b|'(?:s|re|ve|ll|d|m)\b   # contractions
     |\.\.\.|--
@@ -54,8 +54,8 @@ def tokens(text: str) -> list[str]:
 def singular(word: str) -> str:
     """Convert an English noun to its singular by our own rules.
 
-    Other words stay, or lose a final s. CHAIR's script uses the package pattern instead, which makes bu of
-    bus, so that it never matches; Object HalBench uses WordNet.
+    Other words are returned unchanged or without a final s. CHAIR's script uses the package pattern instead,
+    which converts bus to bu, so that bus never matches. Object HalBench uses WordNet.
     """
     if word in IRREGULAR:
         return IRREGULAR[word]
@@ -71,6 +71,6 @@ def singular(word: str) -> str:
     if word.endswith("ies") and len(word) > 4:
         return word[:-3] + "y"
     if word.endswith(("ches", "shes", "xes", "sses", "zzes", "oes", "uses")) and not word.endswith("ouses"):
-        # buses lose two letters; blouses, houses and fuses keep their e.
+        # buses loses its final es; blouses, houses and fuses lose only the s.
         return word[:-2] if not word.endswith(("fuses", "cuses", "muses")) else word[:-1]
     return word[:-1]

@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from mmrl.vision.benchmarks.object_vocabulary import Ontology
 
 COUNTS = (
-    "mentions",  # of objects, with repeats
+    "mentions",  # mentions of any object, with repeats
     "hallucinated",  # mentions of absent objects, with repeats
-    "correct",  # present classes that are mentioned, each once
-    "truth",  # present classes
+    "correct",  # present classes that are mentioned; each class counts once
+    "truth",  # number of present classes
     "mentioning",  # 1 if any object is mentioned
     "hallucinating",  # 1 if any absent object is mentioned
     "clean",  # 1 if no absent object is mentioned
-    "matched",  # tempting classes that are mentioned, each once
-    "tempting",  # absent classes that models tend to invent
+    "matched",  # classes of `tempting` that are mentioned; each class counts once
+    "tempting",  # number of absent classes that models tend to invent
 )
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Classes of an ontology in an image, and absent classes that models tend to invent."""
+    """Object classes of an image (`objects`), and absent classes that models tend to invent (`absent`)."""
 
     objects: frozenset[str]
     ontology: Ontology
     absent: frozenset[str] = frozenset()
 
     def counts(self, text: str) -> dict[str, float]:
-        """Count the object mentions of a description, under the names of `COUNTS`."""
+        """Count the objects that a description mentions. The keys of the result are the names in `COUNTS`."""
         names = [mention.name for mention in self.ontology.mentions(text)]
         hallucinated = sum(name not in self.objects for name in names)
         correct, matched = len(self.objects.intersection(names)), len(self.absent.intersection(names))
@@ -39,12 +39,12 @@ class Scene:
 def named_counts(
     mentions: int, hallucinated: int, correct: int, truth: int, matched: int, tempting: int
 ) -> dict[str, float]:
-    """Return counts by the names of `COUNTS`."""
+    """Return a dictionary of counts with the names in `COUNTS` as keys."""
     flags = mentions > 0, hallucinated > 0, hallucinated == 0
     values = (mentions, hallucinated, correct, truth, *flags, matched, tempting)
     return {name: float(value) for name, value in zip(COUNTS, values, strict=True)}
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """Divide; 0 where the denominator is 0."""
+    """Divide two numbers; return 0 if the denominator is 0."""
     return numerator / denominator if denominator else 0.0

@@ -1,9 +1,9 @@
 """Conversion of data rows between mmrl, verl, ms-swift and LLaMA-Factory.
 
-A row of mmrl has `question` (or `messages` for several turns), `system`, `images`, `videos`, and `answer`, or
-`chosen` and `rejected`, or an answer with a `label` (true or false). Media without a mark <image> or <video>
-in the text come first. `completion` is a recorded answer beside the `answer` that rules compare with. Other
-columns are kept; rows that would lose content raise `RowError`.
+A row of mmrl has `question` (or `messages` for several turns), and optionally `system`, `images` and
+`videos`. Its target is `answer`, or a pair `chosen` and `rejected`, or an answer with a `label` (true or
+false). Media without a mark <image> or <video> in the text come before the text. `completion` is a recorded
+answer; rules compare it with `answer`. Other columns are copied. Rows that would lose content are errors.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mmrl.data.messages import as_turns, asked_of, kept_keys, plain_part
 from mmrl.data.row_fields import has_content
 from mmrl.vision.media.prompts import answer_of, answers_of, lettered
 
-PLACES = re.compile("<ref-object>|<bbox>")  # of ms-swift's `objects`
-# The names of ShareGPT (human, gpt) and of OpenAI (user, assistant).
+PLACES = re.compile("<ref-object>|<bbox>")  # marks that ms-swift fills from the column `objects`
+# Maps the role names of ShareGPT (human, gpt) and of OpenAI (user, assistant) to OpenAI's.
 ROLES = {"human": "user", "gpt": "assistant"} | {
     name: name for name in ("user", "assistant", "system", "tool")
 }
 SOUND = ("audio", "audios")
-# Columns of mmrl that other toolkits name or place otherwise.
+# Columns of mmrl that have other names or another structure in the other toolkits.
 OURS = ("question", "prompt", "messages", "system", "answer", "answers", "completion", "chosen", "rejected")
-OURS = (*OURS, "label", "choices")  # and `media_columns`
-Slots = list[tuple[str, Any]]  # places of media in a text: the kind, and what the place itself holds
+OURS = (*OURS, "label", "choices")  # the columns of media are added by `media_columns()`
+Slots = list[tuple[str, Any]]  # media slots in a text: kind, and file if given
 Row = Mapping[str, Any]
 Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
 SUFFIXES: dict[Toolkit, str] = {
@@ -37,21 +37,21 @@ SUFFIXES: dict[Toolkit, str] = {
     "ms_swift": ".jsonl",
     "llama_factory": ".json",
 }
-# Other names of the toolkits, without case, blanks, hyphens and underscores.
+# Other spellings of the toolkits' names, in lower case without blanks, hyphens and underscores.
 NAMES: dict[str, Toolkit] = {
     "mmrl": "mmrl",
     **dict.fromkeys(("verl", "volcengineverl"), "verl"),
     **dict.fromkeys(("msswift", "swift", "modelscopemsswift", "modelscopeswift"), "ms_swift"),
-    # LLaMA-Factory reads the rows of LLaVA and ShareGPT as they are.
+    # LLaMA-Factory reads rows of LLaVA and ShareGPT directly.
     **dict.fromkeys(("llamafactory", "hiyougallamafactory", "llava", "sharegpt"), "llama_factory"),
 }
-# The columns of a conversation; or else of a question (after `history`), and of its answer.
+# Per toolkit: the columns with messages, or else those with the question (after `history`) and the answer.
 CONVERSATIONS = {
     "verl": (("prompt",), (), ""),
     "ms_swift": (("messages",), ("query",), "response"),
     "llama_factory": (("conversations", "messages"), ("instruction", "input"), "output"),
 }
-# All columns of a toolkit that mmrl renames or splits; others are kept.
+# All columns of a toolkit that mmrl renames or splits; other columns are copied.
 CONVERTED = {
     "verl": "prompt reward_model",
     "ms_swift": "messages query response history rejected_response rejected_messages solution",
@@ -60,7 +60,7 @@ CONVERTED = {
 
 
 def toolkit_of(name: str, place: str) -> Toolkit:
-    """Return a toolkit by its name in any spelling: `ms-swift`, `LLaMA-Factory`."""
+    """Return the toolkit that a name in any spelling means: `ms-swift`, `LLaMA-Factory`."""
     if toolkit := NAMES.get(re.sub(r"[\W_]", "", name).lower()):
         return toolkit
     raise ValueError(
@@ -70,10 +70,10 @@ def toolkit_of(name: str, place: str) -> Toolkit:
 
 
 def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
-    """Convert a row of a toolkit to mmrl; columns without a meaning in the toolkit are kept."""
+    """Convert a row of a toolkit to mmrl's columns. Columns without a meaning in the toolkit are copied."""
     _refuse_sound(row)
     if toolkit == "mmrl":
-        ours = dict(row) | _media(row)  # `image` and `video` move into the lists
+        ours = dict(row) | _media(row)  # moves `image` and `video` into the lists `images` and `videos`
         return {key: value for key, value in ours.items() if key not in MODALITIES}
     conversation, used = _conversation(row, *CONVERSATIONS[toolkit])
     ours = _from_messages(row, conversation)
@@ -102,12 +102,12 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
             used |= {"chosen", "rejected", "kto_tag"}
             sides = [side for side in ("chosen", "rejected") if row.get(side) is not None]
             ours |= {side: _answer(row[side], side) for side in sides}
-            if row.get("kto_tag") is not None:  # of KTO: whether the one answer is desirable
+            if row.get("kto_tag") is not None:  # label of KTO: whether the only answer is desirable
                 ours |= {"label": row["kto_tag"], "completion": ours.pop("answer", "")}
     if answer is not None:
         answer = answers_of({"answer": answer})
         if ours.get("answer", answer) != answer:
-            ours["completion"] = ours["answer"]  # a rule compares with another text
+            ours["completion"] = ours["answer"]  # the rule compares with another text
         ours["answer"] = answer
     converted = set(CONVERTED[toolkit].split())
     if beside := sorted(name for name in converted - used if has_content(row.get(name))):
@@ -117,11 +117,11 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
 
 
 def write_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
-    """Convert a row of mmrl to a toolkit; for LLaMA-Factory in OpenAI's form (see `describe_llama_factory`).
+    """Convert a row of mmrl to a toolkit. LLaMA-Factory gets OpenAI's format (see `describe_llama_factory`).
 
-    The answer becomes the ground truth of verl's rule-based reward, or the last message, and for ms-swift
-    also the `solution` of its rewards. `choices` become lines of the question. Other columns are kept, for
-    verl in `extra_info`.
+    For verl, the answer becomes the ground truth of the rule-based reward. For the other toolkits it becomes
+    the last message, and for ms-swift also the `solution` of the rewards. `choices` are appended to the
+    question as lines. Other columns are copied, for verl into `extra_info`.
     """
     if toolkit == "mmrl":
         return dict(row)
@@ -188,21 +188,24 @@ def _refuse_sound(row: Row) -> None:
 
 def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, Any]:
     """Return the entry of LLaMA-Factory's `dataset_info.json` for a file with these columns."""
-    known = ("messages", "images", "videos", "chosen", "rejected", "kto_tag", "tools")
+    supported = ("messages", "images", "videos", "chosen", "rejected", "kto_tag", "tools")
     roles = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
     return {
         "file_name": file_name,
-        "formatting": "sharegpt",  # its name for lists of messages, whatever their keys
+        "formatting": "sharegpt",  # LLaMA-Factory's name for lists of messages, with any keys
         **({"ranking": True} if "rejected" in columns else {}),
-        "columns": {name: name for name in known if name in columns},
-        "tags": {"role_tag": "role", "content_tag": "content", **roles},  # by default ShareGPT: from, value
+        "columns": {name: name for name in supported if name in columns},
+        "tags": {"role_tag": "role", "content_tag": "content", **roles},  # default: ShareGPT's from, value
     }
 
 
 def _conversation(
     row: Row, names: Sequence[str], question: Sequence[str], answer: str
 ) -> tuple[list[Any], set[str]]:
-    """Return the messages of a row, or build them from `history`, question and answer; and their columns."""
+    """Return the messages of a row, and the names of the columns that were read.
+
+    Without a column of messages, build the messages from `history`, question and answer.
+    """
     used = [name for name in names if has_content(row.get(name))][:1]
     conversation = row[used[0]] if used else None
     if conversation is None and question and type(row.get(question[0])) is str:
@@ -211,7 +214,7 @@ def _conversation(
         pairs = [] if row.get("history") is None else listed(row["history"], "history")
         texts = [text(row[name], name) for name in question if row.get(name) not in (None, "")]
         turns = [turn for pair in pairs for turn in listed(pair, "history", 2)]
-        turns += ["\n".join(texts), row.get(answer)]  # None where the answer is still to be given
+        turns += ["\n".join(texts), row.get(answer)]  # None if the row has no answer
         named = zip(cycle(("user", "assistant")), turns)
         conversation = [{"role": role, "content": turn} for role, turn in named if turn is not None]
     if type(conversation) is not list or not conversation:
@@ -238,17 +241,17 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
         system = first
     if system:
         ours["system"] = text(system, "system")
-    # Without an assistant at the end, the answer is in another column or unknown.
+    # If the last message is not from the assistant, the answer is in another column or unknown.
     answer = _answer(turns.pop(), "answer") if turns and turns[-1]["role"] == "assistant" else None
     match turns:
-        case [{"role": "user", "content": asked, **extra}] if not extra:
-            # The first marks, and the line break after them.
-            leading = re.match(rf"(?:\s*(?:{media_marks().pattern}))+\n?", asked)
-            marks = len(media_marks().findall(asked))
-            # Marks that all precede the text carry no information: media without a mark come first anyway.
+        case [{"role": "user", "content": question, **extra}] if not extra:
+            # The marks at the beginning of the text, and the line break after them.
+            leading = re.match(rf"(?:\s*(?:{media_marks().pattern}))+\n?", question)
+            marks = len(media_marks().findall(question))
+            # Remove marks that all precede the text: media without a mark are placed there anyway.
             if leading and marks == sum(map(len, media.values())) == len(media_marks().findall(leading[0])):
-                asked = asked[leading.end() :]
-            ours["question"] = asked
+                question = question[leading.end() :]
+            ours["question"] = question
         case _ if any(turn["role"] == "user" for turn in turns):
             ours["messages"] = turns
         case _:
@@ -259,7 +262,7 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
 
 
 def _turn(message: Any) -> tuple[str, str, Slots, dict[str, Any]]:
-    """Read a message: its role, text with marks, places of media, and other keys for chat templates."""
+    """Parse a message: return its role, its text with marks, its media slots, and keys for chat templates."""
     message = mapping(message, "message")
     role = message.get("role", message.get("from"))
     if type(role) is not str or role not in ROLES:
@@ -272,10 +275,10 @@ def _turn(message: Any) -> tuple[str, str, Slots, dict[str, Any]]:
 
 
 def _text_of(content: Any) -> tuple[str, Slots]:
-    """Return the text of a content, with marks, and the places of its media."""
+    """Return the text of a message's content, with a mark for each medium, and its media slots."""
     words: list[str] = []
     slots: Slots = []
-    for part in [None] if content is None else _listed(content):  # null is no part, and an error below
+    for part in [None] if content is None else _listed(content):  # null raises an error below
         match plain_part(part):
             case str(piece):
                 words.append(piece)
@@ -296,7 +299,7 @@ def _text_of(content: Any) -> tuple[str, Slots]:
 
 
 def _filled(media: dict[str, list[Any]], slots: Slots) -> dict[str, list[Any]]:
-    """Merge the media of columns and of messages, in the order of their places."""
+    """Merge media from the columns and from the messages, in the order of their slots in the text."""
     merged: dict[str, list[Any]] = {}
     for modality in MODALITIES.values():
         name = modality.columns[1]
@@ -310,14 +313,14 @@ def _filled(media: dict[str, list[Any]], slots: Slots) -> dict[str, list[Any]]:
 
 
 def _rejected(conversation: list[Any], rejected: list[Any]) -> str:
-    """Return the last of `rejected_messages`; all before it must equal the conversation."""
+    """Return the last of `rejected_messages`; all earlier messages must equal those of the conversation."""
     if not rejected or rejected[:-1] != conversation[:-1]:
         raise RowError("wanted `rejected_messages` that differ from `messages` in the last one alone")
     return _answer(rejected[-1], "rejected_messages")
 
 
 def _messages(row: Row) -> tuple[list[dict[str, Any]], dict[str, list[Any]], str | None]:
-    """Return the question as messages, with a mark for every medium, its media, and a recorded answer."""
+    """Return a row's prompt as messages with a mark for every medium, its media, and its recorded answer."""
     turns = asked_of(row)
     messages: list[dict[str, Any]] = []
     slots: Slots = []
@@ -334,7 +337,7 @@ def _messages(row: Row) -> tuple[list[dict[str, Any]], dict[str, list[Any]], str
     if first is None or not first["content"].strip():
         raise RowError("the row has no `question` and no message of a user")
     media = _filled(_media(row), slots)
-    if not slots:  # other toolkits need a mark for every file
+    if not slots:  # the other toolkits need a mark for every file
         marks = (f"<{kind}>" * len(media.get(m.columns[1], ())) for kind, m in MODALITIES.items())
         first["content"] = "".join(marks) + first["content"]
     if row.get("choices") is not None:
@@ -344,7 +347,7 @@ def _messages(row: Row) -> tuple[list[dict[str, Any]], dict[str, list[Any]], str
 
 
 def _answer(value: Any, name: str) -> str:
-    """Return the text of an answer: a message, a text, a number, or a list with one of them."""
+    """Return an answer as text; it is given as a message, a text, a number, or a list with one of these."""
     match value:
         case {"from": _} | {"value": _}:
             role, words, _, extra = _turn({"from": "gpt", **value})
@@ -370,7 +373,7 @@ def _reply(answer: str) -> dict[str, str]:
 
 
 def _first(value: Any) -> Any:
-    """Return the first of several answers, or a single one."""
+    """Return the first element of a list of answers; return any other value unchanged."""
     match value:
         case [first, *_]:
             return first

@@ -1,4 +1,4 @@
-"""Readers of published annotation files of temporal grounding, in their exact formats."""
+"""Readers of the published annotation formats of temporal grounding (moments of a video for a query)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mmrl.data.video import video_duration
 from mmrl.vision.benchmarks.qvhighlights import WINDOW_SECONDS, saliency_of_windows
 from mmrl.vision.benchmarks.time_spans import Span
 
-LONGEST = 1e6  # seconds of a video; bounds the memory of saliency scores
+LONGEST = 1e6  # longest video in seconds; limits the memory of saliency scores
 Form = Literal["charades_sta", "activitynet", "qvhighlights", "jsonl"]
 Columns = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Query:
-    """A query about a video; times are in seconds. `duration` is None where the file has none."""
+    """A query about a video; times are in seconds. `duration` is None if the annotation file has none."""
 
     uid: str
     video: str
@@ -43,7 +43,7 @@ class Query:
     columns: Columns = field(default_factory=dict)
 
     def inside_video(self, media: MediaRoot, trim: bool, unlabelled: bool = False) -> Query:
-        """Check the spans, cut them to the video with `trim`, and read an unknown duration from the video.
+        """Check the spans, clip them to the video if `trim`, and read a missing duration from the video file.
 
         Raises `RowError` for a span outside the video, and for a query without spans unless `unlabelled`.
         """
@@ -56,30 +56,30 @@ class Query:
                 raise RowError(f"the span {start:g} to {end:g} s does not end after it starts")
             if not 0 <= start < duration < math.inf:
                 raise RowError(f"the span {start:g} to {end:g} s lies outside its video of {duration:g} s")
-        # Annotated spans often end a little after their video, so that is never an error.
+        # Annotated spans often end slightly after the end of the video, so this is never an error.
         spans = tuple((start, min(end, duration) if trim else end) for start, end in self.spans)
         return replace(self, spans=spans, duration=duration)
 
 
 class Annotations:
-    """The rows of an annotation file in a published form.
+    """The rows of an annotation file in a published format.
 
     Args:
-        path: The file.
-        form: The form of the file.
-        durations: CSV with the columns `id` and `length` in seconds, for Charades-STA.
-        extension: Suffix that turns a video id into a file name.
+        path: The annotation file.
+        form: The format of the file.
+        durations: CSV file with the columns `id` and `length` in seconds, for Charades-STA.
+        extension: Suffix that is appended to a video id to get its file name.
     """
 
     def __init__(
         self, path: Path, form: Form = "jsonl", durations: str = "", extension: str = ".mp4"
     ) -> None:
-        # jsonl has file names, the published forms have video ids.
+        # Rows in the form jsonl contain file names; the published forms contain video ids.
         self.path, self.form, self.extension = path, form, "" if form == "jsonl" else extension
         self.lengths: dict[str, float] = {}
         if not durations:
             return
-        # The module csv wants line ends as they are, hence `newline`.
+        # The module csv handles line ends itself, hence `newline=""`.
         table = csv.DictReader(io.StringIO(read_text_file(Path(durations)), newline=""))
         try:
             for row in table:
@@ -94,17 +94,17 @@ class Annotations:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that `parse` and `vision.grounding` read."""
+        """The names of the columns that `parse` and `vision.grounding` read."""
         return READS[self.form]
 
     def parse(self, row: DataRow) -> Query:
-        """Parse a raw row; raises `RowError`."""
+        """Convert a raw row to a query; raises `RowError` for an invalid row."""
         _, columns_of, spans = FORMS[self.form]
         columns = columns_of(row.columns)
         video, query = text(columns.get("video"), "video"), text(columns.get("query"), "query")
         duration = columns.get("duration", self.lengths.get(video))
         return Query(
-            # A row without an id is named by its line.
+            # A row without an id is identified by its video and line number.
             uid_of(columns, f"{video}#{row.place.rpartition(':')[2]}"),
             video + self.extension,
             query,
@@ -116,17 +116,17 @@ class Annotations:
 
 
 def spans_of(columns: Columns, names: tuple[str, ...]) -> tuple[Span, ...]:
-    """List the spans of a row in seconds: pairs in one of the columns `names`, or `start` and `end`."""
+    """List the spans of a row in seconds, from the first non-empty column of `names` or `start` and `end`."""
     name = next((name for name in names if columns.get(name) is not None), "span")
     pairs = [] if name == "span" else listed(columns[name], name)
     ends = columns.get("start"), columns.get("end")
-    if not pairs and ends != (None, None):  # one span may be two columns
+    if not pairs and ends != (None, None):  # a single span may be given in the columns `start` and `end`
         name, pairs = "span", [ends]
     pairs = [listed(pair, name, 2) for pair in pairs]
     return tuple((number(start, f"{name}: start"), number(end, f"{name}: end")) for start, end in pairs)
 
 
-# ---- the published forms; each parser returns columns under the names of jsonl
+# ---- the published formats; each parser returns columns with the names of our own format, jsonl
 
 
 def parse_charades(columns: Columns) -> Columns:
@@ -135,7 +135,7 @@ def parse_charades(columns: Columns) -> Columns:
     try:
         video, start, end = left.split()
         span = number(float(start), "start"), number(float(end), "end")
-    except ValueError:  # a `RowError` of `number`, too: each is reported with the whole line
+    except ValueError:  # also catches the `RowError` of `number`, so that the error shows the whole line
         mark = ""
     if not mark or not sentence.strip():
         raise RowError(f"wanted '<video> <start> <end>##<sentence>', got {short(columns['line'])}")
@@ -143,9 +143,9 @@ def parse_charades(columns: Columns) -> Columns:
 
 
 def activitynet_rows(path: Path) -> Iterator[DataRow]:
-    """Iterate over the sentences of ActivityNet Captions, or of Charades-STA as JSON.
+    """Iterate over the sentences of ActivityNet Captions, or of Charades-STA in the same JSON format.
 
-    The file is `{video: {duration, timestamps, sentences}}`; other keys become columns of every sentence.
+    The file is `{video: {duration, timestamps, sentences}}`. Other keys become columns of every sentence.
     """
     source = read_text_file(path)
     try:
@@ -159,7 +159,7 @@ def activitynet_rows(path: Path) -> Iterator[DataRow]:
             sentences = listed(columns.get("sentences"), "sentences", len(spans))
             duration = _seconds(columns.get("duration"), "duration")
         except RowError as error:
-            yield DataRow(f"{path}: '{video}'", "", fault=str(error))  # once for all sentences of the video
+            yield DataRow(f"{path}: '{video}'", "", fault=str(error))  # one error per video
             continue
         for i, (span, sentence) in enumerate(zip(spans, sentences, strict=True)):
             row = {key: value for key, value in columns.items() if key != "sentences"}
@@ -169,9 +169,9 @@ def activitynet_rows(path: Path) -> Iterator[DataRow]:
 
 
 def parse_qvhighlights(columns: Columns) -> Columns:
-    """Parse a line of QVHighlights: qid, query, vid, duration, relevant_windows.
+    """Parse a line of QVHighlights with the keys qid, query, vid, duration, relevant_windows.
 
-    Optional are saliency_scores, of the two-second windows in relevant_clip_ids.
+    Optional: saliency_scores of the two-second windows with the indices relevant_clip_ids.
     """
     duration = _seconds(columns.get("duration"), "duration")
     saliency: tuple[tuple[float, ...], ...] = ()
@@ -195,23 +195,23 @@ def parse_qvhighlights(columns: Columns) -> Columns:
 
 
 def parse_jsonl(columns: Columns) -> Columns:
-    """Parse our own form: `video`, `query`, and `start` and `end`, or a list `spans`.
+    """Parse a row of our own format: `video`, `query`, and `start` and `end`, or a list `spans`.
 
-    `duration`, `id`, `saliency` (three ratings of every two-second window) and other columns are optional. A
+    Optional are `duration`, `id`, `saliency` (three ratings for every two-second window) and other columns. A
     row without spans is unlabelled.
     """
     saliency = columns.get("saliency")
     return {**columns, "saliency": () if saliency is None else _ratings(saliency, "saliency")}
 
 
-# By form: the reader of rows, the parser of their columns, and the column of the spans.
+# Maps a format to its row reader, the parser of its columns, and the column with the spans.
 FORMS: dict[Form, tuple[Callable[[Path], Iterator[DataRow]], Callable[[Columns], Columns], str]] = {
     "charades_sta": (text_lines, parse_charades, "spans"),
     "activitynet": (activitynet_rows, dict, "timestamps"),
     "qvhighlights": (json_lines, parse_qvhighlights, "relevant_windows"),
     "jsonl": (json_lines, parse_jsonl, "spans"),
 }
-# By form: the columns that are read.
+# Maps a format to the columns that are read.
 READS: dict[Form, tuple[str, ...]] = {
     "charades_sta": ("line",),
     "activitynet": ("video", "query", "timestamps", "duration"),
@@ -229,6 +229,6 @@ def _seconds(value: Any, name: str) -> float:
 
 
 def _ratings(value: Any, name: str) -> tuple[tuple[float, ...], ...]:
-    """Check the ratings of windows: three numbers each."""
+    """Check and convert the ratings of windows, three numbers for each window."""
     windows = [listed(window, name, 3) for window in listed(value, name)]
     return tuple(tuple(number(rating, name) for rating in window) for window in windows)

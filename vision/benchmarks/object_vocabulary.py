@@ -1,4 +1,4 @@
-"""Closed object vocabularies (ontologies): maps from words and phrases to object classes."""
+"""Object vocabularies (ontologies): maps from words and phrases to a closed set of object classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from mmrl.config.registry import import_name
 from mmrl.vision.benchmarks.caption_words import singular, tokens
 
-# Phrases of two words that CHAIR joins to one word, whether or not they name a class.
+# Two-word phrases that CHAIR joins into one word, also those that name no class.
 CHAIR_PHRASES = (
     "motor bike", "motor cycle", "air plane", "traffic light", "street light", "traffic signal",
     "stop light", "fire hydrant", "stop sign", "parking meter", "suit case", "sports ball",
@@ -28,7 +28,7 @@ VEHICLES = ("jet", "train")
 
 
 class Mention(NamedTuple):
-    """A word or phrase of an answer, and the class it names."""
+    """A mention of an object in an answer: the word or phrase, and the class it names."""
 
     word: str
     name: str
@@ -39,11 +39,11 @@ class Ontology:
     """Maps words and phrases to object classes.
 
     Args:
-        names: Map from words to their classes.
-        phrases: Map from phrases of several words to a replacement.
-        unless: Map from a word to words; the first does not count in a text with any of the others.
+        names: Maps words to their classes.
+        phrases: Maps phrases of several words to a replacement.
+        unless: Maps a word to other words. The word is ignored in a text that contains any of them.
         singular: Function that converts a noun to its singular.
-        plurals: Whether class names may be plurals, as scissors.
+        plurals: Whether class names may be plurals, such as scissors.
     """
 
     names: Mapping[str, str]
@@ -53,9 +53,9 @@ class Ontology:
     plurals: bool = True
 
     def mentions(self, text: str) -> list[Mention]:
-        """List the objects that a text mentions, in order and with repeats.
+        """List the object mentions of a text, in order and with repeats.
 
-        The text is lower-cased, tokenised and converted to singular forms; then phrases are joined from left
+        The text is lower-cased, tokenised and converted to singular forms. Then phrases are joined from left
         to right, the longest first.
         """
         raw = tokens(text.lower())
@@ -63,14 +63,14 @@ class Ontology:
         longest = max((phrase.count(" ") + 1 for phrase in self.phrases), default=1)
         joined, at = [], 0
         while at < len(words):
-            for end in range(min(at + longest, len(words)), at + 1, -1):  # phrases of two words or more
+            for end in range(min(at + longest, len(words)), at + 1, -1):  # phrases of two or more words
                 phrase = " ".join(words[at:end])
                 if phrase in self.phrases:
                     joined.append(self.phrases[phrase])
                     at = end
                     break
             else:
-                plural = self.plurals and words[at] not in self.names  # a name may be a plural, as scissors
+                plural = self.plurals and words[at] not in self.names  # class names may be plural: scissors
                 joined.append(raw[at] if plural else words[at])
                 at += 1
         return [
@@ -80,7 +80,7 @@ class Ontology:
         ]
 
     def name_of(self, word: str) -> str:
-        """Return the class that a word or phrase names."""
+        """Return the class that a word or phrase names; raise `ValueError` if there is none."""
         name = self.names.get(word) or self.names.get(" ".join(map(self.singular, word.lower().split())))
         if name is None:
             classes = len(set(self.names.values()))
@@ -91,17 +91,17 @@ class Ontology:
 def read_ontology(
     path: Path, style: Literal["chair", "refined"] = "chair", singular_by: str = ""
 ) -> Ontology:
-    """Read an ontology: a list of synonyms as CHAIR publishes it (.txt), or JSON.
+    """Read an ontology from a list of synonyms in CHAIR's format (.txt), or from JSON.
 
     A list of synonyms has one class per line: its name, then its synonyms. JSON is `{"objects": {name:
-    [synonyms]}, "phrases": {phrase: replacement or null}, "unless": {word: [words]}}`; names and synonyms of
-    several words are phrases, too.
+    [synonyms]}, "phrases": {phrase: replacement or null}, "unless": {word: [words]}}`. Names and synonyms of
+    several words also become phrases.
 
     Args:
-        path: The file.
-        style: Phrases of a list of synonyms: fixed as in CHAIR's script (`chair`), or taken from the list as
-            in Object HalBench (`refined`).
-        singular_by: Another function of singular forms, as `module:function`.
+        path: The file of the ontology.
+        style: Phrases for a list of synonyms. `chair`: the fixed phrases of CHAIR's script. `refined`:
+            phrases from the list, as in Object HalBench.
+        singular_by: Another function for singular forms, given as `module:function`.
     """
     by = function_of(singular_by) if singular_by else singular
     try:
@@ -113,7 +113,7 @@ def read_ontology(
     try:
         raw = json.loads(source)
         objects = {str(name): [str(word) for word in words] for name, words in raw["objects"].items()}
-        # null replaces a phrase by a word of no class.
+        # null replaces a phrase by the empty word, which names no class.
         phrases = {str(k).lower(): str(v or "").lower() for k, v in raw.get("phrases", {}).items()}
         unless = {str(k).lower(): [w.lower() for w in v] for k, v in raw.get("unless", {}).items()}
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -129,7 +129,7 @@ def ontology_of(
     unless: Mapping[str, Sequence[str]] | None = None,
     by: Callable[[str], str] = singular,
 ) -> Ontology:
-    """Build an ontology from classes and their synonyms."""
+    """Build an ontology from a map of classes to their synonyms."""
     names: dict[str, str] = {}
     for name, words in objects.items():
         for word in (name, *words):
@@ -137,7 +137,7 @@ def ontology_of(
             if first != name:
                 raise ValueError(f"'{word}' names two classes of the ontology: '{first}' and '{name}'")
     joined = {word: word for word in names if " " in word} | dict(phrases or {})
-    # Words of a text are singular when they are joined, so phrases must match in that form, too.
+    # Phrases are joined after conversion to singular forms, so add the singular form of every phrase.
     joined |= {" ".join(map(by, phrase.split())): word for phrase, word in joined.items()}
     return Ontology(names, joined, unless or {}, by)
 
@@ -146,23 +146,23 @@ def _from_synonyms(text: str, style: str, by: Callable[[str], str]) -> Ontology:
     classes = [line.strip().split(", ") for line in text.splitlines() if line.strip()]
     if style == "refined":
         classes = [[word.strip() for word in words] for words in classes]
-    # Of two classes with the same word in the published list the later line wins, as in the scripts. CHAIR's
-    # list has a space before two words (motor bike and cheesecake), which therefore never match.
+    # If two classes have the same word in the published list, the later line wins, as in the scripts. CHAIR's
+    # list has an extra space before two words (motor bike and cheesecake), which therefore never match.
     names = {word: words[0] for words in classes for word in words if word}
-    # The refined script compares two words at a time, so longer phrases of its list never match.
+    # The refined script joins only two words at a time, so longer phrases of its list never match.
     pairs = [word for word in names if word.count(" ") == 1]
     joined = (*pairs, *REFINED_PHRASES) if style == "refined" else CHAIR_PHRASES
     phrases = {phrase: phrase for phrase in joined}
     phrases |= {f"{kind} {animal}": animal for animal in ANIMALS for kind in ("baby", "adult")}
     phrases |= {f"passenger {vehicle}": vehicle for vehicle in VEHICLES}
-    # The package pattern converts glass to glas.
+    # The package pattern converts glass to glas, so the phrase is spelled like this.
     phrases |= {"bow tie": "tie", "toilet seat": "toilet", "wine glas": "wine glass"}
-    # The scripts drop every seat from a text that mentions a toilet.
+    # The scripts ignore the word seat in a text that mentions a toilet.
     return Ontology(names, phrases, {"seat": ("toilet",)}, by, plurals=False)
 
 
 def function_of(name: str) -> Callable:
-    """Import a function by `module:function`."""
+    """Import the function with the name `module:function`."""
     try:
         return import_name(name)
     except (ImportError, AttributeError, ValueError) as error:

@@ -8,13 +8,13 @@ from typing import Any
 from mmrl.vision.benchmarks.time_spans import Span, overlap_and_union
 
 THRESHOLDS = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))  # 0.5, 0.55, ..., 0.95
-LEVELS = {"Fair": 2, "Good": 3, "VeryGood": 4}  # least rating of a highlight, of 0 to 4
-MAX_WINDOWS = 10  # most windows of an answer in the official evaluation
-WINDOW_SECONDS = 2  # length of the windows with saliency ratings; the data set calls them clips
+LEVELS = {"Fair": 2, "Good": 3, "VeryGood": 4}  # minimum rating of each level; ratings are 0 to 4
+MAX_WINDOWS = 10  # most windows per answer in the official evaluation
+WINDOW_SECONDS = 2  # length of the windows with saliency ratings, which the data set calls clips
 
 
 def true_iou(a: Sequence[float], b: Sequence[float]) -> float:
-    """Compute the IoU of two windows; disjoint ones give 0."""
+    """Compute the IoU of two time windows; disjoint windows give 0."""
     overlap, union = overlap_and_union(a, b)
     return overlap / union if union > 0 else 0.0
 
@@ -22,14 +22,14 @@ def true_iou(a: Sequence[float], b: Sequence[float]) -> float:
 def detection_ap(targets: Sequence[Span], windows: Sequence[Sequence[float]], threshold: float) -> float:
     """Compute the average precision of (start, end, score) windows at one IoU threshold.
 
-    Windows are matched in order of falling score; each takes the unmatched target of highest IoU that
-    reaches the threshold. Precision is interpolated over recall (VOC 2011). Without windows it is 0.
+    Windows are matched in order of decreasing score. Each takes the unmatched target with the highest IoU
+    that reaches the threshold. Precision is interpolated over recall (VOC 2011). Without windows: 0.
     """
     taken: set[int] = set()
     hits = []
     for window in sorted(windows, key=lambda w: -w[2]):
         near = sorted(((true_iou(window, target), i) for i, target in enumerate(targets)), reverse=True)
-        # A target is found once: a second window on it is a false positive.
+        # A target can be matched once: a second window on the same target is a false positive.
         match = next((i for overlap, i in near if overlap >= threshold and i not in taken), None)
         hits.append(match is not None)
         taken |= {match} - {None}
@@ -37,7 +37,7 @@ def detection_ap(targets: Sequence[Span], windows: Sequence[Sequence[float]], th
     for rank, hit in enumerate(hits, 1):
         true += hit
         points.append((true / len(targets), true / rank))
-    # From the end backwards, interpolated precision is a running maximum; each step of recall weighs it.
+    # Backwards over the points, interpolated precision is a running maximum, weighted by the steps of recall.
     area, best, right = 0.0, 0.0, 1.0
     for recall, precision in reversed(points):
         area += (right - recall) * best
@@ -46,16 +46,16 @@ def detection_ap(targets: Sequence[Span], windows: Sequence[Sequence[float]], th
 
 
 def saliency_ap(truth: Sequence[int], scores: Sequence[float]) -> float:
-    """Compute the average precision of window scores.
+    """Compute the average precision of the saliency scores of windows.
 
-    It is the mean of interpolated precision over the rises of recall. All-negative truth gives 0,
-    all-positive 1. Missing scores count as 0, surplus ones are ignored.
+    The result is the mean of interpolated precision over the increases of recall. If all windows are negative
+    it is 0, if all are positive 1. Missing scores count as 0, surplus scores are ignored.
     """
     scores = [*scores[: len(truth)], *[0.0] * (len(truth) - len(scores))]
     if len(set(truth)) == 1:
         return float(truth[0])
     positives, points = sum(truth), []
-    for threshold in sorted(set(scores), reverse=True):  # windows of equal score enter together
+    for threshold in sorted(set(scores), reverse=True):  # windows of equal score are added together
         chosen = [t for t, score in zip(truth, scores, strict=True) if score >= threshold]
         points.append((sum(chosen) / positives, sum(chosen) / len(chosen)))
     best, rises = 0.0, []
@@ -67,7 +67,7 @@ def saliency_ap(truth: Sequence[int], scores: Sequence[float]) -> float:
 
 
 def saliency_of_windows(row: Mapping[str, Any]) -> list[list[float]]:
-    """List the saliency of every two-second window of a row's video: three scores, 0 if unrated."""
+    """List the saliency of every two-second window of a row's video: three scores, 0 for unrated windows."""
     windows = [[0.0, 0.0, 0.0] for _ in range(int(row["duration"] / WINDOW_SECONDS))]
     for i, (first, second, third) in zip(row["relevant_clip_ids"], row["saliency_scores"], strict=True):
         if not 0 <= i < len(windows):
@@ -79,9 +79,9 @@ def saliency_of_windows(row: Mapping[str, Any]) -> list[list[float]]:
 def highlight_metrics(
     windows: Sequence[Sequence[float]], scores: Sequence[float], level: int
 ) -> tuple[float, float]:
-    """Compute (AP, hit at 1) of one query at a saliency level.
+    """Compute (AP, HIT@1) of one query at a saliency level.
 
-    AP is averaged over the three annotators; a hit needs the agreement of any of them.
+    AP is averaged over the three annotators. HIT@1 is 1 if any annotator rates the top window >= `level`.
     """
     truth = [[int(rating >= level) for rating in window] for window in windows]
     ap = sum(saliency_ap([window[who] for window in truth], scores) for who in range(3)) / 3

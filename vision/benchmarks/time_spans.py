@@ -17,9 +17,9 @@ Reader = Literal["ours", "time_r1", "videochat_r1", "evaluator"]
 
 @dataclass(frozen=True)
 class Moments:
-    """Target of a grounding prompt: spans of a video of `duration` seconds.
+    """Target of a temporal grounding prompt: time spans in a video of `duration` seconds.
 
-    `saliency` (of QVHighlights): three scores from 0 to 4 for every window of two seconds.
+    `saliency` (QVHighlights): three scores from 0 to 4 for every two-second window.
     """
 
     spans: tuple[Span, ...]
@@ -27,46 +27,46 @@ class Moments:
     saliency: tuple[tuple[float, ...], ...] = ()
 
 
-_CLOCK = r"\d{1,3}(?::[0-5]\d){1,2}(?:[.,]\d{1,3})?"  # m:ss, h:mm:ss, with a part of a second
+_CLOCK = r"\d{1,3}(?::[0-5]\d){1,2}(?:[.,]\d{1,3})?"  # m:ss or h:mm:ss, with optional decimals of a second
 _NUMBER = r"\d++(?:\.\d++)?|\.\d++"
-_COMMAS = r"[1-9]\d{0,2}(?:,\d{3}){1,3}(?:\.\d++)?|\d++,\d++"  # thousands, or a decimal comma
+_COMMAS = r"[1-9]\d{0,2}(?:,\d{3}){1,3}(?:\.\d++)?|\d++,\d++"  # thousands separators, or a decimal comma
 _UNIT = r"(?P<hours>h(?:ours?|rs?)?)|(?P<minutes>m(?:in(?:ute)?s?)?)|(?P<seconds>s(?:ec(?:ond)?s?)?)"
 _TIME = re.compile(
     rf"(?<![\d.:])(?:(?P<clock>{_CLOCK})|(?P<number>{_COMMAS}|{_NUMBER}))(?![.,:]?\d)"
     rf"(?:\s*(?:(?:{_UNIT})(?![^\W\d_])|秒))?",
     re.IGNORECASE,
 )
-_LISTED = re.compile(rf"[\[(]\s*({_CLOCK}|{_NUMBER}),({_CLOCK}|{_NUMBER})\s*[\])]")  # (5,10) is no decimal
+_LISTED = re.compile(rf"[\[(]\s*({_CLOCK}|{_NUMBER}),({_CLOCK}|{_NUMBER})\s*[\])]")  # (5,10) is two numbers
 _ENDS = r"[\s,;.]*+(?:and\s+)?[\"'*_]*(?:it\s+)?ends?(?:[ _-]?time)?[\"'*_]*\s*(?:[:=]|at\b|is\b)*"
 _BETWEEN = re.compile(
     rf"[>\s]*(?:to|and|until|till|through|;|-{{1,2}}>|[-–—―‒~〜→]|至|到|から|{_ENDS})\s*[\"'*<]*"
     r"(?:\w\s?=\s?)?",
     re.IGNORECASE,
 )
-_JOINED = re.compile(r"\s*(?:,|and)?\s*", re.IGNORECASE)  # 1 minute and 5 seconds
-# `(\d+\.?\d*) (to|and) (\d+\.?\d*)` of the published code, but without its cubic time over many digits.
+_JOINED = re.compile(r"\s*(?:,|and)?\s*", re.IGNORECASE)  # joins parts of a time: 1 minute and 5 seconds
+# The published pattern `(\d+\.?\d*) (to|and) (\d+\.?\d*)`, without its cubic time on long digit strings.
 _PUBLISHED = r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)"
-_OBJECT = re.compile(r"\{[^{}]*\}")  # objects that contain no other
+_OBJECT = re.compile(r"\{[^{}]*\}")  # JSON objects without nested objects
 
 
 def last_answer(text: str) -> str:
-    """Return the content of the last answer block of a text, empty without one."""
+    """Return the content of the last answer block of a text; the empty string without a block."""
     return (tagged(text, "answer") or [""])[-1]
 
 
 def parse_span(text: str, reader: Reader = "ours") -> Span | None:
-    """Parse the time span of an answer; None without a valid one.
+    """Parse the time span of an answer; None without a valid span.
 
-    `ours` (our reading) takes the last `A to B` (or `and`, `until`, any dash), pair `[A, B]` or JSON object
-    with `start_time` and `end_time` (or `start` and `end`) of the last answer block, see `answer_part`. Times
-    are seconds with or without `s`, minutes or hours with their unit, or m:ss and h:mm:ss; commas may be
-    decimal. In "1 to 2 min" both are minutes. A span must end after its start.
+    `ours` (our reading): the last span in the last answer block (see `answer_part`). A span is `A to B` (or
+    `and`, `until`, any dash), a pair `[A, B]`, or a JSON object with `start_time` and `end_time` (or `start`
+    and `end`). Times are seconds with or without `s`, minutes or hours with their unit, or m:ss and h:mm:ss.
+    Decimal commas are allowed. In "1 to 2 min" both times are minutes. A span must end after its start.
 
-    The other readers parse as published code, with one space around `to` or `and`. `time_r1`: the reward of
-    Time-R1 (arXiv 2503.13377), in the last answer block only, start and end in any order. `videochat_r1`: the
-    reward of VideoChat-R1 (arXiv 2504.06958), which rejects an end before its start. `evaluator`: the
-    evaluators of both, in the whole text, in any order, with `to` and `and` in lower case. Numbers too large
-    for a float are rejected.
+    The other readers parse as published code, with one space around `to` or `and`. `time_r1`: as in the
+    reward of Time-R1 (arXiv 2503.13377), only the last answer block, start and end in any order.
+    `videochat_r1`: as in the reward of VideoChat-R1 (arXiv 2504.06958), which rejects an end before its
+    start. `evaluator`: as in the evaluation scripts of both papers, the whole text, any order, `to` and `and`
+    in lower case. Numbers too large for a float are rejected.
     """
     if reader == "ours":
         spans = parse_spans(text)
@@ -81,12 +81,12 @@ def parse_span(text: str, reader: Reader = "ours") -> Span | None:
 
 
 def parse_spans(text: str) -> list[Span]:
-    """Parse all time spans of an answer, in order, by the rules of `parse_span`."""
+    """Parse all time spans of an answer, in the order of the text, with the rules of `parse_span`."""
     searched = spelled(answer_part(text)).replace("**", "")
     spans: list[tuple[int, float | None, float | None]] = []
 
     def taken(match: re.Match, start: object, end: object) -> str:
-        """Add a span, and blank it out of the text, so that no other pattern matches it again."""
+        """Add a span, and blank out its text, so that no other pattern matches it again."""
         spans.append((match.start(), _seconds(start), _seconds(end)))
         return "|" * len(match[0])
 
@@ -94,7 +94,7 @@ def parse_spans(text: str) -> list[Span]:
         try:
             fields = json.loads(match[0])
         except (ValueError, RecursionError):
-            return match[0]  # braces that hold no object
+            return match[0]  # the braces hold no JSON object
         for first, last in (("start_time", "end_time"), ("start", "end")):
             if first in fields and last in fields:
                 return taken(match, fields[first], fields[last])
@@ -103,14 +103,14 @@ def parse_spans(text: str) -> list[Span]:
     searched = _OBJECT.sub(read_object, searched)
     searched = _LISTED.sub(lambda match: taken(match, match[1], match[2]), searched)
     spans += _pairs(searched, _times(searched))
-    # In the order of the text, because an answer may contain several forms.
+    # Sort by position in the text, because an answer may mix several notations.
     ordered = [(start, end) for _, start, end in sorted(spans, key=lambda span: span[0])]
     return [(a, b) for a, b in ordered if a is not None and b is not None and 0 <= a < b < math.inf]
 
 
 @dataclass(frozen=True)
 class _Time:
-    """A time in a text: its position, its seconds, and the seconds of its unit (0 without a unit)."""
+    """A time in a text: its position, its value in seconds, and its unit in seconds (0 without a unit)."""
 
     start: int
     end: int
@@ -136,14 +136,14 @@ def _times(text: str) -> list[_Time]:
 
 
 def _pairs(text: str, times: Sequence[_Time]) -> list[tuple[int, float | None, float | None]]:
-    """Pair neighbouring times with a word or a dash between them, or in brackets of their own."""
+    """Pair adjacent times that are joined by a word or dash, or that stand alone or in brackets."""
     pairs: list[tuple[int, float | None, float | None]] = []
     i = 0
     while i + 1 < len(times):
         a, b = times[i], times[i + 1]
         between = text[a.end : b.start]
         listed = between.strip() == "," and _alone(text[: a.start], text[b.end :])
-        # A minus right before a number makes it negative.
+        # A minus directly before the first number makes it negative, so it starts no span.
         if text[max(0, a.start - 1) : a.start] != "-" and (listed or _BETWEEN.fullmatch(between)):
             start = a.seconds * b.unit if a.unit == 0 and b.unit > 1 else a.seconds
             pairs.append((a.start, start, b.seconds))
@@ -153,7 +153,7 @@ def _pairs(text: str, times: Sequence[_Time]) -> list[tuple[int, float | None, f
 
 
 def _alone(before: str, after: str) -> bool:
-    """Whether two times are alone in the text or in brackets, given the text before and after them."""
+    """Whether two times are all of the text or all of a bracket, given the text before and after them."""
     bracketed = before.rstrip()[-1:] in ("[", "(") and after[:9].lstrip()[:1] in ("]", ")")
     return bracketed or not (before.strip() or after.strip(" .\n"))
 
@@ -167,13 +167,13 @@ def _clock(text: str) -> float:
 
 
 def _float(text: str) -> float:
-    """Convert a number with thousands or a decimal comma."""
+    """Convert a number with thousands separators or a decimal comma to a float."""
     grouped = re.fullmatch(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?", text)
     return float(text.replace(",", "" if grouped else "."))
 
 
 def _seconds(value: object) -> float | None:
-    """Convert a number, or a text that is one time, to seconds; None for anything else."""
+    """Convert a number, or a text that contains only a time, to seconds; None for anything else."""
     match value:
         case bool():
             return None
@@ -193,11 +193,11 @@ def overlap_and_union(a: Sequence[float], b: Sequence[float]) -> tuple[float, fl
 
 
 def iou(a: Span, b: Span) -> float:
-    """Compute overlap / hull, in [0, 1]: for spans that overlap this is the IoU.
+    """Compute the overlap of two spans divided by the length of their hull, in [0, 1].
 
-    Two equal points give 1, a span that ends before its start 0.
+    For spans that overlap this is the IoU. Equal points give 1; a span that ends before its start gives 0.
     """
-    overlap = min(a[1], b[1]) - max(a[0], b[0])  # negative for spans that do not meet
+    overlap = min(a[1], b[1]) - max(a[0], b[0])  # negative for spans with a gap between them
     hull = max(a[1], b[1]) - min(a[0], b[0])
     if hull <= 0:
         return float(a == b)
@@ -205,25 +205,25 @@ def iou(a: Span, b: Span) -> float:
 
 
 def giou(a: Span, b: Span) -> float:
-    """Compute the generalised IoU in (-1, 1]: the IoU minus the uncovered share of the hull."""
+    """Compute the generalised IoU in (-1, 1]: the IoU minus the fraction of the hull outside both spans."""
     hull = max(a[1], b[1]) - min(a[0], b[0])
     if hull <= 0:
         return float(a == b)
     overlap, union = overlap_and_union(a, b)
-    return (overlap / union if union > 0 else 0.0) - (hull - union) / hull  # arXiv 1902.09630
+    return (overlap / union if union > 0 else 0.0) - (hull - union) / hull  # GIoU, arXiv 1902.09630
 
 
 def timestamp_aware_iou(answered: Span, target: Span, duration: float) -> float:
-    """Scale the IoU by the accuracy of start and end relative to the video (Time-R1, arXiv 2503.13377).
+    """Multiply the IoU by the accuracy of start and end relative to the video (Time-R1, arXiv 2503.13377).
 
-    Our reading: each factor is clamped to [0, 1].
+    Our reading: both accuracy factors are clamped to [0, 1].
     """
     near = [max(0.0, 1 - abs(a - t) / duration) for a, t in zip(answered, target, strict=True)]
     return iou(answered, target) * near[0] * near[1]
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """Join spans that overlap or touch."""
+    """Merge spans that overlap or touch."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -242,9 +242,9 @@ def set_iou(a: Sequence[Span], b: Sequence[Span]) -> float:
 
 
 def parse_saliency(text: str) -> list[tuple[float, float]]:
-    """Parse (second, score) pairs: the last JSON list of pairs of finite numbers; empty without one."""
+    """Parse saliency as (second, score) pairs from the last JSON list of pairs; an empty list without one."""
     searched = answer_part(text)
-    # Cut the text after the last end: searches from every beginning would run through the rest in vain.
+    # Cut the text after the last closing brackets, so that the search below cannot become quadratic.
     ends = [match.end() for match in re.finditer(r"\]\s*\]", searched)]
     searched = searched[: ends[-1]] if ends else ""
     for match in reversed(re.findall(r"\[\s*\[.*?\]\s*\]", searched, re.DOTALL)):

@@ -1,1 +1,1 @@
-"""Builders of data sets and of small models, for `mmrl build`."""
+"""Builders of data sets and of small models, used by `mmrl build`."""

@@ -1,4 +1,4 @@
-"""Builder of preference pairs without a judge: an encoder such as CLIP ranks two answers per image."""
+"""Builder of preference pairs without a judge: a reward such as CLIP's ranks two answers per image."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from mmrl.vision.preference.select import (
 )
 
 DESCRIBE = ("Describe this image in detail.",)
-# Engines that give one answer with and one without contrastive decoding (hallucination ratios 0.6 and 0).
+# Engines that give one answer with contrastive decoding and one without (hallucination ratios 0.6 and 0).
 DIAL = (
     {"name": "vision.generate", "max_completion_length": 256, "batch_size": 32},
     {
@@ -58,38 +58,37 @@ DIAL = (
 @builder
 @dataclass(kw_only=True)
 class ClipPairs:
-    """Build preference pairs: describe images with two hallucination ratios, and rank by score.
+    """Build preference pairs from two descriptions per image with different hallucination ratios.
 
-    The method of arXiv 2411.17760; ratios and thresholds are our reading. Let d be the score of the answer
-    with the lower ratio minus the score of the other. A pair is kept for d >= `tau_keep`, reversed for d <=
-    -`tau_flip`, and dropped otherwise. Ties, empty and identical answers, answers without a finite score, and
-    repeated images with the same prompt are dropped, too.
+    A reward ranks the two descriptions. The method is arXiv 2411.17760; ratios and thresholds are our
+    reading. Let d be the score of the answer with the lower ratio minus the score of the other. A pair is
+    kept for d >= `tau_keep`, reversed for d <= -`tau_flip`, and dropped otherwise. Pairs with d = 0, empty
+    and identical answers, answers without a finite score, and images repeated with their prompt are dropped.
 
-    A killed build resumes from the shards under `.build` with the same result; a build with other thresholds
-    reuses them. The processes of a launch share the shards; a second concurrent build of one output is an
-    error. The data set is parquet for `vision.preference_pairs`, TRL and LLaMA-Factory; the manifest lists
-    dropped pairs, counts, seed, and model and encoder with hashes of their weights.
+    A killed build resumes from the shards under `.build` with the same result. A build with other thresholds
+    reuses the shards. The processes of a launch divide the shards among them. A second concurrent build into
+    the same output is an error. The data set is in parquet files for `vision.preference_pairs`, TRL and
+    LLaMA-Factory. The manifest lists dropped pairs, counts, the seed, and the models with weight hashes.
 
     Args:
-        source: A folder of images, or rows with `image` and optionally `prompt`.
-        model: The policy that answers.
+        source: A folder of images, or a file of rows with `image` and optionally `prompt`.
+        model: The policy that generates the answers.
         scores: The reward that scores the answers.
-        engines: The engines of the answers, innermost first.
-        prompts: Prompts for images without one; each gets a random one of these.
-        root: Folder of the images; by default that of the rows.
-        decide: `score` ranks by the scores; the baselines are `dial`, which keeps every pair, and `random`,
-            which keeps or reverses a pair at random.
-        tau_keep: Least d of a kept pair; null: the `quantile` of all |d|.
-        tau_flip: Least -d of a reversed pair; null: the `quantile` of all |d|.
-        quantile: Share of the pairs below a threshold that is null, in [0, 1).
-        length_ratio: Largest ratio of the token counts of two answers, at least 1; pairs above it are
-            dropped. 0: no limit.
-        shard_size: Images of a shard.
-        file_rows: Most rows of a parquet file.
-        limit: Most images; 0 for all.
+        engines: The engines that generate the answers, innermost first.
+        prompts: Prompts for images without a prompt; one is chosen at random for each image.
+        root: Folder of the images; by default the folder of the rows.
+        decide: `score`: rank by the scores. Baselines: `dial` keeps every pair as generated; `random` keeps
+            or reverses each pair at random.
+        tau_keep: Smallest d of a kept pair; if null, the `quantile` of all |d|.
+        tau_flip: Smallest -d of a reversed pair; if null, the `quantile` of all |d|.
+        quantile: Fraction of the pairs below a threshold that is null, in [0, 1).
+        length_ratio: Largest ratio of the token counts of two answers, at least 1; 0: no limit.
+        shard_size: Number of images per shard.
+        file_rows: Maximum number of rows per parquet file.
+        limit: Maximum number of images; 0: all images.
     """
 
-    goes_on = True  # resumes: `mmrl build` passes the output itself, not a temporary folder
+    goes_on = True  # can resume, so `mmrl build` passes the output folder itself, not a temporary one
 
     stream: Stream
     source: str
@@ -120,16 +119,16 @@ class ClipPairs:
             pieces.check("engine", piece, f"build.engines[{i}]")
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Generate and score missing pairs, select, and write the data set and its manifest."""
+        """Generate and score missing pairs, select pairs, and write the data set and its manifest."""
         images, shards = ImageSource(self.source, self.root, self.limit), PairShards(output)
         processes, total = Processes(), sum(1 for _ in images)
         if not total:
             raise SourceError(f"there is no image in '{self.source}'")
-        content = images.content()  # the same for all processes and when resumed
+        content = images.content()  # hash of the images; must be equal in all processes and when resuming
         processes.assert_equal({"images": f"{total}, {content}"})
         with locked(shards.folder, processes):
             if processes.main:
-                # All inputs of answers and scores.
+                # Everything that the answers and scores depend on.
                 plan = {
                     "source": Path(self.source).name,
                     "images": total,
@@ -140,12 +139,12 @@ class ClipPairs:
                     "engines": [as_plain(piece) for piece in self.engines],
                     "scores": as_plain(self.scores),
                     "shard_size": self.shard_size,
-                    "model_files": files_hash(self.model),  # of local files, before any weights are loaded
+                    "model_files": files_hash(self.model),  # local files only; no weights are loaded yet
                     "scores_files": files_hash(self.scores),
                 }
                 shards.agree("plan", plan)
             numbers = range(math.ceil(total / self.shard_size))
-            # Process 0 decides for all: a process that checked later could skip work that others wait for.
+            # Process 0 decides for all: with a check per process, a late one could skip a collective call.
             if not processes.all_gather_object(all(map(shards.has, numbers)))[0]:
                 self._generate(images, shards, numbers, total, processes)
             processes.wait()
@@ -175,12 +174,12 @@ class ClipPairs:
             pairs = generate_pairs(chunk, images, shards.media, engine, reward, self._choose_prompt)
             shards.write(number, pairs)
             generated += len(chunk)
-            rate = generated * processes.world / (time.monotonic() - began)  # if all processes are as fast
+            rate = generated * processes.world / (time.monotonic() - began)  # assumes equally fast processes
             left = time.strftime("%H:%M:%S", time.gmtime((total - done) / max(rate, 1e-9)))
             print(f"{done} of {total} images, {rate:.2f} a second, {left} left", file=sys.stderr, flush=True)
 
     def _choose_prompt(self, item: SourceItem) -> str:
-        """Return the prompt of the row, or a random one."""
+        """Return the prompt of the row, or a random prompt of `prompts`."""
         generator = self.stream.fixed("prompt", item.place)
         return item.prompt or self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
 
@@ -188,13 +187,13 @@ class ClipPairs:
         self, images: ImageSource, shards: PairShards, numbers: range, output: Path
     ) -> dict[str, Any]:
         """Select pairs, and write the data set and the manifest."""
-        for path in shards.folder.glob("*.tmp"):  # of a build that was killed
+        for path in shards.folder.glob("*.tmp"):  # left by a build that was killed
             path.unlink()
         pairs = lambda: with_faults(self.rule, (pair for number in numbers for pair in shards.read(number)))
-        # Thresholds need all gaps, so the shards are read twice, one at a time.
+        # Thresholds depend on all score gaps, so the shards are read twice, one at a time.
         gaps = [pair.gap for pair in pairs() if not pair.fault]
         selector = PairSelector(self.rule, self.rule.thresholds(gaps), self.stream)
-        # The coin of `random` changes no count.
+        # With `random`, the coin decides only between keep and reverse, so any value gives the same count.
         count = sum(self.rule.judge(gap, selector.thresholds, 0.0) in SELECTED for gap in gaps)
         if not count:
             reasons = [
@@ -227,7 +226,7 @@ class ClipPairs:
 
 
 def files_hash(piece: Piece) -> str:
-    """Hash the files named in a piece's options, to compare finished builds without loading weights."""
+    """Hash local files that a piece's options name, to compare finished builds without loading weights."""
     values = [value for value in piece.options.values() if type(value) is str]
     files = [Path(value) for value in values if Path(value).exists()]
     return content_of(files) if files else ""

@@ -26,18 +26,19 @@ from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, readable_row
 @builder
 @dataclass(kw_only=True)
 class Converted:
-    """Convert rows of verl (parquet), ms-swift (jsonl) or LLaMA-Factory (JSON) to mmrl's or each other's.
+    """Convert rows between the formats of mmrl, verl, ms-swift and LLaMA-Factory.
 
-    Media files are validated and copied, so that paths are relative to the output; images for verl are stored
-    in its rows. For LLaMA-Factory a `dataset_info.json` is written.
+    The file types are parquet for verl, jsonl for mmrl and ms-swift, JSON for LLaMA-Factory. Media files are
+    validated and copied, and paths become relative to the output folder. For verl, images are stored in the
+    rows. For LLaMA-Factory, a `dataset_info.json` is written.
 
     Args:
         source: A file or folder of rows.
         source_form: Toolkit of the source: `mmrl`, `verl`, `ms_swift` or `llama_factory`, in any spelling
-            (`ms-swift`, `LLaMA-Factory`). Rows of LLaVA and ShareGPT have the form `llama_factory`.
-        form: Toolkit of the output, by the same names.
-        root: Folder of the media; by default that of the rows.
-        bad_rows: Rows that cannot be converted raise (`error`) or are listed in the manifest (`drop`).
+            (`ms-swift`, `LLaMA-Factory`). Rows of LLaVA and ShareGPT have the format `llama_factory`.
+        form: Toolkit of the output, one of the same names.
+        root: Folder of the media; by default the folder of the rows.
+        bad_rows: Rows that cannot be converted. `error`: raise an error. `drop`: list them in the manifest.
     """
 
     source: str
@@ -51,7 +52,7 @@ class Converted:
         self.ours: Toolkit = toolkit_of(self.form, "form")
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write media and rows; return the number of rows by split."""
+        """Write media and rows; return the number of rows in each split."""
         log = BuildLog(self.bad_rows)
         rows, root = readable_rows(self.source, self.root, log)
         media = MediaWriter(root, output)
@@ -65,7 +66,7 @@ class Converted:
         for split, written in splits.items():
             name = f"{split}{SUFFIXES[self.ours]}"
             write_rows(output / name, written)
-            columns = sorted({column for row in written for column in row})  # rows may differ in columns
+            columns = sorted({column for row in written for column in row})  # rows may have different columns
             info[f"{output.name}_{split}"] = describe_llama_factory(columns, name)
         if self.ours == "llama_factory" and info:
             (output / "dataset_info.json").write_text(json.dumps(info, indent=2) + "\n")
@@ -76,9 +77,9 @@ class Converted:
         for name, kind in media_columns().items():
             if ours.get(name):
                 ours[name] = [media.put(medium) for medium in media_refs(ours[name], kind, name)]
-        converted = plain(write_row(ours, self.ours), "row")  # before bytes of images, which JSON lacks
+        converted = plain(write_row(ours, self.ours), "row")  # before image bytes are added, which JSON lacks
         if self.ours == "verl":
-            # `split` and `index` as in the scripts of verl; entries of the row itself win.
+            # `split` and `index` as in the scripts of verl; entries of the row itself take precedence.
             converted["extra_info"] = {"split": row.split, "index": number, **converted["extra_info"]}
             if paths := converted.get("images"):
                 converted["images"] = [{"bytes": (media.output / p).read_bytes(), "path": p} for p in paths]

@@ -19,8 +19,8 @@ from mmrl.data.media import MediaError, opened_image
 from mmrl.data.media_root import MediaRef, MediaRoot
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, SplitFiles
 
-FOLDERS = ("images_8", "images_4", "images_2", "images")  # the smallest first: 480P, 960P, ...
-# Converts camera axes of OpenGL (looking along -Z, +Y up) to OpenCV's (along +Z, +Y down), and back.
+FOLDERS = ("images_8", "images_4", "images_2", "images")  # the smallest images first: 480P, 960P, ...
+# Converts camera axes from OpenGL (looking along -Z, +Y up) to OpenCV (looking along +Z, +Y down), and back.
 FLIP = torch.diag(torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64))
 ENDINGS = (".png", ".jpg", ".jpeg")
 
@@ -29,8 +29,8 @@ ENDINGS = (".png", ".jpg", ".jpeg")
 class CameraView:
     """One frame of a scene: its image file, frame number and camera.
 
-    `intrinsics` are (fx, fy, cx, cy) as fractions of width and height, valid for any image size; `pose` is
-    (4, 4) float64, camera to world with the axes of OpenCV (+X right, +Y down, looking along +Z).
+    `intrinsics` are (fx, fy, cx, cy) as fractions of width and height, valid for any image size. `pose` is
+    (4, 4) float64; it maps camera to world coordinates; OpenCV's axes (+X right, +Y down, view along +Z).
     """
 
     path: Path
@@ -41,7 +41,7 @@ class CameraView:
 
 @dataclass(frozen=True)
 class SceneViews:
-    """A scene: its hash, its frames sorted by name, and the names of frames without an image file."""
+    """A scene: its hash, its frames sorted by file name, and the names of frames without an image file."""
 
     name: str
     views: tuple[CameraView, ...]
@@ -59,15 +59,15 @@ class Dl3dvPairs:
 
     Args:
         root: Folder of the scenes; image paths are relative to it.
-        pairs_per_scene: Most pairs of one scene.
-        nearest: Least difference of the two frame numbers.
+        pairs_per_scene: Maximum number of pairs per scene.
+        nearest: Smallest difference of the two frame numbers.
         farthest: Largest difference of the two frame numbers.
         images: Name of the image folder in each scene; by default the folder of the smallest images.
-        exclude: File of scenes to skip, one hash per line, such as the benchmark's.
-        test_share: Approximate share of scenes in the test split, the same scenes in every run.
+        exclude: File of scenes to skip, one hash per line, for example the scenes of the benchmark.
+        test_share: Approximate fraction of the scenes in the test split. The split is the same in every run.
         copy: Whether image files are copied to the output.
-        bad_rows: `error` raises for scenes that cannot be read, `drop` lists them in the manifest. Frames
-            without an image file are counted.
+        bad_rows: Treatment of scenes that cannot be read. `error`: raise an error. `drop`: list them in the
+            manifest. Frames without an image file are only counted.
     """
 
     stream: Stream
@@ -85,7 +85,7 @@ class Dl3dvPairs:
         self.home = Path(self.root).resolve()
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the pairs; return the number of each split."""
+        """Write the pairs; return the number of pairs in each split."""
         log, files = BuildLog(self.bad_rows), SplitFiles(output)
         media = MediaWriter(MediaRoot(self.home, cache_bytes=0), output)
         exclude = set(Path(self.exclude).read_text().split()) if self.exclude else set()
@@ -97,7 +97,7 @@ class Dl3dvPairs:
                 scene = read_scene(folder, self.images)
                 rows = [self._row(scene, *pair, media) for pair in self._pairs(scene)]
                 missing += len(scene.missing)
-                # By name, so that the split of a scene does not depend on other scenes.
+                # Seeded by the scene's name, so that its split does not depend on other scenes.
                 draw = torch.rand((), generator=self.stream.fixed("split", scene.name))
                 split = "test" if float(draw) < self.test_share else "train"
                 for row in rows:
@@ -118,7 +118,7 @@ class Dl3dvPairs:
                 f"no two of its {len(scene.views)} frames are {self.nearest} to {self.farthest} apart"
             )
         order = torch.randperm(len(near), generator=self.stream.fixed("pairs", scene.name)).tolist()
-        return [near[i] for i in sorted(order[: self.pairs_per_scene])]  # in the order of the frames
+        return [near[i] for i in sorted(order[: self.pairs_per_scene])]  # sorted in the order of the frames
 
     def _row(
         self, scene: SceneViews, first: CameraView, second: CameraView, media: MediaWriter
@@ -132,11 +132,11 @@ class Dl3dvPairs:
             "intrinsics": [list(first.intrinsics), list(second.intrinsics)],
             "pose": relative_pose(first, second).tolist(),
             "turn": turn_between(first, second),
-            "distance": float((first.pose[:3, 3] - second.pose[:3, 3]).norm()),  # in units of the scene
+            "distance": float((first.pose[:3, 3] - second.pose[:3, 3]).norm()),  # in the scene's unit
         }
 
 
-# ---- the layout on disk
+# ---- the folder layout of DL3DV-10K
 
 
 def find_scenes(root: Path) -> list[Path]:
@@ -145,14 +145,14 @@ def find_scenes(root: Path) -> list[Path]:
 
 
 def scene_name(folder: Path) -> str:
-    """Return the hash of a scene from its folder."""
+    """Return the hash of a scene, which is the name of its folder or of the parent of `nerfstudio`."""
     return folder.parent.name if folder.name == "nerfstudio" else folder.name
 
 
 def read_scene(folder: Path, images: str = "") -> SceneViews:
     """Read the frames of a scene and their cameras from `transforms.json`.
 
-    Image files are looked up by name in the folder `images`, by default the folder of the smallest images.
+    Image files are looked up by name in the folder `images`, by default the folder with the smallest images.
     Raises `MediaError` if the images do not have the aspect ratio of the camera.
     """
     path = folder / "transforms.json"
@@ -170,7 +170,7 @@ def read_scene(folder: Path, images: str = "") -> SceneViews:
     views, missing = [], []
     for frame in frames:
         name = Path(str(frame["file_path"]).replace("\\", "/")).name
-        # Some releases store another file type than they record.
+        # Some releases store image files of another type than `transforms.json` records.
         candidates = [home / name, *(home / f"{Path(name).stem}{ending}" for ending in ENDINGS)]
         file = next((file for file in candidates if file.is_file()), None)
         if file is None:
@@ -184,7 +184,7 @@ def read_scene(folder: Path, images: str = "") -> SceneViews:
     for view in views[:1]:
         with opened_image(view.path, str(view.path)) as image:
             width, height = image.size
-        # Width and height are rounded to whole pixels, each by at most one.
+        # Width and height are rounded to whole pixels, each by at most one pixel.
         if abs(width - aspect * height) > 1 + aspect:
             camera = f"its camera is {aspect:.3f} times as wide as high"
             raise MediaError(f"'{view.path}' is {width}x{height}, but {camera}")
@@ -195,21 +195,21 @@ def _view(path: Path, name: str, camera: dict[str, Any]) -> CameraView:
     pose = torch.tensor(camera["transform_matrix"], dtype=torch.float64)
     if pose.shape != (4, 4) or not pose.isfinite().all():
         raise ValueError(f"transform_matrix must be 4 by 4 and finite, not {tuple(pose.shape)}")
-    # Intrinsics are those of the full-size image, whatever the folder contains, so they become fractions.
+    # Intrinsics refer to the full-size image, even if the folder has smaller ones, so make them fractions.
     width, height = float(camera["w"]), float(camera["h"])
     fx, fy = float(camera["fl_x"]), float(camera.get("fl_y", camera["fl_x"]))
     intrinsics = fx / width, fy / height, float(camera["cx"]) / width, float(camera["cy"]) / height
-    # The number of a frame is in the digits after the last underscore.
+    # The frame number is the digits after the last underscore of the file name.
     return CameraView(path, int(Path(name).stem.rpartition("_")[2]), intrinsics, pose @ FLIP)
 
 
 def relative_pose(first: CameraView, second: CameraView) -> Tensor:
-    """Compute the (4, 4) transform of points from the first camera to the second."""
+    """Compute the (4, 4) transform of points from the first camera's coordinates to the second's."""
     return torch.linalg.inv(second.pose) @ first.pose  # first camera to world, then world to second
 
 
 def turn_between(first: CameraView, second: CameraView) -> float:
     """Compute the rotation angle between two cameras, in degrees."""
     rotation = relative_pose(first, second)[:3, :3]
-    # trace(R) = 1 + 2 cos(angle); rounding may exceed [-1, 1].
+    # trace(R) = 1 + 2 cos(angle); clamp to [-1, 1] against rounding.
     return math.degrees(math.acos(max(-1.0, min(1.0, (float(rotation.trace()) - 1) / 2))))

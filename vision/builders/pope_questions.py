@@ -1,4 +1,4 @@
-"""Builder of POPE questions about any images with annotated objects."""
+"""Builder of POPE's yes/no questions for any images with annotated objects."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Strategy = Literal["random", "popular", "adversarial"]
 @builder
 @dataclass(kw_only=True)
 class PopeQuestions:
-    """Generate yes/no questions about objects in images, in POPE's files (arXiv 2305.10355).
+    """Generate yes/no questions about objects in images, in POPE's file format (arXiv 2305.10355).
 
-    Half of the objects are absent. Writes one file per strategy, `{strategy}.jsonl`, for `vision.pope`.
+    Half of the questions are about absent objects. Writes `{strategy}.jsonl` files for `vision.pope`.
 
     Args:
         source: Rows with `image` and `objects`, as for `vision.closed_vocabulary`.
-        strategies: Choice of absent objects: `random`, the most frequent ones (`popular`), or the ones that
-            co-occur most often with the present object of the question before (`adversarial`).
-        num_images: Most images with questions.
-        num_objects: Present objects with a question in each image; images with fewer are skipped.
+        strategies: Choice of absent objects. `random`: any objects. `popular`: the most frequent.
+            `adversarial`: the objects that co-occur most with the present object of the previous question.
+        num_images: Maximum number of images with questions.
+        num_objects: Number of present objects with a question per image. Images with fewer are skipped.
         template: Template of the question, with `{}` for the object.
     """
 
@@ -45,12 +45,12 @@ class PopeQuestions:
     template: str = "Is there {} in the image?"
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the questions; return their number by strategy."""
+        """Write the questions; return their number for each strategy."""
         source, images = Path(self.source), {}
         for row in valid_rows(source):
             match row.columns:
                 case {"image": str(image), "objects": [*objects]}:
-                    images.setdefault(image, []).extend(map(str, objects))  # an image may have several rows
+                    images.setdefault(image, []).extend(map(str, objects))  # collect all rows of an image
                 case _:
                     raise RowError(f"{row.place}: wanted image and objects, got {sorted(row.columns)}")
         log = BuildLog()
@@ -62,10 +62,10 @@ class PopeQuestions:
         return log.finish(output, {"source": source.name, "seed": self.stream.seed})
 
     def questions(self, images: Mapping[str, Sequence[str]], strategy: Strategy) -> list[dict[str, Any]]:
-        """Generate rows about `images`, a map from an image to the names of its objects.
+        """Generate question rows for `images`, which maps an image to the names of its objects.
 
-        After the question about each of the first objects of an image comes a question about a new absent
-        object, which is random where the strategy yields none. Ties are broken alphabetically.
+        Each of the first `num_objects` objects of an image gives a question about it and one about a new
+        absent object. The absent object is random if the strategy finds none. Ties are broken alphabetically.
         """
         objects = {image: list(dict.fromkeys(names)) for image, names in images.items()}
         frequency = Counter(name for names in objects.values() for name in names)
@@ -77,9 +77,9 @@ class PopeQuestions:
         generator, rows = self.stream.fixed("pope", strategy), []
         for i in torch.randperm(len(full), generator=generator)[: self.num_images].tolist():
             image = full[i]
-            taken = set(objects[image])  # present, or in an earlier question
+            taken = set(objects[image])  # names that are present, or used in an earlier question
             for present in objects[image][: self.num_objects]:
-                # Without counts nothing is ranked, and a random object is taken below.
+                # For `random` there are no counts, so nothing is ranked and a random object is taken below.
                 counts = {"random": {}, "popular": frequency, "adversarial": together[present]}[strategy]
                 ranked = sorted(counts, key=lambda name, counts=counts: (-counts[name], name))
                 absent = next((name for name in ranked if name not in taken), None)

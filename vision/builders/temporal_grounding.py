@@ -19,20 +19,20 @@ from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter
 class TemporalGrounding:
     """Convert Charades-STA, ActivityNet Captions or QVHighlights to one jsonl for `vision.grounding`.
 
-    A row has `video`, `query`, `spans`, `duration`, `id`, and `saliency` where the source has any.
+    A row has `video`, `query`, `spans`, `duration`, `id`, and `saliency` if the source contains it.
 
     Args:
-        format: Form of the annotation file.
+        format: Format of the annotation file.
         path: The annotation file.
-        root: Folder of the videos; video paths are relative to it, or with `copy` to the output.
+        root: Folder of the videos. Video paths are relative to this folder, or with `copy` to the output.
         split: Name of the split that is written.
-        durations: CSV with the columns `id` and `length` in seconds. Durations that are missing here and in
-            the annotations are read from the videos.
-        extension: Suffix that turns a video id into a file name.
-        trim_spans: Whether spans that reach beyond their video are cut to it.
+        durations: CSV file with the columns `id` and `length` in seconds. Durations that are missing here and
+            in the annotations are read from the videos.
+        extension: Suffix that is appended to a video id to get its file name.
+        trim_spans: Whether to clip spans to the duration of their video.
         copy: Whether the videos are copied to the output.
-        bad_rows: Rows without a video file, or with a span outside the video, raise (`error`) or are listed
-            in the manifest (`drop`).
+        bad_rows: Treatment of rows without a video file or with a span outside the video. `error`: raise an
+            error. `drop`: omit them and list them in the manifest.
     """
 
     format: Form
@@ -46,7 +46,7 @@ class TemporalGrounding:
     bad_rows: Literal["error", "drop"] = "error"
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the rows; return the number of each split."""
+        """Write the rows; return the number of rows in the split."""
         log = BuildLog(self.bad_rows)
         media = MediaWriter(MediaRoot(Path(self.root)), output, "videos")
         source, rows = Annotations(Path(self.path), self.format, self.durations, self.extension), []
@@ -59,7 +59,7 @@ class TemporalGrounding:
                 row = {"id": query.uid, "video": video, "query": query.query.strip()}
                 row |= {"spans": list(map(list, query.spans)), "duration": query.duration}
                 rows.append(row | ({"saliency": list(map(list, query.saliency))} if query.saliency else {}))
-        if rows:  # without any, `finish` raises
+        if rows:  # without rows, `finish` raises an error
             log.kept[self.split] = len(rows)
             write_rows(output / f"{self.split}.jsonl", rows)
         stored = "copied" if self.copy else "in place"

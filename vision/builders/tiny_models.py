@@ -1,4 +1,4 @@
-"""Builders of small Qwen2.5-VL and LLaVA models with a tokenizer of their own."""
+"""Builders of small Qwen2.5-VL and LLaVA models with newly trained tokenizers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import builder
 from mmrl.core.rng import Stream, seeded
 
-# Tokens of both tiny models, Qwen2.5-VL and LLaVA.
+# Special tokens of both tiny models, Qwen2.5-VL and LLaVA.
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -23,7 +23,7 @@ SPECIAL = (
     "<image>",
     "<video>",
 )
-# ChatML as in Qwen; PLACEHOLDER is replaced by the tokens of an image or video.
+# The ChatML template of Qwen; PLACEHOLDER is replaced by the tokens of an image or video.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for c in m['content'] %}"
     "{% if c['type'] == 'text' %}{{ c['text'] }}{% else %}PLACEHOLDER{% endif %}"
@@ -36,7 +36,7 @@ QWEN_MEDIA = (
 
 
 def tiny_tokenizer(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ()) -> Any:
-    """Train a byte-level BPE tokenizer with single digits, as in Qwen; each of `tokens` is one token."""
+    """Train a byte-level BPE tokenizer that splits digits, as in Qwen; `tokens` become one token each."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +48,7 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] 
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL) - len(tokens),
         show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all bytes: any text has tokens
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all bytes: any text can be encoded
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
@@ -58,12 +58,12 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] 
     )
 
 
-CLIP_INIT = 0.02  # standard deviation of initial weights in transformers
+CLIP_INIT = 0.02  # standard deviation of CLIP's initial weights in transformers
 
 
 @dataclass(kw_only=True)
 class TinyModel:
-    """Base class of the small models: shared options, the language model, and saving."""
+    """Base class of the builders of small models: common options, the language model, and saving."""
 
     stream: Stream
     texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",)
@@ -78,7 +78,7 @@ class TinyModel:
     init: PositiveFloat = 0.02
 
     def text_config(self, tokenizer: Any, **others: Any) -> dict[str, Any]:
-        """Return the settings of the language model."""
+        """Return the configuration of the language model as a dictionary."""
         return {
             "vocab_size": len(tokenizer),
             "hidden_size": self.width,
@@ -95,13 +95,13 @@ class TinyModel:
         }
 
     def initialized(self, model: Any) -> Any:
-        """Rescale initial weights where the class ignores an option; by default nothing."""
+        """Rescale initial weights if the model class ignores an option; does nothing by default."""
         return model
 
     def write(
         self, name: str, model_class: type, config: Any, processor: Any, output: Path
     ) -> dict[str, Any]:
-        """Save a model with random weights and its processor; return its number of parameters and tokens."""
+        """Save a model with random weights and its processor; return the numbers of parameters and tokens."""
         with seeded(self.stream.seed_of(name)):
             model = self.initialized(model_class(config))
         model.save_pretrained(output)
@@ -113,25 +113,25 @@ class TinyModel:
 @builder
 @dataclass(kw_only=True)
 class TinyQwen2_5Vl(TinyModel):
-    """Build a small Qwen2.5-VL of the real classes with random weights.
+    """Build a small Qwen2.5-VL with random weights, using the model classes of transformers.
 
-    Four patches of an image, or of two video frames, make a token.
+    Four patches of an image, or of two video frames, become one token.
 
     Args:
         texts: Training texts of the tokenizer.
         tokens: Texts that become one token each, such as the words of tool calls.
-        vocab_size: Tokens of the tokenizer.
-        template: Chat template, with PLACEHOLDER in place of an image or video.
+        vocab_size: Number of tokens of the tokenizer.
+        template: Chat template; PLACEHOLDER stands for an image or video.
         width: Hidden size of the language model.
-        layers: Layers of the language model.
-        heads: Attention heads of the language model.
+        layers: Number of layers of the language model.
+        heads: Number of attention heads of the language model.
         vision_width: Hidden size of the vision tower.
-        vision_layers: Layers of the vision tower.
-        max_pixels: Most pixels of an image or a frame; larger ones are shrunk.
+        vision_layers: Number of layers of the vision tower.
+        max_pixels: Maximum number of pixels of an image or video frame; larger images are shrunk.
         patch: Side of a patch in pixels.
-        rope_theta: Base of the language model's rotary positions. Image rows and columns use the slower half
-            of the frequencies, which at 10000 hardly change over a few tokens in a narrow head.
-        init: Standard deviation of the weights.
+        rope_theta: Base of the language model's rotary position embeddings. Image rows and columns use the
+            slower half of the frequencies; at base 10000 in narrow heads, these hardly vary over few tokens.
+        init: Standard deviation of the initial weights.
     """
 
     max_pixels: PositiveInt = 56 * 56
@@ -139,18 +139,18 @@ class TinyQwen2_5Vl(TinyModel):
     rope_theta: PositiveFloat = 10000.0
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the folder; return the number of parameters and tokens."""
+        """Write the model and its processor to `output`; return the number of parameters and of tokens."""
         from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
         from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
-        token = (2 * self.patch) ** 2  # pixels
+        token = (2 * self.patch) ** 2  # pixels per image token
         processor = Qwen2_5_VLProcessor(
             image_processor=Qwen2VLImageProcessor(
                 min_pixels=token, max_pixels=self.max_pixels, patch_size=self.patch
             ),
             video_processor=Qwen2VLVideoProcessor(
                 cap_pixels_per_frame=False,
-                size={"shortest_edge": token, "longest_edge": self.max_pixels},  # of a frame
+                size={"shortest_edge": token, "longest_edge": self.max_pixels},  # pixels per frame
                 patch_size=self.patch,
             ),
             tokenizer=tiny_tokenizer(self.texts, self.vocab_size, self.tokens),
@@ -162,7 +162,7 @@ class TinyQwen2_5Vl(TinyModel):
     def _config(self, tokenizer: Any) -> Any:
         from transformers import Qwen2_5_VLConfig
 
-        # Rotary frequencies of a head, divided over time, height and width.
+        # Divide the rotary frequencies of a head among time, height and width.
         pairs = self.width // self.heads // 2
         sections = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
         rope = {"rope_type": "default", "rope_theta": self.rope_theta, "mrope_section": sections}
@@ -171,11 +171,11 @@ class TinyQwen2_5Vl(TinyModel):
             "hidden_size": self.vision_width,
             "intermediate_size": 2 * self.vision_width,
             "num_heads": 4,
-            "out_hidden_size": self.width,  # of the merger, which writes into the language model
+            "out_hidden_size": self.width,  # output size of the patch merger
             "patch_size": self.patch,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
-            # 4 x 4 tokens, in pixels; blocks not listed below attend inside windows.
+            # 4 x 4 tokens, in pixels. Blocks not listed in `fullatt_block_indexes` use window attention.
             "window_size": 8 * self.patch,
             "fullatt_block_indexes": [self.vision_layers - 1],
             "tokens_per_second": 2,
@@ -198,24 +198,25 @@ class TinyQwen2_5Vl(TinyModel):
 @builder
 @dataclass(kw_only=True)
 class TinyLlava(TinyModel):
-    """Build a small LLaVA (arXiv 2304.08485) of the real classes with random weights.
+    """Build a small LLaVA (arXiv 2304.08485) with random weights, using the model classes of transformers.
 
-    It has a CLIP vision tower, a projector of two layers and a Llama.
+    It has a CLIP vision tower, a projector of two layers and a Llama language model.
 
     Args:
         texts: Training texts of the tokenizer.
         tokens: Texts that become one token each, such as the words of tool calls.
-        vocab_size: Tokens of the tokenizer.
-        template: Chat template, with PLACEHOLDER in place of an image.
+        vocab_size: Number of tokens of the tokenizer.
+        template: Chat template; PLACEHOLDER stands for an image.
         width: Hidden size of the language model.
-        layers: Layers of the language model.
-        heads: Attention heads of the language model.
+        layers: Number of layers of the language model.
+        heads: Number of attention heads of the language model.
         vision_width: Hidden size of the vision tower.
-        vision_layers: Layers of the vision tower.
+        vision_layers: Number of layers of the vision tower.
         side: Side of an image in pixels.
-        patch: Side of a patch in pixels; each patch makes a token.
-        init: Standard deviation of the weights of language model and projector; the tower keeps CLIP's.
-        position_init: Standard deviation of the tower's position embeddings; CLIP's is 0.02.
+        patch: Side of a patch in pixels; each patch becomes one token.
+        init: Standard deviation of the initial weights of the language model and the projector. The vision
+            tower keeps CLIP's initialisation.
+        position_init: Standard deviation of the vision tower's position embeddings; CLIP's value is 0.02.
     """
 
     layers: PositiveInt = 3
@@ -230,7 +231,7 @@ class TinyLlava(TinyModel):
             raise ValueError(f"an image of {self.side} pixels cannot be cut into patches of {self.patch}")
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the folder; return the number of parameters and tokens."""
+        """Write the model and its processor to `output`; return the number of parameters and of tokens."""
         from transformers import (
             CLIPImageProcessor,
             CLIPVisionConfig,
@@ -246,7 +247,7 @@ class TinyLlava(TinyModel):
             tiny_tokenizer(self.texts, self.vocab_size, self.tokens),
             patch_size=self.patch,
             vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,  # the tower's class token, which the strategy drops again
+            num_additional_image_tokens=1,  # the vision tower's class token; "default" drops it again
             chat_template=self.template.replace(
                 "PLACEHOLDER", "{% if c['type'] == 'image' %}<image>{% endif %}"
             ),
@@ -263,13 +264,13 @@ class TinyLlava(TinyModel):
             vision_config=vision,
             text_config=LlamaConfig(**self.text_config(processor.tokenizer, max_position_embeddings=1024)),
             image_token_id=processor.tokenizer.convert_tokens_to_ids("<image>"),
-            vision_feature_layer=-1,  # LLaVA-1.5 takes the last but one
+            vision_feature_layer=-1,  # the last layer; LLaVA-1.5 uses the last but one
             tie_word_embeddings=True,
         )
         return self.write("tiny_llava", LlavaForConditionalGeneration, config, processor, output)
 
     def initialized(self, model: Any) -> Any:
-        """Rescale position embeddings and projector: with large patches, positions are learned late."""
+        """Rescale position embeddings and projector; large patches otherwise learn positions late."""
         model.model.vision_tower.embeddings.position_embedding.weight.data *= self.position_init / CLIP_INIT
         for layer in (model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2):
             layer.weight.data *= self.init / CLIP_INIT

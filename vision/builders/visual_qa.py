@@ -1,4 +1,4 @@
-"""Builder that converts any data set of questions and answers to rows for `vision.visual_qa`."""
+"""Builder that converts any data set of questions and answers to the format of `vision.visual_qa`."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from mmrl.data.row_fields import ALWAYS, has_content, warn_unread
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, SplitFiles, readable_rows
 from mmrl.vision.media.prompts import answer_of, answers_of
 
-OURS = ("id", "question", "answer", "answers", "choices")  # and columns of media
+OURS = ("id", "question", "answer", "answers", "choices")  # media columns are added by `media_columns()`
 
 
 @builder
 @dataclass(kw_only=True)
 class VisualQa:
-    """Convert any data set of questions and answers about media to rows for `vision.visual_qa`.
+    """Convert any data set of questions and answers about media to the format of `vision.visual_qa`.
 
     Media files are validated and copied. Writes `{split}.jsonl` or `.parquet`, and `manifest.json`.
 
     Args:
-        source: A file or folder of jsonl, JSON or parquet, a folder saved by `datasets`, or a data set of the
-            hub.
+        source: A file or folder of jsonl, JSON or parquet, a folder saved by `datasets`, or the name of a
+            data set on the Hugging Face hub.
         columns: Maps the target columns (id, question, answer, answers, choices, image, images, video,
-            videos) to those of the source; columns of the same name need no entry.
-        keep: Other columns to keep; a warning names the dropped columns with content.
-        root: Folder of the media; by default that of the rows.
+            videos) to columns of the source. Columns with the same name need no entry.
+        keep: Other columns to copy. A warning names all dropped columns that have content.
+        root: Folder of the media; by default the folder of the rows.
         subset: Configuration name of a data set of the hub.
         form: File format of the output.
-        bad_rows: Rows that cannot be used raise (`error`) or are listed in the manifest (`drop`).
-        limit: Most rows to write; 0 for all.
+        bad_rows: Rows that cannot be used. `error`: raise an error. `drop`: list them in the manifest.
+        limit: Maximum number of rows to write; 0: all rows.
     """
 
     source: str
@@ -57,7 +57,7 @@ class VisualQa:
             raise ValueError(f"`columns` maps {unknown}, but rows have only {', '.join(targets)}")
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write media and rows; return the number of rows by split."""
+        """Write media and rows; return the number of rows in each split."""
         log, files = BuildLog(self.bad_rows), SplitFiles(output, f".{self.form}")
         read = {(self.columns or {}).get(name, name) for name in (*OURS, *media_columns())} | {
             *self.keep,
@@ -71,7 +71,7 @@ class VisualQa:
                 files.add(row.split, self._row(row, media, log.kept[row.split]))
                 log.kept[row.split] += 1
                 unread.update(name for name in row.columns.keys() - read if has_content(row.columns[name]))
-                if log.kept.total() == self.limit:  # never at a limit of 0, because a row was just counted
+                if log.kept.total() == self.limit:  # never for a limit of 0: a row was just counted
                     break
         files.close()
         warn_unread(unread, self.source, "name those that are needed in `keep`")
@@ -92,6 +92,6 @@ class VisualQa:
         for name, kind in media_columns().items():
             paths = [media.put(medium) for medium in media_refs(fields[name], kind, name)]
             if paths:
-                # A column of one image may hold a list of them.
+                # A column for one image may contain a list of images.
                 written[name] = paths if name.endswith("s") or len(paths) > 1 else paths[0]
         return written | {name: plain(row.columns.get(name), name) for name in self.keep}

@@ -1,1 +1,1 @@
-"""Checks of data with images and videos, and of the models that see them."""
+"""Checks of data sets with images and videos, and of vision-language models."""

@@ -1,4 +1,4 @@
-"""Check at the start: target boxes are in pixels of their image."""
+"""Check at the start of a run: target boxes are in pixels of their image."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mmrl.vision.benchmarks.boxes import Boxes
 
 @check(on="start")
 def boxes_in_images(examined: Examined, *, slack: NonNegativeFloat = 0.02) -> Iterator[Finding]:
-    """Check that target boxes lie inside their images; boxes for another image size often do not.
+    """Check that target boxes lie inside their images. Boxes for another image size often lie outside.
 
     Args:
-        slack: Allowed overhang, as a share of the image side, because annotators round.
+        slack: Allowed overhang as a fraction of the image's side, because annotations are rounded.
     """
     boxed = [p for p in examined.prompts if isinstance(p.target, Boxes) and len(p.media) == 1]
     outside: dict[str, str] = {}

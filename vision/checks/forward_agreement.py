@@ -1,4 +1,4 @@
-"""Check at the start: rows are read as the model's own processor and forward pass read them."""
+"""Check at the start of a run: log-probabilities agree with those of plain transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.model_families import TYPES_OF_TOKENS
 from mmrl.vision.models.processor import PromptEncoder
 
-# Their positions after a video are wrong in transformers 5.3 to 5.23; ours are tested by hand.
+# transformers 5.3 to 5.23 computes wrong positions after a video for these families; ours are tested by hand.
 WRONG_AFTER_VIDEO = ("qwen2_vl", "qwen2_5_vl")
 
 
@@ -27,24 +27,24 @@ WRONG_AFTER_VIDEO = ("qwen2_vl", "qwen2_5_vl")
 def forward_agreement(
     examined: Examined, *, rows: PositiveInt = 4, tolerance: PositiveFloat = 0.05
 ) -> Iterator[Finding]:
-    """Check that answers are as likely as plain transformers find them, one at a time and without a cache.
+    """Check that log-probabilities of answers agree with plain transformers (batch size 1, no KV cache).
 
-    It finds positions, masks and types of tokens that are not those of a model family. Not asked of a model
-    in shards, of conversations, and of videos of Qwen2-VL and Qwen2.5-VL.
+    A difference means wrong positions, masks or token types for this model family. The check skips sharded
+    models, conversations, and videos of Qwen2-VL and Qwen2.5-VL.
 
     Args:
-        rows: Rollouts that are compared.
-        tolerance: Mean difference of log-probabilities of a row, in nats; bfloat16 alone makes some 0.01.
+        rows: Number of rollouts that are compared.
+        tolerance: Largest mean difference of a row's log-probabilities, in nats. bfloat16 causes about 0.01.
     """
     policy: Any = examined.policy
     if not isinstance(getattr(policy, "prompt_encoder", None), PromptEncoder) or in_shards(policy.model):
         return
     compared = [row for row in examined.rollouts if _comparable(policy, row)][:rows]
     encoded = tuple(policy.encode(row.prompt, row.outcomes[-1]) for row in compared)
-    found = examined.log_probabilities(encoded) if encoded else []
+    logps = examined.log_probabilities(encoded) if encoded else []
     gaps = [
         float((_plain(policy, row) - ours[: row.length]).abs().mean())
-        for row, ours in zip(encoded, found, strict=True)
+        for row, ours in zip(encoded, logps, strict=True)
     ]
     if gaps and not max(gaps) <= tolerance:
         worst = compared[gaps.index(max(gaps))].prompt.uid
@@ -64,7 +64,7 @@ def _comparable(policy: TokenPolicy, row: Trajectory) -> bool:
 
 @torch.no_grad()
 def _plain(policy: TokenPolicy, row: Trajectory) -> Tensor:
-    """Compute log-probabilities (T,) of an answer from what transformers gives the model."""
+    """Compute log-probabilities (T,) of an answer's T tokens with the inputs that transformers builds."""
     encoder, answer = policy.prompt_encoder, row.steps.ids
     inputs = as_transformers(encoder, row.prompt) or encoder.processor_inputs(row.prompt)
     before, device = inputs["input_ids"].shape[1], policy.model.device

@@ -1,4 +1,4 @@
-"""Check at the start: images and videos reach the model."""
+"""Check at the start of a run: images and videos reach the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmrl.vision.media.prompts import map_frames
 
 @check(on="start")
 def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Finding]:
-    """Check that log-probabilities of answers change when all pixels are inverted.
+    """Check that log-probabilities of answers change if all pixels of images and videos are inverted.
 
     Args:
         rows: Number of rollouts with media to compare.
@@ -25,7 +25,7 @@ def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator
     encode, logps = examined.policy.encode, examined.log_probabilities
     seen = logps(tuple(encode(row.prompt, row.outcomes[-1]) for row in shown))
     inverted = logps(tuple(encode(negative(row.prompt), row.outcomes[-1]) for row in shown))
-    # Compare bits: pixels that are read at all change at least the rounding.
+    # Compare bit by bit: if the model reads the pixels at all, at least the rounding changes.
     blind = [row for row, a, b in zip(shown, seen, inverted, strict=True) if bool((a == b).all())]
     if blind:
         uids = list(dict.fromkeys(row.prompt.uid for row in blind))
@@ -39,5 +39,5 @@ def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator
 
 
 def negative(prompt: Prompt) -> Prompt:
-    """Invert the images and videos of a prompt."""
+    """Invert the pixels of the images and videos in a prompt."""
     return map_frames(prompt, lambda frames: replace(frames, pixels=255 - frames.pixels))

@@ -18,15 +18,15 @@ from mmrl.diagnostics.context import Finding
 from mmrl.runtime.content_hash import of_file
 from mmrl.vision.benchmarks.grounding_annotations import spans_of
 
-# Small frames of the whole video, so that a truncated file is found.
+# Small frames from the whole video, so that truncated files are detected.
 THUMBNAILS = FrameSampling(frames_per_second=1.0, min_frames=4, max_frames=64, max_pixels=4096)
-SLACK = 0.05  # seconds that a span may end after its video, because annotations are rounded
+SLACK = 0.05  # seconds by which a span may exceed its video, because of rounding
 T = TypeVar("T")
 
 
 @check(on="data")
 def unreadable_media(rows: Rows) -> Iterator[Finding]:
-    """Find media that are missing, broken or outside the media root; every file is decoded once."""
+    """Report media that are missing, broken or outside the media root; every file is decoded once."""
     root = MediaRoot(rows.root, cache_bytes=0)
 
     def fault(ref: MediaRef) -> str:
@@ -44,14 +44,14 @@ def unreadable_media(rows: Rows) -> Iterator[Finding]:
             yield Finding(str(error), place=row.place)
             continue
         for ref in media:
-            # Images stored inside rows are not cached, which would hold their bytes.
+            # Do not cache images inside rows, because the cache would hold their bytes.
             if what := fault(ref) if ref.data else fault_of_file(ref):
                 yield Finding(what, place=row.place)
 
 
 @check(on="data")
 def missing_media(rows: Rows) -> Iterator[Finding]:
-    """Find rows without an image or a video in files where other rows have one."""
+    """Report rows without an image or video in files in which other rows have media."""
     having = Counter(row.source for row in rows.valid() if _media(row))
     for row in rows.valid():
         if having[row.source] and _media(row) == []:
@@ -60,7 +60,7 @@ def missing_media(rows: Rows) -> Iterator[Finding]:
 
 
 def _media(row: DataRow) -> list[MediaRef] | None:
-    """List the media of a row; None if their format is wrong, which `unreadable_media` reports."""
+    """List the media of a row; None if their format is wrong (reported by `unreadable_media`)."""
     try:
         return list(media_of(row.columns))
     except RowError:
@@ -69,9 +69,9 @@ def _media(row: DataRow) -> list[MediaRef] | None:
 
 @check(on="data")
 def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
-    """Find time spans that do not end after they start, or lie outside their video.
+    """Report time spans that do not end after they start, or lie outside their video.
 
-    The duration is read from the video file, or else from the column `duration`.
+    The duration is read from the video file if possible, otherwise from the column `duration`.
     """
     root = MediaRoot(rows.root, cache_bytes=0)
     length = cache(lambda path: _read(root, path, video_duration))
@@ -88,7 +88,7 @@ def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
         videos = [ref.path for ref in _media(row) or () if ref.kind == "video" and ref.path]
         measured = next((seconds for path in videos if (seconds := length(path)) is not None), None)
         duration = claimed if measured is None else measured
-        # `read_video` has the same tolerance between a header and its frames.
+        # `read_video` allows the same difference between the header and the frames.
         if None not in (measured, claimed) and abs(measured - claimed) > max(1.0, 0.05 * claimed):
             yield Finding(f"its video lasts {measured:.2f} s, not {claimed:g} s", place=row.place)
         for start, end in spans:
@@ -102,10 +102,10 @@ def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
 
 @check(on="data")
 def split_leakage(rows: Rows) -> Iterator[Finding]:
-    """Find media with the same content in two splits, such as training and test."""
+    """Report media with the same content in two splits, such as training and test."""
     root = MediaRoot(rows.root)
-    digest = cache(lambda path: _read(root, path, of_file))  # rows may name the same file
-    first: dict[str, tuple[str, str]] = {}  # content to the first split and place that have it
+    digest = cache(lambda path: _read(root, path, of_file))  # cached, as rows may name the same file
+    first: dict[str, tuple[str, str]] = {}  # maps a content hash to its first split and place
     reported: set[tuple[str, str]] = set()
     for row in rows.valid():
         for ref in _media(row) or ():
@@ -114,14 +114,14 @@ def split_leakage(rows: Rows) -> Iterator[Finding]:
                 continue
             place = f"{row.place} ({ref.path or 'inside the row'})"
             split, place = first.setdefault(content, (row.split, place))
-            if split != row.split and (content, row.split) not in reported:  # once for each further split
+            if split != row.split and (content, row.split) not in reported:  # report once per split
                 reported.add((content, row.split))
                 what = f"'{ref.path}' of split '{row.split}' is also in split '{split}': {place}"
                 yield Finding(what, place=row.place)
 
 
 def _read(root: MediaRoot, path: str, read: Callable[[Path], T]) -> T | None:
-    """Read a file of the media root; None if that fails, which `unreadable_media` reports."""
+    """Read a file of the media root; None if reading fails (reported by `unreadable_media`)."""
     try:
         return read(root.locate(path))
     except (ValueError, OSError):

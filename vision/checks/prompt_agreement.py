@@ -1,4 +1,4 @@
-"""Check at the start: prompts are what the model's own chat template and processor make of them."""
+"""Check at the start of a run: prompt tokens equal those of the model's chat template and processor."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from mmrl.vision.models.media_arguments import media_arguments
 from mmrl.vision.models.plain_inputs import first_difference, plain_inputs
 from mmrl.vision.models.processor import UNUSED, PromptEncoder
 
-TAKEN_AS_BLOCKS = ("'type': 'text'", '"type": "text"')  # what is left of blocks that a template prints
+TAKEN_AS_BLOCKS = ("'type': 'text'", '"type": "text"')  # content blocks that a template prints as text
 
 
 @check(on="start")
 def prompt_agreement(examined: Examined, *, prompts: PositiveInt = 8) -> Iterator[Finding]:
-    """Check that prompts have the tokens of `processor.apply_chat_template` of transformers.
+    """Check that prompts have the same tokens as `processor.apply_chat_template` of transformers.
 
-    The conversation is made anew from the prompt, with each message as a text or as blocks, whichever the
-    template writes in full. Not asked of tools, and of texts that hold control tokens, which are words here.
-    What transformers itself would get wrong is looked at too: a prompt that begins twice or ends as an answer
-    does, and a generation_config that ends answers otherwise than the template.
+    The conversation is rebuilt from the prompt. The content of each message is a text or a list of blocks,
+    whichever the template renders completely. Prompts with tool replies are skipped, and so are texts that
+    contain control tokens, which this library encodes as ordinary text. The check also reports faults of the
+    template itself: a prompt that begins with the same special token twice or ends with the end of an answer,
+    and a generation_config whose end tokens differ from the template's.
 
     Args:
-        prompts: Prompts that are compared, of different forms first.
+        prompts: Number of prompts to compare; prompts of different structure come first.
     """
     encoder: Any = getattr(examined.policy, "prompt_encoder", None)
     if not isinstance(encoder, PromptEncoder):
@@ -64,9 +65,9 @@ def prompt_agreement(examined: Examined, *, prompts: PositiveInt = 8) -> Iterato
 
 
 def _wrong_marks(encoder: PromptEncoder, ids: Tensor) -> str:
-    """Say what is wrong with the first and the last tokens of a prompt (S,); empty where nothing is."""
+    """Describe what is wrong with the first or last tokens of a prompt (S,); empty if nothing is wrong."""
     first, words = ids[:2].tolist(), encoder.tokenizer.decode
-    special = encoder.special_tokens().difference(encoder.placeholders)  # images may begin a prompt
+    special = encoder.special_tokens().difference(encoder.placeholders)  # a prompt may begin with two images
     if len(first) == 2 and first[0] == first[1] and first[0] in special:
         return f"begins with {words(first[0])!r} twice"
     last = next((token for token in reversed(ids.tolist()) if words(token).strip()), None)
@@ -76,31 +77,31 @@ def _wrong_marks(encoder: PromptEncoder, ids: Tensor) -> str:
 
 
 def as_transformers(encoder: PromptEncoder, prompt: Prompt) -> dict[str, Tensor]:
-    """Ask transformers for the inputs of a prompt, in the forms of contents in which it shows all texts.
+    """Return transformers' inputs for a prompt, in the content format for which the template shows all texts.
 
-    Empty for replies of tools, and for texts that hold control tokens, which are words to `encoder`. Raises
-    ValueError where transformers takes no form.
+    Returns an empty dictionary for tool replies and for texts that contain control tokens, which `encoder`
+    treats as ordinary text. Raises ValueError if transformers accepts no content format.
     """
     if encoder.plain.pattern.search(prompt.text) or any(m.role == "tool" for m in prompt.messages):
         return {}
     media = media_arguments(encoder.processor, prompt, encoder.pixels)
     roles = list(dict.fromkeys(message.role for message in prompt.messages))
-    # Blocks first where a model sees.
+    # Try content blocks first for models with an image processor.
     order = ("text", "blocks") if encoder.processor.image_processor is None else ("blocks", "text")
     best, fewest, error = dict[str, Tensor](), len(prompt.messages) + 1, Exception()
     for forms in product((*order, "merged"), repeat=len(roles)):
         of_role = dict(zip(roles, forms, strict=True))
         messages = [_message(message, of_role[message.role]) for message in prompt.messages]
         try:
-            made = plain_inputs(encoder.processor, messages, (), media)
-        except Exception as refused:  # whatever a template raises for contents that it does not take
+            inputs = plain_inputs(encoder.processor, messages, (), media)
+        except Exception as refused:  # templates raise any exception for content they do not accept
             error = refused
             continue
-        made = {name: torch.as_tensor(value) for name, value in made.items() if name not in UNUSED}
-        shown = encoder.tokenizer.decode(made["input_ids"][0])
+        inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
+        shown = encoder.tokenizer.decode(inputs["input_ids"][0])
         lost = sum(_lost(message, shown) for message in prompt.messages)
         if lost < fewest:
-            best, fewest = made, lost
+            best, fewest = inputs, lost
         if not lost:
             break
     if not best:
@@ -121,7 +122,7 @@ def _message(message: Message, form: str) -> dict[str, Any]:
 
 
 def _lost(message: Message, shown: str) -> bool:
-    """Whether a text of a message is not shown, or stands in the words of Python."""
+    """Whether a text of a message is missing in `shown`, or blocks are printed as Python or JSON."""
     texts = [part.text.strip() for part in message.parts if part.media is None]
     printed = any(word in shown and word not in message.text for word in TAKEN_AS_BLOCKS)
     return printed or any(text not in shown for text in texts)

@@ -1,1 +1,1 @@
-"""Data sets: readers that turn files into prompts."""
+"""Data sets: functions that read files and return prompts."""

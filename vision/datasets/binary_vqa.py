@@ -25,11 +25,11 @@ def pope(
     """Read the yes/no questions of POPE (arXiv 2305.10355) about objects in images.
 
     Args:
-        path: JSON lines with `image`, `text` and `label`, yes or no.
-        root: Folder of the images; optional with `answers`.
-        answers: JSON lines with an `answer` in the order of the questions, as POPE's script reads them.
+        path: JSON lines with `image`, `text` and `label` (yes or no).
+        root: Folder of the images; not needed with `answers`.
+        answers: JSON lines with precomputed `answer`s in the order of the questions, as for POPE's script.
         prompt: Template of the prompt, with `{text}` for the question.
-        limit: Most questions to read; 0 for all.
+        limit: Maximum number of questions to read; 0: all questions.
     """
     media = root_of(root, answers, "pope")
 
@@ -51,14 +51,14 @@ def pope(
 
 
 def _in_order(prompts: Sequence[Prompt], rows: Sequence[DataRow], source: str) -> dict[str, str]:
-    """Match answers with prompts by their order, and check that each row repeats its question."""
+    """Match answers to prompts by position, and check that each row repeats the question of its prompt."""
     if len(rows) != len(prompts):
         raise FileError(f"'{source}' holds {len(rows)} answers to {len(prompts)} questions")
     answers = {}
     for prompt, row in zip(prompts, rows, strict=True):
         answer = next((row.columns[key] for key in ("answer", "text") if key in row.columns), None)
         question = row.columns.get("question", prompt.columns["text"])
-        # Files of answers repeat the question, or the whole prompt that was asked.
+        # Answer files repeat the question alone, or the whole prompt.
         same = {wording.strip().casefold() for wording in (prompt.columns["text"], prompt.text)}
         if type(answer) is not str or str(question).strip().casefold() not in same:
             raise FileError(
@@ -90,19 +90,19 @@ def amber(
         annotations: AMBER's `annotations.json`.
         relation: AMBER's file of associated words.
         safe_words: AMBER's file of words that never count as hallucinated.
-        root: Folder of the images; optional with `answers`.
-        answers: File of precomputed answers by id.
+        root: Folder of the images; not needed with `answers`.
+        answers: File of precomputed answers with ids.
         prompt: Template of the prompt, with `{query}` for the query.
         nouns_by: Function (`module:function`) that returns the nouns of a text, instead of the default.
-        similar_by: Function that decides whether two words have about the same meaning; without it this step
-            of AMBER's matching is skipped.
-        limit: Most queries to read; 0 for all.
+        similar_by: Function that decides whether two words have about the same meaning. Without a function,
+            this step of AMBER's matching is skipped.
+        limit: Maximum number of queries to read; 0: all queries.
     """
     scenes = read_json(Path(annotations), list)
     safe = read_text_file(Path(safe_words)).split("\n") if safe_words else []
     options = {"nouns": nouns_by, "similar": similar_by}
     functions = {name: function_of(by) for name, by in options.items() if by}
-    # The last line may end in a line break.
+    # Remove the empty word after a final line break.
     words = Words(read_json(Path(relation), dict), frozenset(safe) - {""}, **functions)
     precomputed = read_answers(Path(answers)) if answers else {}
     media = root_of(root, answers, "amber")

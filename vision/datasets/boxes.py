@@ -1,4 +1,4 @@
-"""Data set of boxes in images: referring expressions, elements of a screen, objects to detect."""
+"""Data set of boxes in images: referring expressions, screen elements, or objects to detect."""
 
 from __future__ import annotations
 
@@ -60,28 +60,28 @@ def boxes(
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read images with boxes: referring expressions, elements of a screen, or objects to detect.
+    """Read images with target boxes: referring expressions, screen elements, or objects to detect.
 
-    A row has `image`, a `query`, and `bbox` (four numbers) or `objects`, a list of
-    `{"bbox_2d": [...], "label": "dog"}`, which may be empty. A row of VLM-R1 (arXiv 2504.07615) has
-    `conversations` instead: a question, and as the answer four numbers, a JSON list of objects, or None.
+    A row has `image`, a `query`, and `bbox` (four numbers) or `objects`, a list of `{"bbox_2d": [...],
+    "label": "dog"}` that may be empty. A row of VLM-R1 (arXiv 2504.07615) has `conversations` instead: a
+    question, and as the answer four numbers, a JSON list of objects, or None.
 
     Args:
-        path: jsonl, JSON, parquet or a folder of `datasets`.
-        root: Folder of the images; by default that of the rows.
-        columns: Maps these column names to those of the file; an empty name leaves a column out.
+        path: A file of jsonl, JSON or parquet, or a folder saved by `datasets`.
+        root: Folder of the images; by default the folder of the rows.
+        columns: Maps the column names above to columns of the file; an empty name omits a column.
         prompt: Template of the prompt, with `{query}`, `{units}` or any other column.
-        demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty for none.
-        form: Numbers of a row: left, top, right, bottom (`corners`), or left, top, width, height (`size`).
-        given: Unit of the numbers in rows: `pixels`, or `thousandths` or `shares` of the image's size.
-        coordinates: Unit of answers: `pixels` of the image; `thousandths` of its size, as Qwen2-VL and
-            Qwen3-VL write them; `shares` of its size; or `resized`, pixels of the image after resizing by the
-            processor of Qwen2.5-VL, which VLM-R1 converts back.
-        patch: For `resized`: divisor of the sides in pixels.
-        min_pixels: For `resized`: fewest pixels, as for the policy.
-        max_pixels: For `resized`: most pixels, as for the policy.
-        bad_rows: Rows that cannot be used raise (`error`) or are skipped and logged (`drop`).
-        limit: Most rows to read; 0 for all.
+        demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty: no demonstration.
+        form: Numbers of a box in rows. `corners`: left, top, right, bottom. `size`: left, top, width, height.
+        given: Unit of the numbers in rows: `pixels`, `thousandths` or `shares` of the image size.
+        coordinates: Unit of the boxes in answers. `pixels`: pixels of the image. `thousandths`: thousandths
+            of the image size, as in Qwen2-VL and Qwen3-VL. `shares`: fractions of the image size. `resized`:
+            pixels of the image after resizing by Qwen2.5-VL's processor, which VLM-R1 converts back.
+        patch: For `resized`: the sides are rounded to multiples of this number of pixels.
+        min_pixels: For `resized`: minimum number of pixels, as set for the policy.
+        max_pixels: For `resized`: maximum number of pixels, as set for the policy.
+        bad_rows: Treatment of rows that cannot be used. `error`: raise an error. `drop`: skip and log them.
+        limit: Maximum number of rows to read; 0: all rows.
     """
     source = Path(path)
     media = MediaRoot.of_rows(source, root)
@@ -94,7 +94,7 @@ def boxes(
         truths = tuple(_box(box, form, name, scale) for box, _, name in pairs)
         target = Boxes(truths, tuple(label for _, label, _ in pairs), unit)
         words = {**row.others, **fields, "query": query, "units": UNITS[coordinates]}
-        # The question of a conversation is a whole prompt already.
+        # The question of a conversation is already the whole prompt.
         question = query if fields.get("conversations") is not None else fill_template(prompt, words)
         messages = (Message("user", interleaved(question, [shown])),)
         answers = (Outcome(text=fill_template(demo, {**words, "answer": _answer(target)})),) if demo else ()
@@ -106,7 +106,7 @@ def boxes(
 
 
 def _question_and_boxes(fields: Mapping[str, Any]) -> tuple[str, list[tuple[Any, str, str]]]:
-    """Read the question of a row and its boxes, each with its label and its name for errors."""
+    """Return the question of a row, and its boxes, each with its label and its name for error messages."""
     if fields.get("conversations") is not None:
         turns = listed(fields["conversations"], "conversations", 2)
         messages = [mapping(turn, f"conversations[{i}]") for i, turn in enumerate(turns)]
@@ -128,12 +128,12 @@ def _question_and_boxes(fields: Mapping[str, Any]) -> tuple[str, list[tuple[Any,
 
 
 def _published(answer: Any) -> list[tuple[Any, str, str]]:
-    """Read the boxes of VLM-R1's answers: four numbers, or a text with JSON."""
+    """Parse the boxes of VLM-R1's answers: four numbers, or a text that contains JSON."""
     name = "conversations[1].value"
     match answer:
         case str(words):
             objects = parse_detections(words)
-            if objects is not None and NOWHERE not in objects:  # four bare numbers are no objects
+            if objects is not None and NOWHERE not in objects:  # four bare numbers are not a list of objects
                 return [(box, label, name) for box, label in objects]
             try:
                 answer = json.loads(words.replace("<answer>", "").replace("</answer>", ""))
@@ -157,10 +157,10 @@ def _box(value: Any, form: str, name: str, scale: tuple[float, float]) -> Box:
 def _unit(
     image: Media, coordinates: str, patch: int, min_pixels: int, max_pixels: int
 ) -> tuple[float, float]:
-    """Compute the pixels per unit of coordinates, horizontally and vertically; reads the size alone."""
+    """Compute the pixels per unit of coordinates (horizontal, vertical); decodes only the image size."""
     if coordinates == "pixels":
         return 1.0, 1.0
-    assert image.source is not None  # of a row's image it is a file or bytes
+    assert image.source is not None  # the image of a row always has a file or bytes
     width, height = upright_size(image.source, image.name)
     if coordinates == "resized":
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
@@ -172,10 +172,10 @@ def _unit(
 
 
 def _answer(target: Boxes) -> str:
-    """Write the boxes as an answer does: one box without a label, or a JSON list of objects."""
+    """Format the boxes as an answer: a single box without a label, or a JSON list of objects."""
     written = []
     for box in map(target.in_answers, target.boxes):
-        digits = None if max(box) > 1 else 3  # shares of the image need decimals
+        digits = None if max(box) > 1 else 3  # fractions need decimals
         written.append([round(edge, digits) for edge in box])
     if len(written) == 1 and not target.labels[0]:
         return json.dumps(written[0])

@@ -1,4 +1,4 @@
-"""Data sets of images to describe, with known contents: CHAIR, Object HalBench and closed vocabularies."""
+"""Data sets of images to describe, with annotated contents: CHAIR, Object HalBench, closed vocabularies."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ def chair(
     singular_by: str = "",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Ask for captions of COCO images with annotated classes (CHAIR, arXiv 1809.02156).
+    """Create prompts that ask for captions of COCO images with known classes (CHAIR, arXiv 1809.02156).
 
-    The classes of an image come from its instances and from its reference captions.
+    The classes of an image are read from its instance annotations and its reference captions.
 
     Args:
-        ontology: CHAIR's list of synonyms (.txt), or JSON as `read_ontology` documents.
+        ontology: CHAIR's list of synonyms (.txt), or JSON in the format of `read_ontology`.
         instances: COCO files of instance annotations.
         captions: COCO files of reference captions.
-        images: Rows with the `image_id` of the images to use; by default all, or those with an answer.
-        root: Folder of the images; optional with `answers`.
-        answers: File of precomputed captions by image id.
-        prompt: The prompt.
-        singular_by: Another function of singular forms, as `module:function`.
-        limit: Most images to use; 0 for all.
+        images: File of rows with the `image_id` of the images to use; by default all images, or with
+            `answers` the images that have an answer.
+        root: Folder of the images; not needed with `answers`.
+        answers: File of precomputed captions with image ids.
+        prompt: The text of the prompt.
+        singular_by: Another function for singular forms, given as `module:function`.
+        limit: Maximum number of images to use; 0: all images.
     """
     words = read_ontology(Path(ontology), singular_by=singular_by)
     coco = read_coco(instances, captions, words)
@@ -67,7 +68,7 @@ def chair(
         target = Scene(frozenset(coco[uid].objects), words)
         return ask(uid, [medium], prompt, target, {"image_id": uid, "image": file})
 
-    # Images are no rows of a file: errors name the id as the place.
+    # Images are not rows of a file, so errors show the image id as the place.
     prompts = read_prompts(instances[0], (DataRow(uid, "") for uid in wanted), make)
     return attach_answers(prompts, precomputed, answers, limit)
 
@@ -84,18 +85,18 @@ def object_halbench(
     singular_by: str = "",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read the questions of Object HalBench, for scoring by rules (RLAIF-V, arXiv 2405.17220).
+    """Read the questions of Object HalBench, to be scored with rules (RLAIF-V, arXiv 2405.17220).
 
     Args:
-        path: JSON lines with `image_id`, `question` and `image`: base64 as published, or a path with `root`;
-            without `image` the file named in COCO.
-        ontology: The refined list of synonyms (.txt), or JSON as `read_ontology` documents.
+        path: JSON lines with `image_id`, `question` and `image`, which is base64 as published, or a path if
+            `root` is set. Without `image`, the file name in COCO is used.
+        ontology: The refined list of synonyms (.txt), or JSON in the format of `read_ontology`.
         instances: COCO files of instance annotations.
         captions: COCO files of reference captions.
-        root: Folder of the images, where `image` is a path.
-        answers: File of precomputed answers by `image_id`.
-        singular_by: Another function of singular forms, as `module:function`.
-        limit: Most questions to read; 0 for all.
+        root: Folder of the images, if `image` is a path.
+        answers: File of precomputed answers with `image_id`.
+        singular_by: Another function for singular forms, given as `module:function`.
+        limit: Maximum number of questions to read; 0: all questions.
     """
     words = read_ontology(Path(ontology), "refined", singular_by)
     coco = read_coco(instances, captions, words)
@@ -110,7 +111,7 @@ def object_halbench(
         image = row.columns.get("image")
         if image is not None and not root:
             encoded = text(image, "image")
-            # The encoded text as the source, whose hash identifies the image.
+            # Use the encoded text as the source, because its hash identifies the image.
             medium = Media("image", uid, partial(_decode, encoded, row.place), encoded.encode())
         else:
             file = coco[uid].file if image is None else text(image, "image")
@@ -134,17 +135,17 @@ def closed_vocabulary(
     singular_by: str = "",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Ask for descriptions of images whose objects are annotated in full, in a closed vocabulary.
+    """Ask for descriptions of images whose objects are fully annotated with a closed vocabulary.
 
     Args:
-        path: Rows with `image`, `objects`, and optionally `absent` (objects that models tend to invent),
-            reference `captions` whose objects count as present, an `id` and a `prompt`.
-        ontology: JSON as `read_ontology` documents, or a list of synonyms (.txt).
-        root: Folder of the images; optional with `answers`.
-        answers: File of precomputed answers by id.
-        prompt: The prompt of rows without one.
-        singular_by: Another function of singular forms, as `module:function`.
-        limit: Most rows to read; 0 for all.
+        path: File of rows with `image`, `objects`, and optionally `absent` (objects that models tend to
+            invent), reference `captions` whose objects count as present, an `id` and a `prompt`.
+        ontology: JSON in the format of `read_ontology`, or a list of synonyms (.txt).
+        root: Folder of the images; not needed with `answers`.
+        answers: File of precomputed answers with ids.
+        prompt: The prompt for rows without a column `prompt`.
+        singular_by: Another function for singular forms, given as `module:function`.
+        limit: Maximum number of rows to read; 0: all rows.
     """
     words = read_ontology(Path(ontology), singular_by=singular_by)
     precomputed = read_answers(Path(answers)) if answers else {}
@@ -179,7 +180,7 @@ def _scene(row: Mapping[str, Any], words: Ontology) -> Scene:
 
 
 def _decode(encoded: str, place: str) -> Frames:
-    """Decode an image in base64."""
+    """Decode a base64 image; raise `FileError` if it is not base64."""
     try:
         return decode_image(base64.b64decode(encoded, validate=True), f"the image of {place}")
     except binascii.Error as error:

@@ -1,4 +1,4 @@
-"""Data set of conversations about images and videos, as rows for TRL's GRPOTrainer have them."""
+"""Data set of conversations about images and videos, in the row format of TRL's GRPOTrainer."""
 
 from __future__ import annotations
 
@@ -34,28 +34,27 @@ def conversations(
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read prompts with media in TRL's form from jsonl, JSON, parquet or a folder of `datasets`.
+    """Read prompts with media in TRL's row format from jsonl, JSON, parquet or a folder of `datasets`.
 
-    A row has a `prompt` (a text or messages), a `question`, or `messages`, and perhaps a `system` prompt. A
-    recorded answer is in `completion`, or is the last turn of `messages`. A row that only names its
-    `environment` has an empty prompt, which the environment fills (`vision.with_environments`). Media in
-    `image`, `images`, `video`, `videos` fill the places in the messages, or come first in the user's first
-    message. The target is the first of `solution`, `answer` and `target`, if any. Rewards get all other
-    columns by name; a column with a known meaning that nothing reads makes a bad row.
+    A row has a `prompt` (a text or messages), a `question`, or `messages`, and optionally a `system` prompt.
+    A recorded answer is in `completion`, or is the last turn of `messages`. A row with only an `environment`
+    has an empty prompt, which the environment fills (`vision.with_environments`). Media in `image`, `images`,
+    `video`, `videos` fill the slots in the messages; without slots they start the first user message. The
+    target is the first of `solution`, `answer` and `target`, if any. Reward functions get all other columns
+    by name. A row is invalid if it has a column with a known meaning that is not read.
 
     Args:
         path: The file or folder of rows.
-        root: Folder of the media; by default that of the rows.
-        columns: Maps these column names to those of the file; an empty name leaves a column out.
-        system_prompt: A system message before prompts that have none.
+        root: Folder of the media; by default the folder of the rows.
+        columns: Maps the column names above to columns of the file; an empty name omits a column.
+        system_prompt: A system message for prompts without one.
         frames_per_second: Sampling rate of video frames.
-        max_frames: Most frames of a video.
-        total_pixels: Most pixels of all frames of a video; 0 for no limit.
-        bad_rows: Rows that cannot be used raise (`error`) or are skipped and logged (`drop`).
-        limit: Most rows to read; 0 for all.
+        max_frames: Maximum number of frames per video.
+        total_pixels: Maximum number of pixels of all frames of a video; 0: no limit.
+        bad_rows: Treatment of rows that cannot be used. `error`: raise an error. `drop`: skip and log them.
+        limit: Maximum number of rows to read; 0: all rows.
     """
-    source = Path(path)
-    media = MediaRoot.of_rows(source, root)
+    source, media = Path(path), MediaRoot.of_rows(Path(path), root)
     sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
 
     def make(row: DataRow, number: int) -> Prompt:
@@ -66,7 +65,6 @@ def conversations(
             if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
                 turns = [{"role": "system", "content": system_prompt}, *turns]
             question = turns
-
         shown = [
             media.medium(ref, row.place, sampling)
             for name, kind in media_columns().items()
@@ -76,7 +74,7 @@ def conversations(
             messages = (Message("user", tuple(Part(media=medium) for medium in shown) or (Part(),)),)
         else:
             messages = read_messages(question, shown, media.reader(row.place, sampling))
-        # Encoded media would be stored twice.
+        # Omit encoded media, which would be stored twice.
         left_out = (*media_columns(), "messages", "completion", "system")
         kept = {key: value for key, value in {**row.others, **fields}.items() if key not in left_out}
         kept["prompt"] = question if type(question) is str and question else _as_rewards_see(messages)
@@ -87,7 +85,7 @@ def conversations(
 
 
 def _question_and_answer(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome, ...]]:
-    """Return the prompt of a row, empty where only an environment is named, and its recorded answer."""
+    """Return the prompt of a row and its recorded answer; an `environment` alone gives an empty prompt."""
     question, answer = asked_of(fields), fields.get("completion")
     if question is None and fields.get("environment"):
         return "", ()
@@ -103,12 +101,12 @@ def _question_and_answer(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome,
         return question, ()
     words, extra = recorded_turn(answer, "completion")
     label = fields.get("label", fields.get("kto_tag"))
-    kto = {"label": 1.0 if label else -1.0} if label in (True, False) else {}  # also for 1 and 0
+    kto = {"label": 1.0 if label else -1.0} if label in (True, False) else {}  # 1 and 0 are accepted, too
     return question, (Outcome(text=words, recorded=kto, extra=extra),)
 
 
 def _target(fields: Mapping[str, Any]) -> Any:
-    """Return the first target of a row; numbers as texts, lists as tuples."""
+    """Return the first target of a row; numbers become strings and lists become tuples."""
     value = next((fields[name] for name in TARGETS if fields.get(name) is not None), None)
     match value:
         case bool():
@@ -123,7 +121,7 @@ def _target(fields: Mapping[str, Any]) -> Any:
 
 
 def _as_rewards_see(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
-    """Write messages as TRL's rewards get them: with media, contents are lists of parts."""
+    """Format messages as TRL passes them to rewards: with media, contents are lists of content blocks."""
     parts = any(part.media for message in messages for part in message.parts)
     return [
         {

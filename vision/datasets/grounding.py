@@ -54,29 +54,29 @@ def grounding(
     unlabelled: bool = False,
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read queries about videos from an annotation file in its published form.
+    """Read queries about videos from an annotation file in its published format.
 
     Args:
         path: The annotation file.
         root: Folder of the videos.
-        format: Form of the file.
-        durations: CSV with the columns `id` and `length` in seconds, for Charades-STA.
-        extension: Suffix that turns a video id into a file name.
-        frames_per_second: Sampling rate of frames.
-        min_frames: Fewest frames of a video.
-        max_frames: Most frames of a video.
-        max_pixels: Most pixels of a frame; 0 for no limit.
-        total_pixels: Most pixels of all frames together; 0 for no limit.
+        format: Format of the annotation file.
+        durations: CSV file with the columns `id` and `length` in seconds, for Charades-STA.
+        extension: Suffix that is appended to a video id to get its file name.
+        frames_per_second: Sampling rate of video frames.
+        min_frames: Minimum number of frames per video.
+        max_frames: Maximum number of frames per video.
+        max_pixels: Maximum number of pixels per frame; 0: no limit.
+        total_pixels: Maximum number of pixels of all frames of a video; 0: no limit.
         prompt: Template of the prompt, with `{query}`.
-        reasoning: Share of prompts that ask to think first; the seed and the row's id decide which.
-        reasoning_prompt: Template of these prompts.
-        demo_think: Their demonstrations: `none`, or with an `empty` or the `provided` thought (`reasoning`).
-        decimals: Decimals of the seconds in demonstrations.
-        normalize_text: Whether queries are lower-cased and lose a final full stop, as in Time-R1.
-        trim_spans: Whether spans that reach beyond their video are cut to it; evaluators do not cut.
-        bad_rows: Rows without a span inside their video raise (`error`) or are skipped and logged (`drop`).
-        unlabelled: Whether to keep rows without spans, for rewards that need none.
-        limit: Most rows to read; 0 for all.
+        reasoning: Fraction of the prompts that ask the model to think first, chosen by seed and row id.
+        reasoning_prompt: Template of the prompts that ask the model to think first.
+        demo_think: Thought in demonstrations of such prompts; `none`: no demonstrations (see `prompt_of`).
+        decimals: Number of decimals of the seconds in demonstrations.
+        normalize_text: Whether to lower-case queries and to remove a final full stop, as in Time-R1.
+        trim_spans: Whether to clip spans to the duration of their video; official evaluators do not.
+        bad_rows: Rows without a span inside their video. `error`: raise an error. `drop`: skip and log them.
+        unlabelled: Whether to keep rows without spans, for rewards that need no spans.
+        limit: Maximum number of rows to read; 0: all rows.
     """
     source, media = Annotations(Path(path), format, durations, extension), MediaRoot(Path(root))
     limits = {"max_pixels": max_pixels, "total_pixels": total_pixels}
@@ -95,10 +95,11 @@ def grounding(
 def prompt_of(
     row: Query, video: Media, query: str, words: str, thought: str | Literal[False], decimals: int
 ) -> Prompt:
-    """Make the prompt of a row, with its first span as a demonstration.
+    """Create the prompt of a row, with its first span as a demonstration.
 
-    `thought` is the option `demo_think` where the words ask to think, else False. Such a prompt has no
-    demonstration without a thought: that would teach the model not to think.
+    `thought` is the option `demo_think` if the prompt asks the model to think first, else False. `empty`: an
+    empty thought. `provided`: the thought in the row's column `reasoning`. `none`: such a prompt has no
+    demonstration, because it would teach the model not to think.
     """
     form, demos = "think,answer" if thought else "answer", []
     for start, end in row.spans[:1] if thought != "none" else ():

@@ -1,4 +1,4 @@
-"""Data set of pairs of images that differ in one thing, for games and comparisons."""
+"""Data set of pairs of images that differ in one detail, for games and comparisons."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def image_pairs(
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read pairs of images from jsonl, JSON, parquet or a folder of `datasets`.
+    """Read pairs of images from jsonl, JSON, parquet or a folder saved by `datasets`.
 
-    A row has `original` and `changed`: paths, or encoded images.
+    A row has the images `original` and `changed`, each a path or an encoded image.
 
     Args:
         path: The file or folder of rows.
-        root: Folder of the images; by default that of the rows.
-        question: The text of the prompt, which a game replaces.
-        bad_rows: Rows that cannot be used raise (`error`) or are skipped and logged (`drop`).
-        limit: Most rows to read; 0 for all.
+        root: Folder of the images; by default the folder of the rows.
+        question: The text of the prompt; games replace it.
+        bad_rows: Treatment of rows that cannot be used. `error`: raise an error. `drop`: skip and log them.
+        limit: Maximum number of rows to read; 0: all rows.
     """
     source = Path(path)
     media = MediaRoot.of_rows(source, root)

@@ -31,7 +31,7 @@ from mmrl.data.video import FrameSampling
 
 log = logging.getLogger("mmrl")
 SIDES = ("chosen", "rejected")
-EXPORTED = ("conversations", "chosen_answer", "rejected_answer")  # the same pair once more, for LLaMA-Factory
+EXPORTED = ("conversations", "chosen_answer", "rejected_answer")  # copy of the pair for LLaMA-Factory
 LEFT_OUT = ("image", "images", "prompt", "question", "messages", "system", *SIDES, *EXPORTED)
 READS = (ASKED, "messages", "system", "image", "images", *SIDES, "score_chosen", "score_rejected", *EXPORTED)
 
@@ -47,19 +47,19 @@ def preference_pairs(
 ) -> Sequence[Prompt]:
     """Read preference pairs in TRL's columns: `prompt`, `chosen`, `rejected`, and `images` or `image`.
 
-    The prompt may be a text or messages, also in `question` or `messages`, with a `system` prompt before it.
-    `chosen` and `rejected` are one answer each, or two conversations with a common beginning, the prompt. A
-    list of rejected answers makes a pair of each, the second with the id `id/2`; `score_rejected` may be a
-    list of the same length. Images are paths, or encoded. Of the two answers of a prompt the chosen one comes
-    first; they record `preferred`, 1 and 0, and `score`: `score_chosen` and `score_rejected` of the row, or
-    else `preferred`.
+    The prompt is a text or messages; it may also be in `question` or `messages`, with a `system` prompt
+    before it. `chosen` and `rejected` are one answer each, or two conversations with the prompt as their
+    common beginning. A list of rejected answers gives one pair for each; the second has the id `id/2`. Then
+    `score_rejected` may be a list of the same length. Images are paths or encoded images. The prompt stores
+    the chosen answer first and the rejected one second. Both record `preferred` (1 or 0) and `score`, which
+    is `score_chosen` or `score_rejected` of the row, or else `preferred`.
 
     Args:
-        path: jsonl, JSON, parquet, or a folder of these.
-        root: Folder of the images; by default that of the rows.
-        min_gap: Least difference of the two scores; other pairs are skipped.
-        bad_rows: Rows that cannot be used raise (`error`) or are skipped and logged (`drop`).
-        limit: Most pairs to read; 0 for all.
+        path: A file of jsonl, JSON or parquet, or a folder of such files.
+        root: Folder of the images; by default the folder of the rows.
+        min_gap: Smallest difference of the two scores; other pairs are skipped.
+        bad_rows: Treatment of rows that cannot be used. `error`: raise an error. `drop`: skip and log them.
+        limit: Maximum number of pairs to read; 0: all pairs.
     """
     source = Path(path)
     media = MediaRoot.of_rows(source, root)
@@ -102,7 +102,7 @@ class _RejectedFile:
 
 
 def _each_rejected(row: DataRow) -> Iterator[DataRow]:
-    """Split a row with several rejected answers (texts, or lists of messages) into one row for each."""
+    """Split a row with several rejected answers (texts or lists of messages) into one row per answer."""
     several, scores = unpacked(row.columns.get("rejected")), unpacked(row.columns.get("score_rejected"))
     if not (isinstance(several, list) and len(several) > 1 and all(type(s) in (str, list) for s in several)):
         yield row
@@ -113,8 +113,8 @@ def _each_rejected(row: DataRow) -> Iterator[DataRow]:
             own["score_rejected"] = listed(scores, "score_rejected", len(several))[place]
         if place and row.columns.get("id") is not None:
             own["id"] = f"{row.columns['id']}/{place + 1}"
-        found = row.found and row.found._replace(file=_RejectedFile(row.found.file, place))
-        yield replace(row, columns={**row.columns, **own}, found=found)
+        location = row.found and row.found._replace(file=_RejectedFile(row.found.file, place))
+        yield replace(row, columns={**row.columns, **own}, found=location)
 
 
 def _answer(columns: Mapping[str, Any], side: str, value: Any) -> Outcome:
@@ -125,13 +125,13 @@ def _answer(columns: Mapping[str, Any], side: str, value: Any) -> Outcome:
 
 
 def _prompt_and_answers(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return prompt, chosen and rejected; the common turns of two conversations belong to the prompt."""
+    """Return prompt, chosen and rejected. Turns that both conversations begin with belong to the prompt."""
     if has_content(columns.get("conversations")) and not has_content(columns.get("chosen_answer")):
         raise RowError("nothing reads the column `conversations` of a pair; convert it (`vision.converted`)")
     question, sides = asked_of(columns), [spoken(columns.get(side)) for side in SIDES]
     prompt = as_turns(question, "prompt") if has_content(question) else []
     if prompt and mapping(prompt[-1], "prompt").get("role") == "assistant":
-        # `messages` may repeat the chosen conversation, as in UltraFeedback.
+        # `messages` may repeat the chosen conversation with its answer, as in UltraFeedback.
         last = sides[0][-1] if _is_conversation(sides[0]) else sides[0]
         if recorded_turn(prompt[-1], "messages") != recorded_turn(last, "chosen"):
             raise RowError(f"the prompt ends with an answer, {short(prompt[-1])}, that is not the chosen one")
@@ -153,18 +153,18 @@ def _prompt_and_answers(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _conversation(prompt: list[Any], side: Any, name: str) -> list[Any] | None:
-    """Join the prompt and the messages of a side, which may repeat it; None for a side without messages."""
+    """Join the prompt and the messages of a side, which may repeat the prompt; None without messages."""
     if not _is_conversation(side):
         return None
     if side[0].get("role") in ("assistant", "tool"):
         return [*prompt, *side]
-    # Ignore a system prompt that only one of the two has.
+    # Ignore a system prompt that only the prompt or only the side has.
     first, other = (bool(turns) and turns[0].get("role") == "system" for turns in (prompt, side))
     begins, talk = prompt[first and not other :], side[other and not first and bool(prompt) :]
     if not same_words(begins, talk[: len(begins)]):
         raise RowError(f"the prompt, {short(prompt)}, is not the one that `{name}` begins with; keep one")
     before = side[: len(side) - len(talk)]
-    # Only the conversations may have the images of the prompt.
+    # Keep the version with media: often only the conversation contains the images of the prompt.
     repeated = talk[: len(begins)] if holds_media(talk[: len(begins)]) else begins
     return [*before, *prompt[: len(prompt) - len(begins)], *repeated, *talk[len(begins) :]]
 

@@ -20,7 +20,7 @@ from mmrl.data.video import FrameSampling
 from mmrl.vision.media.prompts import answers_of, lettered
 
 log = logging.getLogger("mmrl")
-DRAWN = tuple(name for name in EITHER if name not in ("chosen", "rejected"))  # answers are no media here
+DRAWN = tuple(name for name in EITHER if name not in ("chosen", "rejected"))  # media columns without answers
 READS = ("question", ("answer", "answers"), "choices", "system", *DRAWN)
 
 
@@ -38,27 +38,27 @@ def visual_qa(
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read questions, media and answers from jsonl, JSON, parquet or a folder of `datasets`.
+    """Read questions, media and answers from jsonl, JSON, parquet or a folder saved by `datasets`.
 
-    A row has `question`, `answer` (or `answers`, a list of right ones), perhaps `choices` and `system`, and
-    media in `image`, `images`, `video` or `videos`: paths, or encoded images. The media stand at the marks
-    <image> and <video> of the question, or before it.
+    A row has `question`, `answer` (or `answers`, a list of correct answers), optionally `choices` and
+    `system`, and media in `image`, `images`, `video` or `videos`: paths or encoded images. Media replace the
+    marks <image> and <video> of the question, or precede the question.
 
     Args:
         path: The file or folder of rows.
-        root: Folder of the media; by default that of the rows.
-        columns: Maps these column names to those of the file; an empty name leaves a column out.
+        root: Folder of the media; by default the folder of the rows.
+        columns: Maps the column names above to columns of the file; an empty name omits a column.
         prompt: Template of the prompt, with `{question}`, `{choices}` as lettered lines, or any other column.
-        demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty for none.
+        demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty: no demonstration.
         frames_per_second: Sampling rate of video frames.
-        max_frames: Most frames of a video.
-        total_pixels: Most pixels of all frames of a video; 0 for no limit.
-        bad_rows: Rows that cannot be used raise (`error`) or are skipped and logged (`drop`).
-        limit: Most rows to read; 0 for all.
+        max_frames: Maximum number of frames per video.
+        total_pixels: Maximum number of pixels of all frames of a video; 0: no limit.
+        bad_rows: Treatment of rows that cannot be used. `error`: raise an error. `drop`: skip and log them.
+        limit: Maximum number of rows to read; 0: all rows.
     """
     source, media = Path(path), MediaRoot.of_rows(Path(path), root)
     sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
-    hidden = set[str]()  # rows whose choices the prompt does not show
+    hidden = set[str]()  # places of rows whose choices the prompt does not show
 
     def make(row: DataRow, number: int) -> Prompt:
         fields = row.renamed(columns)
@@ -73,17 +73,16 @@ def visual_qa(
         shown = [media.medium(ref, row.place, sampling) for ref in media_of(fields)]
         uid, first = uid_of(fields, f"{row.split}#{number}"), target if type(target) is str else target[0]
         answers = (Outcome(text=fill_template(demo, {**words, "answer": first})),) if demo else ()
-        # Encoded media would be stored twice.
+        # Omit encoded media, which would be stored twice.
         kept = {key: v for key, v in {**row.others, **fields}.items() if key not in media_columns()}
         system = fields.get("system")
         head = (Message("system", (Part(text(system, "system")),)),) if has_content(system) else ()
         return Prompt(uid, (*head, Message("user", interleaved(question, shown))), target, answers, kept)
 
-    rows, reads = (
-        Rows(source, media.root),
-        declared((*READS, *media_columns(), *template_fields(prompt, demo)), columns),
+    reads = declared((*READS, *media_columns(), *template_fields(prompt, demo)), columns)
+    prompts = read_prompts(
+        source, Rows(source, media.root), make, reads=reads, bad_rows=bad_rows, limit=limit
     )
-    prompts = read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
     if hidden:
         wanted = "the prompt does not show the `choices` of %d rows of '%s'; write {choices} into `prompt`"
         log.warning(wanted, len(hidden), source)

@@ -1,4 +1,4 @@
-"""Decoding of branching answers: common prefixes are computed once."""
+"""Decoding of answers that branch off from other answers; common prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Branch:
 
     Args:
         encoded: The prompt.
-        uniform: (L,) random numbers in [0, 1), one for every token to sample; L is the limit.
-        forced: (F,) tokens that are not sampled.
-        parent: Number of the earlier branch; None: it begins after the prompt.
-        start: Number of tokens taken from the parent.
+        uniform: (L,) random numbers in [0, 1), one per sampled token; at most L tokens are sampled.
+        forced: (F,) token ids that come before the sampled tokens.
+        parent: Index of the branch that this branch continues; None: it begins after the prompt.
+        start: Number of leading tokens taken from the parent.
     """
 
     encoded: EncodedPrompt
@@ -38,12 +38,12 @@ class Branch:
 
     @property
     def given(self) -> int:
-        """Number of tokens before the first sampled one."""
+        """Number of tokens before the first sampled token."""
         return self.start + len(self.forced)
 
     @property
     def limit(self) -> int:
-        """Maximum number of tokens."""
+        """Maximum number of tokens, including given tokens."""
         return self.given + len(self.uniform)
 
 
@@ -54,7 +54,7 @@ class Grown:
     ids: Tensor
     logp: Tensor
     entropy: Tensor
-    stopped: bool  # by an end token or a stop string
+    stopped: bool  # whether an end token or a stop string ended it
 
 
 @torch.no_grad()
@@ -65,11 +65,11 @@ def grow_with(
     temperature: float | None = None,
     batch_size: int = 0,
 ) -> list[Grown | None]:
-    """Sample branches with the settings of an engine; what they share is computed once.
+    """Sample branches with the settings of an engine; compute their common prefixes once.
 
     Args:
         engine: The engine `vision.generate`.
-        branches: Rows to sample; parents before their children.
+        branches: Branches to sample; a parent comes before its children.
         temperature: Replaces the temperature of the engine, unless None.
         batch_size: Replaces the batch size of the engine, unless 0.
     """
@@ -89,7 +89,7 @@ def grow_with(
 
 
 def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
-    """Split branch numbers into batches of at most `size` (0: all); descendants of a root stay together."""
+    """Batch branch indices, at most `size` each (0: no limit); a root and its descendants stay together."""
     root: list[int] = []
     for i, branch in enumerate(branches):
         root.append(i if branch.parent is None else root[branch.parent])
@@ -107,7 +107,7 @@ def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
 
 
 def renumbered(branches: Sequence[Branch], batch: Sequence[int]) -> list[Branch]:
-    """Select a batch of branches and renumber their parents within the batch."""
+    """Select the branches of a batch, and convert their parents to indices within the batch."""
     place = {number: i for i, number in enumerate(batch)}
     chosen = [branches[i] for i in batch]
     return [b if b.parent is None else replace(b, parent=place[b.parent]) for b in chosen]
@@ -122,13 +122,13 @@ def grow(
     temperature: float,
     **options: Any,
 ) -> list[Grown | None]:
-    """Generate branches in one batch, where every branch joins at the step at which it leaves its parent.
+    """Generate branches in one batch; every branch joins at the step where it leaves its parent.
 
-    So a common prefix is computed once, with any cache. Returns None for a branch whose parent ended before
-    the branch begins.
+    So a common prefix is computed once, with any KV cache. The result is None for a branch whose parent ended
+    before that step.
 
     Args:
-        reader: Has one row for every branch without a parent, in order.
+        reader: Reader with one row for every branch without a parent, in order.
         branches: The branches; a parent comes before its children.
         ends: (E,) tokens that end an answer.
         stops: Strings that end an answer.
@@ -154,7 +154,7 @@ def grow(
 
 
 class Forest:
-    """State of growing branches; `batch` has the branch number of every row of the reader."""
+    """State of growing branches; `batch[i]` is the index of the branch in row i of the reader."""
 
     def __init__(
         self, reader: LogitsReader, branches: Sequence[Branch], ends: Tensor, stops: StopStrings
@@ -166,7 +166,7 @@ class Forest:
             torch.full(shape, fill, dtype=torch.int64, device=device) for fill in (0, -1)
         )
         self.uniform, self.logp, self.entropy = (torch.zeros(shape, device=device) for _ in range(3))
-        self.joining: dict[int, list[int]] = defaultdict(list)  # branches by the step at which they begin
+        self.joining: dict[int, list[int]] = defaultdict(list)  # maps a step to the branches that begin there
         for i, branch in enumerate(branches):
             self.forced[i, branch.start : branch.given] = branch.forced.to(device)
             self.uniform[i, branch.given : branch.limit] = branch.uniform.to(device)
@@ -181,14 +181,14 @@ class Forest:
 
     @property
     def alive(self) -> Tensor:
-        """Mask of the rows of the batch that are not finished: (b,) bool."""
+        """Mask (b,) of the rows in the batch that are not finished."""
         return ~self.ended[self.batch] & (self.limit[self.batch] > self.length[self.batch])
 
     def part(self, t: int, logits: Tensor) -> Tensor:
         """Add the branches that begin after `t` tokens; return the logits (b, V) of the new batch.
 
         Finished rows stay until they are 1 / COMPACT of the batch, because removing them copies the cache.
-        Returns no row when all branches are finished.
+        Returns logits without rows when all branches are finished.
         """
         stay = self.alive.nonzero()[:, 0]
         place = {row: i for i, row in enumerate(self.batch.tolist())} if self.joining[t] else {}
@@ -210,7 +210,7 @@ class Forest:
         return logits
 
     def append(self, t: int, token: Tensor, logp: Tensor, entropy: Tensor, given: Tensor) -> None:
-        """Append the tokens (b,) of step `t`; forced tokens, marked by `given`, do not end an answer."""
+        """Append the tokens (b,) of step `t`; forced tokens (mask `given`) do not end an answer."""
         alive = self.alive
         rows = self.batch[alive]
         for column, values in ((self.ids, token), (self.logp, logp), (self.entropy, entropy)):
@@ -220,7 +220,7 @@ class Forest:
         self.ended[rows[ends & ~given[alive]]] = True
 
     def grown(self) -> list[Grown | None]:
-        """Return the results on the CPU."""
+        """Return the finished branches on the CPU; None for a branch that never began."""
         columns = [column.cpu() for column in (self.ids, self.logp, self.entropy)]
         states = zip(self.length.tolist(), self.ended.tolist(), self.begun.tolist(), strict=True)
         return [

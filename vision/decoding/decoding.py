@@ -30,8 +30,8 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample one token per row from logits (n, V) with the inverse CDF.
 
-    A token depends on the logits of its row and on `uniform` (n,), numbers in [0, 1), but not on other rows.
-    The options are documented by the engine `vision.generate`.
+    `uniform` (n,) holds random numbers in [0, 1). A token depends only on the logits and the number of its
+    row, not on other rows. The engine `vision.generate` documents the options.
 
     Returns:
         Tokens (n,), their log-probabilities (n,) under the truncated distribution, and entropies (n,) of the
@@ -53,7 +53,7 @@ def draw_tokens(
         removed = ordered.cumsum(-1) - ordered >= top_p  # more likely tokens already reach top_p
         cuts.append(torch.zeros_like(removed).scatter(1, order, removed))
     if cuts:
-        # Every rule applies to the distribution before truncation; the rest is normalised once.
+        # Every rule applies to the untruncated distribution; the remaining tokens are normalised once.
         logp = logp.masked_fill(torch.stack(cuts).any(0), -torch.inf).log_softmax(-1)
         probability = logp.exp()
     token = inverse_cdf(probability, uniform)
@@ -61,10 +61,10 @@ def draw_tokens(
 
 
 def inverse_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
-    """Map numbers in [0, 1) (n,) to tokens (n,) by the CDF of (n, V); never to one of probability 0."""
+    """Sample tokens (n,) by inverse CDF of `probability` (n, V); never pick a token of probability 0."""
     edges = probability.cumsum(-1)
-    total = edges[:, -1:]  # 1 up to rounding
-    # Stay below the last edge, even where the product rounds up to it.
+    total = edges[:, -1:]  # 1, up to rounding errors
+    # Stay below the last edge, even if the product rounds up to it.
     place = torch.minimum(uniform[:, None].to(edges) * total, torch.nextafter(total, torch.zeros_like(total)))
     # `right` skips the empty intervals of tokens with probability 0.
     return torch.searchsorted(edges, place, right=True)[:, 0].clamp(max=probability.shape[-1] - 1)
@@ -76,9 +76,9 @@ class GenerationRequest:
 
     Args:
         prompt: The prompt.
-        index: Number of this answer among all answers to the prompt.
+        index: Index of this answer among all answers to the prompt.
         encoded: The prompt as model inputs.
-        uniform: Random numbers (T,) in [0, 1), one for every token; T is the maximum length.
+        uniform: Random numbers (T,) in [0, 1), one per token; T is the maximum length of the answer.
         on_stop: Called with the tokens (t,) of the answer as soon as its end is sampled, while other rows of
             the batch continue; not called for an answer that reaches the maximum length.
     """
@@ -91,13 +91,13 @@ class GenerationRequest:
 
 
 class LogitsReader(Protocol):
-    """Computes the next-token logits of `n` growing rows."""
+    """Interface of readers, which compute the next-token logits of n growing answers (rows)."""
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Append a token to every row (n,), None at first; return the next logits (n, V) float32."""
+        """Append a token (n,) to every row (first call: None); return the next logits (n, V), float32."""
 
     def keep(self, rows: Tensor) -> None:
-        """Remove all rows except these indices (k,)."""
+        """Keep only the rows with these indices (k,)."""
 
 
 BeginReading = Callable[[Sequence[GenerationRequest]], LogitsReader]
@@ -117,7 +117,7 @@ class CachedReader:
         self.forbidden = torch.tensor(placeholders, dtype=torch.int64, device=prefix.last.device)
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Run one token per row; at first the last token of the prompt, which is not in the prefix."""
+        """Run one token per row and return logits; the first call runs the prompt's last, uncached token."""
         return self.logits(self.prefix.read((self.prefix.last if token is None else token)[:, None])[:, -1])
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -125,5 +125,5 @@ class CachedReader:
         return self.head(hidden).float().index_fill(-1, self.forbidden, FORBIDDEN)
 
     def keep(self, rows: Tensor) -> None:
-        """Remove all other rows from the cache."""
+        """Keep only the rows with these indices (k,) in the cache."""
         self.prefix = self.prefix.select(rows)

@@ -1,4 +1,4 @@
-"""Compute the vision features of images that several rows of a batch share only once."""
+"""Compute the vision features of an image only once, even if several rows of a batch contain it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def distinct_images(
 ) -> Iterator[dict[str, Tensor]]:
     """Merge the media tensors of rows; inside the context, `core` computes images with equal pixels once.
 
-    Supported where images are patches with a grid (Qwen) or one tensor each (LLaVA, InternVL); with other
-    models all images are computed.
+    This works for models whose images are patches with a grid (Qwen) or one tensor each (LLaVA, InternVL).
+    Other models compute all images.
     """
     split = family_of(core.config).split if all(tensors.keys() <= SUPPORTED for tensors in media) else None
     images = [
@@ -42,12 +42,12 @@ def distinct_images(
 
     def features(*args: Any, **options: Any) -> Any:
         """Compute the features of distinct images, and repeat them for all images."""
-        # The model passes the grid of all images, by position or by name.
+        # The model passes the grids of all images, by position or by name: replace them.
         args = tuple(once[GRID] if x is not None and x is merged.get(GRID) else x for x in args)
         options |= {GRID: once[GRID]} if GRID in options else {}
         output = compute(*args, **options)
         sizes = [len(x) for x in output.pooler_output]
-        for name in ("pooler_output", "deepstack_features"):  # by image; by layer and image
+        for name in ("pooler_output", "deepstack_features"):  # entries per image; per layer and image
             if (value := getattr(output, name, None)) is not None:
                 setattr(output, name, repeat(value, which, sizes))
         return output
@@ -60,7 +60,7 @@ def distinct_images(
 
 
 def find_distinct(images: Sequence[Media]) -> tuple[list[Media], list[int]]:
-    """Deduplicate images by content: the distinct images, and the index of every image in them."""
+    """Deduplicate images by content; return the distinct images, and every image's index among them."""
     distinct: list[Media] = []
     which = []
     for image in images:
@@ -74,10 +74,10 @@ def find_distinct(images: Sequence[Media]) -> tuple[list[Media], list[int]]:
 
 
 def repeat(features: Any, which: Sequence[int], sizes: Sequence[int]) -> Any:
-    """Index features by image, where `sizes` are the numbers of tokens of all images.
+    """Repeat the features of distinct images: image i gets the features of distinct image `which[i]`.
 
-    Features are a list or a tensor with one entry per image, one tensor of the tokens of all images, or a
-    list of these by layer.
+    Features are a list or a tensor with one entry per distinct image, one tensor with the tokens of all
+    distinct images (`sizes` has their numbers of tokens), or a list with such a value for each layer.
     """
     match features:
         case Tensor() if len(features) == len(sizes) and features.dim() > 2:

@@ -18,7 +18,7 @@ OF_STATES = frozenset({"hidden", "hidden_sq_norm", "effective_rank"})
 
 @dataclass(frozen=True)
 class InnerOptions:
-    """Options of the outputs, documented by the policy `vision.tokens`."""
+    """Options of the outputs per token; the policy `vision.tokens` documents them."""
 
     hot_temperature: float = 1.2
     cold_temperature: float = 0.8
@@ -31,7 +31,7 @@ USUAL = InnerOptions()
 
 @dataclass(frozen=True, eq=False)
 class TeacherStates:
-    """The last hidden states (N, T, W) of a teacher for a batch, and its output head."""
+    """Last hidden states (N, T, W) of a teacher model for a batch, and the teacher's output head."""
 
     head: OutputHead
     hidden: Tensor
@@ -47,7 +47,7 @@ def of_logits(
     """Compute "logp" (M,) of tokens (M,) from logits (M, V), and the outputs of `OF_LOGITS` in `extra`.
 
     The logits are already divided by the sampling temperature. "logp", "entropy" and "reverse_kl" have
-    gradients, the others are constants. `teacher` has the logits (M, V') of the teacher.
+    gradients, the others are constants. `teacher` holds the teacher's logits (M, V').
 
     - entropy: -sum p log p over the whole vocabulary, in nats;
     - logp_hot, logp_cold: log-probability at `hot_temperature` or `cold_temperature` times the sampling
@@ -66,7 +66,7 @@ def of_logits(
 
 
 def _reverse_kl(logits: Tensor, teacher: Tensor) -> Tensor:
-    # Models of one family pad their heads to different sizes with unused rows.
+    # Models of one family pad the vocabulary of their heads to different sizes, with unused rows.
     size = min(logits.shape[-1], teacher.shape[-1])
     log_p = logits[:, :size].log_softmax(-1)
     log_q = teacher[:, :size].to(log_p.dtype).log_softmax(-1)
@@ -95,11 +95,11 @@ def _constants(
 def of_states(
     hidden: Tensor, length: Tensor, extra: Set[str], options: InnerOptions = USUAL
 ) -> dict[str, Tensor]:
-    """Compute the outputs of `OF_STATES` in `extra` from hidden states (N, T, W) of rows of lengths (N,).
+    """Compute the outputs of `OF_STATES` in `extra` from hidden states (N, T, W) and row lengths (N,).
 
     - hidden: (N, T, W), the hidden states that predict each token, with gradients;
     - hidden_sq_norm: (N, T), their squared norms, constant;
-    - effective_rank: (N, T), the effective rank of all states up to a step, constant: `effective_ranks`.
+    - effective_rank: (N, T), the effective rank of all states up to a step, constant (`effective_ranks`).
     """
     values: dict[str, Tensor] = {"hidden": hidden} if "hidden" in extra else {}
     exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -115,11 +115,11 @@ def of_states(
 
 
 def effective_ranks(states: Tensor, stride: int) -> Tensor:
-    """Effective rank of the first t states, for growing t: (T, W) to (T,) float64 (arXiv 2509.23808).
+    """Compute the effective rank (T,) of the first t of T states (T, W), for every t, in float64.
 
-    exp(-sum p log p), where p are the singular values of the centred states divided by their sum. Measured at
-    every `stride`-th step, and at the last step unless the step before it was measured; NaN elsewhere. The
-    rank of one state is 0. Every measurement costs an eigendecomposition of a Gram matrix.
+    It is exp(-sum p log p), where p are the singular values of the centred states divided by their sum (arXiv
+    2509.23808); 0 for one state. It is measured at every `stride`-th step, and at the last step unless the
+    step before was measured; other entries are NaN. A measurement is an eigendecomposition of a Gram matrix.
     """
     ranks = torch.full((len(states),), torch.nan, dtype=torch.float64, device=states.device)
     ends = list(range(stride, len(states) + 1, stride))
@@ -130,10 +130,10 @@ def effective_ranks(states: Tensor, stride: int) -> Tensor:
     for end in ends:
         part = gram[:end, :end]
         mean = part.mean(0)
-        # (x_i - m)(x_j - m) = x_i x_j - x_i m - m x_j + m m
+        # Centred Gram matrix: (x_i - m)(x_j - m) = x_i x_j - x_i m - m x_j + m m
         squared = torch.linalg.eigvalsh(part - mean - mean[:, None] + mean.mean())
         squared = squared * (squared > end * torch.finfo(squared.dtype).eps * part.diagonal().amax())
-        values = squared.sqrt()  # rounding errors of zeros are cleared
+        values = squared.sqrt()  # eigenvalues that were only rounding errors are 0
         share = values / (values.sum() + 1e-8)
         entropy = -(share * (share + 1e-8).log()).sum()
         ranks[end - 1] = entropy.exp() if end > 1 else 0.0
@@ -141,9 +141,9 @@ def effective_ranks(states: Tensor, stride: int) -> Tensor:
 
 
 def teacher_of(others: Mapping[str, Tensor], head: OutputHead | None) -> TeacherStates:
-    """Return the teacher of `reverse_kl` from the hidden states of references by name, and its head.
+    """Return the hidden states and the head of the teacher for the output `reverse_kl`.
 
-    Raises ValueError unless exactly one reference has a model of its own.
+    `others` maps references that have a model to hidden states. Raises ValueError unless it has one entry.
     """
     if head is None or len(others) != 1:
         raise ValueError(

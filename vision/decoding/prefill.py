@@ -20,16 +20,16 @@ from mmrl.vision.decoding.single_step import AHEAD, Angles, SingleStep, step_of
 from mmrl.vision.models.model_families import type_arguments
 from mmrl.vision.models.processor import EncodedPrompt
 
-MakeCache = Callable[[Any, Tensor, Tensor], Any]  # (config, visual mask, attention mask) to a cache
+MakeCache = Callable[[Any, Tensor, Tensor], Any]  # maps (config, visual mask, attention mask) to a cache
 VIDEOS = "pixel_values_videos"
 
 
 @dataclass
 class Prefix:
-    """A KV cache of `P` prompts without their last token, left-padded to `S`, or of `n` rows of them.
+    """KV cache of `P` prompts without their last token, left-padded to `S` tokens.
 
-    The last token of a prompt is not in the cache: it is the first input of every answer and predicts its
-    first token.
+    After `select` it has `n` rows, each with one of the prompts. The last token of a prompt is not cached: it
+    is the first input of every answer and predicts the answer's first token. Positions have `A` axes.
     """
 
     core: nn.Module
@@ -38,9 +38,9 @@ class Prefix:
     last: Tensor  # (P,) id of the last token
     last_position: Tensor  # (A, P) position of the last token
     next_position: Tensor  # (A, P) position of the first token of an answer
-    reading: Callable[[Any], AbstractContextManager]  # context of a forward pass, called with the config
+    reading: Callable[[Any], AbstractContextManager]  # makes the context of a forward pass from the config
     length: int = 0  # tokens read since the prefill
-    _angles: list[Angles] = field(default_factory=list, init=False)  # of tokens from `_since` on
+    _angles: list[Angles] = field(default_factory=list, init=False)  # per step, from `_since` on
     _since: int = field(default=0, init=False)
 
     @property
@@ -49,7 +49,7 @@ class Prefix:
         return self.reading is read_shared_prefix
 
     def select(self, which: Tensor) -> Prefix:
-        """Index prompts or rows by numbers (n,); a prompt selected several times sums up its gradients."""
+        """Select prompts or rows by index (n,); gradients of a repeatedly selected prompt add up."""
         self.cache.batch_select_indices(which)
         return replace(
             self,
@@ -62,17 +62,17 @@ class Prefix:
     def read(
         self, ids: Tensor, positions: Tensor | None = None, media: Mapping[str, Tensor] = MappingProxyType({})
     ) -> Tensor:
-        """Run the next tokens (n, t), beginning with the last of the prompt: hidden states (n, t, width).
+        """Run the next tokens (n, t), at first the last prompt token; return hidden states (n, t, width).
 
         Tokens with images or videos need their `media` tensors, and `positions` (A, n, t).
         """
         single = ids.shape[1] == 1 and positions is None and not media and self.shared
         if single and (step := step_of(self.core)):
             return self._read_one(step, ids)
-        # Token i of an answer stands at next_position + i; the prompt's last token comes one before (i = -1).
+        # Token i of an answer has position next_position + i; the last prompt token counts as i = -1.
         steps = torch.arange(self.length - 1, self.length - 1 + ids.shape[1], device=ids.device)
         positions = self.next_position[..., None] + steps if positions is None else positions
-        if not self.length:  # after a video, the last token need not have the largest position
+        if not self.length:  # a last token after a video may not have the largest position
             positions[..., 0] = self.last_position
         self.length += ids.shape[1]
         self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], 1)
@@ -87,7 +87,7 @@ class Prefix:
             ).last_hidden_state
 
     def _read_one(self, step: SingleStep, ids: Tensor) -> Tensor:
-        """Run one token per row (n, 1) with a `SingleStep`."""
+        """Run one token per row (n, 1) with the fast `SingleStep`; return hidden states (n, 1, width)."""
         if self.length - self._since >= len(self._angles):
             place, ahead = self.last_position, torch.zeros(1, dtype=torch.int64, device=ids.device)
             if self.length:
@@ -113,9 +113,9 @@ def prefill(
     Args:
         core: A model without its head.
         prompts: Distinct prompts.
-        make_cache: Makes a quantised KV cache; None: an exact one.
-        share_prefix: Store the exact keys and values of a prompt once for all its rows, where the attention
-            of the model goes through the interface of transformers; otherwise rows get copies.
+        make_cache: Function that makes a quantised KV cache; None: use an exact cache.
+        share_prefix: Store the exact keys and values of a prompt once for all its rows. Rows get copies if
+            the model does not use the attention interface of transformers.
     """
     device = core.get_input_embeddings().weight.device
     cut = [replace(prompt, ids=prompt.ids[:-1], positions=prompt.positions[:, :-1]) for prompt in prompts]
@@ -148,19 +148,19 @@ def prefill(
 
 
 def pad_left(prompts: Sequence[EncodedPrompt], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad prompts on the left: token ids (P, S), attention mask (P, S) and positions (A, P, S)."""
+    """Pad P prompts on the left; return token ids (P, S), attention mask (P, S), positions (A axes, P, S)."""
     ids = pad_rows([prompt.ids for prompt in prompts], device)
     mask = pad_rows([torch.ones_like(prompt.ids) for prompt in prompts], device)
     return ids, mask, pad_positions([prompt.positions for prompt in prompts], device)
 
 
 def pad_rows(rows: list[Tensor], device: torch.device, side: str = "left") -> Tensor:
-    """Pad tensors (L, ...) on a side with 0 and stack them on a device: (n, longest, ...)."""
+    """Pad n tensors (L, ...) with 0 on a side, and stack them on a device: (n, longest, ...)."""
     return pad_sequence(rows, batch_first=True, padding_side=side).to(device)
 
 
 def pad_positions(rows: list[Tensor], device: torch.device, side: str = "left") -> Tensor:
-    """Pad positions (A, L) on a side with 0 and stack them on a device: (A, n, longest)."""
+    """Pad n positions (A axes, L) with 0 on a side, and stack them on a device: (A, n, longest)."""
     return pad_rows([row.T for row in rows], device, side).permute(2, 0, 1).contiguous()
 
 
@@ -170,10 +170,10 @@ def squeeze_axes(positions: Tensor) -> Tensor:
 
 
 def merge_media(media: Sequence[Mapping[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    """Concatenate the media tensors of several prompts by name, padded to the most tiles and frames."""
+    """Concatenate the media tensors of prompts by name, padded to the largest number of tiles."""
     names = dict.fromkeys(name for tensors in media for name in tensors)
     columns = {name: [tensors[name] for tensors in media if name in tensors] for name in names}
-    # (videos, F, 3, height, width); models that pack patches, as Qwen, have two dimensions and take any F.
+    # Shape (videos, frames, 3, height, width). Qwen packs patches in two dimensions: any number of frames.
     frames = {video.shape[1] for video in columns.get(VIDEOS, ()) if video.dim() == 5}
     if len(frames) > 1:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Prefix tree of the rows of a batch: a node is a run of tokens, computed once for all rows below.
+"""Prefix tree of a batch of rows: a node is a run of tokens, computed once for all its rows.
 
-Rows share tokens beyond their prompt where an engine branches answers, and where every turn of a conversation
-is a row of its own, whose prompt contains the earlier turns.
+Rows share tokens beyond their prompt in two cases: if an engine branches answers, and if every turn of a
+conversation is a row of its own, whose prompt contains the earlier turns.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.model_families import family_of
 
-# A prefix gets its own node if that saves at least SAVED tokens and the share GAIN of all tokens below it. A
-# node costs a forward pass of its own, which takes about as long as SAVED tokens in a longer pass.
+# A prefix gets its own node if this saves at least SAVED tokens, and the fraction GAIN of all tokens in and
+# below the node. A node costs one more forward pass, about as much time as SAVED tokens in a longer pass.
 SAVED, GAIN = 64, 0.05
-ROOT = -1  # the parent of a root node
+ROOT = -1  # the `parent` of root nodes
 
 
 @dataclass(frozen=True, eq=False)
 class Medium:
-    """The tensors of an image or a video, and the range of its tokens."""
+    """The tensors of an image or a video, and the range [`first`, `end`) of its tokens in a row."""
 
     tensors: Mapping[str, Tensor]
     first: int
@@ -33,7 +33,7 @@ class Medium:
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """The model inputs of a row: `ids` (L,), `positions` (A, L), and media in the order of their tokens."""
+    """Model inputs of a row: `ids` (L,), `positions` (A, L) on A axes, and media in token order."""
 
     ids: Tensor
     positions: Tensor
@@ -52,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Node:
-    """Tokens `begin` to `end` of `row` and of all rows below, after the tokens of the node `parent`."""
+    """Tokens [`begin`, `end`) of `row`, shared by all rows below; they follow the tokens of node `parent`."""
 
     begin: int
     end: int
@@ -65,9 +65,9 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """A batch of rows, and the nodes that they share; a node comes after its parent.
+    """A batch of rows, and the nodes of their tokens; a node comes after its parent.
 
-    `paths[i]` lists the nodes of row i from the root; the last node may be longer than the row.
+    `paths[i]` lists the node indices of row i from the root. The last node may be longer than the row.
     """
 
     lines: tuple[Line, ...]
@@ -76,16 +76,16 @@ class PrefixTree:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all nodes."""
+        """Total number of tokens in all nodes."""
         return sum(map(len, self.nodes))
 
     def pays(self, tokens: int) -> bool:
-        """Whether the tree saves enough, compared with `tokens` without it."""
+        """Return whether the tree has at most 1 - `GAIN` times the `tokens` that are computed without it."""
         return self.tokens <= (1 - GAIN) * tokens
 
     def cost(self, rows: Sequence[int]) -> int:
-        """Number of tokens to compute for some rows: every node once, padded to the longest of its depth."""
-        sizes: list[dict[int, int]] = []  # by depth, node to its length
+        """Count the tokens computed for some rows: a node once, padded to the longest node at its depth."""
+        sizes: list[dict[int, int]] = []  # for each depth, maps a node to its length
         for row in rows:
             for depth, number in enumerate(self.paths[row]):
                 if depth == len(sizes):
@@ -96,8 +96,8 @@ class PrefixTree:
         return sum(len(level) * max(level.values()) for level in sizes)
 
     def select(self, rows: Sequence[int]) -> PrefixTree:
-        """Index rows, with the nodes that they need."""
-        below: dict[int, list[int]] = {}  # node to new row numbers
+        """Return the tree of some rows, with only the nodes that they need."""
+        below: dict[int, list[int]] = {}  # maps a node to the new indices of its rows
         for place, row in enumerate(rows):
             for number in self.paths[row]:
                 below.setdefault(number, []).append(place)
@@ -112,7 +112,7 @@ class PrefixTree:
         return shorten(lines, nodes, ends)
 
     def levels(self) -> list[list[int]]:
-        """List the nodes by depth, with siblings side by side."""
+        """List the node indices of every depth, root nodes first; siblings are adjacent."""
         levels = [[number for number, node in enumerate(self.nodes) if node.parent == ROOT]]
         while levels[-1]:
             children: dict[int, list[int]] = {number: [] for number in levels[-1]}
@@ -123,7 +123,7 @@ class PrefixTree:
         return levels[:-1]
 
     def before(self) -> Tensor:
-        """Mask of the nodes that every node attends to, itself included: (n, n) bool."""
+        """Return the mask (n, n) of the nodes that each node attends to: itself and its ancestors."""
         seen = torch.eye(len(self.nodes), dtype=torch.bool)
         for number, node in enumerate(self.nodes):
             if node.parent != ROOT:
@@ -131,31 +131,31 @@ class PrefixTree:
         return seen
 
     def ids(self, number: int) -> Tensor:
-        """Token ids of a node (L,)."""
+        """Return the token ids (L,) of a node."""
         node = self.nodes[number]
         return self.lines[node.row].ids[node.begin : node.end]
 
     def positions(self, number: int) -> Tensor:
-        """Positions of a node (A, L)."""
+        """Return the positions (A, L) of a node's tokens."""
         node = self.nodes[number]
         return self.lines[node.row].positions[:, node.begin : node.end]
 
     def media(self, number: int) -> list[Mapping[str, Tensor]]:
-        """Tensors of the media that begin in a node, in the order of their tokens."""
+        """Return the tensors of the media that begin in a node, in token order."""
         node = self.nodes[number]
         media = self.lines[node.row].media
         return [medium.tensors for medium in media if node.begin <= medium.first < node.end]
 
     def places(self, row: int, starts: Sequence[int]) -> Tensor:
-        """Indices of the tokens of a row (L,) in concatenated nodes, where node i begins at `starts[i]`."""
+        """Return the indices (L,) of a row's tokens in concatenated nodes; node i begins at `starts[i]`."""
         parts = [torch.arange(len(self.nodes[number])) + starts[number] for number in self.paths[row]]
         return torch.cat(parts)[: len(self.lines[row])]
 
 
 def find_tree(lines: Sequence[Line]) -> PrefixTree:
-    """Find all common prefixes of rows that are long enough for a node of their own, see `SAVED`."""
+    """Build the prefix tree of rows; only prefixes that save enough tokens (`SAVED`) get a node."""
     keys, nodes, ends = keys_of(lines), [], [ROOT] * len(lines)
-    waiting = [(list(range(len(lines))), 0, ROOT)]  # rows, the length of their common prefix, its last node
+    waiting = [(list(range(len(lines))), 0, ROOT)]  # (rows, length of their common prefix, its last node)
     while waiting:
         members, begin, parent = waiting.pop()
         for same in _equal_at(keys, members, begin):
@@ -163,7 +163,7 @@ def find_tree(lines: Sequence[Line]) -> PrefixTree:
             parting = [_common(keys[longest], keys[row], begin) for row in same]
             parting = [end for end, row in zip(parting, same, strict=True) if end < len(keys[row])]
             end = lines[longest].outside_media(min(parting, default=len(keys[longest])))
-            # If only a part of an image is common, every row gets its own node.
+            # If rows have only a part of an image in common, every row gets its own node.
             for group in [same] if end > begin else [[row] for row in same]:
                 first = longest if end > begin else group[0]
                 nodes.append(Node(begin, end if end > begin else len(keys[first]), first, parent))
@@ -175,9 +175,9 @@ def find_tree(lines: Sequence[Line]) -> PrefixTree:
 
 
 def shorten(lines: tuple[Line, ...], nodes: Sequence[Node], ends: Sequence[int]) -> PrefixTree:
-    """Merge nodes into their children where sharing saves too little, see `SAVED`.
+    """Merge every node that saves too few tokens (`SAVED`) into its children.
 
-    Nodes come after their parents; `ends` are the last nodes of rows.
+    A node comes after its parent. `ends[i]` is the last node of row i.
     """
     changed, size = list(nodes), [len(node) for node in nodes]  # size: tokens of a node and all below it
     children: dict[int, list[int]] = {number: [] for number in range(ROOT, len(nodes))}
@@ -197,7 +197,7 @@ def shorten(lines: tuple[Line, ...], nodes: Sequence[Node], ends: Sequence[int])
             size[child] += len(node)
         children[node.parent].remove(number)
         children[node.parent] += after
-        moved[number] = after[0]  # rows that end inside go to any child
+        moved[number] = after[0]  # a row that ended in this node now ends in its first child
     order = [number for number in range(len(nodes)) if number not in moved]
     new = {ROOT: ROOT} | {number: i for i, number in enumerate(order)}
     paths = []
@@ -214,12 +214,12 @@ def shorten(lines: tuple[Line, ...], nodes: Sequence[Node], ends: Sequence[int])
 
 
 def media_of(core: nn.Module, ids: Tensor, media: Mapping[str, Tensor], before: int = 0) -> list[Medium]:
-    """Locate the images and videos of tokens (L,) that follow `before` other tokens of their row."""
+    """Locate the images and videos in tokens (L,), which follow `before` earlier tokens of their row."""
     if not media:
         return []
     family, located, used = family_of(core.config), [], Counter()
     parts = family.split(media) if family.split else []
-    if media.keys() != {name for part in parts for name in part}:  # they cannot be split
+    if media.keys() != {name for part in parts for name in part}:  # these tensors cannot be split by image
         places = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config))).nonzero()[:, 0].tolist()
         first, last = (places[0], places[-1]) if places else (0, len(ids) - 1)
         return [Medium(media, before + first, before + last + 1)]
@@ -232,27 +232,27 @@ def media_of(core: nn.Module, ids: Tensor, media: Mapping[str, Tensor], before: 
 
 
 def keys_of(lines: Sequence[Line]) -> list[Tensor]:
-    """Content keys (L, 1 + A): token id or media content, then position. Equal keys, equal model input."""
+    """Compute keys (L, 1 + A) per row: token id or medium, then position. Equal keys mean equal inputs."""
     keys, contents = [], _MediaContents()
     for line in lines:
         ids = line.ids.clone()
         for medium in line.media:
-            # All tokens of the range, so that two media never differ only outside their placeholders.
+            # Mark all tokens of the range, also those between placeholders, with the number of the medium.
             ids[medium.first : medium.end] -= (contents.number(medium.tensors) + 1) << 32
         keys.append(torch.cat([ids[None], line.positions]).T.contiguous())
     return keys
 
 
 def common_length(one: Line, other: Line) -> int:
-    """Length of the common prefix of two rows, compared by tokens, media and positions."""
+    """Return the length of the common prefix of two rows; compare tokens, media and positions."""
     return _common(*keys_of([one, other]), 0)
 
 
 class _MediaContents:
-    """Numbers media by content; equal tensors get equal numbers."""
+    """Assigns a number to every medium; media with equal tensors get the same number."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, int] = {}  # by identity
+        self.seen: dict[int, int] = {}  # maps `id(tensors)` to the number
         self.alike: dict[tuple, list[tuple[int, Mapping[str, Tensor]]]] = {}
         self.count = 0
 
@@ -262,7 +262,7 @@ class _MediaContents:
         return self.seen[id(tensors)]
 
     def _compare(self, tensors: Mapping[str, Tensor]) -> int:
-        # A sample of the numbers tells most media apart; tensors with equal samples are compared.
+        # A sample of the values distinguishes most media; only media with equal samples are compared fully.
         sample = tuple(
             (name, tuple(x.shape), tuple(x.flatten()[:: max(1, x.numel() // 64)].tolist()))
             for name, x in sorted(tensors.items())
@@ -277,7 +277,7 @@ class _MediaContents:
 
 
 def _equal_at(keys: Sequence[Tensor], members: Sequence[int], at: int) -> list[list[int]]:
-    """Group rows by their key at an index."""
+    """Group rows by their key at index `at`."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in members:
         groups.setdefault(tuple(keys[row][at].tolist()), []).append(row)
@@ -285,7 +285,7 @@ def _equal_at(keys: Sequence[Tensor], members: Sequence[int], at: int) -> list[l
 
 
 def _common(one: Tensor, other: Tensor, begin: int) -> int:
-    """First index from `begin` on at which two keys differ, or the length of the shorter."""
+    """Return the first index from `begin` on where two key sequences differ, or the shorter length."""
     size = min(len(one), len(other))
     differ = (one[begin:size] != other[begin:size]).any(1)
     return begin + int(differ.int().argmax()) if differ.any() else size

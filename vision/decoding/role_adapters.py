@@ -16,18 +16,18 @@ from mmrl.vision.decoding.token_steps import TokenSteps
 from mmrl.vision.models import loading
 from mmrl.vision.models.trained_part import ReadSteps, TrainedPart
 
-ROLE = "role"  # tag of outcomes and of prompts
+ROLE = "role"  # name of the tag, on outcomes and on prompts
 
 
 @dataclass(frozen=True, eq=False)
 class RoleSteps(TokenSteps):
-    """Steps whose rows belong to roles: `role` (N,) is the number of each row's adapter."""
+    """Token steps with the index of each row's adapter: `role` (N,)."""
 
     role: Tensor = field(kw_only=True)
 
     @staticmethod
     def of(steps: TokenSteps, role: Tensor) -> RoleSteps:
-        """Add the roles (N,) to steps."""
+        """Add the role indices (N,) of the rows to steps."""
         return RoleSteps(
             **{place.name: getattr(steps, place.name) for place in fields(TokenSteps)}, role=role
         )
@@ -37,7 +37,7 @@ class RoleSteps(TokenSteps):
 
 
 def check_roles(names: Sequence[str], *, new: bool) -> None:
-    """Raise ConfigError for equal names, and unless every role gets a `new` adapter."""
+    """Raise ConfigError if names repeat, or if the roles do not get new adapters (`new` is false)."""
     if not new or len(set(names)) < len(names):
         raise ConfigError(
             "`roles` of vision.tokens are different names, each of which gets a new adapter, not "
@@ -46,11 +46,11 @@ def check_roles(names: Sequence[str], *, new: bool) -> None:
 
 
 class RoleAdapters(TrainedPart):
-    """The LoRA adapters of several roles, all of which learn; one at a time is active.
+    """LoRA adapters of several roles. All of them are trained; one is active at a time.
 
     Args:
-        adapted: The model of peft, with one adapter a role, named as the role.
-        names: The roles.
+        adapted: The peft model, with one adapter per role; an adapter has the name of its role.
+        names: Names of the roles.
     """
 
     name = "adapters of several roles"
@@ -65,12 +65,12 @@ class RoleAdapters(TrainedPart):
         for key, weight in adapted.named_parameters():
             for name in names:
                 if f".{name}." in key and "lora_" in key:
-                    # peft lets only the adapter that it switched on learn.
+                    # peft sets `requires_grad` for its active adapter only, but all roles are trained.
                     self.weights[name].append(weight.requires_grad_(True))
         self._activate(self.names[0])
 
     def of(self, tags: Mapping[str, str], uid: str) -> int:
-        """Return the number of the role in the tag `role`; raises ValueError for another role."""
+        """Return the index of the role in the tag `role`; raise ValueError for an unknown role."""
         if tags.get(ROLE) not in self.names:
             raise ValueError(
                 f"the policy has adapters of the roles {', '.join(self.names)}, but the tag `role` of prompt "
@@ -80,13 +80,13 @@ class RoleAdapters(TrainedPart):
         return self.names.index(tags[ROLE])
 
     def of_rows(self, rollouts: Sequence[Trajectory]) -> Tensor:
-        """Number of the role of every row: (N,)."""
+        """Return the role index (N,) of every row."""
         tags = [{**row.prompt.tags, **row.outcomes[-1].tags} for row in rollouts]
         return torch.tensor([self.of(t, row.prompt.uid) for t, row in zip(tags, rollouts, strict=True)])
 
     @contextmanager
     def acting(self, number: int) -> Iterator[None]:
-        """Activate the adapter of a role inside the block."""
+        """Activate the adapter of a role inside the context."""
         self._activate(self.names[number])
         try:
             yield
@@ -94,16 +94,16 @@ class RoleAdapters(TrainedPart):
             self._activate(self.names[0])
 
     def _activate(self, name: str) -> None:
-        # Not by peft's `set_adapter`, which also decides what learns.
+        # peft's `set_adapter` would also change `requires_grad`.
         for layer in self.layers:
             layer._active_adapter = [name]
 
     def collate(self, steps: TokenSteps, rollouts: Sequence[Trajectory]) -> RoleSteps:
-        """Add the roles of rows to their steps."""
+        """Add the role index of every row to the steps."""
         return RoleSteps.of(steps, self.of_rows(rollouts))
 
     def save(self, folder: Path) -> None:
-        """Write every adapter to a folder of its own."""
+        """Write every adapter to its own subfolder."""
         loading.save_adapter(self.adapted, folder)
 
     def load(self, folder: Path) -> None:
@@ -126,7 +126,7 @@ class RoleAdapters(TrainedPart):
                 at = rows.to(value.device)[:, None], torch.arange(value.shape[1], device=value.device)[None]
                 joined[name] = whole.index_put(at, value)
         if torch.is_grad_enabled():
-            # Every process must have a gradient for every parameter, also of roles without a row.
+            # Every process must have a gradient for every parameter, also for roles without rows here.
             absent = [w for name in self.names for w in self.weights[name]]
             joined["logp"] = joined["logp"] + 0.0 * sum(weight.sum() for weight in absent)
         return joined

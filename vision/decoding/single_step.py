@@ -1,10 +1,10 @@
-"""A decode step of one token per row with few operators, for text models built like Llama.
+"""Fast decode step of one token per row with few operators, for text models built like Llama.
 
 With few rows, a step spends its time on calls of operators and modules rather than on arithmetic.
-`SingleStep` uses the weights of the layers without their modules: one product for queries, keys and values,
-one for gate and up, residual sums inside the products, and rotary angles computed for many steps at once.
-Results equal the results of the modules up to rounding. Under autocast, products have its precision and all
-else has the precision of the weights, as in the modules.
+`SingleStep` uses the weights of the layers without calling their modules. It needs one matrix product for
+queries, keys and values and one for gate and up, adds residuals inside the products, and computes rotary
+angles for many steps at once. Results equal those of the modules up to rounding. As in the modules, autocast
+sets the precision of matrix products only; everything else has the precision of the weights.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from mmrl.core.onednn import MANY, PLAIN, Packed, is_plain, is_replaced, side_by_side
 
-# Families with layers x + attention(norm(x)), then x + down(act(gate(y)) * up(y)) for y = norm(x), and rotary
-# embeddings that rotate the two halves of a head.
+# Families whose layers compute x + attention(norm(x)), then x + down(act(gate(y)) * up(y)) with y = norm(x),
+# and whose rotary embeddings rotate the two halves of a head.
 FAMILIES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -35,18 +35,18 @@ FAMILIES = {
 LAYERS = {
     f"transformers.models.{family}.modeling_{family}.{name}DecoderLayer" for family, name in FAMILIES.items()
 }
-WITHIN = ("language_model", "text_model")  # attributes with the text model of a vision-language model
+WITHIN = ("language_model", "text_model")  # attribute names of the text model in a vision-language model
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # types of rotary embeddings that depend on the longest position
-AHEAD = 32  # steps whose angles are computed at once
-Angles = tuple[Tensor, Tensor]  # cosines and signed sines (N, 1, 1, D)
+AHEAD = 32  # number of steps whose rotary angles are computed at once
+Angles = tuple[Tensor, Tensor]  # cosines and signed sines (N, 1, 1, D) of N rows and D channels
 _STEP: ContextVar[SingleStep | None] = ContextVar("single_step", default=None)
 
 
 @contextmanager
 def single_steps(core: nn.Module, packed: Mapping[int, Packed]) -> Iterator[None]:
-    """Let `Prefix.read` run single tokens with a `SingleStep` inside this context, if supported.
+    """Inside the context, let `Prefix.read` run single tokens with a `SingleStep` if the model allows it.
 
-    `packed` has the weights packed by `onednn`, by the id of their layer. Weights must not change meanwhile.
+    `packed` maps `id(layer)` to weights packed by `onednn`. Weights must not change inside the context.
     """
     text = find_decoder(core)
     token = _STEP.set(None if text is None else SingleStep(core, text, packed))
@@ -57,7 +57,7 @@ def single_steps(core: nn.Module, packed: Mapping[int, Packed]) -> Iterator[None
 
 
 def step_of(core: nn.Module) -> SingleStep | None:
-    """Return the `SingleStep` of a model; None outside its context or its autocast, or with gradients."""
+    """Return a model's `SingleStep`; None outside `single_steps`, with gradients, or if autocast differs."""
     step = _STEP.get()
     if step is None or step.core is not core or torch.is_grad_enabled():
         return None
@@ -65,12 +65,12 @@ def step_of(core: nn.Module) -> SingleStep | None:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the precision of products under autocast, None without autocast."""
+    """Return the dtype of matrix products under autocast; None without autocast."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def find_decoder(core: nn.Module) -> nn.Module | None:
-    """Find the text model of a model without its head; None where `SingleStep` does not support it.
+    """Find the text model inside a headless model; return None if `SingleStep` does not support it.
 
     Models with hooks, derived classes or replaced `forward` methods are not supported.
     """
@@ -110,8 +110,8 @@ class SingleStep:
 
     Args:
         core: The model without its head.
-        text: Its text model, see `find_decoder`.
-        packed: Weights packed by `onednn`, by the id of their layer.
+        text: The text model inside `core`, from `find_decoder`.
+        packed: Maps `id(layer)` to weights packed by `onednn`.
     """
 
     def __init__(self, core: nn.Module, text: Any, packed: Mapping[int, Packed]) -> None:
@@ -121,23 +121,23 @@ class SingleStep:
 
     @cached_property
     def layers(self) -> list[_Layer]:
-        """The weights of the layers, converted to the precision of autocast in the first step."""
-        torch.clear_autocast_cache()  # it holds copies of the same weights since the prefill
+        """Weights of the layers, converted to the precision of autocast in the first step."""
+        torch.clear_autocast_cache()  # since the prefill, this cache holds copies of the same weights
         layers = self._text.layers[: self._text.config.num_hidden_layers]
         return [_Layer(layer, self._packed, self.compute) for layer in layers]
 
     def __call__(self, ids: Tensor, angles: Angles, layers: Sequence[Any]) -> Tensor:
-        """Run tokens (N,) with the layers of a KV cache: the last hidden states (N, width)."""
+        """Run tokens (N,) with the layers of a KV cache; return the last hidden states (N, width)."""
         states = self.embed(ids)
         for layer, cache in zip(self.layers, layers, strict=True):
             states = layer(states, angles, cache)
         return self.norm(states)
 
     def angles(self, positions: Tensor) -> list[Angles]:
-        """Compute the rotary angles of `t` steps from positions (N, t) or (A, N, t)."""
+        """Compute the rotary angles of t steps from positions (N, t), or (A, N, t) with A axes."""
         cos, sin = self.rotary(self.embed.weight, positions)  # (N, t, D) each
         half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # signed, so that channels are only rolled
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # signed, so that rolling channels suffices
         cos, sin = (x.transpose(0, 1)[:, :, None, None].contiguous().unbind() for x in (cos, sin))
         return list(zip(cos, sin, strict=True))
 
@@ -149,7 +149,7 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.size, self.scaling, self.activation = attention.head_dim, attention.scaling, mlp.act_fn
         inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.queries, self.keys = (x.out_features // self.size for x in inputs[:2])  # heads
+        self.queries, self.keys = (x.out_features // self.size for x in inputs[:2])  # numbers of heads
         self.inputs, self.output, self.widened, self.narrowed = (
             _Product(product, packed, compute)
             for product in (inputs, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj])
@@ -167,7 +167,7 @@ class _Layer:
         rows, heads = len(states), self.inputs(self.before(states))
         turned, values = heads.view(rows, -1, 1, self.size).split([self.queries + self.keys, self.keys], 1)
         turned = turned if self.of_heads is None else self.of_heads(turned)
-        # Rotary embedding pairs channel i of both halves of a head; rolling swaps the halves.
+        # Rotary embedding pairs channel i of the two halves of a head; rolling swaps the halves.
         turned = torch.addcmul(turned * angles[0], turned.roll(self.size // 2, -1), angles[1])
         queries, keys = turned.to(values.dtype).split([self.queries, self.keys], 1)
         cache.update(keys, values)
@@ -178,7 +178,7 @@ class _Layer:
 
 
 class _Norm:
-    """RMSNorm, x / sqrt(mean(x^2) + eps) * weight, of (N, w), or of heads (N, H, 1, w) with a weight each."""
+    """RMSNorm x / sqrt(mean(x^2) + eps) * weight of (N, w), or of (N, H, 1, w) with a weight per head."""
 
     def __init__(self, weights: Sequence[Tensor], eps: float) -> None:
         weight = torch.stack([weight.detach() for weight in weights])
@@ -189,7 +189,7 @@ class _Norm:
         self.least = weight.new_tensor(math.sqrt(width * eps))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.is_cuda or x.dtype != torch.float32:  # one kernel on a GPU; it computes in float32
+        if x.is_cuda or x.dtype != torch.float32:  # a single GPU kernel, which computes in float32
             if x.dtype == self.whole.dtype and self.whole.dim() == 1:
                 return nn.functional.rms_norm(x, x.shape[-1:], self.whole, self.eps)
             return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps) * self.whole
@@ -198,10 +198,10 @@ class _Norm:
 
 
 class _Product:
-    """Linear layers of the same input, computed as one product with concatenated outputs.
+    """Linear layers with the same input, computed as one product with concatenated outputs.
 
-    Small weights, which `onednn` does not pack, are copied into one tensor, and so are float32 weights under
-    autocast, which would copy them as well.
+    Small weights, which `onednn` does not pack, are copied into one tensor. So are float32 weights under
+    autocast, because autocast would copy them anyway.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class _Product:
             self.weight = weight.t()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map inputs (N, n) to all outputs (N, m)."""
+        """Map inputs (N, n) to the concatenated outputs (N, m) of all layers."""
         if self.weight is not None:
             x = x if self.compute is None else x.to(self.compute)
             return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
@@ -232,7 +232,7 @@ class _Product:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Map inputs (N, n) to all outputs and add `other` (N, m)."""
+        """Map inputs (N, n) to the concatenated outputs of all layers, and add `other` (N, m)."""
         if self.weight is not None and self.bias is None and self.compute is None:
             return torch.addmm(other, x, self.weight)
         if self.packed is not None and self.packed.suits(x):

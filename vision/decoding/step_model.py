@@ -31,7 +31,7 @@ from mmrl.vision.decoding.token_steps import (
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.models.trained_part import TrainedPart
 
-LOGIT_BYTES = 256 << 20  # memory of the float32 logits that may exist at once
+LOGIT_BYTES = 256 << 20  # maximal memory of the float32 logits that exist at once
 
 
 class StepModel(nn.Module):
@@ -43,8 +43,8 @@ class StepModel(nn.Module):
         compute: Precision of the computation.
         checkpointed: Whether layers are recomputed in the backward pass.
         share: Whether rows share the keys and values of their prompt.
-        blank: Inputs of a blank image, for batches without media where the vision tower learns.
-        inner: Options of further outputs.
+        blank: Model inputs of a blank image for batches without media, if the vision tower is trained.
+        inner: Options of outputs other than log-probabilities.
         part: Weights that are trained instead of the model.
     """
 
@@ -61,17 +61,17 @@ class StepModel(nn.Module):
         part: TrainedPart | None = None,
     ) -> None:
         super().__init__()
-        self.read = part.read if part else None  # not `part`, a module that would be registered twice
+        self.read = part.read if part else None  # storing `part` would register the module twice
         self.model, self.forbidden, self.compute = model, forbidden, compute
         self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank, inner
 
     def forward(
         self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
     ) -> dict[str, Tensor]:
-        """Compute "logp" and the outputs in `extra`: (N, longest) each, or (N, longest, ...).
+        """Compute "logp" and the outputs in `extra` for N answers: (N, longest) each, or (N, longest, ...).
 
-        `inner_outputs` lists the outputs; "reverse_kl" needs a `teacher`. Heads are called inside this method
-        only, because data parallelism wraps this module.
+        The file `inner_outputs` lists the outputs; "reverse_kl" needs a `teacher`. Output heads are called
+        only inside this method, because data parallelism wraps this module.
         """
         if self.read is not None:
             return self.read(self.values, steps, extra, teacher)
@@ -92,7 +92,7 @@ class StepModel(nn.Module):
             temperature = steps.temperature.to(device)[where[0]]
             taught = teacher and TeacherStates(teacher.head, teacher.hidden[where])
             columns = hidden[where], head, ids, temperature
-            if steps.tree and teacher is None:  # a teacher may have other inputs in every row
+            if steps.tree and teacher is None:  # teacher states may differ at equal steps
                 first, each = (index.to(device) for index in steps.distinct_steps(inside))
                 columns = hidden[where][first], head, ids[first], temperature[first]
             values = chunked_logp(*columns, self.forbidden, extra, self.inner, taught)
@@ -108,7 +108,7 @@ class StepModel(nn.Module):
 
     @property
     def reads_trees(self) -> bool:
-        """Whether prefixes that rows share beyond their prompt are computed once."""
+        """Whether common prefixes that are longer than a prompt are computed once."""
         return self.share and reads_trees(self.model, packed=self.checkpointed)
 
     def states(self, steps: TokenSteps) -> Tensor:
@@ -144,10 +144,10 @@ def chunked_logp(
     options: InnerOptions = USUAL,
     teacher: TeacherStates | None = None,
 ) -> dict[str, Tensor]:
-    """Compute `of_logits` for M tokens from hidden states (M, width), in chunks, in float32 or better.
+    """Compute the outputs of `of_logits` for M tokens from hidden states (M, width), chunk by chunk.
 
-    At most `LOGIT_BYTES` of logits, of model and teacher, exist at once; with more tokens, chunks are
-    recomputed in the backward pass. `teacher` has hidden states (M, width of the teacher).
+    Logits are float32 or float64. Logits of model and teacher take at most `LOGIT_BYTES` at once. Several
+    chunks are recomputed in the backward pass. `teacher` holds hidden states (M, width of the teacher).
     """
     heads = [head, *([teacher.head] if teacher else [])]
     size = max(1, LOGIT_BYTES // (4 * sum(h.weight.shape[0] for h in heads)))  # tokens of a chunk

@@ -1,4 +1,4 @@
-"""Stop strings: end an answer as soon as its text contains one of them."""
+"""Stop strings: end an answer as soon as its text contains a stop string."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from mmrl.config.loading import ConfigError
 from mmrl.vision.models.processor import PromptEncoder
 
-MARGIN = 4  # extra tokens, because decoders strip spaces and cut characters at the beginning of a text
+MARGIN = 4  # extra decoded tokens, because decoders strip spaces and cut characters at the start of a text
 UNREADABLE = "\ufffd"
 
 
 class StopStrings:
     """Detects answers whose text contains a stop string, like `stop_strings` of transformers.
 
-    Only the latest tokens are decoded: a token that is not special has at least one byte, so a string that
-    the newest token completes spans at most as many tokens as it has bytes. Raises ConfigError for strings
+    Only the latest tokens are decoded: every token that is not special has at least one byte, so a stop
+    string of n bytes that the newest token completes spans at most n tokens. Raises ConfigError for strings
     that no answer can contain.
     """
 
@@ -40,8 +40,8 @@ class StopStrings:
         return StopRows(self, num)
 
     def within(self, ids: Sequence[int]) -> bool:
-        """Whether the text of tokens contains a stop string."""
-        # If the first character is cut, a byte decoder may fail on the characters after it as well.
+        """Return whether the text of these tokens contains a stop string."""
+        # If the first token begins inside a character, later characters may be garbled: try the next start.
         for start in range(MARGIN):
             text = self.encoder.text(torch.tensor(ids[start:], dtype=torch.int64))
             if any(string in text for string in self.strings):
@@ -52,7 +52,7 @@ class StopStrings:
 
 
 class StopRows:
-    """The latest tokens of growing answers."""
+    """State of the search for stop strings: the latest tokens of growing answers."""
 
     def __init__(self, stops: StopStrings, num: int) -> None:
         self.stops = stops
@@ -72,6 +72,6 @@ class StopRows:
         return stopped
 
     def copy(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """Copy the state of old rows to new ones."""
+        """Copy the state of the rows `old` to the rows `new`."""
         for before, after in zip(old, new, strict=True) if self.latest else ():
             self.latest[after] = self.latest[before].copy()

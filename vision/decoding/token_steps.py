@@ -24,12 +24,12 @@ FORBIDDEN = -1e30
 
 @dataclass(frozen=True, eq=False)
 class Suffix:
-    """The tokens of a conversation after its prompt: the policy's own, and the replies between them."""
+    """Tokens of a conversation after its prompt: sampled tokens, and the replies between them."""
 
-    ids: Tensor  # (L,); the last token is one of the policy
-    positions: Tensor  # (A, L) rotary positions
-    chosen: Tensor  # (T,) indices of the policy's tokens
-    media: Mapping[str, Tensor] = field(default_factory=dict)  # of the images and videos in replies
+    ids: Tensor  # (L,); the last token was sampled
+    positions: Tensor  # (A, L) rotary positions on A axes
+    chosen: Tensor  # (T,) indices of the sampled tokens in `ids`
+    media: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of images and videos in replies
 
     @staticmethod
     def answer(prompt: EncodedPrompt, ids: Tensor) -> Suffix:
@@ -46,10 +46,10 @@ class TokenRow:
         prompt: The encoded prompt.
         ids: The tokens of the policy (T,), one per step.
         temperature: The sampling temperature.
-        chosen: (T,) bool, False for tokens that an engine inserted into the answer and that are not learned;
-            None: the policy sampled all of them.
-        suffix: The tokens of a conversation with the replies between them, which are no steps; None: there
-            are no replies.
+        chosen: (T,) bool, False for tokens that an engine inserted into the answer, which are not trained on;
+            None: the policy sampled all tokens.
+        suffix: All tokens after the prompt, if replies stand between the sampled tokens; replies are not
+            steps. None: there are no replies.
     """
 
     prompt: EncodedPrompt
@@ -82,28 +82,28 @@ class TokenRow:
 
 @dataclass(frozen=True, eq=False)
 class TokenSteps:
-    """The steps of a batch: the answers of `N` rows, padded to `T` tokens, and their distinct prompts.
+    """Steps of a batch: the answers of `N` rows, padded to `T` tokens, and their distinct prompts.
 
-    `suffixes` has the suffix of every row with replies, and is empty where no row has any. `tree` has the
-    prefixes that rows share beyond their prompts, None where sharing saves little, see `with_tree`.
+    `suffixes[i]` is the suffix of row i, None without replies; `suffixes` is empty if no row has replies.
+    `tree` holds the prefixes that rows share beyond their prompts; None if sharing saves too few tokens.
     """
 
     prompts: tuple[EncodedPrompt, ...]
     which: Tensor  # (N,) index of the prompt of every row
-    ids: Tensor  # (N, T)
-    length: Tensor  # (N,)
+    ids: Tensor  # (N, T) token ids of the answers
+    length: Tensor  # (N,) number of tokens of every answer
     temperature: Tensor  # (N,) sampling temperature
     suffixes: tuple[Suffix | None, ...] = ()
     tree: PrefixTree | None = None
     unit: Unit = Unit.ROW
 
     def cost(self, rows: Tensor) -> int:
-        """Number of tokens to compute for some rows, with padding; shared prefixes count once."""
+        """Count the tokens computed for some rows, padding included; a shared prefix counts once."""
         apart = self._cost_apart(rows)
         return min(apart, self.tree.cost(rows.tolist())) if self.tree else apart
 
     def _cost_apart(self, rows: Tensor) -> int:
-        """Number of tokens without a tree: every distinct prompt once, and all answers."""
+        """Count the tokens computed without a tree: each distinct prompt once, and all answers."""
         distinct = set(self.which[rows].tolist())
         longest = max(len(self.prompts[i].ids) for i in distinct)
         length = self.length[rows]
@@ -127,7 +127,7 @@ class TokenSteps:
         )
 
     def with_tree(self, core: nn.Module) -> TokenSteps:
-        """Add the tree of prefixes that rows share beyond their prompts, where it saves enough tokens.
+        """Add the tree of prefixes that rows share beyond their prompts, if it saves enough tokens.
 
         `core` is the model without its head.
         """
@@ -144,15 +144,15 @@ class TokenSteps:
 
     @property
     def cheaper_tree(self) -> PrefixTree | None:
-        """The tree if it costs fewer tokens than prompts and answers, padding included; otherwise None."""
+        """The tree, or None if it computes no fewer tokens than prompts and answers, padding included."""
         rows = torch.arange(len(self.ids))
         return self.tree if self.tree and self.cost(rows) < self._cost_apart(rows) else None
 
     def distinct_steps(self, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """Deduplicate the steps that rows of a tree share, so that logits are computed once.
+        """Deduplicate the steps that rows of a tree share, so that their logits are computed once.
 
-        `inside` (N, longest) marks the M steps. Returns the first occurrence of each distinct step (D,), and
-        the index of every step in the distinct ones (M,).
+        `inside` (N, longest) is the mask of the M steps, without padding. Returns the index of the first
+        occurrence of every distinct step (D,), and the index of each step's distinct step (M,).
         """
         assert self.tree is not None
         sizes = torch.tensor([0, *map(len, self.tree.nodes)])
@@ -170,29 +170,29 @@ class TokenSteps:
         return max(1, int(self.length.max()))
 
     def suffix(self, row: int) -> Suffix:
-        """Return the tokens after the prompt of a row."""
+        """Return the tokens after the prompt of a row, with positions and media."""
         ids = self.ids[row, : int(self.length[row])]
         suffix = self.suffixes[row] if self.suffixes else None
         return suffix or Suffix.answer(self.prompts[int(self.which[row])], ids)
 
     @property
     def media(self) -> list[Mapping[str, Tensor]]:
-        """The media tensors of prompts and of replies."""
+        """Media tensors of all prompts and replies."""
         inside = [suffix.media for suffix in self.suffixes if suffix]
         return [*(prompt.media for prompt in self.prompts), *inside]
 
 
 def distinct_prompts(prompts: Sequence[EncodedPrompt]) -> tuple[tuple[EncodedPrompt, ...], Tensor]:
-    """Deduplicate prompts by identity: the distinct prompts, and the index (N,) of every entry in them."""
+    """Deduplicate prompts by identity; return the distinct prompts, and each prompt's index (N,) in them."""
     distinct = {id(prompt): prompt for prompt in prompts}
     place = {key: i for i, key in enumerate(distinct)}
     return tuple(distinct.values()), torch.tensor([place[id(prompt)] for prompt in prompts])
 
 
 def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True) -> Tensor:
-    """Prefill prompts and run all answers: hidden states (N, longest, width) that predict the tokens.
+    """Prefill prompts, run answers, and return the hidden states (N, longest, width) that predict tokens.
 
-    If the steps have a cheaper tree, it is run instead.
+    If the steps have a prefix tree that computes fewer tokens, the tree is run instead.
     """
     device = core.get_input_embeddings().weight.device
     if (tree := steps.cheaper_tree) and (result := read_tree(core, tree)):
@@ -214,14 +214,14 @@ def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True
 
 
 def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
-    """Run every prompt packed with all its answers into one sequence, without a cache, like `read_cached`.
+    """Compute the hidden states that predict tokens, with a prompt and its answers in one sequence.
 
-    Needed for gradient checkpointing, because a recomputed layer must not write to a cache again. The mask
+    Gradient checkpointing needs this, because a recomputed layer must not write to a cache again. The mask
     lets a token attend to earlier tokens of its own row only. States after the end of a row are arbitrary.
     """
     device = core.get_input_embeddings().weight.device
     tree = steps.tree or _prompts_and_answers(steps)
-    roots = list(range(len(tree.nodes)))  # the root above every node
+    roots = list(range(len(tree.nodes)))  # maps a node to its root
     for number, node in enumerate(tree.nodes):
         roots[number] = number if node.parent == ROOT else roots[node.parent]
     packs: dict[int, list[int]] = {}
@@ -230,7 +230,7 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     sizes = [sum(len(tree.nodes[number]) for number in pack) for pack in packs.values()]
     starts = [0] * len(tree.nodes)
     for place, (size, pack) in enumerate(zip(sizes, packs.values(), strict=True)):
-        at = (place + 1) * max(sizes) - size  # padded on the left
+        at = (place + 1) * max(sizes) - size  # sequences are padded on the left
         for number in pack:
             starts[number], at = at, at + len(tree.nodes[number])
 
@@ -257,7 +257,7 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
 
 
 def read_whole(core: nn.Module, steps: TokenSteps) -> Tensor:
-    """Run every row with its own copy of the prompt, without a cache; supports every model."""
+    """Compute the hidden states that predict tokens, with a copy of the prompt per row, for any model."""
     device = core.get_input_embeddings().weight.device
     lines, where, media = [], [], []
     for row, number in enumerate(steps.which.tolist()):
@@ -279,10 +279,10 @@ def read_whole(core: nn.Module, steps: TokenSteps) -> Tensor:
 
 
 def shares_prompts(core: nn.Module, steps: TokenSteps, *, packed: bool) -> bool:
-    """Whether a model can read all rows of a prompt after one copy of it, `packed` or with a cache.
+    """Return whether a model can run a prompt once for all its rows, `packed` or with a KV cache.
 
     Packing needs attention with arbitrary masks, which excludes recurrent layers and FlashAttention. Models
-    that attend by token type read no images after the prompt.
+    whose attention depends on token types cannot be packed, and cannot read images after the prompt.
     """
     if family_of(core.config).types and (packed or any(suffix.media for suffix in steps.suffixes if suffix)):
         return False
@@ -301,13 +301,13 @@ def _line(prompt: EncodedPrompt, suffix: Suffix, media: tuple[Medium, ...]) -> L
 
 
 def _prompts_and_answers(steps: TokenSteps) -> PrefixTree:
-    """Make a tree of prompts without their last token, and of answers that begin with that token."""
+    """Make a tree of depth 2: prompts without their last token, then answers that begin with that token."""
     lines, nodes, paths = [], [], []
     roots: dict[int, int] = {}
     for row, number in enumerate(steps.which.tolist()):
         prompt, suffix = steps.prompts[number], steps.suffix(row)
         before = len(prompt.ids) - 1
-        # All media of a prompt belong to its own node, wherever they are.
+        # All media of a prompt belong to the node of the prompt, wherever they are.
         media = (
             Medium(prompt.media, 0, before),
             Medium(suffix.media, before + 1, before + 1 + len(suffix.ids)),
@@ -322,7 +322,7 @@ def _prompts_and_answers(steps: TokenSteps) -> PrefixTree:
 
 
 def _where(steps: TokenSteps, tree: PrefixTree, starts: Sequence[int]) -> Tensor:
-    """Indices of the states that predict the tokens of rows: (N, longest), 0 after the end of a row."""
+    """Return the indices (N, longest) of the states that predict each row's tokens; 0 after its end."""
     where = torch.zeros(len(steps.ids), steps.longest, dtype=torch.int64)
     for row, number in enumerate(steps.which.tolist()):
         chosen = steps.suffix(row).chosen
@@ -339,23 +339,23 @@ def _masks(
     mask: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor | dict[str, Tensor]:
-    """Make the attention mask of packed nodes (P, 1, S, S), or one per layer type if there are several.
+    """Make the attention mask (P, 1, S, S) of P packed sequences, or a dictionary by layer type.
 
     Args:
         windows: The window of every layer type, see `layer_windows`.
         before: (n, n) bool, the nodes that each node attends to.
-        owner: (P, S) node of every token.
+        owner: (P, S) index of every token's node.
         index: (P, S) index of every token in its row.
         mask: (P, S) bool, False for padding.
-        dtype: Type of an additive mask; None: bool.
+        dtype: dtype of an additive mask; None: make a bool mask.
     """
     size = owner.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=owner.device).tril()
-    seen = before[owner[:, :, None], owner[:, None, :]]  # (P, S, S): query, key
+    seen = before[owner[:, :, None], owner[:, None, :]]  # (P, S, S): sequence, query, key
     # Padding attends to itself, because the softmax over no key is NaN.
     alone = torch.eye(size, dtype=torch.bool, device=owner.device) & ~mask[:, :, None]
     allowed = (earlier & seen & mask[:, None, :]) | alone
-    distance = index[:, :, None] - index[:, None, :]  # (P, S, S) within a row
+    distance = index[:, :, None] - index[:, None, :]  # (P, S, S) tokens between query and key in their row
     masks = {
         name: (allowed if window is None else allowed & (distance < window))[:, None]
         for name, window in windows.items()
@@ -370,7 +370,7 @@ def _masks(
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:
-    """Map the layer types of a model, full and sliding attention, to windows in tokens; None: unlimited."""
+    """Map each layer type of a model (full or sliding attention) to its window in tokens; None: no limit."""
     text = config.get_text_config(decoder=True)
     types = attention_types(text)
     window = text.sliding_window if "sliding_attention" in types else None

@@ -18,11 +18,11 @@ from mmrl.vision.models.model_families import family_of
 
 
 def reads_trees(model: nn.Module, *, packed: bool) -> bool:
-    """Whether a model supports prefix trees, `packed` into one sequence or with a KV cache."""
+    """Return whether a model can run prefix trees: in one sequence if `packed`, else with a KV cache."""
     core = model.base_model
-    # A pruned model, with a replaced `forward`, selects visual tokens of whole prompts.
+    # A pruned model, whose `forward` is replaced, selects visual tokens of a whole prompt.
     pruned = any("forward" in vars(part) for part in (core, core.get_decoder()))
-    # Processes with sharded weights wait for each other in every pass, and trees differ in depth.
+    # Processes with sharded weights wait for each other in every pass, but their trees may differ in depth.
     return (
         not pruned
         and only_attends(core.config.get_text_config(decoder=True))
@@ -40,7 +40,7 @@ class States:
     size: int = 0
 
     def add(self, hidden: Tensor, level: Sequence[int], padding: Sequence[int]) -> None:
-        """Append states (n, L, W) of the nodes of a level, padded on the left by `padding` tokens."""
+        """Append states (n, L, W) of the n nodes of a level; `padding` counts left padding per node."""
         for place, (number, before) in enumerate(zip(level, padding, strict=True)):
             self.starts[number] = self.size + place * hidden.shape[1] + before
         self.parts.append(hidden.flatten(0, 1))
@@ -48,10 +48,10 @@ class States:
 
 
 def read_tree(core: nn.Module, tree: PrefixTree) -> tuple[Tensor, list[int]] | None:
-    """Run a tree level by level: the hidden states of all nodes (M, W), and the first index of every node.
+    """Run a tree level by level; return the hidden states (M, W) of all nodes, and each node's offset.
 
-    The gradients of all rows below a node add up in it. Returns None where the attention of the model does
-    not read the keys of its cache, see `share_prefix`.
+    Gradients of all rows below a node add up in the node. Returns None if the attention of the model does not
+    read the keys of its cache (see `share_prefix`).
     """
     device = core.get_input_embeddings().weight.device
     states, inner = States([0] * len(tree.nodes)), {node.parent for node in tree.nodes}
@@ -59,7 +59,7 @@ def read_tree(core: nn.Module, tree: PrefixTree) -> tuple[Tensor, list[int]] | N
     cache = _read_roots(core, tree, first, states, device)
     if cache is None:
         return None
-    above = first  # the nodes that are the shared prompts of the cache
+    above = first  # nodes that the cache holds as shared prompts
     for level in levels:
         place = {number: i for i, number in enumerate(above)}
         cache.batch_select_indices(
@@ -78,7 +78,7 @@ def read_tree(core: nn.Module, tree: PrefixTree) -> tuple[Tensor, list[int]] | N
 def _read_roots(
     core: nn.Module, tree: PrefixTree, level: Sequence[int], states: States, device: torch.device
 ) -> Any | None:
-    """Run the root nodes and return a cache that has them as shared prompts; None as in `read_tree`."""
+    """Run the root nodes; return a cache with them as shared prompts, or None as in `read_tree`."""
     inputs, filled = _inputs(tree, level, device, "left"), exact_cache(core.config)
     mask = pad_rows([torch.ones_like(tree.ids(number)) for number in level], device)
     with record_keys(core.config) as recorded:
@@ -88,7 +88,7 @@ def _read_roots(
 
 
 def _inputs(tree: PrefixTree, level: Sequence[int], device: torch.device, side: str) -> dict[str, Tensor]:
-    """Make the model inputs of nodes, padded on a side."""
+    """Make the model inputs of nodes, padded on the left or right (`side`)."""
     positions = pad_positions([tree.positions(number) for number in level], device, side)
     return {
         "input_ids": pad_rows([tree.ids(number) for number in level], device, side),

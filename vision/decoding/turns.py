@@ -19,8 +19,8 @@ from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.model_families import family_of
 from mmrl.vision.models.processor import EncodedPrompt
 
-Key = tuple[str, int]  # uid of the prompt, number of the answer to it
-Layers = Sequence[Sequence[tuple[Tensor, ...]]]  # of every layer and row: keys and values (h, n, D)
+Key = tuple[str, int]  # (uid of the prompt, index of the answer)
+Layers = Sequence[Sequence[tuple[Tensor, ...]]]  # [layer][row]: keys and values (h heads, n tokens, D)
 log = logging.getLogger(__name__)
 
 
@@ -30,10 +30,10 @@ class KeptRow:
 
     Args:
         read: The input of that turn, from the beginning of the conversation.
-        shared: Number of its first tokens that belong to a prompt shared by rows.
-        prompt: The number of that prompt in the cache.
+        shared: Number of leading tokens that belong to a prompt shared by several rows.
+        prompt: Index of the shared prompt in the cache.
         ids: Tokens (L,) with stored keys and values: the input, and the tokens generated after it.
-        own: By layer, keys and values (h, n, D) of the tokens after the shared ones, n >= L - `shared`.
+        own: Per layer, keys and values (h, n, D) of the tokens after the shared prompt; n >= L - `shared`.
     """
 
     read: EncodedPrompt
@@ -43,7 +43,7 @@ class KeptRow:
     own: list[tuple[Tensor, Tensor]]
 
     def count(self, core: nn.Module, new: EncodedPrompt) -> int:
-        """Number of cached leading tokens of a new input; the cached part never ends inside an image."""
+        """Count the leading tokens of a new input that are cached; this prefix never ends inside an image."""
         size = min(len(self.ids), len(new.ids) - 1)  # the last token must be read to get logits
         same = self.ids[:size] == new.ids[:size]
         count = size if same.all() else int(same.long().argmin())
@@ -60,7 +60,7 @@ class KeptRow:
         return line.outside_media(min(size, common_length(stored, line)))
 
     def unread(self, core: nn.Module, new: EncodedPrompt, count: int) -> list[Mapping[str, Tensor]]:
-        """List the media tensors of a new input after its first `count` tokens."""
+        """List the tensors of the media in a new input after its first `count` tokens."""
         if count >= len(self.read.ids):
             media = {name: value[len(self.read.media.get(name, ())) :] for name, value in new.media.items()}
             return [{name: value for name, value in media.items() if len(value)}]
@@ -73,27 +73,27 @@ class Chunk:
     """The new tokens of a turn, which are read in one forward pass."""
 
     ids: Tensor  # (n, t), padded on the right
-    positions: Tensor  # (A, n, t)
-    length: Tensor  # (n,) without padding
-    media: Sequence[Mapping[str, Tensor]]  # by row, in the order of tokens
+    positions: Tensor  # (A, n, t) on A axes
+    length: Tensor  # (n,) number of tokens without padding
+    media: Sequence[Mapping[str, Tensor]]  # row after row, in token order
 
 
 class Turns:
-    """Makes the readers of a batch of conversations, turn by turn, with prompts shared in all turns.
+    """Makes the reader of every turn for a batch of conversations; all turns share the prompts.
 
-    The new tokens of a turn, replies and their images, are read in one pass after the stored keys and values.
+    The new tokens of a turn (replies and their images) are read in one pass after the stored keys and values.
     If a turn does not begin with the whole turn before, because older images were removed, the longest common
-    prefix is reused. Rows without shared prompts (`share_prefix: false`, attention other than sdpa and eager)
-    have copies.
+    prefix is reused. Rows get copies of their prompt with `share_prefix: false`, and with attention other
+    than sdpa and eager.
 
-    Where keys and values cannot be reused, a turn is read from its beginning, with the same answers up to
-    rounding and one warning in the log. This happens with
+    If keys and values cannot be reused, a turn is read from its beginning. The answers are the same up to
+    rounding, and the log gets one warning. This happens with
 
     - a `cache` of lower precision, which quantises the images of replies only as part of a prompt;
     - pruned models, which select visual tokens of whole prompts;
     - layers other than full or sliding-window attention;
-    - a turn that does not begin with the shared prompt. Models whose images are one tensor (SmolVLM,
-      LLaVA-OneVision) cannot tell whether it does after an image was removed.
+    - a turn that does not begin with the shared prompt. After an image was removed, this cannot be checked
+      for models whose images are one tensor (SmolVLM, LLaVA-OneVision).
     """
 
     def __init__(self, policy: TokenPolicy, make_cache: MakeCache | None = None) -> None:
@@ -101,9 +101,9 @@ class Turns:
         self.reader: TurnReader | None = None
 
     def begin(self, requests: Sequence[GenerationRequest]) -> LogitsReader:
-        """Make the reader of the next turn; conversations without a request have ended.
+        """Make the reader of the next turn; a conversation without a request has ended.
 
-        A conversation is identified by the uid of its prompt and its number; see `part`.
+        A conversation is identified by the uid of its prompt and the index of its answer (`Key`).
         """
         stored = self.reader.kept_rows() if self.reader else {}
         rows = [row for request in requests if (row := stored.get(key_of(request)))]
@@ -126,13 +126,13 @@ class Turns:
         return self.reader or reader
 
     def part(self, parents: Mapping[Key, Key]) -> None:
-        """Branch conversations: `parents` maps the keys of new ones to the keys that they continue."""
+        """Branch conversations: `parents` maps each new conversation to the conversation it continues."""
         if self.reader:
             stored = self.reader.kept_rows()
             stored |= {new: stored[old] for new, old in parents.items() if old in stored}
 
     def _why_anew(self, reader: CachedReader) -> str:
-        """Reason why keys and values cannot be reused in the next turn; empty if they can."""
+        """Return the reason why the next turn cannot reuse keys and values; empty if it can."""
         from transformers.cache_utils import DynamicLayer
 
         core = reader.prefix.core
@@ -170,7 +170,7 @@ class TurnReader:
         self._take_over(requests)
 
     def _take_over(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begin the first turn."""
+        """Begin the first turn with the cache of `self.reader`."""
         cache = self.reader.prefix.cache
         self.prompts = cache.prompts()  # the shared prompts, for the caches of later turns
         shared = [len(request.encoded.ids) - 1 for request in requests]
@@ -179,7 +179,7 @@ class TurnReader:
     def _begin(
         self, requests: Sequence[GenerationRequest], prompts: Sequence[int], shared: Sequence[int]
     ) -> None:
-        """Begin a turn of rows whose first `shared` tokens are those of these prompts."""
+        """Begin a turn; the first `shared[i]` tokens of row i are in the shared prompt `prompts[i]`."""
         self.rows = [
             KeptRow(request.encoded, size, prompt, request.encoded.ids, [])
             for request, prompt, size in zip(requests, prompts, shared, strict=True)
@@ -187,10 +187,10 @@ class TurnReader:
         self.keys, self.kept = list(map(key_of, requests)), {}
         self.chunk: Chunk | None = None
         self.begun, self.tokens = False, torch.zeros(len(requests), 0, dtype=torch.int64)
-        self.latest: list[Tensor] = []  # later tokens (n,), not yet added to `tokens` (n, t)
+        self.latest: list[Tensor] = []  # tokens (n,) of later steps, not yet added to `tokens` (n, t)
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Run one token per row; at first, without one, the new tokens of the turn or the prompt's last."""
+        """Run one token per row and return logits; the first call, with None, runs the turn's new tokens."""
         self.begun = True
         if token is not None:
             self.latest.append(token)
@@ -199,7 +199,7 @@ class TurnReader:
         return self.reader.read(token)
 
     def keep(self, rows: Tensor) -> None:
-        """Remove all other rows from the batch, and store their keys and values for the next turn."""
+        """Keep only these rows in the batch; store keys and values of the others for the next turn."""
         remaining = rows.tolist()
         self._leave(sorted({*range(len(self.rows))} - {*remaining}), copy=True)
         self.tokens = self.tokens[rows.cpu()]
@@ -207,13 +207,13 @@ class TurnReader:
         self.reader.keep(rows)
 
     def kept_rows(self) -> dict[Key, KeptRow]:
-        """End the turn and return its rows."""
+        """End the turn, and return the stored rows of all conversations by key."""
         if self.begun:
             self._leave(range(len(self.rows)))
         return self.kept
 
     def _leave(self, leaving: Iterable[int], *, copy: bool = False) -> None:
-        """Store the keys and values of rows, as copies or as views of the cache."""
+        """Store the keys and values of leaving rows, as copies if `copy`, otherwise as views of the cache."""
         if self.latest:
             self.tokens = torch.cat([self.tokens, torch.stack(self.latest, 1).cpu()], 1)
             self.latest = []
@@ -227,7 +227,7 @@ class TurnReader:
     def go_on(
         self, requests: Sequence[GenerationRequest], rows: Sequence[KeptRow], counts: Sequence[int]
     ) -> None:
-        """Begin the next turn, which reuses the keys and values of the first `counts` tokens of rows."""
+        """Begin the next turn; reuse the keys and values of the first `counts[i]` tokens of row i."""
         device = self.reader.prefix.last.device
         sizes = [count - row.shared for row, count in zip(rows, counts, strict=True)]
         self._restore(
@@ -256,7 +256,7 @@ class TurnReader:
         self.chunk = Chunk(ids, positions, length, media)
 
     def _read_chunk(self, chunk: Chunk) -> Tensor:
-        """Read the new tokens of a turn: logits (n, V) after the last token of every row."""
+        """Read the new tokens of a turn; return the logits (n, V) after the last token of every row."""
         prefix, core = self.reader.prefix, self.reader.prefix.core
         with distinct_images(core, chunk.media, chunk.ids.device) as media:
             hidden = prefix.read(chunk.ids, chunk.positions, media)
@@ -267,30 +267,30 @@ class TurnReader:
     # ---- storage of keys and values, overridden by `CopiesReader`
 
     def _owners(self) -> Sequence[int]:
-        """The prompt number of every row."""
+        """Return the index of every row's shared prompt."""
         return self.reader.prefix.cache.owners
 
     def _own_tokens(self, counts: Sequence[int]) -> Layers:
-        """View the keys and values (h, n, D) of the first `counts` tokens after the shared ones."""
+        """View the keys and values (h, n, D) of row i's first `counts[i]` tokens after the shared prompt."""
         return self.reader.prefix.cache.own_tokens(counts)
 
     def _restore(self, rows: Sequence[KeptRow], own: Layers) -> None:
-        """Make a cache of the shared prompts of rows, and of their own keys and values."""
+        """Make a cache from the shared prompts of rows, and the rows' own keys and values."""
         cache, device = self.prompts.prompts(), self.reader.prefix.last.device
         cache.batch_select_indices(torch.tensor([row.prompt for row in rows], device=device))
-        self.prompts = cache.prompts()  # without prompts whose conversations have all ended
+        self.prompts = cache.prompts()  # drops prompts whose conversations have all ended
         self.reader.prefix.cache = cache
         self._fill(own)
 
     def _fill(self, own: Layers) -> None:
-        """Replace the own keys and values of rows by these, (h, n, D)."""
+        """Replace the keys and values (h, n, D) of all tokens after the shared prompts."""
         prefix = self.reader.prefix
         prefix.cache.fill(own)
         prefix.mask = prefix.mask.new_ones(len(own[0]), prefix.cache.get_seq_length())
 
 
 class CopiesReader(TurnReader):
-    """A `TurnReader` for rows with copies of their prompts, in a left-padded DynamicCache."""
+    """A `TurnReader` whose rows have copies of their prompts, in a left-padded DynamicCache."""
 
     def _take_over(self, requests: Sequence[GenerationRequest]) -> None:
         self._begin(requests, self._owners(), [0] * len(requests))
@@ -300,7 +300,7 @@ class CopiesReader(TurnReader):
 
     def _own_tokens(self, counts: Sequence[int]) -> Layers:
         prefix = self.reader.prefix
-        places = list(zip(prefix.mask.argmax(1).tolist(), counts, strict=True))  # after the padding
+        places = list(zip(prefix.mask.argmax(1).tolist(), counts, strict=True))  # (first token, count)
         return [
             [
                 (x.keys[row, :, at : at + n], x.values[row, :, at : at + n])
@@ -325,10 +325,10 @@ class CopiesReader(TurnReader):
 
 
 def begins_with(whole: Tensor, first: Tensor) -> bool:
-    """Whether a tensor begins with another one, ignoring padding at the end of any axis."""
+    """Return whether `whole` begins with `first`, ignoring padding of `whole` at the end of any axis."""
     return torch.equal(whole[tuple(map(slice, first.shape))], first)
 
 
 def key_of(request: GenerationRequest) -> Key:
-    """The key of the conversation of a request."""
+    """Return the key of a request's conversation."""
     return request.prompt.uid, request.index

@@ -1,1 +1,1 @@
-"""Engines that answer in tokens."""
+"""Engines whose answers are sequences of tokens."""

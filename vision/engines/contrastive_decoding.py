@@ -22,8 +22,8 @@ from mmrl.vision.engines.generate import Generate
 from mmrl.vision.media.prompts import add_noise, map_frames, random_crop, without_media
 from mmrl.vision.models.processor import EncodedPrompt
 
-TRIES = 1000  # draws until a ratio is `gap` above the one before
-LATEST = 20.0  # decay_gamma times position at which a ratio stops growing: exp(20) is far beyond any logit
+TRIES = 1000  # most draws of a ratio; after them it is set to `gap` above the previous ratio
+LATEST = 20.0  # upper limit of decay_gamma * t, because exp(20) is far beyond any logit
 
 Mix = Literal["log", "prob"]
 
@@ -38,22 +38,22 @@ class ContrastiveDecoding:
     is `contrast_alpha: [-0.5], contrast_alpha_std: [0.0], against: noised, plausibility_threshold: 0.1`. M3ID
     (arXiv 2403.14003) is `contrast_alpha: [-1.0], contrast_alpha_std: [0.0]` with a `decay_gamma`.
 
-    The mixture comes before temperature and truncation. Answers record their ratio as `contrast_alpha`, and
-    its number in the list as the tag `dial`; those with a ratio other than 0 are off-policy. The engine wraps
-    `vision.generate`; rows that do not need one of the two distributions are run only once.
+    Temperature and truncation apply to the mixture. An answer records its ratio as `contrast_alpha`, and the
+    index of the ratio's mean as the tag `dial`. Answers with a ratio other than 0 are off-policy. The engine
+    wraps `vision.generate`; rows that need only one of the two distributions are run only once.
 
     Args:
         engine: The wrapped engine.
         contrast_alpha: Means of h, at most 1, in rising order; the answers to a prompt cycle through them. h
-            is clamped to the side of its mean: [0, 1], or below 0.
-        contrast_alpha_std: Standard deviations of h, one a mean.
-        gap: The least distance between neighbouring ratios of one cycle.
+            is clamped to [0, 1] if its mean is at least 0, otherwise to values up to 0.
+        contrast_alpha_std: Standard deviations of h, one per mean.
+        gap: Minimal distance between neighbouring ratios of one cycle.
         mix: "log" mixes log-probabilities; "prob" mixes probabilities, (1 - h) p + h q.
-        against: What q sees: "blind" no media, "noised" VCD's noise, "cropped" a small crop.
+        against: Input of q. "blind": no media. "noised": media with VCD's noise. "cropped": a small crop.
         noise_step: Diffusion step of the noise, 0 to 999; VCD: 500.
-        plausibility_threshold: Removes tokens below this share of the highest p; VCD: 0.1.
+        plausibility_threshold: Remove tokens whose p is below this fraction of the highest p; VCD: 0.1.
         decay_gamma: M3ID's decay: multiplies h by exp(decay_gamma t) - 1 at token t; 0: constant h.
-        confidence_threshold: M3ID mixes only where the highest p is below this; 1: everywhere.
+        confidence_threshold: Mix only at tokens where the highest p is below this (M3ID); 1: at all tokens.
     """
 
     engine: Generate
@@ -87,7 +87,7 @@ class ContrastiveDecoding:
         self.policy = self.engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry, in order, and record the ratios."""
+        """Sample an answer for every entry of `prompts`, in order, and record the ratios."""
         counters: dict[str, count[int]] = defaultdict(count)
         rows = []
         for row in self.engine.decode(prompts, self._begin):
@@ -97,9 +97,9 @@ class ContrastiveDecoding:
         return tuple(rows)
 
     def ratio(self, uid: str, index: int) -> float:
-        """Draw the ratio of one answer to a prompt, after the smaller ratios of its cycle."""
+        """Draw the ratio of answer `index`, at least `gap` above the previous ratio of its cycle."""
         turn, place = divmod(index, len(self.contrast_alpha))
-        generator = self.stream.generator("contrast_alpha", uid, turn)  # independent of earlier draws
+        generator = self.stream.generator("contrast_alpha", uid, turn)  # independent of other cycles
         last = -math.inf
         for mean, std in list(zip(self.contrast_alpha, self.contrast_alpha_std, strict=True))[: place + 1]:
             low, high = (0.0, 1.0) if mean >= 0 else (-math.inf, 0.0)
@@ -109,7 +109,7 @@ class ContrastiveDecoding:
                 if value - last >= self.gap:
                     break
             else:
-                value = last + self.gap  # no draw kept the distance: take the smallest ratio that does
+                value = last + self.gap  # no draw was large enough: take the smallest allowed ratio
             last = value
         return last
 
@@ -117,7 +117,7 @@ class ContrastiveDecoding:
         """Make a reader that runs each row with the image, without it, or both, depending on its ratio."""
         device = self.policy.core.get_input_embeddings().weight.device
         ratio = torch.tensor([self.ratio(row.prompt.uid, row.index) for row in rows], device=device)
-        # Plausible tokens and confidence need p for every ratio.
+        # The thresholds and the decay need p, whatever the ratio is.
         needs_p = self.plausibility_threshold > 0 or self.decay_gamma > 0 or self.confidence_threshold < 1
         distinct = {row.prompt.uid: row for row in rows}
         corrupted = {uid: self._corrupted(row) for uid, row in distinct.items()}
@@ -131,8 +131,8 @@ class ContrastiveDecoding:
         return MixtureReader(halves, ratio, self)
 
     def _corrupted(self, row: GenerationRequest) -> EncodedPrompt:
-        """Encode the prompt of q: without media, with noise, or with a crop."""
-        generator = self.stream.generator("distortion", row.prompt.uid)  # one for all answers to a prompt
+        """Encode the prompt of q: without media, with noised media, or with cropped media."""
+        generator = self.stream.generator("distortion", row.prompt.uid)  # same seed for all answers
         encode = self.policy.prompt_encoder.encode
         if self.against == "blind":
             return encode(without_media(row.prompt))
@@ -146,9 +146,9 @@ class ContrastiveDecoding:
 
 
 class MixtureReader:
-    """Runs rows with and without the image, where their ratio needs it, and mixes the logits.
+    """Runs each row with the image, without it, or both, as its ratio needs, and mixes the logits.
 
-    `halves` has, for p and for q, the rows that need it, (n,) bool, and the reader of these rows or None.
+    `halves` has a pair for p and a pair for q: a mask (n,) of rows that need it, and their reader, or None.
     """
 
     def __init__(
@@ -174,15 +174,15 @@ class MixtureReader:
             ratio = torch.where(unsure, ratio, 0.0)
         mixture = mixed(p, q, ratio, settings.mix)
         if settings.plausibility_threshold > 0:
-            # p < beta max p, in logarithms; a row with ratio 0 is plain decoding and loses no token.
+            # Remove p < threshold * max p, in logarithms. Rows with ratio 0 decode plainly and lose no token.
             limit = p.max(-1, keepdim=True).values + math.log(settings.plausibility_threshold)
             mixture = mixture.masked_fill((p < limit) & (self.ratio[:, None] != 0), FORBIDDEN)
         self.length += 1
-        # With a large ratio, placeholders that both forbid would get enormous logits.
+        # Placeholders have huge negative logits in p and q, which a large ratio could turn positive.
         return mixture.index_fill(-1, self.forbidden, FORBIDDEN)
 
     def _logp(self, needed: Tensor, reader: LogitsReader | None, token: Tensor | None) -> Tensor | float:
-        """Log-probabilities (n, V) of rows that need them, 0 for others; the number 0 without a reader."""
+        """Return log-probabilities (n, V), 0 in rows that do not need them; the number 0 without a reader."""
         if reader is None:
             return 0.0
         logp = reader.read(token if token is None else token[needed]).log_softmax(-1)
@@ -191,10 +191,10 @@ class MixtureReader:
         return logp.new_zeros(len(needed), logp.shape[1]).index_put((needed,), logp)
 
     def keep(self, rows: Tensor) -> None:
-        """Continue with some rows."""
+        """Keep only the rows with these indices (k,)."""
         halves = []
         for needed, reader in self.halves:
-            # A reader numbers its own rows: those that need it, in order.
+            # A reader has only the rows that need it, so convert the indices.
             inside = (needed.cumsum(0) - 1)[rows][needed[rows]]
             if reader is not None and len(inside):
                 reader.keep(inside)
@@ -203,7 +203,7 @@ class MixtureReader:
 
 
 def mixed(p: Tensor | float, q: Tensor | float, ratio: Tensor, mix: Mix) -> Tensor:
-    """Mix log-probabilities (n, V) by ratios (n, 1); the result is not normalised."""
+    """Mix log-probabilities p and q (n, V) with ratios (n, 1); the result is not normalised."""
     if mix == "log":
         return (1 - ratio) * p + ratio * q  # the logarithm of p^(1 - h) q^h
     p, q = (torch.as_tensor(part, dtype=ratio.dtype, device=ratio.device) for part in (p, q))
@@ -211,7 +211,7 @@ def mixed(p: Tensor | float, q: Tensor | float, ratio: Tensor, mix: Mix) -> Tens
 
 
 def record_ratio(row: Trajectory, ratio: float, dial: str) -> Trajectory:
-    """Record the hallucination ratio of an answer; with a ratio other than 0 it is off-policy."""
+    """Record the hallucination ratio in an answer's row; mark the row off-policy if the ratio is not 0."""
     answer = row.outcomes[-1]
     answer = replace(
         answer,

@@ -23,14 +23,14 @@ from mmrl.vision.media.prompts import without_media
 
 
 def answer_half(engine: Engine, prompts: Sequence[Prompt]) -> tuple[Rollouts, dict[str, list[Trajectory]]]:
-    """Answer half of the entries of every prompt (rounded up).
+    """Sample answers for half of the entries of every prompt, rounded up.
 
-    Returns the rows, and by prompt id those that the other half is made from.
+    Returns their rows, and for every prompt id the rows from which the other half will be derived.
     """
     distinct = {prompt.uid: prompt for prompt in prompts}
     counts = Counter(prompt.uid for prompt in prompts)
     rows = engine.rollout([distinct[uid] for uid, count in counts.items() for _ in range(count - count // 2)])
-    # Of an odd number of answers, one stays without a copy.
+    # If the number of answers is odd, no answer is derived from the last one.
     return rows, {
         uid: [row for row in rows if row.prompt.uid == uid][: count // 2] for uid, count in counts.items()
     }
@@ -39,15 +39,15 @@ def answer_half(engine: Engine, prompts: Sequence[Prompt]) -> tuple[Rollouts, di
 @engine(sets_tags={"twin"})
 @dataclass(eq=False)
 class DropoutNtp:
-    """Derive answers that keep the first part of another answer and continue it without the image.
+    """Derive answers that copy the beginning of another answer and continue it without the image.
 
     Dropout-NTP of MPO, arXiv 2411.10442. The first half of the answers to a prompt is sampled as usual; each
-    answer of the second half begins as one of them. Derived answers record `contrast_alpha` 1 (others 0), are
-    off-policy, and have log-probability 0 for the copied tokens. The engine wraps `vision.generate`.
+    answer of the second half is derived from one of them. Derived answers record `contrast_alpha` 1 (others
+    0), are off-policy, and have log-probability 0 for the copied tokens. The engine wraps `vision.generate`.
 
     Args:
         engine: The wrapped engine.
-        share: Share of an answer's tokens that is copied, in [0, 1).
+        share: Fraction of an answer's tokens that is copied, in [0, 1).
     """
 
     engine: Generate
@@ -66,7 +66,7 @@ class DropoutNtp:
             encode = self.policy.prompt_encoder.encode
             device = self.policy.core.get_input_embeddings().weight.device
             reader = self.engine.reader([encode(without_media(row.prompt)) for row in rows])
-            # The i-th derived answer begins as the i-th answer.
+            # The i-th derived answer copies the beginning of the i-th sampled answer.
             answers = [cut[row.prompt.uid][row.index].steps.ids.to(device) for row in rows]
             # Rounded down, so that at least the last token is sampled.
             return ForcedPrefixReader(reader, [ids[: int(self.share * len(ids))] for ids in answers])
@@ -79,26 +79,26 @@ class DropoutNtp:
 
 
 class ForcedPrefixReader:
-    """Forces rows to start with given tokens, by probability 0 for every other token."""
+    """Reader that makes rows start with given tokens: it gives all other tokens probability 0."""
 
     def __init__(self, reader: LogitsReader, forced: Sequence[Tensor]) -> None:
         self.reader = reader
-        self.forced = pad_sequence(list(forced), batch_first=True, padding_value=-1)  # (n, T); -1 after them
+        self.forced = pad_sequence(list(forced), batch_first=True, padding_value=-1)  # (n, T)
         self.length = 0
-        self.logits = torch.empty(0)  # of the last token, before the mask
+        self.logits = torch.empty(0)  # logits of the latest step, before masking
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Read a token; mask the logits of all tokens but the next forced one."""
+        """Read a token of every row; return the next logits, masked except for the next forced token."""
         self.logits = logits = self.reader.read(token)
         if self.length < self.forced.shape[1]:
             wanted = self.forced[:, self.length, None]
-            # A logit of 0 among FORBIDDEN ones gives a log-probability of exactly 0.
+            # A logit of 0 among FORBIDDEN logits gives a log-probability of exactly 0.
             only = torch.full_like(logits, FORBIDDEN).scatter(1, wanted.clamp(min=0), 0.0)
             logits = torch.where(wanted >= 0, only, logits)
         self.length += 1
         return logits
 
     def keep(self, rows: Tensor) -> None:
-        """Continue with some rows."""
+        """Keep only the rows with these indices (k,)."""
         self.reader.keep(rows)
         self.forced = self.forced[rows]

@@ -51,19 +51,19 @@ class Generate:
 
     Args:
         policy: The policy.
-        max_completion_length: The most tokens of an answer.
+        max_completion_length: Maximal number of tokens in an answer.
         temperature: Divides the logits; 0: greedy decoding.
         top_p: Nucleus sampling: keeps the most likely tokens up to this total probability.
         top_k: Keeps the k most likely tokens; 0: all.
-        min_p: Keeps tokens of at least this share of the highest probability.
-        batch_size: Rows of a batch; 0: all.
+        min_p: Keeps tokens with at least this fraction of the highest probability.
+        batch_size: Number of answers sampled together; 0: all.
         stop_strings: Strings that end an answer and stay in it.
-        confidence_top_k: Record "confidence" of every answer, as a weight of votes (SCOPE, arXiv 2512.15146):
-            minus the mean log-probability of the k most likely tokens, averaged over the tokens between blank
-            lines, then over these parts. 0: not recorded.
-        cache: The KV cache; it gets masks of visual tokens and of padding.
-        transform: Transforms of the engine's model, which shares the policy's weights; the policy is not
-            transformed.
+        confidence_top_k: Record the "confidence" of every answer, a weight for votes (SCOPE, arXiv
+            2512.15146): minus the mean log-probability of the k most likely tokens, averaged over the tokens
+            of each paragraph, then over paragraphs. 0: do not record it.
+        cache: Function that makes the KV cache from masks of visual tokens and of padding.
+        transform: Transforms of the engine's own model, which shares the weights of the policy; the policy
+            itself is not transformed.
     """
 
     policy: TokenPolicy
@@ -92,20 +92,20 @@ class Generate:
             self.rollout_policy = EngineModel(self.policy, self.transform)
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry, in order."""
+        """Sample an answer for every entry of `prompts`, in order."""
         return self.decode(prompts)
 
     def reader(self, prompts: Sequence[EncodedPrompt]) -> CachedReader:
-        """Make a reader with one row a prompt, and the engine's model and cache."""
+        """Make a reader with one row per prompt, using the engine's model and cache."""
         return CachedReader(self.rollout_policy, prompts, self.cache)
 
     def turns(self) -> Turns:
-        """Make the reader of a batch of conversations, with the engine's model and cache."""
+        """Make the reader of a batch of conversations, using the engine's model and cache."""
         return Turns(self.rollout_policy, self.cache)
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
-        """Generate with the policy's own model and the exact cache inside the block."""
+        """Inside the context, generate with the policy's own model and an exact cache."""
         before = self.rollout_policy, self.cache
         self.rollout_policy, self.cache = self.policy, None
         try:
@@ -114,12 +114,12 @@ class Generate:
             self.rollout_policy, self.cache = before
 
     def decode(self, prompts: Sequence[Prompt], begin: BeginReading | None = None) -> Rollouts:
-        """Answer every entry, in order. `begin` makes the reader of a batch; by default `reader` does."""
+        """Sample an answer for every entry, in order; `begin` makes the reader (default: `self.reader`)."""
         counters: dict[str, count[int]] = defaultdict(count)
         rows = []
         for prompt in prompts:
             index = next(counters[prompt.uid])
-            # One number a token and row, so that draws do not depend on the batch or on other rows.
+            # One random number per token and row, so that draws do not depend on the batch or other rows.
             generator = self.stream.generator(prompt.uid, index)
             uniform = torch.rand(self.max_completion_length, generator=generator)
             encoded = self.policy.prompt_encoder.encode(prompt)
@@ -128,7 +128,7 @@ class Generate:
 
     @torch.no_grad()
     def answer(self, rows: Sequence[GenerationRequest], begin: BeginReading | None = None) -> Rollouts:
-        """Answer requests, in order; the random numbers of a request limit its tokens."""
+        """Sample an answer for every request, in order, with at most one token per random number."""
         begin = begin or (lambda rows: self.reader([row.encoded for row in rows]))
         size = self.batch_size or len(rows) or 1
         finished: list[Trajectory] = []
@@ -140,7 +140,7 @@ class Generate:
 
     @torch.no_grad()
     def first_words(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
-        """Probability that an answer to each prompt begins with a word of each list.
+        """Compute, for every prompt and list, the probability that an answer begins with a listed word.
 
         Sampling options have no effect. Only words of a single token count. Raises `ConfigError` for a list
         without such a word, and for a token in two lists.
@@ -163,14 +163,14 @@ class Generate:
 
     @torch.no_grad()
     def grow(self, branches: Sequence[Branch], **options: Any) -> list[Grown | None]:
-        """Sample branches, with the options of `grow_with`; what they share is computed once."""
+        """Sample branches with the options of `grow_with`; compute their common prefixes once."""
         from mmrl.vision.decoding.branching import grow_with  # few runs need it
 
         return grow_with(self, branches, **options)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Prepare the model for decoding inside the block."""
+        """Prepare the model for decoding inside the context."""
         model, compute = self.rollout_policy.model, self.rollout_policy.compute
         autocast = torch.autocast(model.get_input_embeddings().weight.device.type, compute, compute in LOW)
         # In training mode, layers with gradient checkpointing refuse a KV cache.
@@ -190,10 +190,10 @@ class Generate:
         uniform = pad_sequence([row.uniform for row in rows]).to(device)  # (T, n)
         limits, ends = [len(row.uniform) for row in rows], torch.tensor(encoder.end, device=device)
         notes = SampledNotes(len(rows), len(uniform), device)
-        length = torch.tensor(limits, device=device)  # (n,) until a row ends earlier
+        length = torch.tensor(limits, device=device)  # (n,), smaller for rows that end earlier
         ended, stopped = (torch.zeros(len(rows), dtype=torch.bool, device=device) for _ in range(2))
         reader, token, stops = begin(rows), None, self.stops.rows(len(rows))
-        batch = torch.arange(len(rows), device=device)  # (b,) rows that the reader still has
+        batch = torch.arange(len(rows), device=device)  # (b,) indices of the reader's rows
         soonest, limit = min(limits, default=0), length.clone()
         awaited = any(row.on_stop for row in rows)
         for t in range(len(uniform)):
@@ -207,7 +207,7 @@ class Generate:
                 ends_now[alive] |= stops.append(batch[alive], token[alive])
             if t + 1 < soonest and not ends_now.any():
                 continue  # no row ends
-            # Rows that ended stay in the batch until `keep` pays off, because it copies the cache.
+            # Ended rows stay in the batch until `reader.keep` pays off, because it copies the cache.
             done = batch[ends_now & ~ended[batch]]
             length[done], stopped[done] = t + 1, True  # the end token is part of the answer
             if awaited and len(done):
@@ -252,30 +252,30 @@ class Generate:
         Args:
             prompt: The prompt.
             encoded: The encoded prompt.
-            notes: Notes (T,) by name, with the `token` ids.
+            notes: Values (T,) of every token, by name; `token` holds the ids.
             stopped: Whether an end token or a stop string ended the answer, instead of the limit.
             chosen: (T,) bool, False for tokens that were not sampled; None: all were sampled.
-            recorded: Numbers recorded with the outcome.
+            recorded: Scalars recorded with the outcome, by name.
         """
         ids = notes["token"]
         text, finish = self.policy.prompt_encoder.text(ids), "stop" if stopped else "length"
         outcome = Outcome(text=text, end=len(ids), tags={"finish": finish}, recorded=recorded)
-        # Greedy answers are trained on at temperature 1, and their `logp` is of temperature 1.
+        # Greedy answers are trained on at temperature 1, at which their `logp` was computed.
         temperature = self.temperature or 1.0
         notes = {**notes, "temperature": torch.full((len(ids),), temperature)}
         steps = TokenRow(encoded, ids, temperature, chosen)
         return Trajectory(prompt, prompt.uid, (outcome,), steps, len(ids), notes)
 
     def _confidence(self, logits: Tensor) -> Tensor:
-        """Minus the mean log-probability of the k most likely tokens: (n, V) to (n,) float32."""
+        """Return minus the mean log-probability of the k most likely tokens (n,), from logits (n, V)."""
         logp = (logits / (self.temperature or 1.0)).log_softmax(-1)
         return -logp.topk(min(self.confidence_top_k, logp.shape[-1])).values.float().mean(-1)
 
 
 class SampledNotes:
-    """Notes of every sampled token of a batch: columns (n, T) of ids and of float32 values.
+    """Values of every sampled token of a batch: columns (n, T) of ids and of float32 numbers.
 
-    Steps are buffered and written together, because a write costs as much as an operator of the model.
+    Steps are buffered and written together, because a write takes as long as an operator of the model.
     """
 
     def __init__(self, rows: int, longest: int, device: torch.device) -> None:
@@ -285,7 +285,7 @@ class SampledNotes:
         self.written = 0  # number of written steps
 
     def append(self, *values: Tensor) -> None:
-        """Add a step: tokens, log-probabilities, entropies and perhaps confidences, (b,) each."""
+        """Add a step: tokens, log-probabilities, entropies and optionally confidences, (b,) each."""
         self.steps.append(values)
 
     def write(self, batch: Tensor) -> None:
@@ -297,9 +297,9 @@ class SampledNotes:
 
 
 def mean_over_parts(words: Sequence[str], values: Sequence[float]) -> float:
-    """Average values of tokens within the parts between blank lines, then over the parts.
+    """Average the values of tokens within each paragraph, then over paragraphs.
 
-    `words` are the texts of the tokens. The token that completes a blank line belongs to the part before it.
+    `words` are the decoded tokens. The token that completes a blank line belongs to the paragraph before it.
     """
     ends = list(accumulate(map(len, words)))
     blanks = [match.end() for match in re.finditer(r"\n[^\S\n]*\n\s*", "".join(words))]

@@ -1,4 +1,4 @@
-"""An engine that samples from vLLM servers, in another environment or on other machines."""
+"""Engine that samples from vLLM servers, which run in another environment or on other machines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MODEL = "policy"  # name of the model on the servers
 
 @dataclass(frozen=True)
 class Group:
-    """A pending request: a prompt, the places of its entries, and the future of its answers."""
+    """A pending request: a prompt, its indices in the list of prompts, and the future of its answers."""
 
     prompt: Prompt
     encoded: EncodedPrompt
@@ -56,7 +56,7 @@ class ServedPolicy(TokenPolicy, Protocol):
     """A token policy whose weights are sent to servers."""
 
     module: nn.Module
-    adapter: Any  # of LoRA; None if the model is trained
+    adapter: Any  # LoRA adapter; None if the model itself is trained
 
 
 @engine(sets_tags={"finish"})
@@ -65,23 +65,23 @@ class Vllm:
     """Sample answers from vLLM servers, which get the weights of the policy after each update.
 
     `mmrl serve-command` prints the command that starts a server, in an environment of its own (vLLM 0.32).
-    Requests have token ids and image tensors, so that template and preprocessing cannot differ. Requests to a
-    server that dies go to another one with the same seed; a server that returns gets the weights first. The
-    log-probabilities of answers to every kind of media are compared with the policy at the start, after 1, 2,
-    4, ... updates of the weights, and when a server joins: a difference beyond rounding ends the run. There
-    are no notes of entropies and no stop strings.
+    Requests contain token ids and image tensors, so that template and preprocessing cannot differ. If a
+    server dies, its requests go to another server with the same seed. A server that returns gets the weights
+    first. For every kind of media, log-probabilities of answers are compared with the policy's at the start,
+    after 1, 2, 4, ... weight updates, and when a server joins; a difference beyond rounding ends the run.
+    The engine records no entropies and supports no stop strings.
 
     Args:
         policy: The policy: Qwen2-VL, Qwen2.5-VL, Qwen3-VL (without videos), LLaVA, or a language model.
         servers: Addresses of the servers, such as http://localhost:8000.
-        max_completion_length: The most tokens of an answer.
+        max_completion_length: Maximal number of tokens in an answer.
         temperature: Divides the logits; 0: greedy decoding.
         top_p: Nucleus sampling: keeps the most likely tokens up to this total probability.
         top_k: Keeps the k most likely tokens; 0: all.
-        min_p: Keeps tokens of at least this share of the highest probability.
-        parallel: Concurrent requests; each has one prompt.
+        min_p: Keeps tokens with at least this fraction of the highest probability.
+        parallel: Number of concurrent requests; each has one prompt.
         request_timeout: Seconds until the answers to a prompt must have arrived.
-        timeout: Seconds to wait for a server while none is alive.
+        timeout: Seconds to wait for a server while no server is alive.
         weights_folder: Folder for weights, which learner and servers can read; empty: a folder of this user
             on this machine.
     """
@@ -101,7 +101,7 @@ class Vllm:
     timeout: PositiveFloat = 300.0
     weights_folder: str = ""
     notes: ClassVar[frozenset[str]] = frozenset({"logp", "token", "temperature"})
-    answers_elsewhere: ClassVar[bool] = True  # other engines cannot decode token by token with it
+    answers_elsewhere: ClassVar[bool] = True  # so other engines cannot decode token by token
 
     def __post_init__(self) -> None:
         if not self.servers or len({*self.servers}) < len(self.servers):
@@ -117,12 +117,12 @@ class Vllm:
         limits = {"request_timeout": self.request_timeout, "timeout": self.timeout}
         self.asking = Servers(self.servers, self.folder, parallel=self.parallel, **limits)
         self.begun: tuple[list[Prompt], list[Group], str] | None = None
-        self.compared: set[tuple] = set()  # comparisons that were made: kind of media and moment
+        self.compared: set[tuple] = set()  # finished comparisons: kind of media, updates, joins
         self.to_compare: list[tuple[str, str, Rollouts]] = []  # pending: kind of media, server, answers
-        self.stand_in: Rollouts = ()  # an answer, for a forward pass that only other processes need
+        self.stand_in: Rollouts = ()  # dummy rows, for forward passes that only other processes need
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry, in order."""
+        """Sample an answer for every entry of `prompts`, in order."""
         if self.begun is None or [*map(id, self.begun[0])] != [*map(id, prompts)]:
             self.ask(prompts)
         assert self.begun is not None  # `ask` set it
@@ -131,11 +131,11 @@ class Vllm:
         with self.asking.collecting():
             for group in groups:
                 rows |= zip(group.places, self._rows(group), strict=True)
-            self._compare(groups, version)  # with servers that joined in between
+            self._compare(groups, version)  # for servers that joined since `ask`
         return tuple(rows[place] for place in range(len(prompts)))
 
     def to_send(self) -> Iterable[torch.Tensor]:
-        """Parameters of the adapter, or of the whole model."""
+        """Return the parameters that servers need: of the adapter, or of the whole model."""
         return self.writer.tensors().values()
 
     def send(self) -> None:
@@ -145,7 +145,7 @@ class Vllm:
             self.writer()
 
     def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
-        """Compare pending answers with a sharded policy, with the same forward passes on every process."""
+        """Compare pending answers with a sharded policy; with `even`, processes run equally many passes."""
         due, self.to_compare = self.to_compare, []
         for (kind, url, rows), counts, _ in even(due, ("", "", self.stand_in)):
             if counts:
@@ -154,7 +154,7 @@ class Vllm:
                 gap(self.policy, rows)
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
-        """Send requests for the current weights, step and round; `rollout` collects the answers."""
+        """Request answers to `prompts` from the current weights; `rollout` collects the answers."""
         check_media(self.policy.prompt_encoder.core.config, prompts)
         self._check_adapter(prompts)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -164,22 +164,22 @@ class Vllm:
         version = self.asking.bring(self.writer).version
         with self.asking.collecting():
             groups = [self._begin(prompts[where[0]], where, version) for where in places.values()]
-            self._compare(groups, version)  # now, since the policy may have learned when they are collected
+            self._compare(groups, version)  # now, because the policy may be updated before `rollout`
         self.begun = list(prompts), groups, version
 
     def pop_metrics(self) -> Mapping[str, float]:
-        """Number of living servers, repeated requests, and seconds of work."""
+        """Return metrics since the last call: living servers, repeated requests, seconds of work."""
         return self.asking.take()
 
     @staticmethod
     def serve_commands(policy: Piece, options: Mapping[str, Any], *, cpu: bool = False) -> list[str]:
-        """Command lines that start the servers."""
+        """Return the command lines that start the servers."""
         return command_lines(policy, options, MODEL, cpu=cpu)
 
     def _check_adapter(self, prompts: Sequence[Prompt]) -> None:
-        """Raise for images and videos in one round with an adapter of the vision tower.
+        """Raise ValueError if prompts have images and videos, and the vision tower has an adapter.
 
-        vLLM 0.32 crashes: it encodes both in one step, with the adapter's inputs arranged for one batch.
+        vLLM 0.32 would crash: it encodes both kinds in one step, but arranges adapter inputs for one batch.
         """
         if self.policy.adapter is None or self.recipe.policy.options.get("freeze_vision_tower", True):
             return
@@ -214,8 +214,8 @@ class Vllm:
         return [self._row(group, answers[number % len(answers)]) for number in range(len(group.places))]
 
     def _row(self, group: Group, answer: Answer) -> Trajectory:
-        """Make the row of an answer."""
-        ids, temperature = answer.ids, self.temperature or 1.0  # greedy: as `vision.generate` notes it
+        """Convert an answer of a server to a row."""
+        ids, temperature = answer.ids, self.temperature or 1.0  # greedy: as in `vision.generate`
         finish = "stop" if answer.stopped else "length"
         outcome = Outcome(text=self.policy.prompt_encoder.text(ids), end=len(ids), tags={"finish": finish})
         notes = {"logp": answer.logp, "token": ids, "temperature": torch.full((len(ids),), temperature)}
@@ -223,18 +223,18 @@ class Vllm:
         return Trajectory(group.prompt, group.prompt.uid, (outcome,), steps, len(ids), notes)
 
     def _compare(self, groups: Sequence[Group], version: str) -> None:
-        """Compare the answers of every server to every kind of media with the policy, if due.
+        """Compare answers of every server to every kind of media with the policy, if that is due.
 
-        Comparisons are due at the start, after 1, 2, 4, ... updates of the weights, and after a server joins.
-        A new adapter is 0, and an update small, so an adapter that a server ignores shows only later.
+        A comparison is due at the start, after 1, 2, 4, ... weight updates, and after a server joins. A new
+        adapter is 0 and updates are small, so only later comparisons show that a server ignores the adapter.
         """
         end = torch.tensor(self.policy.prompt_encoder.end[:1])
         self.stand_in = (self._row(groups[0], Answer(end, torch.zeros(1), True)),)
         moment = self.writer.updates.bit_length(), tuple(server.joins for server in self.asking.servers)
         due = {(media_of(group.encoded), *moment) for group in groups} - self.compared
-        if not due or self.writer.version() != version:  # answers of older weights
+        if not due or self.writer.version() != version:  # the answers are from older weights
             return
-        seen: set[tuple[str, Source]] = set()  # one group a kind of media and server
+        seen: set[tuple[str, Source]] = set()  # one group per kind of media and server
         for group in groups:
             kind, (answers, source) = media_of(group.encoded), group.answers.result()
             if (kind, source) not in seen:
@@ -248,7 +248,7 @@ class Vllm:
             self.compare(lambda due, stand_in: ((one, True, False) for one in due))
 
     def _undistorted(self, group: Group) -> tuple[list[Answer], Source]:
-        """Request the first tokens of one answer without truncated sampling."""
+        """Request the first tokens of one answer anew, without truncated sampling."""
         settings = {**group.request["sampling_params"], "top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1}
         settings["max_tokens"] = min(16, self.max_completion_length)
         request = {**group.request, "sampling_params": settings}

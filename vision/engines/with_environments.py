@@ -1,4 +1,4 @@
-"""An engine for conversations with environments in TRL's form: one stateful object a rollout."""
+"""Engine for conversations with environments in TRL's format: one stateful object per rollout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mmrl.vision.tools.replies import Answer, Limits, ToolFault, content_of
 class Played(Conversation):
     """A conversation with an environment.
 
-    `reward` is the result of `get_reward`, None without one, and NaN where the call failed.
+    `reward` is the result of `get_reward`, which may be None; NaN without a successful call.
     """
 
     episode: Episode = field(kw_only=True)
@@ -35,33 +35,33 @@ class Played(Conversation):
 @engine
 @dataclass(eq=False)
 class WithEnvironments(WithTools):
-    """Let the policy act in environments in TRL's form, whose public methods are its tools.
+    """Let the policy act in environments in TRL's format, whose public methods are the tools.
 
-    Every rollout has an object of its own. `reset(**columns)` gets the columns of the row, and its result is
-    appended to the prompt. All public methods but `reset` and `get_reward` are tools, and may change the
-    object. The result of `get_reward()`, if the class has it, is recorded under the name of the environment,
-    for the reward `precomputed`. Calls of one conversation run in order, calls of different conversations
-    concurrently, also while others still generate. Rewards in TRL's form get the objects as `environments`;
-    an object whose call timed out is false there, and reading its attributes is an error. Everything else is
-    as in `vision.with_tools`.
+    Every rollout has its own environment object. `reset(**columns)` gets the columns of the row, and its
+    result is appended to the prompt. All public methods but `reset` and `get_reward` are tools, and may
+    change the object. The result of `get_reward()`, if the class has this method, is recorded under the name
+    of the environment, for the reward `precomputed`. Calls of one conversation run in order. Calls of
+    different conversations run concurrently, also while other conversations still generate. Rewards in TRL's
+    format get the objects as `environments`. There, an object whose call timed out is false, and reading its
+    attributes is an error. Everything else is as in `vision.with_tools`.
 
     Args:
         environment: Classes, or functions that make an object; each may have `label` (its name), `timeout`
-            (seconds of each method), `retries` of `reset`, and `on_error` as tools have it. With several
-            environments, the column `environment` of a row names the one to use.
+            (seconds for each method), `retries` (of `reset`), and `on_error` as in `tool`. With several
+            environments, the column `environment` of a row names the environment to use.
         tool: Further functions that the model may call, in every environment.
-        seed_rollouts: Seed `reset` differently for every rollout; otherwise all rollouts of a prompt get one
+        seed_rollouts: Seed `reset` differently for every rollout. Otherwise all rollouts of a prompt get one
             seed, so that a group is compared on the same task.
-        max_turns: The most turns of the policy; calls in the last turn are not run.
-        max_completion_length: The most tokens that the policy samples in a conversation.
-        max_images: The most images and videos that tools show in a conversation.
-        only_n_most_recent_images: Images and videos of calls that stay in the prompt; 0: all. Media from
-            `reset` belong to the prompt, and stay.
-        max_context: The most tokens of a conversation, read and sampled; 0: the positions of the model.
-        max_reply_chars: The most characters of the texts that a tool returns at once; the rest is cut off.
-        max_image_pixels: The most pixels of an image, or of all frames of a video, that a tool returns; more
-            are an error of the tool.
-        turn_outcomes: Make an outcome of every turn, which rewards score, instead of the last turn alone.
+        max_turns: Maximal number of policy turns; calls in the last turn are not run.
+        max_completion_length: Maximal number of tokens that the policy samples in a conversation.
+        max_images: Maximal number of images and videos from tools in a conversation.
+        only_n_most_recent_images: How many of the latest images and videos from tools stay in the prompt; 0:
+            all. Media from `reset` belong to the prompt and always stay.
+        max_context: Maximal tokens of a conversation, read and sampled; 0: the model's number of positions.
+        max_reply_chars: Maximal characters of the texts that a tool returns at once; the rest is cut off.
+        max_image_pixels: Maximal pixels of an image, or of all frames of a video, that a tool returns; a
+            larger one counts as an error of the tool.
+        turn_outcomes: Make an outcome of every turn, so that rewards score all turns instead of the last.
     """
 
     _: KW_ONLY
@@ -81,19 +81,19 @@ class WithEnvironments(WithTools):
         schemas = [*self.schemas, *(tool.schema for kind in self.kinds.values() for tool in kind.tools)]
         self.read_calls = parser_of(self.policy.prompt_encoder, tuple(schemas), self.parse)
 
-    def begin(self, asked: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
-        """Make and reset an environment for every conversation; extend its prompt by the observation."""
+    def begin(self, entries: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
+        """Make and reset an environment for every conversation; append the observation to its prompt."""
         serial = Owner()
-        shown: dict[tuple, Part] = {}  # by content: equal images become one object, encoded once
+        shown: dict[tuple, Part] = {}  # by content, so that equal images become one object, encoded once
         episodes, calls = [], []
-        for prompt, index in asked:
+        for prompt, index in entries:
             key = (prompt.uid, index) if self.seed_rollouts else (prompt.uid,)
             seed = int(torch.randint(1 << 31, (1,), generator=self.stream.generator("environment", *key)))
             kind, columns = choose(self.kinds, prompt)
             episodes.append(Episode(kind=kind, seed=seed))
             calls.append(episodes[-1].begin(columns, images_of(prompt), serial))
         talks = []
-        for (prompt, index), episode, answer in zip(asked, episodes, self._run(calls), strict=True):
+        for (prompt, index), episode, answer in zip(entries, episodes, self._run(calls), strict=True):
             if answer.fault:
                 raise _broken(episode, "reset", prompt, answer)
             given = observed(prompt, [shown.setdefault(content_of(part), part) for part in answer.parts])
@@ -104,9 +104,9 @@ class WithEnvironments(WithTools):
         return talks
 
     def end(self, talks: Sequence[Played]) -> Rollouts:
-        """Call `get_reward` of the environments, and make the rows."""
-        asked = [talk for talk in talks if talk.episode.kind.scores and not talk.episode.lost]
-        for talk, answer in zip(asked, self._run([talk.episode.ask() for talk in asked]), strict=True):
+        """Call `get_reward` of the environments, and make the rows of the conversations."""
+        scored = [talk for talk in talks if talk.episode.kind.scores and not talk.episode.lost]
+        for talk, answer in zip(scored, self._run([talk.episode.ask() for talk in scored]), strict=True):
             if not answer.fault:
                 talk.reward = answer.value
             elif talk.episode.kind.on_error != "skip":
@@ -118,7 +118,7 @@ class WithEnvironments(WithTools):
         return run_calls([(call, []) for call in calls], limits)
 
     def _continue(self, talk: Played, replies: Replies) -> None:
-        """Append the replies, or end a conversation with an environment whose call timed out."""
+        """Append the replies to a conversation, or end it if a call of its environment timed out."""
         if talk.episode.lost and talk.episode.kind.on_error != "raise":
             self.counts["errors"] += 1
             talk.finish = "tool_error"
@@ -137,7 +137,7 @@ class WithEnvironments(WithTools):
 
 
 def _broken(episode: Episode, method: str, prompt: Prompt, answer: Answer) -> ToolFault:
-    """Make the error of a failed `reset` or `get_reward`."""
+    """Make the `ToolFault` for a failed `reset` or `get_reward`."""
     where = f"`{method}` of the environment '{episode.kind.name}' failed for prompt '{prompt.uid}'"
     fault = ToolFault(f"{where}: {answer.fault}")
     fault.__cause__ = answer.cause

@@ -1,4 +1,4 @@
-"""An engine that completes prefixes of answers several times, for credit of parts of an answer."""
+"""Engine that completes prefixes of answers several times, for credit assignment within an answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmrl.vision.engines.generate import Generate
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A branch from the answer of a row, after `end` of its tokens."""
+    """A branch of a row's answer, which begins after the first `end` tokens of the answer."""
 
     row: int
     end: int
@@ -33,34 +33,34 @@ class Probe:
 @engine(sets_tags={BARE})
 @dataclass(eq=False)
 class WithPrefixRollouts:
-    """Add outcomes of an answer's prefixes, each completed several times, for credit of its parts.
+    """Complete prefixes of every answer several times, for credit assignment within the answer.
 
-    Rewards score the text of such an outcome, prefix and completion. Its `end` is the number of tokens of the
-    prefix: `mean_by_end` averages the rewards of one prefix (SPO, arXiv 2505.23564). Shared prompts and
-    prefixes are computed once. The wrapped engine, `vision.generate`, makes answers, and all of evaluations.
+    Every completion becomes an outcome of the answer. The text of this outcome, for rewards, is prefix and
+    completion; its `end` is the number of prefix tokens. `mean_by_end` averages the rewards of one prefix
+    (SPO, arXiv 2505.23564). Common prefixes are computed once. The wrapped engine `vision.generate` samples
+    the answers. Evaluations complete no prefixes.
 
     Args:
         engine: The wrapped engine.
         num_probes: Completions of each prefix; 0: none, for `score_target` alone.
-        cut: Prefixes end before tokens that were sampled with a probability below `threshold`
-            (`low_probability`), after tokens that complete a `separator`, or after any token (`token`).
-        interval: Number of such places from one cut to the next; `low_probability` cuts at the first.
+        cut: Where prefixes may end. `low_probability`: before tokens that were sampled with a probability
+            below `threshold`. `separator`: after tokens that complete a separator. `token`: after any token.
+        interval: Use every `interval`-th of these positions; `low_probability` begins with the first.
         threshold: Probability for `low_probability`.
         separator: Text that ends a step, such as a full stop and an empty line.
-        at_start: Complete the bare prompt too.
+        at_start: Complete the empty prefix (the prompt alone) too.
         share: Probability that the prefixes of an answer are completed. Prefixes of other answers become
             outcomes without a completion and without a reward, with the tag `bare`, for which a verifier
             predicts values (`verifier_values`).
         opener: Text between prefix and completion, such as "The answer is".
-        max_probe_length: The most tokens of a completion; 0: prefix and completion together have as many as
+        max_probe_length: Maximal tokens of a completion; 0: prefix and completion together are limited like
             an answer.
-        probe_temperature: Temperature of completions; None: that of the answers.
-        score_target: Record on every outcome of a prefix the probability of the right answer after the
-            opener: the geometric mean over its tokens (`answer_likelihood`, IGPO, arXiv 2510.14967) and the
-            arithmetic mean (`answer_probability`, SPAE, arXiv 2601.03823). The right answer is the (first)
-            target if it is a text, else the first recorded answer. Completions record their `confidence`:
-            exp(- mean entropy).
-        batch_size: The most rows of a batch; 0: as the wrapped engine.
+        probe_temperature: Temperature of completions; None: the temperature of the answers.
+        score_target: Record with these outcomes the probability of the right answer after the opener: the
+            geometric mean over its tokens (`answer_likelihood`, IGPO, arXiv 2510.14967) and the arithmetic
+            mean (`answer_probability`, SPAE, arXiv 2601.03823). The right answer is the (first) target if it
+            is a text, else the first recorded answer. Completions record a `confidence`: exp(-mean entropy).
+        batch_size: Maximal number of rows in a batch; 0: as in the wrapped engine.
         policy: Another model that completes prefixes, such as PAV's prover (arXiv 2410.08146):
             `{name: vision.tokens, model: ..., frozen: true}`. It must have the policy's tokens, and is not
             trained. None: the policy.
@@ -81,7 +81,7 @@ class WithPrefixRollouts:
     probe_temperature: NonNegativeFloat | None = None
     score_target: bool = False
     batch_size: NonNegativeInt = 0
-    policy: Any = None  # a function that makes a policy; replaced by the policy of the wrapped engine
+    policy: Any = None  # function that makes the other model's policy; then the wrapped engine's policy
     notes: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -96,14 +96,14 @@ class WithPrefixRollouts:
             raise ValueError("`vision.with_prefix_rollouts` cuts at a `separator`, which is empty")
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Run the wrapped engine, and add the outcomes of prefixes."""
+        """Sample answers with the wrapped engine, and add the outcomes of their prefixes in training."""
         if self.stream.purpose != "train":
             return self.engine.rollout(prompts)
         distinct = {prompt.uid: prompt for prompt in prompts} if self.score_target else {}
         targets = {uid: self._target(prompt) for uid, prompt in distinct.items()}
         rows = self.engine.rollout(prompts)
         probes: list[Probe] = []
-        counts: Counter[str] = Counter()  # rows of each prompt so far
+        counts: Counter[str] = Counter()  # number of rows of each prompt so far
         outcomes: list[list[Outcome]] = [[] for _ in rows]
         for number, row in enumerate(rows):
             uid = row.prompt.uid
@@ -115,9 +115,9 @@ class WithPrefixRollouts:
                     outcomes[number] = [self._bare(row, end) for end in ends]
             counts[uid] += 1
         branches = [probe.branch for probe in probes]
-        made = self.completing.grow(branches, temperature=self.probe_temperature, batch_size=self.batch_size)
+        options = {"temperature": self.probe_temperature, "batch_size": self.batch_size}
         completed: list[list[tuple[Probe, Grown]]] = [[] for _ in rows]
-        for probe, grown in zip(probes, made, strict=True):
+        for probe, grown in zip(probes, self.completing.grow(branches, **options), strict=True):
             if grown is not None:  # never None, because a prefix has no end token
                 completed[probe.row].append((probe, grown))
         for number, pairs in enumerate(completed):
@@ -128,8 +128,8 @@ class WithPrefixRollouts:
 
     def _chosen(self, key: tuple[str, int]) -> bool:
         """Draw whether to complete the prefixes of an answer."""
-        drawn = torch.rand((), generator=self.stream.generator("share", *key))
-        return float(drawn) < self.share  # below 1
+        number = torch.rand((), generator=self.stream.generator("share", *key))
+        return float(number) < self.share  # `number` is below 1
 
     def _bare(self, row: Trajectory, end: int) -> Outcome:
         """Make the outcome of a prefix without a completion."""
@@ -138,17 +138,17 @@ class WithPrefixRollouts:
         return Outcome(text=text, end=end, tags={BARE: "yes"}, tokens=tokens)
 
     def _prover(self, model: Any) -> Generate:
-        """Make the engine of another model, with the settings of the wrapped one."""
+        """Make an engine that completes with another model and the settings of the wrapped engine."""
         model.check_steps_of(self.engine.policy)
         device = self.engine.policy.core.get_input_embeddings().weight.device
         model.module.requires_grad_(False).to(device)
         return replace(self.engine, policy=model, transform=(), cache=None)
 
     def cuts(self, row: Trajectory) -> list[int]:
-        """Lengths of the prefixes of an answer in tokens, in rising order."""
+        """Return the lengths of an answer's prefixes in tokens, in rising order."""
         ids = row.steps.ids
         if self.cut == "low_probability":
-            # SPO: an unlikely token begins the next part.
+            # SPO: an unlikely token begins the next segment.
             cuts = (row.notes["logp"].exp() < self.threshold).nonzero()[:: self.interval, 0].tolist()
         else:
             each = self._after_separators(ids) if self.cut == "separator" else list(range(1, len(ids)))
@@ -156,8 +156,8 @@ class WithPrefixRollouts:
         return [0] * (self.at_start and cuts[:1] != [0]) + [end for end in cuts if end < len(ids)]
 
     def _after_separators(self, ids: Tensor) -> list[int]:
-        """Numbers of tokens after which one more separator is complete."""
-        window = len(self.separator.encode()) + 4  # a separator has at most one token a byte
+        """Return the prefix lengths in tokens at which one more separator is complete."""
+        window = len(self.separator.encode()) + 4  # a separator has at most one token per byte
         ends, text, separator = [], self.policy.prompt_encoder.text, self.separator
         for end in range(1, len(ids) + 1):
             seen = ids[max(0, end - window) : end]
@@ -174,7 +174,7 @@ class WithPrefixRollouts:
         target: Tensor | None,
         first: int,
     ) -> list[Probe]:
-        """Make the branches of an answer; `key` seeds draws, and the answer itself is branch `first`."""
+        """Make the branches of an answer; `key` seeds draws, `first` is the index of the answer's branch."""
         prompt, opener, nothing = row.steps.prompt, self._tokenized(self.opener), torch.zeros(0)
         # The answer is read up to the last cut, without sampling.
         probes = [Probe(number, ends[-1], "answer", Branch(prompt, nothing, row.steps.ids[: ends[-1]]))]
@@ -191,7 +191,7 @@ class WithPrefixRollouts:
         return probes
 
     def _outcomes(self, pairs: Sequence[tuple[Probe, Grown]]) -> list[Outcome]:
-        """Make the outcomes of the prefixes of one answer from its branches."""
+        """Make the outcomes of an answer's prefixes from its finished branches."""
         opener, text = len(self._tokenized(self.opener)), self.policy.prompt_encoder.text
         recorded = {
             probe.end: {
@@ -221,7 +221,7 @@ class WithPrefixRollouts:
         return self.policy.prompt_encoder.answer(text)[:-1] if text else NO_TOKENS
 
     def _target(self, prompt: Prompt) -> Tensor:
-        """Tokenize the right answer of a prompt. Raises `ValueError` without a text."""
+        """Tokenize the right answer to a prompt; raise `ValueError` if no right answer is a text."""
         match prompt.target, prompt.answers:
             case (str(text), _) | ((str(text), *_), _) | (_, (Outcome(text=str(text)), *_)) if text:
                 return self._tokenized(text)

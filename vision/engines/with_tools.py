@@ -1,4 +1,4 @@
-"""An engine for conversations with tools: policy turns, tool calls, and replies of text or images."""
+"""Engine for conversations with tools: policy turns, tool calls, and replies of text or images."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ UNREADABLE = (Part("Error: the reply of the tool cannot be shown"),)
 class WithTools:
     """Let the policy call tools in a conversation, and read their replies before its next turn.
 
-    It wraps `vision.generate`, whose `max_completion_length` limits one turn. A rollout is one row. Its steps
-    are the sampled tokens; tool replies between them are not trained on. Its answer is the last turn, with
-    the tags `turn` (number of that turn, from 0) and `finish`: `stop`, `length`, `turns`, `images`, `context`
-    or `tool_error`. The columns `conversation` and `finish` of completions show the whole conversation and
-    why it ended. A malformed call is answered by an error in one line. The calls of a turn start as soon as
-    the turn ends, while other conversations of the batch still generate. `replay` stores none of these rows.
+    The engine wraps `vision.generate`, whose `max_completion_length` limits one turn. A rollout is one row.
+    Its steps are the sampled tokens; the tool replies between them are not trained on. Its answer is the last
+    turn, with the tags `turn` (index of the turn) and `finish`: `stop`, `length`, `turns`, `images`,
+    `context` or `tool_error`. The columns `conversation` and `finish` of completions show the whole
+    conversation and why it ended. The reply to a malformed call is an error in one line. The calls of a turn
+    start as soon as the turn ends, while other conversations still generate. `replay` skips these rows.
 
-    With `only_n_most_recent_images` a conversation begins a new row wherever older images leave its prompt.
-    Its rows have the tag `episode` and count as one answer in rewards and statistics. Last rows come first,
-    in the order of the prompts, then all earlier rows. No token is trained on twice.
+    With `only_n_most_recent_images`, a conversation begins a new row whenever older images leave its prompt.
+    Its rows have the tag `episode` and count as one answer in rewards and statistics. The last rows of all
+    conversations come first, in the order of prompts, then all earlier rows. No token is trained on twice.
 
     Args:
         tool: Functions that the model may call; each may have `label` (its name), `timeout` (seconds),
             `retries`, and `on_error`: `tell` the model in one line (the default), `skip` the rest of the
             conversation, or `raise`.
-        max_turns: The most turns of the policy; calls in the last turn are not run.
-        max_completion_length: The most tokens that the policy samples in a conversation.
-        max_images: The most images and videos that tools show in a conversation.
-        only_n_most_recent_images: Images and videos of tools that stay in the prompt, for long conversations
-            about screenshots. A text replaces older ones; tools can still be called with them. Media of the
-            prompt itself stay. 0: all.
-        max_context: The most tokens of a conversation, read and sampled; 0: the positions of the model.
-        max_reply_chars: The most characters of the texts that a tool returns at once; the rest is cut off.
-        max_image_pixels: The most pixels of an image, or of all frames of a video, that a tool returns; more
-            are an error of the tool.
-        turn_outcomes: Make an outcome of every turn, which rewards score, instead of the last turn alone. The
+        max_turns: Maximal number of policy turns; calls in the last turn are not run.
+        max_completion_length: Maximal number of tokens that the policy samples in a conversation.
+        max_images: Maximal number of images and videos from tools in a conversation.
+        only_n_most_recent_images: How many of the latest images and videos from tools stay in the prompt, for
+            long conversations about screenshots; 0: all. A text replaces older images, but tools can still be
+            called with them. Media of the prompt itself always stay.
+        max_context: Maximal tokens of a conversation, read and sampled; 0: the model's number of positions.
+        max_reply_chars: Maximal characters of the texts that a tool returns at once; the rest is cut off.
+        max_image_pixels: Maximal pixels of an image, or of all frames of a video, that a tool returns; a
+            larger one counts as an error of the tool.
+        turn_outcomes: Make an outcome of every turn, so that rewards score all turns instead of the last. The
             tag `state` names the prompt and the latest replies, for `gigpo` and similar advantages.
     """
 
@@ -81,7 +81,7 @@ class WithTools:
     max_image_pixels: PositiveInt = 1 << 24
     turn_outcomes: bool = False
     notes: ClassVar[frozenset[str]] = frozenset()
-    needs_tool: ClassVar[bool] = True  # False in engines whose conversations bring tools of their own
+    needs_tool: ClassVar[bool] = True  # False in engines whose conversations have their own tools
     parse: ClassVar[Callable[[str], list[Call | CallError]]] = staticmethod(parse_calls)  # parser of calls
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class WithTools:
         self.counts: Counter[str] = Counter()
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Run a conversation for every entry, in the batches of the engine."""
+        """Run a conversation for every entry of `prompts`, in batches of the wrapped engine's size."""
         counters: dict[str, count[int]] = defaultdict(count)
         talks = self.begin([(prompt, next(counters[prompt.uid])) for prompt in prompts])
         size = self.engine.batch_size or len(talks) or 1
@@ -110,20 +110,20 @@ class WithTools:
         self.counts.update(conversations=len(talks), turns=sum(len(talk.turns) for talk in talks))
         return self.end(talks)
 
-    def begin(self, asked: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
-        """Begin a conversation for every pair of a prompt and an answer number."""
+    def begin(self, entries: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
+        """Begin a conversation for every entry, a pair of a prompt and an answer index."""
         return [
             Conversation(prompt, index, self._encode(prompt, self.schemas), images_of(prompt), self.tools)
-            for prompt, index in asked
+            for prompt, index in entries
         ]
 
     def end(self, talks: Sequence[Conversation]) -> Rollouts:
-        """Make the rows of finished conversations: first the last row of each, in order."""
+        """Make the rows of finished conversations: the last row of each, in order, then earlier rows."""
         rows = [[self._row(part) for part in talk.rows(self.only_n_most_recent_images)] for talk in talks]
         return (*(parts[-1] for parts in rows), *(row for parts in rows for row in parts[:-1]))
 
     def pop_metrics(self) -> Mapping[str, float]:
-        """Mean turns, calls and failed calls of a conversation since the last report."""
+        """Return the mean turns, calls and failed calls per conversation since the last call."""
         number, counts = max(1, self.counts["conversations"]), self.counts
         self.counts = Counter()
         return {
@@ -133,7 +133,7 @@ class WithTools:
         }
 
     def _encode(self, prompt: Prompt, schemas: Tools) -> EncodedPrompt:
-        """Encode a prompt with tools; raises PromptError if it fills the context."""
+        """Encode a prompt with its tools; raise PromptError if it fills the context."""
         read = encode_with_tools(self.policy.prompt_encoder, prompt, schemas)
         if len(read.ids) >= self.context:
             raise PromptError(
@@ -144,7 +144,7 @@ class WithTools:
         return read
 
     def _converse(self, live: Sequence[Conversation]) -> None:
-        """Run conversations to their ends; each turn samples all unfinished ones in one batch."""
+        """Run conversations to the end; each turn samples all unfinished conversations in one batch."""
         begin = self.engine.turns().begin  # keeps the KV cache of earlier turns
         for turn in range(self.max_turns):
             self._choose(live, turn, begin)
@@ -154,7 +154,7 @@ class WithTools:
                 break
 
     def _choose(self, talks: Sequence[Conversation], turn: int, begin: BeginReading) -> None:
-        """Sample a turn of every conversation; end those without a call."""
+        """Sample one turn of every conversation; end conversations that make no call."""
         requests = []
         for talk in talks:
             # The first turn draws as `vision.generate` does. Draws do not depend on the order of completion.
@@ -179,7 +179,7 @@ class WithTools:
             talk.collect = self._begin_calls(talk, self.policy.prompt_encoder.text(ids))
 
     def _reply(self, talks: Sequence[Conversation], last: bool) -> None:
-        """Run the calls of all conversations concurrently and append the replies; end after the `last`."""
+        """Run all calls concurrently and append the replies; after the `last` turn, end instead."""
         if last:
             for talk in talks:
                 talk.finish = "turns"
@@ -230,7 +230,7 @@ class WithTools:
             talk.go_on(reads, observed)
 
     def _shows_fault(self, talk: Conversation, tool: Tool, answer: Answer) -> bool:
-        """Whether the model reads the error of a tool; otherwise end the conversation, or raise."""
+        """Return whether to show a tool's error to the model; otherwise end the conversation, or raise."""
         if tool.on_error == "raise":
             raise ToolFault(
                 f"the tool '{tool.name}' failed for prompt '{talk.prompt.uid}': {answer.fault}. Mend it, or "
@@ -242,11 +242,11 @@ class WithTools:
         return tool.on_error == "tell"
 
     def _row(self, talk: Conversation) -> Trajectory:
-        """Make the row of a conversation, or of a part of one; its steps are the sampled tokens."""
+        """Make the row of a conversation, or of a part of it; the steps are the sampled tokens."""
         steps = TokenRow.of_turns(talk.turns, talk.temperature)
         ends = torch.tensor([len(ids) for _, ids in talk.turns]).cumsum(0).tolist()
         tags = {"finish": CALL, CHANGED: "yes"}
-        if len(talk.begins) > 1:  # a name that no other conversation of the step has
+        if len(talk.begins) > 1:  # the tag is unique in a training step
             tags[EPISODE] = f"{talk.prompt.uid}/{self.stream.round}/{talk.index}"
         outcomes = [
             replace(outcome, end=end, tags={TURN: str(turn), **tags})
@@ -278,6 +278,6 @@ class WithTools:
 
 
 def reply_message(tool: Tool | None, answer: Answer) -> Message:
-    """Write a reply as a message, with the name of its tool, which some chat templates show."""
+    """Convert a reply to a message with the name of its tool, because some chat templates show it."""
     extra = json.dumps({"name": tool.name}) if tool else ""
     return Message("tool", (Part(one_line(answer.fault)),) if answer.fault else answer.parts, extra)

@@ -1,1 +1,1 @@
-"""Environments that a policy acts in, as classes in the form of TRL."""
+"""Environments in which a policy acts, as classes with the interface of TRL."""

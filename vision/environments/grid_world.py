@@ -1,4 +1,4 @@
-"""A grid that the policy sees as an image and moves on."""
+"""A grid that the policy sees as an image and on which it moves."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ FLOOR, LINE, GOAL, AGENT = "#f2f2f2", "#b0b0b0", "#2a9d3a", "#d62828"
 
 @environment
 class GridWorld:
-    """Move a red dot to a green square on a grid; every move returns an image.
+    """Environment: move a red dot to a green square on a grid; every move returns an image.
 
-    The reward is 1 on the green square and 0 elsewhere. The `seed` of `reset` draws both positions.
+    The reward is 1 if the dot is on the green square and 0 otherwise. `reset(seed)` sets both positions.
     """
 
     def __init__(self, *, size: Annotated[int, Range(2)] = 4, cell_pixels: PositiveInt = 28) -> None:
         self.size, self.cell = size, cell_pixels
 
     def reset(self, seed: int | None = None, **columns: Any) -> list:
-        """Draw the positions of dot and square, and show the grid."""
+        """Choose random positions for the dot and the square; return the task and an image of the grid."""
         places = [(x, y) for y in range(self.size) for x in range(self.size)]
         self.agent, self.goal = random.Random(seed).sample(places, 2)
         return [{"type": "text", "text": "Bring the red dot to the green square."}, self._image()]
@@ -43,7 +43,7 @@ class GridWorld:
         return [self._image(), {"type": "text", "text": "arrived" if self.agent == self.goal else "not yet"}]
 
     def get_reward(self) -> float:
-        """Return 1 on the green square, else 0."""
+        """Return 1 if the red dot is on the green square, else 0."""
         return float(self.agent == self.goal)
 
     def _image(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The game "who is the spy" over two images that differ in one thing (Vision-Zero, arXiv 2509.25541)."""
+"""The game "who is the spy" over two images that differ in one detail (Vision-Zero, arXiv 2509.25541)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mmrl.core.games import PAYOFF, Game, Turn
 from mmrl.core.types import Frames, Media, Message, Part, Prompt
 from mmrl.data.templates import TextTemplate, quoted
 
-OPEN, INVALID = 0, -1  # votes for nobody: an open vote, and one that cannot be parsed
+OPEN, INVALID = 0, -1  # special votes: an open vote, and a vote that cannot be parsed
 RIGHT_VOTE, OPEN_VOTE, CAUGHT = "right_vote", "open_vote", "spy_caught"
-THOUGHT = 10  # least characters of reasoning in the format of the paper's code
+THOUGHT = 10  # reasoning must be longer than this many characters, as in the paper's code
 SPEAK = """\
 You play "Who is the spy?" with {{ players }} players, and you are player {{ player }}. Every civilian sees \
 the same image; in the image of the spy something was replaced.
@@ -52,40 +52,40 @@ cannot tell," }} in \\boxed{}.
 
 @dataclass(frozen=True)
 class SpyState:
-    """A game as it stands: images, the number of the spy, clues and votes."""
+    """State of a game: images, the number of the spy, clues and votes."""
 
-    images: tuple[Media, Media]  # of civilians, and of the spy
-    spy: int  # players count from 1
-    clues: tuple[tuple[int, str], ...] = ()  # public, in order
-    answers: tuple[tuple[int, str], ...] = ()  # whole answers of the clue stage, each its player's own
-    votes: tuple[tuple[str, int, bool], ...] = ()  # voter, vote, and whether the form was right
+    images: tuple[Media, Media]  # image of the civilians, image of the spy
+    spy: int  # number of the spy; players count from 1
+    clues: tuple[tuple[int, str], ...] = ()  # (player, clue) in order, visible to all
+    answers: tuple[tuple[int, str], ...] = ()  # (player, full answer of the clue stage), private to a player
+    votes: tuple[tuple[str, int, bool], ...] = ()  # (voter, vote, whether the format was right)
 
 
 @game(sets_tags={"role", "stage", "player"})
 class Spy(Game):
-    """Who is the spy: players describe images, one of which differs, and vote (arXiv 2509.25541, VL 12).
+    r"""Who is the spy: players describe images, one of which differs, and vote (arXiv 2509.25541, VL 12).
 
     A prompt has two images, the original and one in which something was replaced; the spy sees the second.
     Players give clues in turn, and vote at the same time. Clues and votes are in \\boxed{}, or else in the
-    last line. Rows have the tags `stage` (`clue`, `decide`), `role` (`spy`, `civilian`, and
-    `voter` for votes) and `player`. Recorded are `payoff` (the zero-sum clue reward, or that of the vote),
-    for votes `right_vote` and `open_vote`, and at every turn `spy_caught`: whether the spy alone has the most
-    votes. Our reading: a game without a readable vote has no clue rewards.
+    last line. Rows have the tags `stage` (`clue`, `decide`), `role` (`spy`, `civilian`, and `voter` for
+    votes) and `player`. Every turn records `payoff` (the zero-sum clue reward, or the reward of the vote) and
+    `spy_caught` (whether the spy alone has the most votes). Votes also record `right_vote` and `open_vote`.
+    Our reading: a game without a readable vote has no clue rewards.
 
     Args:
-        civilians: Players beside the spy (the paper: 4, its code 3).
-        rounds: Clues of every player.
-        spy_sees: The `changed` image, as in the paper's first version and its code, or a `blank` one, as in
-            the second version, which needs only one image a prompt.
-        voters: The `civilians`, as in the paper, or `num_votes` answers of a neutral `judge` who sees the
-            original, as in the code.
-        num_votes: Answers of the judge.
-        vote_reward: 1 right, -0.5 left open, -1 wrong (`paper`), or with parts for form and accuracy
-            (`code`).
+        civilians: Number of players besides the spy (the paper: 4, its code 3).
+        rounds: Number of clues per player.
+        spy_sees: Image of the spy. `changed`: the changed image, as in the paper's first version and its
+            code. `blank`: a white image, as in the second version, which needs only one image per prompt.
+        voters: Who votes. `civilians`: the civilians, as in the paper. `judge`: a neutral judge who sees the
+            original and votes `num_votes` times, as in the code.
+        num_votes: Number of votes of the judge.
+        vote_reward: Reward of a vote. `paper`: 1 if right, -0.5 if open, -1 if wrong. `code`: a sum of terms
+            for format and accuracy, as in the paper's code.
         beta: Weight of the votes in the clue reward.
-        lam: Weight of a civilian's own votes, compared with those of the other civilians.
-        template: What players read after the image, in jinja2, with `stage`, `role`, `player`, `players`,
-            `clues` (pairs of number and text) and `thoughts` (the player's own reasoning before).
+        lam: Weight of the votes for a civilian, relative to those for the other civilians.
+        template: Text that players read after the image, in jinja2, with `stage`, `role`, `player`,
+            `players`, `clues` (pairs of number and text) and `thoughts` (the player's earlier reasoning).
     """
 
     roles = ("spy", "civilian", "voter")
@@ -110,11 +110,11 @@ class Spy(Game):
         self.civilians, self.players, self.rounds = civilians, civilians + 1, rounds
         self.spy_sees, self.voters, self.num_votes = spy_sees, voters, num_votes
         self.vote_reward, self.beta, self.lam = vote_reward, beta, lam
-        known = {"stage", "role", "player", "players", "clues", "thoughts"}
-        self.template = TextTemplate(template, known, {"stage", "role", "clues"}, "the game vision.spy")
+        fields = {"stage", "role", "player", "players", "clues", "thoughts"}
+        self.template = TextTemplate(template, fields, {"stage", "role", "clues"}, "the game vision.spy")
 
     def begin(self, prompt: Prompt, generator: Generator) -> SpyState:
-        """Draw the spy. Raises `ValueError` for a prompt without the images."""
+        """Choose the spy at random. Raises `ValueError` for a prompt with too few images."""
         images = [media for media in prompt.media if media.kind == "image"]
         if len(images) < (1 if self.spy_sees == "blank" else 2):
             raise ValueError(
@@ -125,7 +125,7 @@ class Spy(Game):
         return SpyState((images[0], blank(images[0]) if self.spy_sees == "blank" else images[1]), spy)
 
     def acting(self, state: SpyState) -> Sequence[str]:
-        """Return the next speaker, then all voters."""
+        """Return the player who gives the next clue, or all voters once the clues are complete."""
         if len(state.clues) < self.players * self.rounds:
             return (str(len(state.clues) % self.players + 1),)
         if state.votes:
@@ -140,7 +140,7 @@ class Spy(Game):
         return range(1, self.players + 1)
 
     def tags(self, state: SpyState, player: str) -> Mapping[str, str]:
-        """Return stage, role and player of a turn."""
+        """Return the tags `stage`, `role` and `player` of a player's next turn."""
         if len(state.clues) == self.players * self.rounds:
             return {"stage": "decide", "role": "voter", "player": player}
         return {
@@ -150,7 +150,7 @@ class Spy(Game):
         }
 
     def observe(self, state: SpyState, player: str) -> Sequence[Message]:
-        """Show the player's image, and the clues."""
+        """Return the messages that a player reads: the player's image and the clues so far."""
         tags = self.tags(state, player)
         thoughts = [answer for number, answer in state.answers if str(number) == player]
         words: dict[str, Any] = {**tags, "players": self.players, "clues": state.clues}
@@ -159,7 +159,7 @@ class Spy(Game):
         return [Message("user", (Part(media=image), Part(self.template(words).strip(), said=True)))]
 
     def act(self, state: SpyState, player: str, answer: str) -> SpyState:
-        """Add a clue or a vote."""
+        """Return the state after a player's answer, with the clue or vote in it."""
         if len(state.clues) < self.players * self.rounds:
             clues = (*state.clues, (int(player), quoted(public(answer))))
             return replace(state, clues=clues, answers=(*state.answers, (int(player), quoted(answer))))
@@ -167,7 +167,7 @@ class Spy(Game):
         return replace(state, votes=(*state.votes, vote))
 
     def counted(self, state: SpyState) -> tuple[int, list[int]]:
-        """Numbers of votes for the spy, and for every civilian."""
+        """Count the votes for the spy, and for each civilian."""
         votes = Counter(vote for _, vote, _ in state.votes)
         return votes[state.spy], [votes[number] for number in self.numbers if number != state.spy]
 
@@ -177,13 +177,13 @@ class Spy(Game):
         return spy > max(civilians)
 
     def payoff(self, state: SpyState) -> Mapping[str, float]:
-        """Clue rewards of all players."""
+        """Return the clue reward of every player."""
         spy, civilians = clue_rewards(*self.counted(state), beta=self.beta, lam=self.lam)
         others = iter(civilians)
         return {str(number): spy if number == state.spy else next(others) for number in self.numbers}
 
     def record(self, state: SpyState, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Rewards of every turn's clue or vote, and whether the spy was caught."""
+        """Return for every turn the reward of its clue or vote, and whether the spy was caught."""
         spy, civilians = self.counted(state)
         of_clues = self.payoff(state) if spy + sum(civilians) else {}
         votes = {voter: (vote, form) for voter, vote, form in state.votes}
@@ -213,8 +213,7 @@ def clue_rewards(
 ) -> tuple[float, list[float]]:
     """Compute the zero-sum rewards of clues from the votes for the spy and for every civilian (eq. 1).
 
-    r_s = -beta (v_s - v) and r_c = beta / n (v_s - v) - lam (v_c - v), where v is the mean of the civilians'
-    v_c and n their number.
+    r_s = -beta (v_s - v) and r_c = beta / n (v_s - v) - lam (v_c - v), with v the mean v_c of n civilians.
     """
     mean = sum(civilians) / len(civilians)
     ahead = spy - mean
@@ -222,12 +221,12 @@ def clue_rewards(
 
 
 def decision_reward(vote: int, spy: int) -> float:
-    """1 for a vote for the spy, -0.5 for an open vote, -1 for any other vote (eq. 4)."""
+    """Return 1 for a vote for the spy, -0.5 for an open vote, -1 for any other vote (eq. 4)."""
     return 1.0 if vote == spy else -0.5 if vote == OPEN else -1.0
 
 
 def code_reward(worth: float, form: bool) -> float:
-    """Reward of a vote in the paper's code: a part for its form plus a part for its accuracy."""
+    """Compute the reward of a vote as in the paper's code: terms for its format and its accuracy."""
     return 0.3 * (1.0 if form else -1.0) + 1.2 * worth + 0.99 * (worth > 0)
 
 
@@ -235,14 +234,14 @@ def code_reward(worth: float, form: bool) -> float:
 
 
 def public(answer: str) -> str:
-    """The public part of an answer: the last box, or the last line without a box."""
+    """Return the public part of an answer: the last box, or the last line if there is no box."""
     box = last_box(answer)
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
     return answer[box[1] : box[2]].strip() if box else lines[-1] if lines else ""
 
 
 def reasoning(answer: str) -> str:
-    """The part of an answer before its public part."""
+    """Return the reasoning in an answer, which is all text before the public part."""
     box = last_box(answer)
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
     return answer[: box[0]].strip() if box else "\n".join(lines[:-1])
@@ -251,7 +250,7 @@ def reasoning(answer: str) -> str:
 def vote_of(answer: str, players: int) -> int:
     """Parse a vote: the number of a player, `OPEN` for N/A, or `INVALID`.
 
-    The first number after the word player counts, else the first number. 12, -1 and 1.5 are not votes for 1.
+    The vote is the first number after the word player, or else the first number. 12, -1 or 1.5 is not 1.
     """
     text = plain(public(answer))
     written = r"-?(?:[.,/%^*]|\d|e(?=\d))*\d(?:[.,/%^*]|\d|e(?=\d))*"
@@ -266,12 +265,12 @@ def vote_of(answer: str, players: int) -> int:
 
 
 def well_formed(answer: str) -> bool:
-    """Whether an answer has more than 10 characters of reasoning, and a public part."""
+    """Whether an answer has a public part and more than 10 characters of reasoning before it."""
     return len(reasoning(answer)) > THOUGHT and bool(public(answer))
 
 
 def blank(image: Media) -> Media:
-    """Make a white image with the size of another image."""
+    """Create a white image of the same size as another image."""
 
     def load() -> Frames:
         frames = image.load()

@@ -1,1 +1,1 @@
-"""Images and videos of datasets: decoding them, finding them in rows, corrupting and writing them."""
+"""Images and videos of datasets: finding them in rows, decoding, corrupting and writing them."""

@@ -31,7 +31,7 @@ class BuildLog:
     """Counts the rows that a builder keeps, and lists the rows that it drops, with the reason."""
 
     bad_rows: str = "error"  # or "drop"
-    kept: Counter = field(default_factory=Counter)  # by split
+    kept: Counter = field(default_factory=Counter)  # number of rows, by split
     dropped: list[str] = field(default_factory=list)
 
     def drop(self, place: str, reason: str) -> None:
@@ -42,14 +42,14 @@ class BuildLog:
 
     @contextmanager
     def dropping(self, place: str) -> Iterator[None]:
-        """Drop a row if its conversion inside the block raises a `RowError`."""
+        """Drop a row if its conversion inside the context raises a `RowError`."""
         try:
             yield
         except RowError as error:
             self.drop(place, str(error))
 
     def finish(self, output: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write `manifest.json` with `facts` and counts; return the counts. Raises without any row."""
+        """Write `manifest.json` with `facts` and row counts; return the counts. Raise if no row is kept."""
         counts: dict[str, Any] = dict(sorted(self.kept.items()))
         if not counts:
             shown = "; ".join(self.dropped[:3]) or "the source is empty"
@@ -71,7 +71,7 @@ class MediaWriter:
     written: dict[MediaRef | str, str] = field(default_factory=dict)
 
     def put(self, ref: MediaRef) -> str:
-        """Copy a file, or write the bytes of a row, and return the path relative to the dataset."""
+        """Copy a referenced file, or write the bytes in a row; return the path relative to the dataset."""
         # Many rows of a dataset may contain the same image, so bytes are identified by their hash.
         key = hashlib.sha256(ref.data).hexdigest() if ref.data else ref
         if key in self.written:
@@ -100,10 +100,10 @@ def readable_rows(
 ) -> tuple[Iterator[DataRow], MediaRoot]:
     """Read a file, a folder or a dataset of the hub; return its rows and the root of its media.
 
-    The build log drops unreadable rows.
+    Unreadable rows are dropped with `BuildLog.drop`, which may raise.
     """
     path = Path(source)
-    media = MediaRoot.of_rows(path, root, cache_bytes=0)  # every file is copied once
+    media = MediaRoot.of_rows(path, root, cache_bytes=0)  # no cache: every file is copied once
     # Ids of the hub are `name` or `owner/name`.
     local = path.exists() or path.suffix in FORMS or path.is_absolute() or len(path.parts) > 2
 
@@ -129,7 +129,7 @@ class SplitFiles:
         self._files: dict[str, Any] = {}
 
     def add(self, split: str, row: Mapping[str, Any]) -> None:
-        """Write one row."""
+        """Write one row to the file of its split."""
         if split not in self._files:
             self._files[split] = (self.output / f"{split}.jsonl.part").open("w", encoding="utf-8")
         self._files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -153,5 +153,5 @@ def image_suffix(data: bytes) -> str:
 
 
 def is_image_file(path: Path) -> bool:
-    """Whether a path has the suffix of an image format."""
+    """Return whether a path has the suffix of an image format."""
     return path.suffix.lower() in MODALITIES["image"].endings

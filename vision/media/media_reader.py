@@ -1,4 +1,4 @@
-"""Reading of media that a user or a program gives: paths, bytes, and objects in memory."""
+"""Reading media that a user or a program passes as paths, bytes, or objects in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MediaReader:
     """Converts paths, bytes and objects in memory to lazily decoded media.
 
     Args:
-        sampling: Frames to read of videos.
+        sampling: Number and size of the frames that are read from videos.
         root: Folder that paths are relative to and cannot leave; None: any path.
     """
 
@@ -34,13 +34,13 @@ class MediaReader:
 
     @classmethod
     def of_data(cls, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
-        """Read videos with the sampling options of a data set; its other options are ignored."""
+        """Make a reader with the video sampling options of a data set; ignore its other options."""
         names = {field.name for field in fields(FrameSampling)}
         sampling = {"max_frames": 64, **{name: value for name, value in options.items() if name in names}}
         return cls(FrameSampling(**sampling), None if root is None else MediaRoot(root))
 
     def __call__(self, kind: str, value: Any, place: str) -> Media:
-        """Make a medium of a path, of bytes, or of an object in memory (`Modality.from_value`).
+        """Make a medium from a path, from bytes, or from an object in memory (`Modality.from_value`).
 
         Raises `RowError` for other objects and for missing files.
         """
@@ -75,7 +75,7 @@ def image_in_memory(value: Any, place: str) -> Media | None:
 
 
 def video_in_memory(value: Any, place: str) -> Media | None:
-    """Convert a list of images of one size to a medium, with `LISTED` frames per second."""
+    """Convert a list of images of equal size to a video, with `LISTED` frames per second; else None."""
     if not isinstance(value, list | tuple) or not value or not all(map(is_image, value)):
         return None
     frames = film(value)
@@ -83,7 +83,7 @@ def video_in_memory(value: Any, place: str) -> Media | None:
 
 
 def film(images: Sequence[Any]) -> Frames:
-    """Make a video of images of one size, with `LISTED` frames per second."""
+    """Make a video from images of equal size, with `LISTED` frames per second."""
     import numpy
 
     arrays = [numpy.array(as_rgb(to_image(x, f"frame {i}"), f"frame {i}")) for i, x in enumerate(images)]

@@ -23,14 +23,14 @@ TRIES = 10  # attempts to find a box that fits, as in torchvision's RandomResize
 log = logging.getLogger("mmrl")
 
 
-def ask(uid: str, media: Sequence[Media], asked: str, target: Any, columns: Mapping[str, Any]) -> Prompt:
+def ask(uid: str, media: Sequence[Media], question: str, target: Any, columns: Mapping[str, Any]) -> Prompt:
     """Make a prompt of one user message with media and a question."""
-    message = Message("user", (*(Part(media=medium) for medium in media), Part(asked)))
+    message = Message("user", (*(Part(media=medium) for medium in media), Part(question)))
     return Prompt(uid, (message,), target, columns=columns)
 
 
 def with_answers(prompts: Sequence[Prompt], answers: Mapping[str, str], source: str) -> list[Prompt]:
-    """Attach recorded answers to prompts by id.
+    """Attach recorded answers, keyed by prompt id, to prompts.
 
     Drops prompts without an answer and logs their number; raises ValueError for an answer without a prompt.
     """
@@ -45,14 +45,14 @@ def with_answers(prompts: Sequence[Prompt], answers: Mapping[str, str], source: 
 
 
 def root_of(root: str, answers: str, what: str) -> MediaRoot:
-    """Make the root of the media; raises ValueError without `root`, unless there are recorded `answers`."""
+    """Make the root of the media; raise ValueError if both `root` and recorded `answers` are missing."""
     if not root and not answers:
         raise ValueError(f"{what}: name the folder of the images (`root`), or recorded `answers`")
     return MediaRoot(Path(root))
 
 
 def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
-    """Read the reference answer of a row from `answer`, or all of its reference answers from `answers`."""
+    """Read a row's reference answer from the column `answer`, or several from the column `answers`."""
     name = "answers" if columns.get("answer") is None and columns.get("answers") is not None else "answer"
     given = columns.get(name)
     match unpacked(given) if name == "answers" else given:
@@ -67,7 +67,7 @@ def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
 
 
 def _contested(choices: Any) -> list[int]:
-    """List the indices of choices that are also the text of another choice; such a number is an index."""
+    """List indices that are also the text of another choice; an answer with such a number is an index."""
     texts = choices if isinstance(choices, list) and all(type(choice) is str for choice in choices) else []
     return [
         place for place in range(min(len(texts), 26)) if str(place) in texts and texts[place] != str(place)
@@ -76,7 +76,7 @@ def _contested(choices: Any) -> list[int]:
 
 def answer_of(value: Any, name: str) -> str:
     """Convert a text, a number, a boolean (yes, no) or an answer of VQAv2 to a text."""
-    if isinstance(value, Mapping) and "answer" in value:  # VQAv2: with confidence and annotator
+    if isinstance(value, Mapping) and "answer" in value:  # VQAv2: a mapping with confidence and annotator
         value = value["answer"]
     if value is True or value is False:
         return "yes" if value else "no"
@@ -117,10 +117,9 @@ def map_frames(prompt: Prompt, change: Callable[[Frames], Frames]) -> Prompt:
 
 
 def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, ...]) -> Frames:
-    """Crop all frames to one random box and resize it to their size (mDPO, arXiv 2406.11839).
+    """Crop all frames to one random box, resized to the size of the frames (mDPO, arXiv 2406.11839).
 
-    The box has a fraction of the area between the two numbers of `scale` and an aspect ratio between 3:4 and
-    4:3.
+    The box has a fraction of the area between the two numbers of `scale`, and an aspect ratio of 3:4 to 4:3.
     """
     height, width = frames.pixels.shape[-2:]
 
@@ -154,7 +153,7 @@ def add_noise(values: Tensor, generator: torch.Generator, noise_step: int) -> Te
 
 
 def add_frame_noise(frames: Frames, generator: torch.Generator, noise_step: int) -> Frames:
-    """Add VCD's noise to frames. Our reading: to pixels scaled to [-1, 1], clamped to that range."""
+    """Add VCD's noise to frames. Our reading: scale pixels to [-1, 1], add noise, clamp to that range."""
     values = add_noise(frames.pixels.float() / 127.5 - 1, generator, noise_step)
     return replace(frames, pixels=((values + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
 

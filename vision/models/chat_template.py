@@ -18,11 +18,11 @@ from mmrl.core.plain_text import block_after
 
 Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 Content = str | list[dict[str, Any]]
-# Formats of message contents: a block per part, adjacent texts merged to one block, or one text.
+# Formats of message contents: a block per part, blocks with adjacent texts merged, or one text.
 BLOCKS, MERGED, TEXT = "blocks", "merged", "text"
-# Errors of a template for a message that it does not support.
+# Exceptions that templates raise for messages that they do not support.
 REFUSED = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-FIRST, SECOND = "qzfirstzq", "qzsecondzq"  # probe texts, to test whether a template writes both
+FIRST, SECOND = "qzfirstzq", "qzsecondzq"  # probe texts, to test whether a template renders both texts
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Read:
 class Ends:
     """The tokens that end an answer."""
 
-    tokens: list[int]  # end tokens, first the template's own, last the EOS token
-    before: list[int] = field(default_factory=list)  # after an answer with a next turn, up to the end
-    closes: bool = False  # whether the last turn ends too; in GLM only the next turn ends an answer
+    tokens: list[int]  # end tokens: from the template first, the EOS token last
+    before: list[int] = field(default_factory=list)  # tokens from an answer to the end token of its turn
+    closes: bool = False  # whether the template also ends the last turn; in GLM only a next turn ends it
 
 
 class ChatTemplate:
     """Renders conversations with the chat template of a model, in a content format that it supports.
 
-    Templates expect blocks of texts and media, texts only, or one block, and may differ by role. The format
-    is found by rendering probe texts. Messages are dictionaries whose content is a list of blocks.
+    Templates expect blocks of texts and media, texts only, or one block; the format may differ by role. It is
+    determined by rendering probe texts. Messages are dictionaries whose content is a list of blocks.
 
     Args:
         processor: A processor of transformers, or a `TextProcessor`.
@@ -60,13 +60,13 @@ class ChatTemplate:
 
     @property
     def _texts(self) -> list[Any]:
-        """The current templates; a program may replace them."""
+        """Current template texts of processor and tokenizer, which a program may replace."""
         return [getattr(part, "chat_template", None) for part in (self.processor, self.tokenizer)]
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, answers: bool = True
     ) -> str:
-        """Render messages, with the beginning of an answer if `answers`.
+        """Render messages; if `answers`, append the beginning of the next answer.
 
         Raises ValueError for a conversation that the template does not support.
         """
@@ -83,7 +83,7 @@ class ChatTemplate:
             ) from error
 
     def formed(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> list[dict[str, Any]]:
-        """Convert contents and tool calls to the supported format; calls without an id get one."""
+        """Convert message contents and tool calls to a supported format; add missing ids of calls."""
         formed, open_calls = [], list[str]()  # ids of calls without a reply
         for message in messages:
             content = self._content(message["role"], message.get("content") or [], tools)
@@ -96,14 +96,14 @@ class ChatTemplate:
         return formed
 
     def reads(self, role: str, tools: Tools = ()) -> Read:
-        """Find what the template supports in messages of a role."""
+        """Return the formats and media that the template supports in messages of a role."""
         key = json.dumps([role, tools, self._texts])
         if key not in self._read:
             self._read[key] = self._probe(role, tools)
         return self._read[key]
 
     def after_answer(self, replies: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
-        """Render the text between two answers: the end of the first, replies, and the beginning of the next.
+        """Render the text between two answers: end of the first, replies, and beginning of the second.
 
         Raises ValueError if the template omits assistant turns.
         """
@@ -118,10 +118,10 @@ class ChatTemplate:
         return after
 
     def after_calls(self, tools: Tools) -> tuple[str, str]:
-        """Render the text after the argument of a tool call, and after an answer, up to the next answer.
+        """Return the text after the argument of a tool call, and the text after an answer without a call.
 
-        In both cases a reply of the tool follows. Raises ValueError if the template omits the reply after an
-        answer without a call.
+        Both texts include a reply of the tool and end where the next answer begins. Raises ValueError if the
+        template omits the reply after an answer without a call.
         """
         marker, name = self._unused([], tools), _name(tools)
         call = {"type": "function", "function": {"name": name, "arguments": {FIRST: marker}}}
@@ -137,7 +137,7 @@ class ChatTemplate:
     def ends(self) -> Ends:
         """Find the tokens that end an answer, from the template and the EOS token of the tokenizer.
 
-        The checkpoint's generation_config is not read. Raises ValueError if there are none.
+        The checkpoint's generation_config is not read. Raises ValueError if there are no such tokens.
         """
         marker, user = self._unused([]), {"role": "user", "content": _texts(SECOND)}
         last = self.render(_turn(marker), answers=False).rpartition(marker)[2]
@@ -146,7 +146,7 @@ class ChatTemplate:
         if shared := commonprefix([closing, before]):  # Cohere ends a turn with two tokens
             closing = before = shared[: shared.index(eos) + 1] if eos in shared else shared[:1]
         ends = closing[-1:] if shared else closing[:1] or before[:1]
-        if not closing and before and self.reads("tool").forms:  # in GLM a reply of a tool begins otherwise
+        if not closing and before and self.reads("tool").forms:  # GLM: another token begins a tool reply
             reply = {"role": "tool", "content": _texts(SECOND)}
             ends += self._leading(self.after_answer([reply]).partition(SECOND)[0])[:1]
         ends = list(dict.fromkeys([*ends, *([eos] if eos is not None else [])]))
@@ -177,7 +177,7 @@ class ChatTemplate:
         return block_after(self.render(_turn("y")[:1], tools, answers=False).partition(SECOND)[2])
 
     def _leading(self, text: str) -> list[int]:
-        """Control tokens at the beginning of a text, ignoring white space before them."""
+        """Return the control tokens at the beginning of a text, ignoring leading white space."""
         ids = self.tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"]
         control = self.tokenizer.added_tokens_decoder
         return next((ids[:n] for n, token in enumerate(ids) if token not in control), ids)
@@ -187,7 +187,7 @@ class ChatTemplate:
         read, kinds = self.reads(role, tools), {block["type"] for block in blocks} - {"text"}
         forms = [form for form in read.forms if form != TEXT or not kinds]
         if read.forms and self.processor.image_processor is None:
-            return _in_form(blocks, read.forms[0] if not kinds else BLOCKS)  # refused by `TextProcessor`
+            return _in_form(blocks, read.forms[0] if not kinds else BLOCKS)  # media raise in `TextProcessor`
         lost = kinds - read.media
         if not forms or lost:
             what = f"{' and '.join(sorted(lost))}s in messages" if lost else "messages"
@@ -199,7 +199,7 @@ class ChatTemplate:
         return _in_form(blocks, forms[0])
 
     def _probe(self, role: str, tools: Tools) -> Read:
-        """Render two probe texts in every format, before and after turns of other roles."""
+        """Test the formats of a role: render two probe texts in each, before and after other turns."""
         # Models with media are trained on blocks, language models on texts.
         order = (TEXT, BLOCKS, MERGED) if self.processor.image_processor is None else (BLOCKS, MERGED, TEXT)
         probes = [
@@ -233,7 +233,7 @@ class ChatTemplate:
         return frozenset(shown)
 
     def _fault(self, messages: list[dict[str, Any]], tools: Tools) -> str:
-        """Reason why the template does not write both probe texts; empty if it does."""
+        """Return the reason why the template does not write both probe texts; empty if it does."""
         try:
             text = self._apply(messages, tools, answers=False)
         except REFUSED as error:
@@ -242,7 +242,7 @@ class ChatTemplate:
         return "" if whole else "it leaves out what they say"
 
     def _around(self, probe: dict[str, Any], tools: Tools) -> Iterator[list[dict[str, Any]]]:
-        """Yield conversations with a probe message, ordered as templates usually expect."""
+        """Yield conversations with a probe message, in the orders of roles that templates usually expect."""
         if probe["role"] == "user":
             yield [probe]
             return
@@ -271,7 +271,7 @@ class ChatTemplate:
         return {"id": call_id(number), **call, "type": "function", "function": function}
 
     def _reads_calls(self, tools: Tools) -> str:
-        """Find the supported format of the arguments of calls; raises ValueError if there is none."""
+        """Return the supported format of call arguments; raise ValueError if no format is supported."""
         key = json.dumps([tools, self._texts])
         if key not in self._calls:
             self._calls[key] = next(self._forms_of_calls(tools), "")
@@ -291,7 +291,7 @@ class ChatTemplate:
                 text = self._apply([question, turn], tools, answers=False)
             except REFUSED:
                 continue
-            # Neither a printed Python dictionary, nor JSON inside a JSON text.
+            # Reject a printed Python dictionary, and JSON that is escaped inside a JSON text.
             if FIRST in text and SECOND in text and not re.search(rf"'{FIRST}'|\\\"{FIRST}", text):
                 yield form
 
@@ -302,13 +302,13 @@ class ChatTemplate:
         )
 
     def _unused(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
-        """Make a word that occurs in no message, tool or template."""
+        """Make a marker word that occurs in no message, tool schema or template."""
         used = json.dumps([*messages, *tools, *self._texts], default=str)
         return next(word for number in count() if (word := f"qz{number}zq") not in used)
 
 
 def call_id(number: int) -> str:
-    """Id of a tool call in nine letters and digits, as the templates of Mistral require."""
+    """Make the id of a tool call, of nine letters and digits, as the templates of Mistral require."""
     return f"call{number:05}"
 
 
@@ -317,7 +317,7 @@ class Unreadable(ValueError):
 
 
 def _turn(words: str) -> list[dict[str, Any]]:
-    """A question and an answer."""
+    """Make the messages of a question and of an answer with the text `words`."""
     return [{"role": role, "content": _texts(text)} for role, text in (("user", "x"), ("assistant", words))]
 
 
@@ -344,5 +344,5 @@ def _in_form(blocks: Sequence[Mapping[str, Any]], form: str) -> Content:
 
 
 def _printed(text: str) -> bool:
-    """Whether a text contains a block printed as Python or JSON."""
+    """Return whether a text contains a content block that was printed as Python or JSON."""
     return bool(re.search(rf"""['"]text\\?['"]\s*:\s*\\?['"]{FIRST}""", text))

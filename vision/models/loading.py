@@ -38,7 +38,7 @@ ADAPTER = "adapter_model.safetensors"
 
 @contextmanager
 def _source(what: str, name: str) -> Iterator[str]:
-    """Resolve a hub id or folder; errors inside the context become ConfigErrors that name it."""
+    """Resolve a hub id or folder; convert errors inside the context to ConfigErrors with this name."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -51,7 +51,7 @@ def _source(what: str, name: str) -> Iterator[str]:
 
 
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
-    """Load a language or vision-language model by hub id or folder (safetensors), or take an object."""
+    """Load a (vision-)language model by hub id or folder (safetensors), or use a given model object."""
     if objects.is_object(name):
         model = objects.get(name).eval()
         if getattr(model, "peft_config", None):
@@ -73,17 +73,17 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
             model = load_whole(maker, source, **options)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers of bitsandbytes
-            module.support_avx512bf16_for_cpu = False  # it repacks weights, which then have no gradient
+            module.support_avx512bf16_for_cpu = False  # repacked weights would have no gradient
     if not placement().empty:
         check_head(model)
-    return model.eval()  # no dropout, in training either
+    return model.eval()  # no dropout, not even in training
 
 
 def check_folders(model: str, adapter: str = "") -> nn.Module | None:
     """Raise ValueError if a local model folder lacks weights, or if an adapter does not fit the model.
 
     Only the headers of weight files are read, and nothing is downloaded. Returns the model with weights on
-    the meta device; None if it is not a local folder, or quantised.
+    the meta device; None if the model is not a local folder, or is quantised.
     """
     if objects.is_object(model) or not Path(model).expanduser().is_dir():
         return None  # a hub id may not be downloaded yet
@@ -98,7 +98,7 @@ def check_folders(model: str, adapter: str = "") -> nn.Module | None:
         local = Path(source).is_dir()  # a hub id may not be downloaded yet
     if local:
         roles = sorted(file.parent for file in Path(source).glob(f"*/{ADAPTER}"))  # one adapter per role
-        with warnings.catch_warnings():  # weights on the meta device cannot be copied into
+        with warnings.catch_warnings():  # copies to the meta device do nothing and warn
             warnings.simplefilter("ignore")
             for folder in [source] if (Path(source) / ADAPTER).is_file() else roles or [source]:
                 load_adapter(copy.deepcopy(whole), str(folder))
@@ -119,7 +119,7 @@ def check_same_shapes(model: str, start: str) -> None:
 
 
 def read_config(source: str) -> tuple[Any, Any]:
-    """Read and check the config of a model; also return the transformers class that loads it."""
+    """Read and check the config of a model; return it with the transformers class that loads the model."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -128,7 +128,7 @@ def read_config(source: str) -> tuple[Any, Any]:
 
 
 def check_class(config: Any) -> None:
-    """Raise ConfigError for a model class that is not supported, see `check_family`."""
+    """Raise ConfigError if the model class of a config is not supported (see `check_family`)."""
     from transformers import MODEL_MAPPING
 
     if type(config) in MODEL_MAPPING:
@@ -141,20 +141,20 @@ def _empty_model(maker: Any, config: Any, options: dict[str, Any]) -> nn.Module:
 
     with making_weights(), no_init_weights():  # some initialisations fail on the meta device
         model = maker.from_config(config, trust_remote_code=False, **options)
-        model.tie_weights()  # transformers skips it without initialisation
+        model.tie_weights()  # transformers skips this without initialisation
     if quantized_by(config):
         quantize_as_checkpoint(model, config.quantization_config)
     return model
 
 
 def quantized_by(config: Any) -> str:
-    """Name of the library that quantised a checkpoint, from its config; empty if it is not quantised."""
+    """Return the name of the library that quantised a checkpoint; empty if it is not quantised."""
     settings = getattr(config, "quantization_config", None) or {}
     return settings["quant_method"] if settings else ""
 
 
 def reads_text_only(config: Any) -> bool:
-    """Whether a model is a language model without vision; raises ValueError if it generates no text."""
+    """Return whether a model is a language model without vision; raise ValueError if it writes no text."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -219,7 +219,7 @@ def add_adapter(
         model: The model.
         rank: LoRA rank.
         alpha: LoRA alpha; updates are scaled by alpha / rank.
-        tower: Also adapt the vision tower.
+        tower: Whether to adapt the vision tower, too.
         layers: Suffixes of the names of layers to adapt; empty: all linear layers.
         names: Names of the adapters; one adapter is added for each.
     """
@@ -258,7 +258,7 @@ def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | N
     """Load a saved LoRA adapter (hub id or folder, safetensors) into a model, with trainable weights.
 
     Raises ValueError if the adapter belongs to another model, if weights are missing or not finite, or if
-    `rank` (0: any) or `alpha` (None: any) differ from the saved ones.
+    `rank` (0: any) or `alpha` (None: any) differ from the saved values.
     """
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
     from transformers.utils import cached_file
@@ -318,10 +318,10 @@ def save_adapter(adapter: nn.Module, folder: Path) -> None:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Enable gradient checkpointing; only its layers enter training mode, so that dropout stays off."""
+    """Enable gradient checkpointing; only checkpointed layers get training mode, so dropout stays off."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    # transformers 5.23 renamed the method. Reentrant checkpointing has no gradient after frozen embeddings.
+    # transformers 5.23 renamed the method. Reentrant checkpointing gives no gradient after frozen embeddings.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     for module in model.modules():
@@ -330,11 +330,11 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 class WithoutWeights:
-    """Lazy model without its head, made when another attribute than `config` is read.
+    """Lazy model without head and weights, created when an attribute other than `config` is read.
 
     Args:
         config: The configuration of the model.
-        make: Makes the model with weights on the meta device.
+        make: Function that makes the model with weights on the meta device.
     """
 
     def __init__(self, config: Any, make: Callable[[], nn.Module]) -> None:
@@ -345,7 +345,7 @@ class WithoutWeights:
 
 
 class TokenPolicy(Protocol):
-    """The interface of token policies for engines."""
+    """Interface that engines need of a token policy."""
 
     prompt_encoder: PromptEncoder
     model: nn.Module
@@ -355,7 +355,7 @@ class TokenPolicy(Protocol):
 
 
 class EngineModel:
-    """A token policy with a transformed (pruned, quantised) model that follows the policy's weights."""
+    """Token policy with a transformed (pruned, quantised) model that follows another policy's weights."""
 
     def __init__(self, policy: TokenPolicy, transforms: Sequence[Callable]) -> None:
         self.prompt_encoder, self.compute = policy.prompt_encoder, policy.compute
@@ -373,7 +373,7 @@ class EngineModel:
 
 
 def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
-    """Raise ValueError unless a model can read the tokens and the encoded images of a policy."""
+    """Raise ValueError unless a model can read the token ids and the encoded images of a policy."""
     own = policy.processor.tokenizer
     name = model.config.name_or_path
     if tokenizer.get_vocab() != own.get_vocab():

@@ -8,15 +8,15 @@ from typing import Any
 from mmrl.core.modalities import MODALITIES
 from mmrl.core.types import Frames, Prompt
 
-TICKS = 1000  # frame times are given to processors as frame numbers of a video with 1000 frames per second
+TICKS = 1000  # processors get frame times as frame numbers of a video with 1000 frames per second
 EDGES = {"shortest_edge", "longest_edge"}
 
 
 def media_arguments(processor: Any, prompt: Prompt, pixels: Mapping[str, int]) -> dict[str, Any]:
     """Load the media of a prompt as arguments of its processor.
 
-    `pixels` limits the size of images, where it is not empty. Raises ValueError for a kind of media that the
-    processor does not take.
+    `pixels` limits the size of images, unless it is empty. Raises ValueError for a kind of media that the
+    processor does not support.
     """
     arguments: dict[str, Any] = {}
     for kind, modality in MODALITIES.items():
@@ -36,7 +36,7 @@ def image_arguments(processor: Any, images: Sequence[Frames], pixels: Mapping[st
 
 
 def video_arguments(processor: Any, videos: Sequence[Frames], pixels: Mapping[str, int]) -> dict[str, Any]:
-    """Make the arguments of a processor for videos, whose frames are already sampled, with their times."""
+    """Make the arguments of a processor for videos with already sampled frames and their times."""
     from transformers.video_utils import VideoMetadata
 
     video_processor = getattr(processor, "video_processor", None)
@@ -45,7 +45,7 @@ def video_arguments(processor: Any, videos: Sequence[Frames], pixels: Mapping[st
     metadata = []
     for video in videos:
         times = video.times.tolist()
-        # Processors divide the covered time by the number of frames, for the seconds per frame.
+        # Processors divide the covered time by the number of frames to get the seconds per frame.
         covered = len(times) * (times[1] - times[0]) if len(times) > 1 else video.duration
         frames, ticks = [round(t * TICKS) for t in times], max(1, round(covered * TICKS))
         metadata.append(
@@ -57,9 +57,9 @@ def video_arguments(processor: Any, videos: Sequence[Frames], pixels: Mapping[st
 
 
 def video_size_options(processor: Any) -> dict[str, Any]:
-    """Make the options with which a video processor does not enlarge frames.
+    """Make the options that keep a video processor from enlarging frames.
 
-    Qwen's enlarges them by default, which would undo the pixel budget of the data.
+    Qwen's video processor enlarges them by default, which would undo the pixel budget of the data.
     """
     size = size_limits(processor)
     if size.keys() != EDGES:
@@ -69,5 +69,5 @@ def video_size_options(processor: Any) -> dict[str, Any]:
 
 
 def size_limits(processor: Any) -> dict[str, int]:
-    """Read the limits on size that an image or video processor has set."""
+    """Return the size limits of an image or video processor, without unset limits."""
     return {name: value for name, value in dict(processor.size).items() if value}

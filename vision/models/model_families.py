@@ -1,7 +1,7 @@
 """Families of vision-language models: rotary positions and numbers of visual features.
 
 Families are looked up by `model_type`. A family that is not listed gets one-dimensional positions, and only
-its own forward pass checks the number of features; `check_family` refuses models that need more.
+its own forward pass checks the number of features; `check_family` rejects models that need other rules.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class VLMFamily:
 
     Args:
         positions: Maps (core, inputs) to rotary positions (A, S) with A axes.
-        features: Maps (core, inputs) to the number of visual features by placeholder token id.
-        split: Splits media tensors by image, then by video; None: they cannot be split.
+        features: Maps (core, inputs) to the number of visual features of each placeholder token id.
+        split: Splits media tensors into images, then videos; None: they cannot be split.
         types: Name of the model argument with token types, if the tokens of an image attend to each other in
             both directions; empty otherwise.
     """
@@ -41,7 +41,7 @@ class VLMFamily:
 
 
 def _linear(core: nn.Module, inputs: Inputs) -> Tensor:
-    """Number the tokens from 0: (1, S)."""
+    """Return the positions 0, 1, 2, ... (1, S) of the tokens."""
     return torch.arange(inputs["input_ids"].shape[1])[None]
 
 
@@ -70,7 +70,7 @@ def _mrope(core: nn.Module, inputs: Inputs, rate: float | None = None) -> Tensor
             time = torch.arange(frames)
             if kinds[at] == 2 and rate is not None:
                 time = (time * next(seconds, 1.0) * rate).long()
-            # Grids count patches; a feature merges a square of them.
+            # Grids count patches; a feature merges a square of patches.
             rows, columns = (torch.arange(side // vision.spatial_merge_size) for side in (height, width))
             part = torch.cartesian_prod(time, rows, columns).T
         parts.append(part + start)
@@ -101,7 +101,7 @@ def _count_grids(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 
 def _count_images(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """Count the features of GLM-V, without videos, whose frames have the placeholder of images."""
+    """Count the features of GLM-V; raise ValueError for videos, whose frames use image placeholders."""
     if "video_grid_thw" in inputs:
         raise ValueError(
             f"videos cannot be read with models of type '{core.config.model_type}'; "
@@ -111,7 +111,7 @@ def _count_images(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 
 def _split_grids(media: Inputs) -> list[Inputs]:
-    """Split the tensors of Qwen, one with the patches of all images and one with those of all videos."""
+    """Split Qwen's two tensors, the patches of all images and the patches of all videos, by medium."""
     split: list[Inputs] = []
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if name in media:
@@ -124,27 +124,27 @@ def _split_grids(media: Inputs) -> list[Inputs]:
 
 
 def _split_images(media: Inputs) -> list[Inputs]:
-    """Split tensors whose first axis counts images or tiles."""
+    """Split tensors along their first axis, which counts images or tiles."""
     number = len(media["pixel_values"])
     return [{name: value[i : i + 1] for name, value in media.items()} for i in range(number)]
 
 
 def _per_image(each: Callable[[Any], int], axis: int = 0) -> Callable[[nn.Module, Inputs], dict[int, int]]:
-    """Count features where every image or tile along an axis has the same number, from the config."""
+    """Make the counter of a family in which every image or tile (on `axis`) has `each(config)` features."""
 
     def features(core: nn.Module, inputs: Inputs) -> dict[int, int]:
         if "pixel_values" not in inputs:
             return {}
-        if "image_sizes" in inputs:  # a tower (Pixtral) that keeps the size of images
+        if "image_sizes" in inputs:  # a vision tower (Pixtral) that keeps image sizes
             patches = (inputs["image_sizes"] // core.config.vision_config.patch_size).prod(-1)
-            return {core.config.image_token_id: int(patches.sum())}  # sizes are those before padding
+            return {core.config.image_token_id: int(patches.sum())}  # sizes before padding
         return {core.config.image_token_id: inputs["pixel_values"].shape[axis] * each(core.config)}
 
     return features
 
 
 def _patches(config: Any) -> int:
-    """Number of patches of an image at the input size of the vision tower."""
+    """Return the number of patches of an image that has the input size of the vision tower."""
     return (config.vision_config.image_size // config.vision_config.patch_size) ** 2
 
 
@@ -179,14 +179,14 @@ FAMILIES: dict[str, VLMFamily] = {
     **dict.fromkeys(
         ("glm4v", "glm4v_moe", "glm46v"), VLMFamily(_get_rope_index, _count_images, _split_grids)
     ),
-    # The patches of the tower, and its class token if it is used.
+    # One feature per patch, and one for the class token if it is used.
     "llava": VLMFamily(
         _linear,
         _per_image(lambda c: _patches(c) + (c.vision_feature_select_strategy == "full")),
         _split_images,
     ),
     "internvl": VLMFamily(_linear, _per_image(lambda c: c.image_seq_length), _split_images),
-    # Pixel shuffle merges squares of patches; images are (1, tiles, ...).
+    # Pixel shuffle merges squares of patches; pixel values have the shape (1, tiles, ...).
     "smolvlm": VLMFamily(_linear, _per_image(lambda c: _patches(c) // c.scale_factor**2, axis=1)),
     "llava_onevision": VLMFamily(_linear, _count_packed),
     "gemma3": VLMFamily(
@@ -202,16 +202,16 @@ TYPES_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # arguments of forwar
 def check_family(config: Any, core: type[nn.Module], *, text_only: bool = False) -> None:
     """Raise ConfigError for a model class whose inputs this library would compute wrongly.
 
-    These are
+    These classes are
 
     - models with recurrent layers, such as Mamba, except Qwen3.5 and Qwen3-Next, whose layers continue from a
       state with several tokens;
     - models that read images by an encoder or cross-attention, such as Florence-2 and Llama 3.2 Vision;
-    - families that are not listed in `FAMILIES` but have positions of their own (M-RoPE) or attend by token
-      type, like Gemma 3 among the tokens of an image;
+    - families that are not listed in `FAMILIES` but have positions of their own (M-RoPE), or attention that
+      depends on token types, as in Gemma 3 among the tokens of an image;
     - models without a placeholder token for images.
 
-    `core` is the class of the model without its head; `text_only` models are checked for the first.
+    `core` is the class of the model without its head. Only the first point is checked if `text_only`.
     """
     if getattr(core, "_is_stateful", False) and not config.model_type.startswith(CONTINUED):
         raise ConfigError(
@@ -250,7 +250,7 @@ def family_of(config: Any) -> VLMFamily:
 
 
 def num_positions(config: Any) -> int:
-    """Number of positions that a model supports, with rotary scaling; 0: its config names none."""
+    """Return the number of positions that a model supports, with rotary scaling; 0 if unknown."""
     config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or 0
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -261,7 +261,7 @@ def num_positions(config: Any) -> int:
 
 
 def check_length(length: int, limit: int) -> None:
-    """Raise ValueError for a prompt that leaves no positions for an answer; `limit` 0: unlimited."""
+    """Raise ValueError if a prompt of this length leaves no position for an answer; `limit` 0: no limit."""
     if limit and length >= limit:
         raise ValueError(
             f"it takes {length} positions, and the model has {limit}, answers included; shorten it"
@@ -269,7 +269,7 @@ def check_length(length: int, limit: int) -> None:
 
 
 def token_types(config: Any, ids: Tensor) -> Tensor:
-    """Mark the placeholders of media by the number of their kind, as processors do, of any shape."""
+    """Return token types in the shape of `ids`: a number per kind of media at placeholders, 0 for text."""
     types = torch.zeros_like(ids)
     for kind, token in placeholders(config).items():
         types[ids == token] = MODALITIES[kind].token_type
@@ -277,6 +277,6 @@ def token_types(config: Any, ids: Tensor) -> Tensor:
 
 
 def type_arguments(config: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Make the token type argument (N, S) of a forward pass, for families that attend by token type."""
+    """Make the argument with token types (N, S), if attention of the model family depends on them."""
     name = family_of(config).types
     return {name: token_types(config, ids)} if name else {}

@@ -1,4 +1,4 @@
-"""Compare the tokens of a prompt with `processor.apply_chat_template` of transformers."""
+"""Compare the tokens of a prompt with the tokens of transformers (`processor.apply_chat_template`)."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def plain_inputs(
 
 
 class OtherTokens(ConfigError):
-    """The tokens of a prompt differ from those of transformers."""
+    """Error: the tokens of a prompt differ from the tokens that transformers makes of it."""
 
     ends_run = True  # a fault of the model, not of a row that `bad_rows` could drop
 
 
 def check_ids(prompt: Prompt, ids: Tensor, plain: Mapping[str, Any], tokenizer: Any) -> None:
-    """Raise `OtherTokens`, naming the first difference, unless ids (1, S) equal those of transformers."""
+    """Raise `OtherTokens` with the first difference unless ids (1, S) equal the ids of transformers."""
     if difference := first_difference(ids[0], torch.as_tensor(plain["input_ids"])[0], tokenizer):
         raise OtherTokens(
             f"prompt '{prompt.uid}' is not what `processor.apply_chat_template` of transformers makes of it: "

@@ -28,7 +28,7 @@ from mmrl.vision.models.recorded_keys import check_keys
 
 CACHE_BYTES = 2 << 30
 REPLY_BYTES = 1 << 28
-FORMS = 32  # patterns of prompts that are compared with transformers, once each
+FORMS = 32  # maximal number of prompt patterns that are compared with transformers, each once
 OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 UNUSED = ("video_metadata", "timestamps")  # outputs of processors that are no model inputs
 WITHOUT_BOS = {"text_kwargs": {"add_special_tokens": False}}
@@ -50,7 +50,7 @@ class EncodedPrompt:
 
     @property
     def bytes(self) -> int:
-        """Size of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(t.numel() * t.element_size() for t in (self.ids, self.positions, *self.media.values()))
 
 
@@ -73,9 +73,9 @@ class PromptEncoder:
                     f"`min_pixels` and `max_pixels` do not fit this model: it makes images of the size {size}"
                 )
             self.pixels = {**size, **pixels}
-        # No answer may contain these: the model would expect media for them.
+        # No answer may contain these tokens, because the model would expect media for them.
         self.placeholders = media_ids(core.config)
-        self.limit = num_positions(core.config)  # of this model, and of others that read its prompts
+        self.limit = num_positions(core.config)  # lowered for other models that read the same prompts
         self._words = self._media_words()
         self._answer_words = list(map(self.tokenizer.decode, self.placeholders))
         self.plain = PlainText(self.tokenizer, self._words)
@@ -84,7 +84,7 @@ class PromptEncoder:
         self.end = self.ends.tokens
         self._keys: dict[str, bool] = {}  # whether the template reads a key of recorded turns
         self._known: dict[str, bool] = {}  # whether a template lists tools, by template and tools
-        self._compared = set[Any]()  # patterns of prompts
+        self._compared = set[Any]()  # patterns of prompts that were compared with transformers
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
         # Answers of a group often make the same tool call and get the same reply.
         self._replies: ByteLRU[dict[str, Tensor]] = ByteLRU(
@@ -103,7 +103,7 @@ class PromptEncoder:
     def extend(
         self, encoded: EncodedPrompt, ids: Tensor, *replies: Message, tools: Tools = ()
     ) -> EncodedPrompt:
-        """Append an answer (T,) and replies to it, and begin the next answer, in the format of the template.
+        """Append an answer (T,), replies, and the beginning of the next answer to an encoded prompt.
 
         Raises ValueError if media do not match their tokens.
         """
@@ -124,7 +124,7 @@ class PromptEncoder:
         return EncodedPrompt(encoded.uid, whole, positions, media)
 
     def _ended(self, ids: Tensor, new: Tensor) -> int:
-        """Number of template tokens after an answer that the answer (T,) already ends with."""
+        """Count the leading tokens of the continuation `new` with which the answer (T,) already ends."""
         if not len(ids) or not len(new) or ids[-1] not in self.end:
             return 0
         before = self.ends.before
@@ -136,7 +136,7 @@ class PromptEncoder:
         """Convert messages of the role `tool` to a format that the chat template supports.
 
         If the template does not support tools, adjacent replies become one user message in the format of
-        Qwen. Other messages stay.
+        Qwen. Messages of other roles are not changed.
         """
         supported = self.knows_tools(tools) if tools else bool(self.template.reads("tool").forms)
         written = list[Message]()
@@ -166,15 +166,15 @@ class PromptEncoder:
                 )
 
     def answer(self, text: str) -> Tensor:
-        """Tokenize an answer with exactly one end token, whether the text has it or not: (T,)."""
+        """Tokenize an answer; the tokens (T,) have one end token, whether or not the text contains it."""
         self.check_answer(text)
         return torch.tensor([*self.plain.ids(self.without_end(text)), self.end[0]])
 
     def recorded(self, prompt: Prompt, outcome: Outcome) -> tuple[str, Tensor]:
         """Return the text and the tokens (T,) of a recorded answer, including the end token.
 
-        The chat template renders its tool calls and thoughts. Raises ValueError if the template omits them,
-        or if the rendered answer does not continue the rendered prompt.
+        The chat template renders the tool calls and thoughts of the answer. Raises ValueError if the template
+        omits them, or if the rendered answer does not continue the rendered prompt.
         """
         text = self.without_end(outcome.text or "")
         if not outcome.extra:
@@ -202,11 +202,11 @@ class PromptEncoder:
         return bare.removesuffix(next(w for w in words if bare.endswith(w))) if bare.endswith(words) else text
 
     def text(self, ids: Tensor) -> str:
-        """Decode the tokens of an answer."""
+        """Decode the tokens of an answer, without special tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def knows_tools(self, tools: Tools) -> bool:
-        """Whether the chat template lists tools in the prompt."""
+        """Return whether the chat template lists these tools in the prompt."""
         templates = [getattr(part, "chat_template", None) for part in (self.processor, self.tokenizer)]
         key = json.dumps([tools, templates])
         if key not in self._known:
@@ -229,7 +229,7 @@ class PromptEncoder:
         return self.transcript(self.encode(prompt).ids)
 
     def transcript(self, ids: Tensor) -> str:
-        """Decode tokens (S,) with the marks of the template; media become `<image: 64 tokens>`."""
+        """Decode tokens (S,), including control tokens; media become `<image: 64 tokens>`."""
         kinds = {token: kind for kind, token in placeholders(self.core.config).items()}
         parts = []
         for kind, tokens in groupby(ids.tolist(), kinds.get):
@@ -238,7 +238,7 @@ class PromptEncoder:
         return "".join(parts)
 
     def processor_inputs(self, prompt: Prompt, tools: Tools = ()) -> dict[str, Tensor]:
-        """Run the processor on a prompt; returns the inputs of a forward pass of transformers."""
+        """Run the processor on a prompt; return the inputs for the forward pass of the model."""
         messages = list(map(template_message, self.replies(prompt.messages, tools)))
         text = self.written(prompt, tools)
         # As in transformers: the tokenizer adds no BOS token if the template does.
@@ -247,7 +247,7 @@ class PromptEncoder:
         inputs = self._inputs(prompt, text, WITHOUT_BOS if begun else {}, media)
         form = (tools, *((m["role"], *m, *(block["type"] for block in m["content"])) for m in messages))
         form = json.dumps(form)
-        # Texts that look like control tokens are no control tokens here, but in transformers.
+        # Skip texts that contain control tokens: they stay plain text here, but not in transformers.
         alike = self.plain.mark not in text and self._marked(tools) == tuple(tools)
         if alike and form not in self._compared and len(self._compared) < FORMS:
             formed = self.template.formed(messages, tools)
@@ -269,12 +269,12 @@ class PromptEncoder:
                 )
 
     def written(self, prompt: Prompt, tools: Tools = ()) -> str:
-        """Render a prompt with the chat template; raises ValueError if that does not support it."""
+        """Render a prompt with the chat template; raise ValueError if the template does not support it."""
         try:
             check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
             text = self._render(list(map(template_message, self.replies(prompt.messages, tools))), tools)
             names = [tool.get("function", tool)["name"] for tool in tools] if self.knows_tools(tools) else []
-            plain = filter(re.compile(r"[\w.-]+", re.ASCII).fullmatch, names)  # others may be escaped
+            plain = filter(re.compile(r"[\w.-]+", re.ASCII).fullmatch, names)  # others may get escaped
             if lost := [name for name in plain if name not in text]:
                 roles = ", ".join(message.role for message in prompt.messages)
                 raise ValueError(
@@ -295,15 +295,15 @@ class PromptEncoder:
         return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
 
     def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = True) -> str:
-        """Render messages with the chat template, and the beginning of an answer if `answers`.
+        """Render messages with the chat template; if `answers`, append the beginning of an answer.
 
-        Control tokens in texts are marked for `self.plain`.
+        Control tokens inside texts are marked, so that `self.plain` tokenizes them as plain text.
         """
         marked = self.plain.marked(messages)
         return self.plain.settled(self.template.render(marked, self._marked(tools), answers=answers))
 
     def _marked(self, tools: Tools) -> Tools:
-        """Mark control tokens in schemas, and the end tag of the block in which the template lists them."""
+        """Mark control tokens in tool schemas, and break up the end tag of the block that lists schemas."""
         block = self.template.schema_block if tools else ""
         return tuple(self.plain.marked(each_text(tools, lambda text: inside(block, [text])[0])))
 
@@ -332,7 +332,7 @@ class PromptEncoder:
         return inputs
 
     def special_tokens(self) -> set[int]:
-        """All special tokens, also those that `all_special_ids` of the tokenizer lacks."""
+        """Return the ids of all special tokens, also of added tokens that `all_special_ids` lacks."""
         added = self.tokenizer.added_tokens_decoder
         return {*self.tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
 
@@ -342,7 +342,7 @@ class PromptEncoder:
         return self.plain.processor(self.processor)
 
     def _media_words(self) -> list[str]:
-        """Texts of the placeholders of media, of the model and of the processor."""
+        """Return the texts of the media placeholders that the model or the processor uses."""
         words = [self.tokenizer.decode(token) for token in self.placeholders]
         words += [getattr(self.processor, f"{kind}_token", None) or "" for kind in MODALITIES]
         return [word for word in dict.fromkeys(words) if word]
@@ -355,7 +355,7 @@ def template_message(message: Message) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Merge adjacent texts to one, because some templates strip every text."""
+    """Merge adjacent texts, because some templates strip white space from every text."""
     joined: list[Part] = []
     for part in parts:
         if joined and joined[-1].media is None and part.media is None:
@@ -365,7 +365,7 @@ def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def within(block: str, parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Break up the tags of a block in the texts of a message inside the block; media stay."""
+    """Break up tags named `block` in texts, so that no text closes the block around it; media stay."""
     return tuple(
         part if part.media else Part(text)
         for part, text in zip(parts, inside(block, [part.text for part in parts]), strict=True)
@@ -373,6 +373,6 @@ def within(block: str, parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def pixel_limits(options: Mapping[str, Any]) -> dict[str, int]:
-    """Convert the options `min_pixels` and `max_pixels` to the names of image processors."""
+    """Convert the options `min_pixels` and `max_pixels` to the size options of image processors."""
     named = {"shortest_edge": options.get("min_pixels"), "longest_edge": options.get("max_pixels")}
     return {name: value for name, value in named.items() if value is not None}

@@ -14,17 +14,17 @@ from mmrl.vision.models.media_arguments import video_size_options
 from mmrl.vision.models.model_families import check_length
 from mmrl.vision.models.processor import PromptEncoder
 
-SIZES = 1 << 16  # cached image sizes
-STAMP = 16  # most tokens around a frame of a video, such as `<12.5 seconds>`
+SIZES = 1 << 16  # number of image sizes in the cache
+STAMP = 16  # upper bound of the tokens around a video frame, such as `<12.5 seconds>`
 
 
 class PromptCheck:
     """Raises `PromptError` for a prompt, or a recorded answer, that a model cannot read.
 
     It avoids encoding and decoding. One prompt per pattern of roles and media is rendered with the chat
-    template. The features of images are counted from the size in the file header, and those of videos are
-    bounded from their header, if the processor has `get_num_of_video_patches`. Only a prompt that could be
-    too long by these numbers and its bytes is encoded. Not found are too long videos of other processors, and
+    template. Image features are counted from the size in the file header. Video features get an upper bound
+    from the file header, if the processor has `get_num_of_video_patches`. A prompt is encoded only if these
+    counts and its bytes could exceed the context. The check misses too long videos of other processors, and
     faults that only decoding shows, such as truncated files.
     """
 
@@ -32,7 +32,7 @@ class PromptCheck:
         self.encoder = encoder
         self.limit = encoder.limit
         self._forms: set[Any] = set()
-        self.image_features = lru_cache(SIZES)(self._features_of)  # (height, width) to a number
+        self.image_features = lru_cache(SIZES)(self._features_of)  # maps (height, width) to a count
 
     def __call__(self, prompt: Prompt) -> None:
         """Check a prompt and its recorded answers."""
@@ -56,7 +56,7 @@ class PromptCheck:
             longest_answer = max((len(text.encode()) for text in answers), default=0)
             texts = len(prompt.text.encode()) + sum(len(m.extra) for m in prompt.messages)
             around = self._around * len(prompt.messages)
-            # A token has at least one byte.
+            # A token has at least one byte, so bytes are an upper bound of tokens.
             if self.limit and features + texts + longest_answer + around >= self.limit:
                 encoded = self.encoder.encode(prompt)
                 longest = max((len(self.encoder.answer(text)) for text in answers), default=1)
@@ -64,12 +64,12 @@ class PromptCheck:
 
     @cached_property
     def _around(self) -> int:
-        """Number of bytes that the template adds around a message of the user."""
+        """Number of bytes that the template adds around a user message."""
         message = {"role": "user", "content": [{"type": "text", "text": "x"}]}
         return len(self.encoder._render([message]).encode())
 
     def _features_of(self, height: int, width: int) -> int:
-        """Count the features of an image by its size; the context length if the processor cannot tell."""
+        """Count the features of an image by its size; return the context length if that is not possible."""
         processor = self.encoder.processor.image_processor
         merge = getattr(processor, "merge_size", None)
         if merge and hasattr(processor, "get_number_of_image_patches"):
@@ -79,14 +79,14 @@ class PromptCheck:
             return int(processor.get_number_of_image_patches(height, width, limits)) // merge**2
         count = getattr(self.encoder.processor, "_get_num_multimodal_tokens", None)
         if count is None:
-            return self.limit  # so the prompt is encoded
+            return self.limit  # so large that `__call__` encodes the prompt
         return int(count(image_sizes=[[height, width]])["num_image_tokens"][0])
 
 
 def most_image_tokens(check: PromptCheck, medium: Media) -> int:
-    """Count the features of an image, or raise ValueError if the processor takes none of its size."""
+    """Count the features of an image; raise ValueError if the processor does not support its size."""
     if getattr(check.encoder.processor, "image_processor", None) is None:
-        return 0  # the template says that the model reads text only
+        return 0  # rendering raises the error that the model reads text only
     if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
         return 0  # a table of many rows: the headers of its images cannot be read one by one
     if medium.source is None:
@@ -97,7 +97,7 @@ def most_image_tokens(check: PromptCheck, medium: Media) -> int:
 
 
 def most_video_tokens(check: PromptCheck, medium: Media) -> int:
-    """Bound the features, positions and time stamps of a video; 0 where only decoding would tell."""
+    """Return an upper bound of a video's features, positions and time stamps; 0 if only decoding tells."""
     processor = getattr(check.encoder.processor, "video_processor", None)
     if processor is None:
         raise ValueError("it shows a video, but this model takes images only")
@@ -106,6 +106,6 @@ def most_video_tokens(check: PromptCheck, medium: Media) -> int:
         return 0
     frames, height, width, seconds = medium.load.video_size()
     vision = getattr(check.encoder.core.config, "vision_config", None)
-    ticks = getattr(vision, "tokens_per_second", None) or 0  # positions count time where it is given
+    ticks = getattr(vision, "tokens_per_second", None) or 0  # if set, positions grow with time
     patches = count(frames, height, width, video_size_options(processor))
     return patches // processor.merge_size**2 + int(seconds * ticks) + frames * STAMP

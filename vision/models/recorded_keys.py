@@ -24,7 +24,7 @@ def check_keys(messages: Sequence[Message], render: Render, read: dict[str, bool
     Args:
         messages: The recorded turns.
         render: Renders a conversation with the template.
-        read: Cache of results by role and key.
+        read: Cache that maps role and key to whether the template reads the key.
     """
     for message in messages:
         for name, value in message.keys.items():

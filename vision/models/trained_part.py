@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmrl.core.types import Trajectory
 
-ReadSteps = Callable[..., dict[str, Tensor]]  # of steps, outputs and a teacher
+ReadSteps = Callable[..., dict[str, Tensor]]  # called with steps, outputs and a teacher
 
 
 class TrainedPart:
@@ -19,8 +19,8 @@ class TrainedPart:
     A transform adds a part to a model as a module of this class; the policy then trains, saves and loads it.
 
     Attributes:
-        name: What it is, for error messages.
-        cannot_merge: Error message of `merge`, which writes a model without the part.
+        name: Description of the part, for error messages.
+        cannot_merge: Error message of `merge`, which is not possible with the part.
         outputs: Outputs of steps that exist only with this part.
     """
 
@@ -29,11 +29,11 @@ class TrainedPart:
     outputs: ClassVar[frozenset[str]] = frozenset()
 
     def collate(self, steps: Any, rollouts: Sequence[Trajectory]) -> Any:
-        """Add to the steps of a batch what `read` needs."""
+        """Add the values that `read` needs to the steps of a batch."""
         return steps
 
     def read(self, read: ReadSteps, steps: Any, outputs: Any, teacher: Any) -> dict[str, Tensor]:
-        """Compute the outputs of a batch by calls of `read(steps, outputs, teacher)`."""
+        """Compute the outputs of a batch with calls of `read(steps, outputs, teacher)`."""
         return read(steps, outputs, teacher)
 
     def save(self, folder: Path) -> None:
@@ -46,11 +46,11 @@ class TrainedPart:
 
 
 def part_of(model: nn.Module) -> Any:
-    """Find the trained part that a transform added to a model; None without one."""
+    """Return the trained part that a transform added to a model; None if there is no such part."""
     return next((module for module in model.modules() if isinstance(module, TrainedPart)), None)
 
 
 def holds_part(folder: Path) -> bool:
-    """Whether a checkpoint's folder has the weights of a trained part alone."""
+    """Return whether a checkpoint folder has weights of a trained part only, not of a model."""
     names = [file.name for file in folder.glob("*.safetensors")]
     return bool(names) and not any(name.startswith("model") for name in names)

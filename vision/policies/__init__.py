@@ -1,1 +1,1 @@
-"""Policies whose steps are tokens."""
+"""Policies whose steps are the tokens of an answer."""

@@ -23,7 +23,7 @@ HEAD = "value_head.safetensors"
 
 
 class ValueModel(nn.Module):
-    """The trainable module: maps a batch of answers to the value before every token."""
+    """The trainable module, which maps a batch of answers to a value before every token."""
 
     def __init__(self, reader: StepModel) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, steps: TokenSteps) -> Tensor:
-        """Compute values (N, longest), also at padding."""
+        """Compute values (N, longest), at padding positions, too."""
         compute = self.reader.compute
         with torch.autocast(self.head.weight.device.type, compute, enabled=compute in LOW):
             hidden = self.reader.states(steps)
@@ -43,19 +43,19 @@ class ValueModel(nn.Module):
 
 @register(copies_policy=True)
 class Critic:
-    """A critic of token policies: the value of an answer before each of its tokens.
+    """A critic for token policies: predicts the value of an answer before each of its tokens.
 
-    For `second_model`. A linear layer, initialised to 0, reads the value from the last hidden states. All
+    It is used as `second_model`. A linear layer, initialised to 0, maps last hidden states to values. All
     log-probabilities are 0. A checkpoint is the model's folder with one more file.
 
     Args:
         policy: The model and its training options, such as `{name: vision.tokens, model: ..., lora_rank:
-            16}`, of the model family of the run's policy; None: a copy of the run's policy.
-        probability: Values are probabilities of success, 1/2 at the start. The layer computes logits, on
-            which `value_cross_entropy` trains (PAV's verifier, V_0).
+            16}`. Its model family must be that of the run's policy. None: a copy of the run's policy.
+        probability: Whether values are probabilities of success, 1/2 at the start. The layer then computes
+            logits, which the objective `value_cross_entropy` trains (PAV's verifier, V_0).
     """
 
-    outputs = frozenset({"value", "value_logit"})  # the logit with `probability` alone
+    outputs = frozenset({"value", "value_logit"})  # "value_logit" only with `probability`
 
     def __init__(self, *, policy: Callable[[], Tokens] | None = None, probability: bool = False) -> None:
         if policy is None:
@@ -72,11 +72,11 @@ class Critic:
 
     @property
     def head(self) -> nn.Linear:
-        """The linear layer of values."""
+        """The linear layer that computes the values."""
         return next(part.head for part in self.module.modules() if isinstance(part, ValueModel))
 
     def check_steps_of(self, policy: Tokens) -> None:
-        """Raise `ValueError` if the policy's token ids mean something else to this model."""
+        """Raise `ValueError` unless this model can read the policy's token ids and encoded images."""
         self.tokens.check_steps_of(policy)
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
@@ -84,7 +84,7 @@ class Critic:
         return self.tokens.encode(prompt, outcome)
 
     def collate(self, rollouts: Rollouts) -> Batch:
-        """Pad rows to a batch."""
+        """Collate rows to a padded batch."""
         return self.tokens.collate(rollouts)
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
@@ -93,7 +93,7 @@ class Critic:
         return StepOutput(torch.zeros_like(logit), {name: outputs[name] for name in outputs.keys() & extra})
 
     def save(self, folder: Path) -> None:
-        """Write the model's folder and the linear layer of values."""
+        """Write the model's folder, and the linear layer of values to one more file."""
         from safetensors.torch import save_file
 
         self.tokens.save(folder)

@@ -14,7 +14,7 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 
 @policy
 class RecordedAnswers:
-    """No model: an evaluation with the engine `offline` scores recorded answers. A step is a word."""
+    """Policy without a model, to evaluate recorded answers with the engine `offline`; a step is a word."""
 
     outputs: frozenset[str] = frozenset()
 
@@ -22,7 +22,7 @@ class RecordedAnswers:
         self.module = nn.Module()
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Make a row of a recorded answer."""
+        """Convert a recorded answer to a row."""
         return Trajectory(prompt, prompt.uid, (outcome,), None, len((outcome.text or "").split()))
 
     def collate(self, rollouts: Rollouts) -> Batch:
@@ -36,7 +36,7 @@ class RecordedAnswers:
         raise ValueError("`vision.recorded_answers` gives no step a probability; name a model")
 
     def save(self, folder: Path) -> None:
-        """Write nothing."""
+        """Write nothing, because there are no weights."""
 
     def load(self, folder: Path) -> None:
-        """Load nothing."""
+        """Load nothing, because there are no weights."""

@@ -52,15 +52,15 @@ from mmrl.vision.models.trained_part import TrainedPart, holds_part, part_of
 class Tokens:
     """A vision-language or language model of transformers; a step is one token of an answer.
 
-    Trained weights are stored in float32 and computed with in `dtype`. Dropout is off. Media placeholders
+    Trained weights are stored in float32; the computation is in `dtype`. Dropout is off. Media placeholders
     have probability 0.
 
     Args:
         model: Hub id or folder.
         dtype: Precision of frozen weights and of the computation.
         attn_implementation: Attention of transformers, such as "sdpa", "eager" or "flash_attention_2".
-        lora_rank: Rank of a LoRA adapter that is trained instead of the model; 0: no adapter.
-        lora_alpha: Scale of the adapter; None: twice the rank.
+        lora_rank: Rank of a LoRA adapter that is trained instead of the model; 0: no new adapter.
+        lora_alpha: LoRA alpha of the adapter; None: twice the rank.
         lora_target_modules: Names of the linear layers that get an adapter, such as "q_proj"; empty: all,
             including the vision tower unless it is frozen.
         adapter: Folder or hub id of a saved adapter, to train it further.
@@ -69,10 +69,10 @@ class Tokens:
         freeze_vision_tower: Train the language model only; otherwise the vision tower too.
         frozen: Train nothing and keep all weights in `dtype`, for a model that only answers, such as a judge.
         gradient_checkpointing: Recompute layers in the backward pass: less memory, more time.
-        share_prefix: Rows share the keys and values of their prompt, and of longer common prefixes if that
-            saves a twentieth of all tokens. Without it, every row gets a copy.
-        min_pixels: Smallest image after the image processor, in pixels; None: the processor's own.
-        max_pixels: Largest image after the image processor, in pixels; None: the processor's own.
+        share_prefix: Whether rows share the keys and values of their prompt, and of longer common prefixes if
+            that saves a twentieth of all tokens. If false, every row gets a copy.
+        min_pixels: Minimal pixels of an image after the image processor; None: the processor's default.
+        max_pixels: Maximal pixels of an image after the image processor; None: the processor's default.
         hot_temperature: Temperature of the output `logp_hot`, in units of the sampling temperature.
         cold_temperature: Temperature of the output `logp_cold`, in the same units.
         top_k: Number of tokens in the outputs `top_k_ids` and `top_k_logp`.
@@ -82,7 +82,7 @@ class Tokens:
     """
 
     outputs: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # computed only if a piece reads them
-    makes = "text"  # kind of outcomes, for commands that write them
+    makes = "text"  # kind of outcomes, for commands that write outcomes
 
     def __init__(
         self,
@@ -154,19 +154,19 @@ class Tokens:
 
     @staticmethod
     def prompt_check(options: Mapping[str, Any]) -> Callable[[Prompt], None]:
-        """Make a check that raises `PromptError` for a prompt that a policy of these options cannot read."""
+        """Make a check that raises `PromptError` for prompts that a policy with these options cannot read."""
         return PromptCheck(loading.load_encoder(str(options["model"]), pixel_limits(options)))
 
     def _blank_image(self) -> dict[str, Tensor]:
-        """Model inputs of a black image; empty for a language model."""
+        """Make the model inputs of a black image; empty for a language model."""
         if self.processor.image_processor is None:
             return {}
-        black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # 2 x 2 features of Qwen2-VL
+        black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # gives 2 x 2 features in Qwen2-VL
         inputs = self.processor.image_processor(images=[black], return_tensors="pt")
         return {name: torch.as_tensor(value) for name, value in inputs.items()}
 
     def _adapted(self, adapter: str, roles: tuple[str, ...], **shape: Any) -> Any:
-        """Load an adapter, or add new ones; None without adapters."""
+        """Load the saved adapter, or add new adapters; return None if no adapter is configured."""
         rank, alpha = shape["rank"], shape["alpha"]
         if adapter:
             return loading.load_adapter(self.model, adapter, rank=rank, alpha=alpha)
@@ -187,7 +187,7 @@ class Tokens:
         keep_training_precision(self.model)
 
     def check_steps_of(self, policy: Tokens) -> None:
-        """Raise `ValueError` if another policy's token ids mean something else here."""
+        """Raise `ValueError` unless this model can read another policy's token ids and encoded images."""
         loading.check_same_tokens(self.processor.tokenizer, self.model, policy)
 
     def reading_with(self, model: nn.Module, dtype: str) -> StepModel:
@@ -215,7 +215,7 @@ class Tokens:
         return self.prompt_encoder.render(prompt)
 
     def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
-        """Make the reader of images and videos of prompts."""
+        """Make the reader that loads the images and videos of prompts."""
         return MediaReader.of_data(options, root)
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
@@ -230,7 +230,7 @@ class Tokens:
         return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
 
     def restore_rows(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
-        """Restore a row from the engine's notes (T,): tokens and temperature."""
+        """Restore a row from values (T,) that the engine recorded per token, such as ids and temperature."""
         ids, temperature = notes["token"].long(), float(notes["temperature"][0])
         outcome = Outcome(text=self.prompt_encoder.text(ids), end=len(ids))
         row = TokenRow(self.prompt_encoder.encode(prompt), ids, temperature)
@@ -238,7 +238,7 @@ class Tokens:
         return Trajectory(prompt, prompt.uid, (outcome,), row, len(ids), restored, on_policy=False)
 
     def pack(self, row: Trajectory) -> Trajectory:
-        """Remove the encoded prompt of a row that is sent to another process, which can encode it again."""
+        """Remove the encoded prompt from a row for another process, if that process can encode it again."""
         encodable = row.steps.prompt is self.prompt_encoder.encode(row.prompt)
         return replace(row, steps=replace(row.steps, prompt=None)) if encodable else row
 
@@ -249,7 +249,7 @@ class Tokens:
         return replace(row, steps=replace(row.steps, prompt=self.prompt_encoder.encode(row.prompt)))
 
     def collate(self, rollouts: Rollouts) -> Batch:
-        """Pad answers on the right, and store every distinct prompt once."""
+        """Collate rows to a batch: pad answers on the right, and store every distinct prompt once."""
         rows: list[TokenRow] = [row.steps for row in rollouts]
         length = torch.tensor([len(row.ids) for row in rows])
         mask = (torch.arange(int(length.max()))[None] < length[:, None]).float()
@@ -265,7 +265,7 @@ class Tokens:
             steps = steps.with_tree(self.core)
         if self.part:
             steps = self.part.collate(steps, rollouts)
-        # NaN for missing notes and after the end. `token` and `temperature` are in `steps`.
+        # Missing values and values after a row's end are NaN. `token` and `temperature` are in `steps`.
         missing = torch.full((mask.shape[1],), torch.nan)
         notes = {
             name: cat_padded(
@@ -298,9 +298,9 @@ class Tokens:
             self.model, self.adapter = self.adapter.merge_and_unload(), None
 
     def save(self, folder: Path) -> None:
-        """Write a folder that transformers (or peft, for an adapter) loads, with the processor.
+        """Write a folder with model (or adapter) and processor, which transformers (or peft) can load.
 
-        For a trained part, such as a steering vector, it has that part alone.
+        If only a part is trained, such as a steering vector, the folder has this part instead of the model.
         """
         if self.part is not None:
             self.part.save(folder)
@@ -318,6 +318,6 @@ class Tokens:
         if self.adapter is not None:
             loading.load_adapter_weights(self.adapter, folder)
             return
-        # The config of the folder names the dtype of frozen weights; the widest keeps trained weights exact.
+        # The folder's config names the dtype of frozen weights; the widest dtype keeps trained weights exact.
         widest = widest_dtype(self.model, folder)
         copy_weights(self.model, load_whole(type(self.model), folder, dtype=widest))

@@ -1,7 +1,7 @@
 """Storage of preference pairs: shards of an interruptible build, and the finished data set.
 
-A data set is parquet with its images inside. TRL reads `prompt`, `chosen`, `rejected` and `images`;
-LLaMA-Factory reads `conversations`, `chosen_answer` and `rejected_answer`, as `dataset_info.json` declares.
+A data set consists of parquet files that contain the images. TRL reads `prompt`, `chosen`, `rejected` and
+`images`; LLaMA-Factory reads `conversations`, `chosen_answer` and `rejected_answer`, see `dataset_info.json`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mmrl.vision.benchmarks.conversions import describe_llama_factory
 from mmrl.vision.preference.select import FLIPPED, ScoredPair
 
 BUILD = ".build"
-ROWS_AT_ONCE = 64  # of a parquet file, with their images
+ROWS_AT_ONCE = 64  # rows per write to a parquet file, with images in memory
 
 
 class PairShards:
-    """Finished shards of scored pairs in the folder `.build` of an output; interrupted builds resume from it.
+    """Finished shards of scored pairs in the folder `.build` of an output, from which a build can resume.
 
     `media` is a subfolder for images that were stored inside rows.
     """
@@ -33,31 +33,31 @@ class PairShards:
         self.folder, self.media = output / BUILD, output / BUILD / "media"
 
     def path(self, number: int) -> Path:
-        """Return the file of a shard."""
+        """Return the path of a shard's file."""
         return self.folder / f"shard-{number:06d}.jsonl"
 
     def has(self, number: int) -> bool:
-        """Whether a shard is finished."""
+        """Whether a shard is finished, that is whether its file exists."""
         return self.path(number).is_file()
 
     def write(self, number: int, pairs: Iterable[ScoredPair]) -> None:
-        """Write a shard atomically."""
+        """Write the pairs of a shard to its file atomically."""
         lines = (json.dumps(asdict(pair), ensure_ascii=False) for pair in pairs)
         write_whole(self.path(number), "".join(f"{line}\n" for line in lines))
 
     def read(self, number: int) -> list[ScoredPair]:
-        """Read a shard."""
+        """Read the pairs of a shard from its file."""
         lists = ("texts", "lengths", "scores", "h", "split")
         with self.path(number).open(encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
         return [ScoredPair(**row | {name: tuple(row[name]) for name in lists}) for row in rows]
 
     def agree(self, name: str, plan: Mapping[str, Any]) -> None:
-        """Record the inputs of a build; raises `RowError` if the folder was built from other inputs."""
+        """Record the inputs of a build; raise `RowError` if the folder was built from other inputs."""
         text = json.dumps(plan, indent=1, ensure_ascii=False) + "\n"
         if not (self.folder / f"{name}.json").is_file():
             write_whole(self.folder / f"{name}.json", text)
-        recorded, plan = self.recorded(name), json.loads(text)  # after JSON, which makes lists of tuples
+        recorded, plan = self.recorded(name), json.loads(text)  # via JSON, which turns tuples into lists
         other = [key for key in {**plan, **recorded} if plan.get(key) != recorded.get(key)]
         if other:
             raise RowError(
@@ -71,10 +71,10 @@ class PairShards:
 
 
 def as_row(pair: ScoredPair, verdict: str, data: bytes) -> dict[str, Any]:
-    """Convert a selected pair to a row of the data set; `data` is the image file.
+    """Convert a selected pair to a row of the data set; `data` is the content of the image file.
 
-    `h_pos` and `h_neg` are the hallucination ratios of the better and the worse answer by expectation,
-    whatever the verdict; None where the engine did not set them.
+    `h_pos` and `h_neg` are the hallucination ratios of the answer that was expected to be better, and of the
+    other one, even if the pair is reversed. They are None if the engine did not set them.
     """
     better, worse = (1, 0) if verdict == FLIPPED else (0, 1)
     chosen, rejected = ({"role": "assistant", "content": pair.texts[i]} for i in (better, worse))
@@ -96,9 +96,9 @@ def as_row(pair: ScoredPair, verdict: str, data: bytes) -> dict[str, Any]:
 
 
 def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, file_rows: int) -> None:
-    """Write parquet files of at most `file_rows` rows, replacing an earlier data set.
+    """Write parquet files of at most `file_rows` rows each, and replace an earlier data set.
 
-    `count` is the expected number of rows; a few may be missing. The last file takes all remaining rows.
+    `count` is the expected number of rows; a few may be missing. The last file gets all remaining rows.
     """
     import pyarrow
     from datasets import Features, Image, List, Value
@@ -115,17 +115,17 @@ def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, fil
         "chosen_answer": message,
         "rejected_answer": message,
     }
-    partial, schema = output / BUILD / "data", Features(features).arrow_schema  # on the same file system
+    partial, schema = output / BUILD / "data", Features(features).arrow_schema  # same file system as output
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    files = max(1, -(-count // file_rows))  # rounded up
+    files = max(1, -(-count // file_rows))  # ceil(count / file_rows)
     for number in range(files):
         name = f"train-{number:05d}-of-{files:05d}.parquet"
         chunk = islice(rows, file_rows if number + 1 < files else None)
         with parquet.ParquetWriter(partial / name, schema) as writer:
             while batch := list(islice(chunk, ROWS_AT_ONCE)):
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema=schema))
-    shutil.rmtree(output / "data", ignore_errors=True)  # a rename needs an empty or missing target
+    shutil.rmtree(output / "data", ignore_errors=True)  # the target of a rename must be empty or missing
     partial.replace(output / "data")
     columns = {"messages": "conversations", "chosen": "chosen_answer", "rejected": "rejected_answer"}
     info = describe_llama_factory(("conversations", "images"), "data")

@@ -1,4 +1,4 @@
-"""Generation of scored answer pairs about unlabelled images, from a folder or from rows."""
+"""Generation of scored answer pairs about unlabelled images, which come from a folder or from rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmrl.vision.preference.select import ScoredPair
 
 @dataclass(frozen=True)
 class SourceItem:
-    """One image of a source, with the prompt of its row, if any; or the fault of a row."""
+    """An image of a source, with the prompt of its row, if any; or the error message of an invalid row."""
 
     place: str
     ref: MediaRef | None = None
@@ -33,11 +33,11 @@ class SourceItem:
 
 
 class ImageSource:
-    """The images of a folder or of rows, in a stable order; each iteration starts again."""
+    """The images of a folder or of data rows, in a fixed order; every iteration starts at the beginning."""
 
     def __init__(self, source: str, root: str, limit: int = 0) -> None:
         self.source, self.limit = Path(source), limit
-        self.root = MediaRoot.of_rows(self.source, root, cache_bytes=0)  # every image is read once
+        self.root = MediaRoot.of_rows(self.source, root, cache_bytes=0)  # every image is read only once
         try:
             self.files = row_files(self.source)
         except RowError:
@@ -49,9 +49,9 @@ class ImageSource:
         return islice(self._of_rows() if self.files else self._of_folder(), self.limit or None)
 
     def content(self) -> str:
-        """Hash the files of rows, or the file names of a folder of images.
+        """Hash the files of rows, or the file names in a folder of images.
 
-        The content of images is checked later, when their pairs are written.
+        The content of the images is checked later, when the pairs are written.
         """
         if self.files:
             return content_of(self.files)
@@ -67,7 +67,7 @@ class ImageSource:
 
     def _of_folder(self) -> Iterator[SourceItem]:
         for folder, subfolders, names in os.walk(self.source):
-            # In place: `os.walk` visits the entries of this list, in its order.
+            # Change the list in place: `os.walk` visits its entries in this order.
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             for path in (Path(folder, name) for name in sorted(names)):
                 if is_image_file(path):
@@ -90,7 +90,7 @@ class ImageSource:
 
 
 def content_of(paths: Iterable[Path]) -> str:
-    """Hash files by name and content (SHA-256), and folders by the files in them."""
+    """Hash files by name and content (SHA-256); folders by the names and contents of all files inside."""
     content = hashlib.sha256()
     for path in paths:
         for inner in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -100,11 +100,11 @@ def content_of(paths: Iterable[Path]) -> str:
 
 
 def digest_of(data: bytes) -> str:
-    """Hash the bytes of an image."""
+    """Hash the bytes of an image to 32 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()[:32]  # 128 bits
 
 
-# ---- answers
+# ---- generation of answers
 
 
 def generate_pairs(
@@ -117,7 +117,7 @@ def generate_pairs(
 ) -> list[ScoredPair]:
     """Generate two answers to each image with an engine, and score both with a reward.
 
-    The pairs are in the order of the items; items that cannot be used become pairs with a fault. Images that
+    The pairs have the order of the items. Items that cannot be used become pairs with a `fault`. Images that
     are stored inside rows are written to `folder`.
     """
     pairs: list[ScoredPair] = []
@@ -130,17 +130,17 @@ def generate_pairs(
         pairs.append(pair)
     if not prompts:
         return pairs
-    twice = [prompt for prompt in prompts.values() for _ in range(2)]  # in the order of the answers below
+    twice = [prompt for prompt in prompts.values() for _ in range(2)]  # same order as the answers below
     rows: dict[str, list[Trajectory]] = {uid: [] for uid in prompts}
     for row in engine.rollout(twice):
         rows[row.prompt.uid].append(row)
     for uid, both in rows.items():
         if len(both) != 2:
             raise ValueError(f"the engine gave {len(both)} answers about '{uid}', not two")
-        # The lower ratio first: that answer should be better.
+        # Sort by hallucination ratio: the answer with the lower ratio should be better.
         both.sort(key=lambda row: row.outcomes[-1].recorded.get("contrast_alpha", 0.0))
     scores = iter(reward(twice, [row.outcomes[-1] for both in rows.values() for row in both]))
-    # Encoders have a limited context; other rewards do not.
+    # Encoders such as CLIP have a limited context; other rewards read any length.
     reads_whole = getattr(reward.function, "reads_whole", lambda text: True)
     answers = {}
     for uid, both in rows.items():
@@ -158,14 +158,14 @@ def generate_pairs(
 
 
 def _decoded(item: SourceItem, images: ImageSource, folder: Path) -> tuple[ScoredPair, Media | None]:
-    """Decode the image of an item; on failure the pair has a fault, and the image is None."""
+    """Decode the image of an item. On failure, return a pair with a fault, and None instead of the image."""
     name, fault = "", "bad_row"
     try:
         if item.ref is None:
             raise MediaError(item.fault)
         name, fault = item.ref.path or item.place, "missing"
         data = images.bytes_of(item.ref)
-        fault = "unreadable"  # for errors from here on
+        fault = "unreadable"  # the fault of any error below
         frames = decode_image(data, name)
     except MediaError as error:
         return ScoredPair(item.place, name, fault=fault, what=str(error)), None

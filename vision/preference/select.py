@@ -1,4 +1,4 @@
-"""Selection of preference pairs: keep, reverse or drop a pair by the scores of its answers."""
+"""Selection of preference pairs: keep, reverse or drop a pair based on the scores of its answers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from mmrl.core.rng import Stream
 from mmrl.data.video import MediaError
 
-TIE = 1e-8  # rewards closer than this are equal
+TIE = 1e-8  # rewards with a smaller difference are equal
 SELECTED = KEPT, FLIPPED = "kept", "flipped"
-FAULTS = ("bad_row", "missing", "unreadable")  # of a row or its image
+FAULTS = ("bad_row", "missing", "unreadable")  # faults of a row or its image
 DROPS = ("empty", "identical", "not_finite", "length", "tie", "small_gap", "duplicate")
 
 Decide = Literal["score", "dial", "random"]
@@ -24,29 +24,29 @@ Decide = Literal["score", "dial", "random"]
 
 @dataclass(frozen=True)
 class ScoredPair:
-    """Two scored answers about an image, the better one by expectation first; or the fault of the image."""
+    """Two scored answers about an image, the one expected to be better first; or the fault of the image."""
 
-    place: str  # of the row or the image, relative to the source
-    image: str = ""  # its file, relative to the source
+    place: str  # name of the row or image, relative to the source
+    image: str = ""  # image file, relative to the source
     prompt: str = ""
     texts: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = ()  # tokens
+    lengths: tuple[int, ...] = ()  # in tokens
     scores: tuple[float | None, ...] = ()
     h: tuple[float | None, ...] = ()  # hallucination ratios
-    split: tuple[bool, ...] = ()  # of each answer: whether it exceeds the encoder's context
-    digest: str = ""  # of the image file
-    fault: str = ""  # one of FAULTS, or of DROPS for pairs that cannot be decided
+    split: tuple[bool, ...] = ()  # whether each answer exceeds the encoder's context
+    digest: str = ""  # hash of the image file
+    fault: str = ""  # a name in FAULTS or DROPS; empty if the pair can be used
     what: str = ""  # description of the fault
 
     @property
     def gap(self) -> float:
-        """Score of the first answer minus score of the second."""
+        """Return the score of the first answer minus the score of the second."""
         return self.scores[0] - self.scores[1]
 
 
 @dataclass(frozen=True)
 class SelectionRule:
-    """Rule that keeps, reverses or drops pairs by their score gap; see `vision.clip_pairs` for options."""
+    """Rule that keeps, reverses or drops pairs by their score gap; options as in `vision.clip_pairs`."""
 
     decide: Decide = "score"
     tau_keep: float | None = None
@@ -59,10 +59,10 @@ class SelectionRule:
             raise ValueError(f"`length_ratio` must be 1 or more, or 0 for none, not {self.length_ratio}")
 
     def fault(self, pair: ScoredPair) -> str:
-        """Return the reason why a pair cannot be decided; empty if it can."""
+        """Return the reason why a pair cannot be used; empty if it can."""
         if pair.fault:
             return pair.fault
-        first, second = (" ".join(text.split()) for text in pair.texts)  # ignore white space
+        first, second = (" ".join(text.split()) for text in pair.texts)  # normalise white space
         if not first or not second:
             return "empty"
         if first == second:
@@ -74,16 +74,16 @@ class SelectionRule:
         return ""
 
     def thresholds(self, gaps: Sequence[float]) -> tuple[float, float]:
-        """Return the least absolute gaps at which a pair is kept, and reversed."""
+        """Return the smallest absolute gaps for keeping a pair and for reversing a pair."""
         sizes = sorted(map(abs, gaps)) or [0.0]
-        # The quantile by linear interpolation between its two neighbours.
+        # The quantile, by linear interpolation between the two nearest ranks.
         rank = self.quantile * (len(sizes) - 1)
         low, high = sizes[math.floor(rank)], sizes[math.ceil(rank)]
         default = low + (high - low) * (rank - math.floor(rank))
         return tuple(default if tau is None else tau for tau in (self.tau_keep, self.tau_flip))
 
     def judge(self, gap: float, thresholds: tuple[float, float], coin: float) -> str:
-        """Return `KEPT`, `FLIPPED`, or the reason of a drop; `coin` is a random number in [0, 1)."""
+        """Return `KEPT`, `FLIPPED`, or the reason to drop the pair; `coin` is a random number in [0, 1)."""
         if self.decide == "dial":
             return KEPT
         if self.decide == "random":
@@ -96,12 +96,12 @@ class SelectionRule:
 
 
 def with_faults(rule: SelectionRule, pairs: Iterable[ScoredPair]) -> Iterator[ScoredPair]:
-    """Set the fault of every pair that cannot be decided; a repeated image with its prompt is a duplicate."""
+    """Set `fault` of every pair that cannot be used; an image repeated with its prompt is a duplicate."""
     seen: set[bytes] = set()
     for pair in pairs:
         fault = rule.fault(pair)
         if not fault:
-            # 96 bits, because the keys of all images of a build are in memory.
+            # 96 bits per key, because the keys of all pairs are held in memory.
             key = hashlib.blake2b(f"{pair.digest}\n{pair.prompt}".encode(), digest_size=12).digest()
             fault = "duplicate" if key in seen else ""
             seen.add(key)
@@ -110,21 +110,21 @@ def with_faults(rule: SelectionRule, pairs: Iterable[ScoredPair]) -> Iterator[Sc
 
 @dataclass
 class PairSelector:
-    """Decides pairs one by one and counts the verdicts."""
+    """Decides pairs one by one with a selection rule and counts the verdicts."""
 
     rule: SelectionRule
     thresholds: tuple[float, float]
     stream: Stream
     counts: Counter[str] = field(default_factory=Counter)
     dropped: list[str] = field(default_factory=list)
-    before: float = 0.0  # sum of the gaps of all pairs that could be decided
-    after: float = 0.0  # sum of the gaps of the selected pairs, reversed ones negated
+    before: float = 0.0  # sum of the gaps of all pairs without a fault
+    after: float = 0.0  # sum of the gaps of the selected pairs, negated for reversed pairs
     split: int = 0
 
     def select(
         self, pairs: Iterable[ScoredPair], image_of: Callable[[ScoredPair], bytes]
     ) -> Iterator[tuple[ScoredPair, str, bytes]]:
-        """Decide pairs one by one; yield the selected ones with their verdicts and images."""
+        """Decide pairs one by one; yield the selected pairs with their verdicts and image files."""
         for pair in pairs:
             coin = torch.rand((), generator=self.stream.fixed("coin", pair.place))
             verdict = pair.fault or self.rule.judge(pair.gap, self.thresholds, float(coin))
@@ -145,13 +145,13 @@ class PairSelector:
                 self.dropped.append(f"{pair.place}: {pair.what or verdict}")
 
     def summary(self) -> dict[str, int]:
-        """Count all rows, kept and reversed ones, and dropped pairs by reason."""
+        """Count the selected rows, the kept and the reversed ones, and the dropped pairs by reason."""
         dropped = {name: self.counts[name] for name in (*FAULTS, *DROPS) if self.counts[name]}
         kept, flipped = self.counts[KEPT], self.counts[FLIPPED]
         return {"train": kept + flipped, KEPT: kept, FLIPPED: flipped, **dropped}
 
     def means(self) -> dict[str, float]:
-        """Return the mean gap of decidable pairs, and of selected ones."""
+        """Return the mean gap of all pairs without a fault, and of the selected pairs."""
         rows = self.counts[KEPT] + self.counts[FLIPPED]
         decided = rows + self.counts["tie"] + self.counts["small_gap"]
         return {

@@ -1,1 +1,1 @@
-"""Rewards of answers about images and videos."""
+"""Rewards for answers about images and videos."""

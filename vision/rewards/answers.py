@@ -1,4 +1,4 @@
-"""Rewards and metric labels of answers about images: objects in descriptions, yes/no, short answers."""
+"""Rewards and metric labels for answers about images: objects in descriptions, yes/no, short answers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def object_mentions(
         "tempting",
     ] = "hallucinated",
 ) -> float | None:  # fmt: skip
-    """Count objects of a description or of its image (CHAIR, Object HalBench, AMBER).
+    """Count the objects in a description or in its image (CHAIR, Object HalBench, AMBER).
 
-    A label for the metric `ratio_of_sums`; give it weight 0. None where the prompt asks for no description.
-    `mentions` and `hallucinated` count repeats, `correct` and `truth` classes; `mentioning`, `hallucinating`
-    and `clean` (no hallucination) are 0 or 1; `matched` counts the mentioned ones of the `tempting` absent
-    classes.
+    The count is a label for the metric `ratio_of_sums`, so give it weight 0. It is None if the prompt does
+    not ask for a description. `mentions` and `hallucinated` count mentions with repeats. `correct` and
+    `truth` count classes. `mentioning`, `hallucinating` and `clean` (no hallucination) are 0 or 1. `tempting`
+    counts the absent classes that models tend to invent, and `matched` those of them that are mentioned.
     """
     counts = _counts(prompt, outcome)
     return None if counts is None else counts[count]
@@ -47,7 +47,7 @@ def object_f1(
 ) -> float | None:
     """Measure the objects in a description: precision of mentions, recall of classes, or F1.
 
-    A description without mentions gets 0; None where the prompt asks for no description.
+    A description without mentions gets 0. The result is None if the prompt does not ask for a description.
     """
     counts = _counts(prompt, outcome)
     if counts is None:
@@ -59,13 +59,13 @@ def object_f1(
 
 
 def _counts(prompt: Prompt, outcome: Outcome) -> dict[str, float] | None:
-    """Count the objects in a description; None where the prompt asks for no description."""
+    """Count the objects in a description; None if the prompt does not ask for a description."""
     scene = prompt.target
     return None if scene is None or isinstance(scene, str) else scene.counts(outcome.text or "")
 
 
 def _truth(prompt: Prompt) -> float | None:
-    """Read the target of a yes/no question, 1 for yes; None for another target."""
+    """Return the target of a yes/no question: 1 for yes, 0 for no, None for other targets."""
     targets = targets_of(prompt.target)
     return LABELS.get(tuple(words_of(answer_part(targets[0])))) if targets else None
 
@@ -88,11 +88,10 @@ def binary_vqa(
     """Reward the right answer to a yes/no question with 1, else 0; None for other prompts.
 
     Args:
-        of: `correct`, or as labels for the metric `binary_classification` the `answer` and the `truth`: 1
-            for yes, 0 for no, -1 for neither.
-        form: Parser of answers: `pope` and `exact` as in the scripts of POPE and AMBER, `first_word` for the
-            first yes or no.
-        dimension: Keep only the questions of this dimension of AMBER.
+        of: What to return. `correct`: 1 if the answer is right, else 0. `answer` or `truth`: the label of the
+            answer or the target (1 for yes, 0 for no, -1 for neither) for the metric `binary_classification`.
+        form: Parser of answers. `pope` and `exact`: as in their scripts. `first_word`: the first yes or no.
+        dimension: Restrict to the questions of this dimension of AMBER; others get None.
     """
     truth = _truth(prompt)
     if truth is None or dimension and prompt.columns.get("type") not in DIMENSIONS[dimension]:
@@ -116,15 +115,15 @@ def short_answer(
 ) -> float | None:
     """Reward with 1 if the last answer block (or boxed answer, or the whole text) is right, else 0.
 
-    Answers and targets have the same parser, so that the target itself earns 1. Each of several targets is
-    right; None where the prompt has none.
+    Answers and targets use the same parser, so the target itself gets 1. With several targets, any of them is
+    right. The reward is None if the prompt has no target.
 
     Args:
-        form: `text` compares words, ignoring case, punctuation and articles, with numbers up to ten in
-            digits: our reading of VQA's normalisation. `number` compares the last number, `letter` the letter
-            of a multiple choice, `choice` one of the row's `choices` by letter, text or place from 0, `math`
-            formulas by math-verify, `exact` the text up to case and space. Null: the form that all targets of
-            the training data have, `text` where they differ; `mmrl check --data` states it.
+        form: How to compare. `text`: words, ignoring case, punctuation and articles, with numbers up to ten
+            as digits (our reading of VQA's normalisation). `number`: the last number. `letter`: the letter of
+            a multiple choice. `choice`: one of the row's `choices`, by letter, text or index from 0. `math`:
+            formulas, with math-verify. `exact`: the text, ignoring case and white space. Null: the form of
+            all targets in the training data, or `text` if they differ; `mmrl check --data` shows it.
         tolerance: Relative error allowed by `number` (0.05 in ChartQA's relaxed accuracy, arXiv 2203.10244).
         tag: Name of the answer block's tag.
     """

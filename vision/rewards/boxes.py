@@ -1,4 +1,4 @@
-"""Rewards of boxes in images: referring expressions, elements of a screen, object detection."""
+"""Rewards for boxes in images: referring expressions, screen elements, object detection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mmrl.vision.benchmarks.boxes import (
 
 
 def _own_box(prompt: Prompt, *, inclusive: bool, reader: Reader) -> OwnAnswer | None:
-    """Write each target box as an answer; for the reader `vlm_r1` rounded, which lowers the full marks."""
+    """Format each target box as an answer. `vlm_r1` reads rounded boxes, which lowers the best reward."""
     target = _target(prompt)
     if target is None or not target.boxes:
         return None
@@ -43,15 +43,15 @@ def _own_box(prompt: Prompt, *, inclusive: bool, reader: Reader) -> OwnAnswer | 
 def box_iou(
     prompt: Prompt, outcome: Outcome, *, inclusive: bool = False, reader: Reader = "ours"
 ) -> float | None:
-    """Measure the IoU of the answered box with the best target box; None without target boxes.
+    """Return the highest IoU of the answered box with a target box; None without target boxes.
 
     An answer without a valid box gets 0. Use the data set `vision.boxes`.
 
     Args:
-        inclusive: Whether an overlap of at most one pixel in width or height counts as none, the effect of
-            the inclusive pixels of VLM-R1 (arXiv 2504.07615). Our default is the plain IoU, which does not
-            depend on the size of the image.
-        reader: Parser of answers: `ours`, or `vlm_r1` as in the code of VLM-R1 (see `parse_box`).
+        inclusive: Whether an overlap of at most one pixel in width or height counts as no overlap. This is
+            the effect of inclusive pixel edges in VLM-R1 (arXiv 2504.07615). Our default is the plain IoU,
+            which does not depend on the image size.
+        reader: Parser of answers. `ours`: our parser. `vlm_r1`: as in the code of VLM-R1 (see `parse_box`).
     """
     target = _target(prompt)
     if target is None:
@@ -72,7 +72,7 @@ def _own_detections(prompt: Prompt, *, form: Form) -> OwnAnswer | None:
         return None
     pairs = list(zip(target.boxes, target.labels, strict=True))
     items = [{"bbox_2d": list(target.in_answers(box)), "label": label} for box, label in pairs]
-    # Less than 1 for more objects than COCO's evaluation counts.
+    # The best score is below 1 if there are more objects than COCO's evaluation counts.
     return OwnAnswer((json.dumps(items),), _score(target, pairs, form) or 1.0)
 
 
@@ -82,10 +82,10 @@ def detection_map(prompt: Prompt, outcome: Outcome, *, form: Form = "map") -> fl
     """Measure detected objects against all objects of an image (VLM-R1, arXiv 2504.07615).
 
     The answer is a JSON list of `{"bbox_2d": [left, top, right, bottom], "label": "dog"}`, or None for no
-    object. `map` is COCO's mAP of the image with equal scores; `length_penalty` is `map` times min(1, targets
-    / detections); `weighted_sum` is 0.7 mean IoU + 0.3 completeness (see `detection_score`). An answer that
-    cannot be parsed gets 0. Without target boxes an empty list gets 1 and any detection 0; with targets an
-    empty list gets 0. Labels are compared without case. None for other targets than boxes.
+    object. `map`: COCO's mAP of the image, with equal scores. `length_penalty`: `map` times min(1, targets /
+    detections). `weighted_sum`: 0.7 mean IoU + 0.3 completeness (see `detection_score`). An answer that
+    cannot be parsed gets 0. Without target boxes, an empty list gets 1 and any detection 0; with targets, an
+    empty list gets 0. Labels are compared without case. The reward is None for a target without boxes.
     """
     target = _target(prompt)
     if target is None:
@@ -97,7 +97,7 @@ def detection_map(prompt: Prompt, outcome: Outcome, *, form: Form = "map") -> fl
 
 
 def _score(target: Boxes, answered: Sequence[tuple[Box, str]], form: Form) -> float:
-    """Measure detections in pixels of the image."""
+    """Score detections against the target boxes, both in pixels of the image."""
     if not answered or not target.boxes:
         return float(not answered and not target.boxes)
     if form == "weighted_sum":

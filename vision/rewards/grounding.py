@@ -1,4 +1,4 @@
-"""Rewards of temporal grounding and highlight detection; an answer without a valid span gets 0."""
+"""Rewards for temporal grounding and highlight detection; an answer without a valid span gets 0."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _written(span: Span) -> str:
 
 
 def _own_span(prompt: Prompt, *, form: Overlap, relax: float) -> OwnAnswer:
-    """Write each target span as an answer; with a widened target its full marks are below 1."""
+    """Format each target span as an answer; with `relax`, the best possible reward is below 1."""
     spans = prompt.target.spans
     full = min(_overlap(span, prompt.target, form, relax) for span in spans)
     return OwnAnswer(tuple(f"<answer>{_written(span)}</answer>" for span in spans), full or 1.0)
@@ -58,26 +58,27 @@ def temporal_iou(
     relax: NonNegativeFloat = 0.0,
     reader: Reader = "ours",
 ) -> float:
-    """Measure the overlap of the answered span with the best target span, in [0, 1].
+    """Return the largest overlap of the answered span with a target span, in [0, 1].
 
     Args:
-        form: `iou`; `giou`, which also ranks disjoint spans, mapped to [0, 1] by (x + 1) / 2: our reading; or
-            `timestamp_aware`, scaled by the accuracy of start and end (Time-R1, arXiv 2503.13377).
-        relax: Widens the target by this share of its length on both sides (URPA, arXiv 2508.06317).
-        reader: Parser of answers: `ours`, or `time_r1`, `videochat_r1` or `evaluator` as in published code
-            (see `parse_span`).
+        form: Measure of overlap. `iou`: the IoU. `giou`: the generalised IoU, which also ranks disjoint
+            spans, mapped to [0, 1] by (x + 1) / 2 (our reading). `timestamp_aware`: the IoU, scaled by the
+            accuracy of start and end (Time-R1, arXiv 2503.13377).
+        relax: Extends the target on both sides by this fraction of its length (URPA, arXiv 2508.06317).
+        reader: Parser of answers. `ours`: our parser. `time_r1`, `videochat_r1` or `evaluator`: as in
+            published code (see `parse_span`).
     """
     span = parse_span(outcome.text or "", reader)
     return 0.0 if span is None else _overlap(span, prompt.target, form, relax)
 
 
 def _overlap(span: Span, target: Moments, form: Overlap, relax: float) -> float:
-    """Measure the overlap of a span with the best target span."""
+    """Return the largest overlap of a span with a target span, in [0, 1]."""
     wide = [(start - relax * (end - start), end + relax * (end - start)) for start, end in target.spans]
     if form == "iou":
         return max(iou(span, t) for t in wide)
     if form == "giou":
-        # A span that runs backwards has a negative length.
+        # A span that ends before its start has a negative length, so it gets 0.
         return max((giou(span, t) + 1) / 2 for t in wide) if span[0] < span[1] else 0.0
     return max(timestamp_aware_iou(span, t, target.duration) for t in wide)
 
@@ -89,14 +90,14 @@ def _own_spans(prompt: Prompt) -> OwnAnswer:
 @reward(own_answer=_own_spans)
 @per_outcome
 def span_set_iou(prompt: Prompt, outcome: Outcome) -> float:
-    """Measure the IoU of all answered spans with all target spans (VideoChat-R1, arXiv 2504.06958)."""
+    """Return the IoU of all answered spans with all target spans (VideoChat-R1, arXiv 2504.06958)."""
     return set_iou(parse_spans(outcome.text or ""), prompt.target.spans)
 
 
 def _group_spans(
     prompts: Sequence[Prompt], outcomes: Sequence[Outcome]
 ) -> Iterator[tuple[dict[int, Span | None], list[Span]]]:
-    """Yield, for every prompt with two or more valid spans, the span of each outcome, and the valid spans."""
+    """For every prompt with two or more valid spans, yield the span of each outcome and all valid spans."""
     groups: dict[str, dict[int, Span | None]] = {}
     for i, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
         groups.setdefault(prompt.uid, {})[i] = parse_span(outcome.text or "")
@@ -108,10 +109,10 @@ def _group_spans(
 
 @reward
 def consensus_span(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
-    """Measure the IoU with the mean span of the group, a pseudo-label (URPA, arXiv 2508.06317).
+    """Return the IoU with the mean span of the group, a pseudo-label (URPA, arXiv 2508.06317).
 
-    Answers without a span do not count in the mean and get 0. A group with fewer than two spans has no
-    pseudo-label: None.
+    Answers without a span are left out of the mean and get 0. In a group with fewer than two spans there is
+    no pseudo-label, and all rewards are None.
     """
     rewards: list[float | None] = [None] * len(outcomes)
     for members, spans in _group_spans(prompts, outcomes):
@@ -137,11 +138,11 @@ def span_confidence(
     """
     labels: list[float | None] = [None] * len(outcomes)
     for members, spans in _group_spans(prompts, outcomes):
-        # Our reading: the variance is divided by the count.
+        # Our reading: the population variance (divided by the count).
         spread = 0.0
         for times in zip(*spans, strict=True):
             mean = sum(times) / len(times)
-            # Products, because `**` raises where a product of two large floats is infinite.
+            # Multiply, because `**` raises an error if the result is infinite.
             spread += (sum((time - mean) * (time - mean) for time in times) / len(times)) ** 0.5
         for i in members:
             unit = prompts[i].target.duration if normalise_by == "duration" else 1.0
@@ -153,7 +154,7 @@ def span_confidence(
 
 
 def _own_windows(prompt: Prompt, *, threshold: float | None) -> OwnAnswer:
-    """Write the target spans as an answer; with more spans than count its full marks are below 1."""
+    """Format the target spans as an answer; beyond `MAX_WINDOWS` spans, the best reward is below 1."""
     spans = prompt.target.spans
     return OwnAnswer(_own_spans(prompt).texts, _window_ap(spans, spans, threshold) or 1.0)
 
@@ -164,20 +165,20 @@ def window_ap(prompt: Prompt, outcome: Outcome, *, threshold: Probability | None
     """Compute the average precision of the answered spans, ranked in the order of the answer.
 
     Args:
-        threshold: IoU of a match; null: the mean over 0.5 to 0.95.
+        threshold: Smallest IoU of a match; null: the mean over the thresholds 0.5 to 0.95.
     """
     return _window_ap(parse_spans(outcome.text or ""), prompt.target.spans, threshold)
 
 
 def _window_ap(spans: Sequence[Span], targets: Sequence[Span], threshold: float | None) -> float:
-    # The first span has the highest score.
+    # Use the negative rank as the score, so that the first span has the highest score.
     windows = [(start, end, -float(rank)) for rank, (start, end) in enumerate(spans[:MAX_WINDOWS])]
     thresholds = THRESHOLDS if threshold is None else (threshold,)
     return sum(detection_ap(targets, windows, t) for t in thresholds) / len(thresholds)
 
 
 def _rated_windows(outcome: Outcome) -> dict[int, float]:
-    """Map windows of two seconds to the scores in the answer."""
+    """Return the saliency scores of an answer; maps indices of two-second windows to scores."""
     return {int(second // WINDOW_SECONDS): rating for second, rating in parse_saliency(outcome.text or "")}
 
 
@@ -187,7 +188,7 @@ def _own_saliency(prompt: Prompt) -> OwnAnswer | None:
 
 
 def _own_highlights(prompt: Prompt, *, level: Level, of: int) -> OwnAnswer | None:
-    """Write the mean saliency as an answer; where annotators differ its full marks may be below 1."""
+    """Format the mean saliency as an answer; if annotators differ, the best reward may be below 1."""
     own = _own_saliency(prompt)
     full = _highlights(prompt, _rated(prompt.target), level)[of]
     return OwnAnswer(own.texts, full) if own and full else None
@@ -211,22 +212,22 @@ def highlight_ap(prompt: Prompt, outcome: Outcome, *, level: Level = "VeryGood")
 @reward(own_answer=_own_highlight_hit)
 @per_outcome
 def highlight_hit(prompt: Prompt, outcome: Outcome, *, level: Level = "VeryGood") -> float | None:
-    """Reward with 1 if the window rated highest is a highlight for any annotator (HIT@1), else 0.
+    """Reward with 1 if any annotator marks the window rated highest as a highlight (HIT@1), else 0.
 
-    An answer without ratings earns 0; None without saliency annotation.
+    An answer without ratings gets 0. The reward is None without saliency annotation.
     """
     return _highlights(prompt, _rated_windows(outcome), level)[1]
 
 
 def _rated(target: Moments) -> dict[int, float]:
-    """Map windows of two seconds to their mean annotated scores, where any is above 0."""
+    """Return the mean annotated scores of all windows with a score above 0; maps window indices to scores."""
     return {i: sum(rated) / len(rated) for i, rated in enumerate(target.saliency) if any(rated)}
 
 
 def _highlights(
     prompt: Prompt, rated: Mapping[int, float], level: Level
 ) -> tuple[float | None, float | None]:
-    """Compute (AP, hit at 1) of scores by window; windows without a score count 0."""
+    """Compute (AP, HIT@1) of saliency scores; `rated` maps window indices to scores, 0 for missing ones."""
     truth = prompt.target.saliency
     if not truth:
         return None, None
@@ -240,9 +241,9 @@ def _highlights(
 def saliency(prompt: Prompt, outcome: Outcome) -> float | None:
     """Reward highlight answers with 0.6 F2 + 0.4 / (1 + WMSE) (TempSamp-R1, arXiv 2509.18056).
 
-    F2 weighs recall of annotated windows over precision; times match on the grid of two seconds. WMSE is the
-    mean squared error of the scores of matched windows, weighted by the squared annotated score: our reading.
-    An answer without a match gets 0.
+    F2 weighs the recall of annotated windows more than precision. Times match if they are in the same
+    two-second window. WMSE is the mean squared error of the scores of matched windows, weighted by the
+    squared annotated score (our reading). An answer without a match gets 0.
     """
     if not prompt.target.saliency:
         return None
@@ -254,7 +255,7 @@ def saliency(prompt: Prompt, outcome: Outcome) -> float | None:
     precision, recall = len(matched) / len(answered), len(matched) / len(truth)
     f2 = 5 * precision * recall / (4 * precision + recall)  # F_b = (1 + b^2) P R / (b^2 P + R) with b = 2
     weight = sum(truth[i] ** 2 for i in matched)
-    # Products, because `**` raises where a product of two large floats is infinite.
+    # Multiply, because `**` raises an error if the result is infinite.
     errors = [truth[i] * (answered[i] - truth[i]) for i in matched]
     error = sum(x * x for x in errors)
     return 0.6 * f2 + 0.4 / (1 + error / weight)

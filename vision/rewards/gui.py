@@ -1,4 +1,4 @@
-"""Rewards of actions on screens: the type of an action, and the place of a click."""
+"""Rewards for actions on screens: the type of an action, and the position of a click."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mmrl.rewards.adapters import OwnAnswer, per_outcome
 from mmrl.vision.benchmarks.boxes import Box, Boxes, decimal, is_box, parse_point
 
 Point = tuple[float, ...]
-LONGEST = 4000  # characters of an action that are parsed
-# 0.34 - 0.2 is 0.14000000000000001 as a float.
+LONGEST = 4000  # longest action that is parsed, in characters
+# Tolerance for rounding errors: 0.34 - 0.2 is 0.14000000000000001 as a float.
 ROUNDING = 1e-9
 
 
 def own_action(prompt: Prompt, *, tag: str, of: Literal["sum", "type", "value"] = "type") -> OwnAnswer | None:
-    """Write the target action as an answer; a click earns 2 as `sum`, and only clicks have a `value`."""
+    """Format the target action as an answer. A click has 2 as its best `sum`; only clicks have a `value`."""
     target = action_of(prompt)
     click = type_of(target) == "click"
     full = {"sum": 1.0 + click, "type": 1.0, "value": float(click)}[of]
@@ -31,7 +31,7 @@ def own_action(prompt: Prompt, *, tag: str, of: Literal["sum", "type", "value"] 
 
 
 def _own_click(prompt: Prompt) -> OwnAnswer | None:
-    """Write the centre of each target box as an answer."""
+    """Format the centre of each target box as an answer."""
     match prompt.target:
         case Boxes(boxes=boxes) as target if boxes:
             middles = [target.in_answers(((a + c) / 2, (b + d) / 2) * 2) for a, b, c, d in boxes]
@@ -49,17 +49,17 @@ def click_reward(
     threshold: PositiveFloat = 0.14,
     tag: str = "action",
 ) -> float:
-    """Reward a screen action with 1 for its type and 1 for its place (TON, arXiv 2505.16854).
+    """Reward a screen action: 1 for the right type, 1 for the right position (TON, arXiv 2505.16854).
 
-    Answer and target are dictionaries in JSON or Python syntax, with `action`, and `position` [x, y] in
-    shares of the screen; the answer's is in its last `tag` block. The type is right if the names of both
-    actions are equal without regard to case. The place is right if both are clicks at most `threshold` apart;
-    other actions get 0 for it, as in the paper's code. An answer that cannot be parsed gets 0. Our reading:
-    Python syntax is parsed as a literal, where the paper's code evaluates it.
+    Answer and target are dictionaries in JSON or Python syntax with `action`, and `position` [x, y] in
+    fractions of the screen size. The answer is read from its last `tag` block. The type is right if both
+    actions have the same name, ignoring case. The position is right if both are clicks at most `threshold`
+    apart; other actions get 0 for the position, as in the paper's code. An answer that cannot be parsed gets
+    0. Our reading: Python syntax is parsed as a literal, while the paper's code evaluates it.
 
     Args:
-        of: `sum` of both, or only the `type` or the `value`.
-        threshold: Largest Euclidean distance of two clicks, in shares of the screen.
+        of: `sum` of both rewards, or only one: `type`, or `value` for the position.
+        threshold: Largest Euclidean distance of two matching clicks, in fractions of the screen size.
         tag: Name of the answer block's tag.
     """
     answered, target = parse_action(outcome.text or "", tag), action_of(prompt)
@@ -75,10 +75,10 @@ def click_reward(
 @reward(own_answer=_own_click)
 @per_outcome
 def click_inside(prompt: Prompt, outcome: Outcome) -> float | None:
-    """Reward a click inside of a target box with 1, else 0, as in ScreenSpot.
+    """Reward a click inside a target box with 1, else 0, as in ScreenSpot.
 
-    The click is the first point of the answer, or the centre of its first box. Use the data set
-    `vision.boxes`; None without target boxes.
+    The click is the first point of the answer, or the centre of its first box. The reward is None without
+    target boxes. Use the data set `vision.boxes`.
     """
     click, boxes = _click(prompt, outcome)
     return None if boxes is None else float(click is not None and any(is_inside(click, box) for box in boxes))
@@ -87,11 +87,12 @@ def click_inside(prompt: Prompt, outcome: Outcome) -> float | None:
 @reward(own_answer=_own_click)
 @per_outcome
 def click_proximity(prompt: Prompt, outcome: Outcome, *, sigma: PositiveFloat = 1.0) -> float | None:
-    """Measure the proximity of a click to the centre of its target box, in [0, 1] (SSL, arXiv 2601.22491).
+    """Measure how near a click is to the centre of the target box, in [0, 1] (SSL, arXiv 2601.22491).
 
-    It is exp(-(dx / sx)^2 / 2 - (dy / sy)^2 / 2), where sx and sy are `sigma` times half the width and height
-    of the box: our reading. The click is parsed as in `click_inside`; an answer without a click gets 0. Use
-    it as a label for `tiers`. Of several target boxes the nearest counts. None without target boxes.
+    The reward is exp(-(dx / sx)^2 / 2 - (dy / sy)^2 / 2), where sx and sy are `sigma` times half the width
+    and height of the box (our reading). The click is parsed as in `click_inside`; an answer without a click
+    gets 0. Use the reward as a label for `tiers`. Of several target boxes the nearest counts; without boxes:
+    None.
     """
     click, boxes = _click(prompt, outcome)
     if click is None or not boxes:
@@ -105,7 +106,7 @@ def click_proximity(prompt: Prompt, outcome: Outcome, *, sigma: PositiveFloat = 
 
 
 def _click(prompt: Prompt, outcome: Outcome) -> tuple[tuple[float, float] | None, tuple[Box, ...] | None]:
-    """Return the click of an answer in pixels of the image, and the target boxes; None where missing."""
+    """Return the click of an answer in pixels of the image, and the target boxes; each is None if missing."""
     match prompt.target:
         case Boxes(boxes=boxes, unit=(across, down)):
             point = parse_point(outcome.text or "")
@@ -113,13 +114,13 @@ def _click(prompt: Prompt, outcome: Outcome) -> tuple[tuple[float, float] | None
     return None, None
 
 
-# ---- actions
+# ---- parsers of actions
 
 
 def parse_action(text: str, tag: str = "action") -> Mapping[str, Any] | None:
     """Parse the action in the last block of a tag: a dictionary in JSON or as a Python literal.
 
-    None without a valid action, which has a text under `action`.
+    Returns None without a valid action; a valid action has a string under the key `action`.
     """
     blocks = tagged(text, tag)
     return _parsed(blocks[-1]) if blocks else None
@@ -141,7 +142,7 @@ def _parsed(text: str) -> Mapping[str, Any] | None:
 
 
 def action_of(prompt: Prompt) -> Mapping[str, Any]:
-    """Read the target action of a row: a dictionary, or its text, with or without tags."""
+    """Return the target action of a prompt, given as a dictionary or as text, with or without tags."""
     match prompt.target:
         case {"action": str()} as action:
             return action
@@ -156,12 +157,12 @@ def action_of(prompt: Prompt) -> Mapping[str, Any]:
 
 
 def type_of(action: Mapping[str, Any]) -> str:
-    """Read the type of an action, in lower case."""
+    """Return the type of an action in lower case."""
     return action["action"].strip().lower()
 
 
 def _numbers(value: Any, count: int) -> Point | None:
-    """Read a list of finite numbers, or its JSON text."""
+    """Parse a list of `count` finite numbers, or its JSON text; None if the value is invalid."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -174,21 +175,21 @@ def _numbers(value: Any, count: int) -> Point | None:
 
 
 def position_of(action: Mapping[str, Any]) -> Point | None:
-    """Read the position of an action: (x, y), None without a valid one."""
+    """Return the position (x, y) of an action; None without a valid position."""
     return _numbers(action.get("position"), 2)
 
 
 def box_of(action: Mapping[str, Any]) -> Any:
-    """Read the box of an action: (x0, y0, x1, y1), None without a valid one."""
+    """Return the box (x0, y0, x1, y1) of an action; None without a valid box."""
     box = _numbers(action.get("bbox"), 4)
     return box if box and is_box(box) else None
 
 
 def is_near(point: Point | None, other: Point | None, threshold: float) -> bool:
-    """Whether two points exist and are at most `threshold` apart."""
+    """Whether both points exist and are at most `threshold` apart."""
     return point is not None and other is not None and math.dist(point, other) <= threshold + ROUNDING
 
 
 def is_inside(point: Point, box: Point) -> bool:
-    """Whether a point is inside of a box, or on its edge."""
+    """Whether a point is inside a box or on its edge."""
     return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]

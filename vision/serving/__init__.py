@@ -1,1 +1,1 @@
-"""Rollouts by vLLM servers: requests, servers, weights, and the command lines that start servers."""
+"""Sampling from vLLM servers: requests, servers, weights, and the command lines that start servers."""

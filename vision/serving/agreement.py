@@ -12,7 +12,7 @@ from mmrl.core.types import Rollouts
 from mmrl.runtime.fsdp import in_shards
 from mmrl.runtime.modules import LOW
 
-LIMITS = {False: 1e-3, True: 5e-2}  # mean nats per token: in 16 bits (True), else in float32
+LIMITS = {False: 1e-3, True: 5e-2}  # largest gap in nats per token; True: 16-bit computation
 CAUSES = {
     "text": "do `policy.model` and `policy.dtype` agree with what it serves, and was it started with "
     "`--logprobs-mode processed_logprobs`?",
@@ -24,7 +24,7 @@ CAUSES = {
 
 @torch.no_grad()
 def gap(policy: Any, rows: Rollouts) -> float:
-    """Mean absolute difference of the policy's and the engine's log-probabilities over answer tokens."""
+    """Return the mean absolute log-probability difference of policy and engine over answer tokens."""
     batch = policy.collate(rows)
     # Unwrap data parallelism, whose forward pass would wait for processes that do not compare.
     module = getattr(policy.module, "module", policy.module)
@@ -34,10 +34,10 @@ def gap(policy: Any, rows: Rollouts) -> float:
 
 
 def check_agreement(policy: Any, kind: str, url: str, rows: Rollouts) -> float:
-    """Return the gap of answers about one kind of media; raise `RuntimeError` if it is too large.
+    """Return the log-probability gap of answers to one kind of media; raise RuntimeError if too large.
 
-    The limit is 1e-3 nats a token, or 5e-2 for a policy that computes in 16 bits. The error names the part of
-    an adapter that the server ignores, if that explains the gap.
+    The limit is 1e-3 nats per token, or 5e-2 for a policy that computes in 16 bits. If the gap is explained
+    by a part of an adapter that the server ignores, the error names this part.
     """
     limit, difference, name = LIMITS[policy.compute in LOW], gap(policy, rows), rows[0].prompt.uid
     if difference <= limit:
@@ -57,9 +57,9 @@ def check_agreement(policy: Any, kind: str, url: str, rows: Rollouts) -> float:
 
 
 def _parts(policy: Any) -> Mapping[str, Callable[[str], bool]]:
-    """Parts of an adapter that a server may ignore: name to a test of layer names.
+    """Map the name of each adapter part that a server may ignore to a test of layer names.
 
-    Empty for a sharded model, whose forward pass would wait for processes that do not compare.
+    The mapping is empty for a sharded model, whose forward pass would wait for processes that do not compare.
     """
     if policy.adapter is None or in_shards(policy.module):
         return {}
@@ -73,7 +73,7 @@ def _parts(policy: Any) -> Mapping[str, Callable[[str], bool]]:
 
 @contextmanager
 def without_adapter(model: Any, chosen: Callable[[str], bool]) -> Iterator[None]:
-    """Scale the adapter of some layers by 0 inside the block."""
+    """Disable the adapter of the chosen layers inside the context, with a scale of 0."""
     scales = {}
     for name, module in model.get_base_model().named_modules():
         if hasattr(module, "lora_A") and chosen(name):

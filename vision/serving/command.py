@@ -1,4 +1,4 @@
-"""The command lines that start vLLM servers for the policy of a run."""
+"""Command lines that start vLLM servers for the policy of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def command_lines(policy: Piece, options: Mapping[str, Any], name: str, *, cpu: 
     """
     given = policy.options
     environment = {
-        "VLLM_SERVER_DEV_MODE": "1",  # requests may change weights, caches and versions
+        "VLLM_SERVER_DEV_MODE": "1",  # enables requests that change weights, caches and versions
         "PYTHONPATH": str(Path(__file__).parent / "worker"),
     }
     flags = {
@@ -50,7 +50,7 @@ def command_lines(policy: Piece, options: Mapping[str, Any], name: str, *, cpu: 
             flags["--enable-tower-connector-lora"] = None
     if cpu:
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "4"}
-        # A prompt with a seed that is prefilled in two parts crashes the server.
+        # A seeded request whose prompt is prefilled in two steps crashes the server.
         flags |= {"--max-num-batched-tokens": "32768", "--block-size": "32"}
     lines = []
     for url in options["servers"]:

@@ -23,8 +23,8 @@ from mmrl.vision.serving.wire import Answer, WrongAnswer, WrongWeights, answers_
 ADAPTER = "policy-adapter"  # name of the adapter on the servers
 HINT = "start it with the line that `mmrl serve-command` prints"
 PROBE = 10.0  # seconds until a server must report its version of the weights
-LOCK, ASKING = ".lock", ".asking"  # files: locked during weight updates, and while requests are pending
-TRIES = 3  # of a request at each server
+LOCK, ASKING = ".lock", ".asking"  # lock files: for weight updates, and for pending requests
+TRIES = 3  # maximal tries of a request at each server
 PAUSE = 1.0  # seconds before a retry, and between probes while no server answers
 log = logging.getLogger("mmrl")
 
@@ -52,18 +52,18 @@ class Server:
     def __init__(self, url: str, request_timeout: float) -> None:
         self.url, self.request_timeout = url.rstrip("/"), request_timeout
         self.alive, self.pending, self.last_error = True, 0, ""
-        self.loaded, self.joins = "", 0  # last version that this run loaded, and how often it had another
-        self.sums: tuple[str, str] = ("", "")  # version (or "base") and the hash of the weights
+        self.loaded, self.joins = "", 0  # latest version loaded by this run; how often the server joined
+        self.sums: tuple[str, str] = ("", "")  # version (or "base") and hash of its weights
         self.busy, self.since = 0.0, 0.0  # seconds of work, counted up to `since`
 
     def count(self, more: int) -> None:
-        """Change the number of pending requests, and add up the seconds in which there are any."""
+        """Add `more` to the number of pending requests; add up the seconds with pending requests."""
         now = time.monotonic()
         self.busy += now - self.since if self.pending else 0.0
         self.since, self.pending = now, self.pending + more
 
     def version(self) -> str | None:
-        """Version of the server's weights; None if it does not answer."""
+        """Return the version of the server's weights; None if the server does not answer."""
         try:
             return json.loads(self._at("weight_info", PROBE).get())["weight_version"]
         except StatusError as error:
@@ -83,7 +83,7 @@ class Server:
         return self._at("inference/v1/generate", self.request_timeout).post(request)
 
     def load(self, weights: Weights) -> None:
-        """Load weights after all pending requests, and clear caches of keys, values and encoded images."""
+        """Load weights after all pending requests; clear the caches of keys, values and encoded images."""
         self._post("pause?mode=wait", {})
         try:
             if weights.adapter:
@@ -114,14 +114,14 @@ class Server:
 
 
 class Servers:
-    """Several servers of one model. Requests to a server that dies go to another one, with the same seed.
+    """Pool of servers of one model; requests to a dead server go to another server with the same seed.
 
     Args:
         urls: Addresses of the servers.
         folder: Folder for weights and lock files.
         request_timeout: Seconds until a request must be answered.
-        timeout: Seconds to wait for a server while none is alive.
-        parallel: Concurrent requests.
+        timeout: Seconds to wait for a server while no server is alive.
+        parallel: Number of concurrent requests.
     """
 
     def __init__(
@@ -130,22 +130,22 @@ class Servers:
         self.servers = [Server(url, request_timeout) for url in urls]
         self.folder, self.timeout = folder, timeout
         self.slots = threading.Semaphore(max(parallel, len(self.servers)))
-        self.given_up = threading.Event()  # set when nobody will collect the pending answers
+        self.given_up = threading.Event()  # set when pending answers will not be collected
         self.counting = threading.Lock()
         self.weights: Weights | None = None
         self.outstanding = 0  # pending requests
         self.asking: TextIO | None = None  # lock file, locked in shared mode while requests are pending
         self.again, self.seconds = 0, 0.0  # repeated requests, and seconds of weight updates
-        self.sent: list[int] = []  # bytes of requests, each counted once
+        self.sent: list[int] = []  # sizes of requests in bytes, without repetitions
         self.since = 0.0  # start of the metrics' period; 0: no request yet
 
     @property
     def alive(self) -> list[Server]:
-        """The servers that answered last time."""
+        """The servers that answered when they were last contacted."""
         return [server for server in self.servers if server.alive]
 
     def bring(self, write: Callable[[], Weights]) -> Weights:
-        """Load the weights that `write` writes into all living servers, and return the weights.
+        """Write weights with `write`, load them into all living servers, and return them.
 
         Waits up to `timeout` seconds while no server is alive.
         """
@@ -155,8 +155,8 @@ class Servers:
             self.weights = weights = write()
         with ThreadPoolExecutor(len(self.servers)) as pool:
             other = {*pool.map(Server.version, self.servers)} - {None, weights.version}
-            # No weights change while any process has pending requests with other weights. This lock comes
-            # first, because a pending request may need the other lock, for a server that was restarted.
+            # Change no weights while any process has pending requests with other weights. Take ASKING first,
+            # because a pending request may need the other lock, to load weights into a restarted server.
             with locked(self.folder / ASKING) if other else nullcontext(), locked(self.folder / LOCK):
                 list(pool.map(self._join, self.servers))
         self._compare()
@@ -166,7 +166,7 @@ class Servers:
         return weights
 
     def take(self) -> dict[str, float]:
-        """Metrics since the last call; seconds of work are averaged over servers."""
+        """Return the metrics since the last call; seconds of work are averaged over servers."""
         now = time.monotonic()
         with self.counting:
             for server in self.servers:
@@ -186,7 +186,7 @@ class Servers:
         return metrics
 
     def ask(self, uid: str, request: Mapping[str, Any]) -> Future[tuple[list[Answer], Source]]:
-        """Send the request for a prompt to a server; weights do not change until it is answered."""
+        """Send the request for a prompt to a server; weights do not change while it is pending."""
         with self.counting:
             if not self.outstanding:
                 self.asking = (self.folder / ASKING).open("a")
@@ -201,7 +201,7 @@ class Servers:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Cancel all unsent requests if the block fails."""
+        """Cancel all unsent requests if the code inside the context raises an error."""
         try:
             yield
         except BaseException:
@@ -223,7 +223,7 @@ class Servers:
         with self.counting:
             self.outstanding -= 1
             if not self.outstanding and self.asking:
-                self.asking.close()  # which unlocks it
+                self.asking.close()  # closing the file unlocks it
 
     def _answers(
         self, uid: str, request: Mapping[str, Any], given_up: threading.Event
@@ -240,7 +240,7 @@ class Servers:
         while able := [server for server in self.servers if len(faults[server.url]) < TRIES]:
             with self._least_busy(able, faults) as server:
                 if server is not None:
-                    # The fault of a server may be over soon; a server without faults gets no pause.
+                    # Pause before a retry, because the fault may pass; a first try gets no pause.
                     pause(PAUSE * len(faults[server.url]), given_up)
                     source = Source(server.url, server.joins)
                     try:
@@ -262,7 +262,7 @@ class Servers:
         log.warning("%s did not answer prompt '%s', which is asked again: %s", server.url, uid, fault)
         with self.counting:
             self.again += 1
-        if (has := server.version()) != self.weights.version:  # it died, or was started again
+        if (has := server.version()) != self.weights.version:  # it died, or was restarted
             server.alive = has is not None
             if has is not None:
                 with locked(self.folder / LOCK):
@@ -273,7 +273,7 @@ class Servers:
             raise WrongAnswer(f"the server refuses prompt '{uid}': {fault}{hint}") from fault
 
     def _join(self, server: Server) -> None:
-        """Load the weights into a living server, unless it has them."""
+        """Load the weights into a server, unless it does not answer or already has them."""
         assert self.weights is not None
         wanted, has = self.weights.version, server.version()
         if has not in (None, wanted, server.loaded):  # it is new, was restarted, or serves other runs too
@@ -293,7 +293,7 @@ class Servers:
         server.alive, server.loaded = has is not None, has or server.loaded
 
     def _compare(self) -> None:
-        """Raise if the known hashes of the servers' weights differ."""
+        """Raise RuntimeError if the known hashes of the servers' weights differ."""
         hashes = {server.sums for server in self.alive if server.sums[0]}
         newest = "base" if self.weights and self.weights.adapter else self.weights and self.weights.version
         if len({sums for held, sums in hashes if held == newest}) > 1:
@@ -304,7 +304,7 @@ class Servers:
     def _least_busy(
         self, able: Sequence[Server], faults: Mapping[str, Sequence[str]]
     ) -> Iterator[Server | None]:
-        """Choose the living server with the fewest faults, and among equals the fewest pending requests."""
+        """Choose a living server with the fewest faults, then with the fewest pending requests; else None."""
         with self.counting:
             living = [server for server in able if server.alive]
             server = min(living, key=lambda server: (len(faults[server.url]), server.pending), default=None)
@@ -318,7 +318,7 @@ class Servers:
                     server.count(-1)
 
     def _wait(self, able: Sequence[Server], given_up: threading.Event) -> None:
-        """Wait until one of some servers answers, and load the weights into it.
+        """Wait until one of the servers `able` answers, and load the weights into it.
 
         Raises `ConnectionError` after `timeout` seconds.
         """
@@ -347,7 +347,7 @@ def pause(seconds: float, given_up: threading.Event) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock a file against other threads and processes inside the block."""
+    """Lock a file against other threads and processes inside the context."""
     with path.open("a") as file:
         flock(file, fcntl.LOCK_EX)
         yield

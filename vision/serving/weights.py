@@ -19,15 +19,15 @@ from mmrl.runtime.files import flock, remove
 from mmrl.runtime.fsdp import is_shard
 from mmrl.vision.serving.servers import LOCK, Weights, locked
 
-DIGITS = 16  # of a version
+DIGITS = 16  # hexadecimal digits of a version
 
 
 class WeightsWriter:
     """Writes the trained weights of a policy after every change: the adapter, or else the whole model.
 
-    A folder is named by a hash of its weights. So learners with equal weights share it, and a server that was
-    restarted is recognised by its version. The latest two folders stay until the program ends; a folder that
-    another learner uses is not removed.
+    The name of a folder is a hash of its weights, the version. So learners with equal weights share a folder,
+    and a server that was restarted is recognised by its version. The latest two folders stay until the
+    program ends. A folder that another learner uses is not removed.
     """
 
     def __init__(self, policy: Any, folder: Path) -> None:
@@ -37,13 +37,13 @@ class WeightsWriter:
             )
         self.policy, self.folder = policy, folder
         self.latest: Weights | None = None
-        self.updates = -1  # changes of the weights; the first write is 0
-        # Folder to a lock file, which is locked while the folder is in use.
+        self.updates = -1  # number of weight changes after the first write
+        # Maps a folder to its lock file, which is locked while the folder is in use.
         self.written: OrderedDict[Path, TextIO] = OrderedDict()
         weakref.finalize(self, _let_go_of_all, self.written)
 
     def __call__(self) -> Weights:
-        """Write the current weights, unless they are written; for shards return the latest weights."""
+        """Write the current weights if they changed; if sharded, return the latest written weights."""
         version = self.version()
         if self.latest is None or self.latest.version != version:
             self.updates += 1
@@ -53,8 +53,8 @@ class WeightsWriter:
     def version(self) -> str:
         """Hash the current weights.
 
-        Identities and versions of tensors do not show changes: FSDP2 gathers into the same tensors, ZeRO-1
-        writes to a flat copy, and a reference that samples is swapped in as `.data`.
+        Identities and version counters of tensors miss some changes: FSDP2 gathers into the same tensors,
+        ZeRO-1 writes to a flat copy, and a reference that samples is swapped in as `.data`.
         """
         if self.latest and any(map(is_shard, self.tensors().values())):
             return self.latest.version
@@ -64,7 +64,7 @@ class WeightsWriter:
         return hashlib.sha256(content.encode()).hexdigest()[:DIGITS]
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """List the parameters that are written, by name."""
+        """Return the parameters that are written, by name: of the adapter, or of the whole model."""
         parameters = dict(self.policy.model.named_parameters())
         if self.policy.adapter is None:
             return parameters
@@ -95,7 +95,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Weights and persistent buffers of a model; `state_dict` would make FSDP2 shard them."""
+    """Return the weights and persistent buffers of a model; `state_dict` would make FSDP2 shard them."""
     state: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):

@@ -1,7 +1,7 @@
 """Requests to vLLM servers and their answers, as token ids and tensors.
 
-So the template and the image processor are applied once, here. The format is `POST /inference/v1/generate` of
-vLLM 0.32 (`--enable-scale-out`).
+So the chat template and the image processor run only here, not on the server. The format is `POST
+/inference/v1/generate` of vLLM 0.32 (`--enable-scale-out`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mmrl.kv_cache.layout import placeholders
 from mmrl.vision.models.model_families import family_of
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
 
-# Model families whose media vLLM takes as tensors, with the kinds of media. Videos of Qwen3-VL have texts
-# with times between frames, which the format cannot express.
+# Maps model families whose media vLLM accepts as tensors to the kinds of media. Videos of Qwen3-VL have time
+# stamps as text between frames, which the format cannot express.
 KINDS = {
     "qwen2_vl": {"image", "video"},
     "qwen2_5_vl": {"image", "video"},
     "qwen3_vl": {"image"},
     "llava": {"image"},
 }
-PATCHES = ("pixel_values", "pixel_values_videos")  # of Qwen: patches as rows of one tensor, sent as bytes
+PATCHES = ("pixel_values", "pixel_values_videos")  # for Qwen, one patch per row, sent as bytes
 FLOOR = -9999.0  # the server's value for a log-probability that is not finite
-FINAL_ONLY = 2  # output kind; streamed parts would lose all but one of n answers
+FINAL_ONLY = 2  # output kind of vLLM without streaming, which would lose all but one of n answers
 RAW_VIEW = 3  # the extension type of bytes in vLLM's msgpack
-NEVER = -100.0  # added to the logits of placeholders
+NEVER = -100.0  # bias that is added to the logits of placeholders
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Sampling:
 
 
 class WrongAnswer(ValueError):
-    """An answer does not belong to its request."""
+    """Error: an answer does not belong to its request."""
 
 
 class WrongWeights(WrongAnswer):
-    """An answer comes from other weights than the published ones."""
+    """Error: an answer was sampled from other weights than the published weights."""
 
 
 # ---- requests
@@ -120,7 +120,7 @@ def request_of(
 
 
 def check_media(config: Any, prompts: Iterable[Prompt]) -> None:
-    """Raise `ConfigError` for media that servers do not take as tensors."""
+    """Raise `ConfigError` for media that servers do not accept as tensors."""
     able = KINDS.get(config.model_type, set())
     for prompt in prompts:
         if other := {medium.kind for medium in prompt.media} - able:
@@ -133,10 +133,10 @@ def check_media(config: Any, prompts: Iterable[Prompt]) -> None:
 
 
 def features(encoder: PromptEncoder, encoded: EncodedPrompt, salt: str) -> dict[str, Any]:
-    """Encode the media of a prompt: hashes, placeholder ranges, and tensors."""
+    """Encode the media of a prompt as hashes, placeholder ranges and tensors, each by kind of media."""
     config = encoder.core.config
     split = family_of(config).split
-    assert split is not None  # `check_media` has refused the others
+    assert split is not None  # `check_media` rejects models without `split`
     hashes: dict[str, list[str]] = {}
     ranges: dict[str, list[dict[str, int]]] = {}
     data: dict[str, list[str]] = {}
@@ -167,19 +167,19 @@ def _place(ranges: Sequence[dict[str, int]], encoded: EncodedPrompt, token: int,
 
 
 def element(encoder: PromptEncoder, name: str, value: Tensor, uid: str) -> dict[str, Any]:
-    """Encode a tensor of one medium, with the way in which the server batches it."""
+    """Encode a tensor of one medium, and how the server combines it with tensors of other media."""
     config: Any = encoder.core.config
     if name in PATCHES and config.model_type != "llava":
         value = as_bytes(encoder.processor.image_processor, value, uid)
         field = ["flat", {"keep_on_cpu": False, "slices": [[0, len(value), None]], "dim": 0}]
     else:
-        value = value[0]  # the server stacks them
+        value = value[0]  # the server stacks the media
         field = ["batched", {"keep_on_cpu": name not in PATCHES}]
     return {"data": value, "field": field}
 
 
 def as_bytes(processor: Any, patches: Tensor, uid: str) -> Tensor:
-    """Undo the normalisation of patches (S, 3 * pixels), which the server repeats; returns uint8.
+    """Undo the normalisation of patches (S, 3 * pixels), which the server does again; return uint8.
 
     Raises ValueError if the patches are not normalised bytes of this image processor.
     """
@@ -200,7 +200,7 @@ def as_bytes(processor: Any, patches: Tensor, uid: str) -> Tensor:
 def packed(value: Any) -> bytes:
     """Encode a value as msgpack, a tensor as vLLM does: (dtype, shape, bytes).
 
-    All lengths take four bytes, and all integers eight.
+    All lengths take four bytes, and all integers eight bytes.
     """
     match value:
         case None:
@@ -228,7 +228,7 @@ def packed(value: Any) -> bytes:
 
 
 def answers_of(data: bytes, request: Mapping[str, Any], uid: str, version: str) -> list[Answer]:
-    """Parse the answers to a request; raises `WrongAnswer`, with the uid of the prompt, for others."""
+    """Parse the answers to a request; raise `WrongAnswer` if they do not belong to the request."""
     settings, wrong = request["sampling_params"], f"the answer of the server to prompt '{uid}'"
     try:
         reply = json.loads(data)
@@ -255,7 +255,7 @@ def answers_of(data: bytes, request: Mapping[str, Any], uid: str, version: str) 
 
 
 def _answer(choice: Mapping[str, Any], settings: Mapping[str, Any]) -> Answer:
-    """Parse one answer."""
+    """Parse one answer (`choice`) from the server's response."""
     content = choice["logprobs"]["content"]
     ids, logp = choice["token_ids"], [float(token["logprob"]) for token in content]
     if ids != [token["token_id"] for token in content]:
@@ -265,7 +265,7 @@ def _answer(choice: Mapping[str, Any], settings: Mapping[str, Any]) -> Answer:
 
 
 def _check(answer: Answer, settings: Mapping[str, Any], name: str) -> None:
-    """Raise for a cut answer, a media placeholder in it, or a log-probability that is not finite."""
+    """Raise `WrongAnswer` for a truncated answer, a media placeholder, or an invalid log-probability."""
     ids, logp = answer.ids.tolist(), answer.logp.tolist()
     if held := {str(token) for token in ids} & settings["logit_bias"].keys():
         raise WrongAnswer(f"{name} holds the placeholder of a medium, token {min(held)}")
@@ -279,7 +279,7 @@ def _check(answer: Answer, settings: Mapping[str, Any], name: str) -> None:
 
 
 def media_of(encoded: EncodedPrompt) -> str:
-    """Name the media of a prompt: "text", "image", "2 images", "video" and the like."""
+    """Name the media of a prompt, such as "text", "image", "several images" or "image and video"."""
     counts = {kind: len(encoded.media.get(f"{kind}_grid_thw", ())) for kind in MODALITIES}
     if not any(counts.values()):
         counts["image"] = len(encoded.media.get("pixel_values", ()))

@@ -1,4 +1,4 @@
-"""Tool descriptions in the prompt, and the parser for the model's form of tool calls."""
+"""Tool descriptions in the prompt, and the choice of a parser for the model's format of tool calls."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
 
 Parser = Callable[[str], Sequence[Call | CallError]]
 FORMATS: tuple[Parser, ...] = (parse_calls, parse_llama_calls, parse_mistral_calls)
-# Forms that write every argument as text; its type stands in the schema of the tool.
+# Formats that write every argument as text, so that its type must be read from the tool's schema.
 TAGGED_FORMATS = (parse_qwen_xml_calls, parse_glm_calls)
 
-# The text in which Qwen's chat templates describe tools. Those of Qwen2.5-VL lack it.
+# The text with which Qwen's chat templates describe tools; Qwen2.5-VL's templates lack it.
 QWEN_TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -44,7 +44,7 @@ XML tags:
 
 
 def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> EncodedPrompt:
-    """Encode a prompt with tools, as the chat template describes them, or in Qwen's words if it does not."""
+    """Encode a prompt with tools, described by the chat template, or in Qwen's format if it has no tools."""
     if not tools or encoder.knows_tools(tools):
         return encoder.encode(prompt, tools)
     schemas = inside("tools", list(map(json.dumps, tools)))
@@ -59,10 +59,10 @@ def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> E
 
 
 def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
-    """Find the parser that reads calls as the chat template writes them.
+    """Find the parser that reads tool calls in the format in which the chat template writes them.
 
-    A template without tools gets `parse`, because the model then reads Qwen's description. Raises ConfigError
-    if no parser reads a call that the template writes, or if the template does not write a tool's reply.
+    A template without tools gets `parse`, because the prompt then contains Qwen's description. Raises
+    ConfigError if no parser reads a call that the template writes, or if it does not write a tool's reply.
     """
     if not tools or not encoder.knows_tools(tools):
         return parse
@@ -73,7 +73,7 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
     except ValueError as error:
         written, words = "", f"no call ({error})"
     parsers = (*FORMATS, *(partial(parser, tools=tools) for parser in TAGGED_FORMATS))
-    for parser in parsers if parse in FORMATS else (parse,):  # an engine's own form is used or refused
+    for parser in parsers if parse in FORMATS else (parse,):  # a custom parser is the only candidate
         if parser(written) == [call]:
             _check_reply(encoder, tools)
             return parser
@@ -96,7 +96,7 @@ def _check_reply(encoder: PromptEncoder, tools: Tools) -> None:
     else:
         try:
             after_call, after_words = encoder.template.after_calls(tools)
-            # A conversation goes on after the words of a call, which the template need not know as a call.
+            # The conversation continues after the text of a call, which the template need not recognise.
             words = (
                 "" if after_call.endswith(after_words) else "other words than after an answer without calls"
             )

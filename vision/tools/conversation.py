@@ -1,4 +1,4 @@
-"""The state of a conversation with tools: next prompt, turns, replies, and the reason it ended."""
+"""The state of a conversation with tools: next prompt, turns, replies, and the reason why it ended."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mmrl.vision.tools.functions import Tool
 from mmrl.vision.tools.pool import Replies
 from mmrl.vision.tools.replies import content_of
 
-CALL = "call"  # tag `finish` of a turn after which the conversation goes on
-# In docstrings of engines that branch conversations.
+CALL = "call"  # tag `finish` of a turn after which the conversation continues
+# Text for the docstrings of engines that branch conversations.
 INSTEAD = (
     "it takes the place of `vision.with_tools`, with the same `tool`; the state of an environment cannot be "
     "copied, so that conversations with environments cannot part"
@@ -28,38 +28,38 @@ INSTEAD = (
 
 @dataclass(eq=False)
 class Conversation:
-    """A running conversation: the encoded prompt of the next turn, and the turns so far."""
+    """A running conversation: the encoded prompt of the next turn, and all turns so far."""
 
     prompt: Prompt
-    index: int  # number of this answer to the prompt
-    read: EncodedPrompt  # prompt of the next turn
-    images: list[Media]  # that tools may be called with, by number
+    index: int  # index of this answer among those to the prompt
+    read: EncodedPrompt  # encoded prompt of the next turn
+    images: list[Media]  # images that tools may refer to, by index
     tools: Mapping[str, Tool]
-    turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)  # prompt and token ids (t,)
-    notes: list[Mapping[str, Tensor]] = field(default_factory=list)  # (t,) of every turn
-    outcomes: list[Outcome] = field(default_factory=list)  # of every turn
-    messages: list[Message] = field(default_factory=list)  # turns and replies
+    turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)  # (prompt, ids (t,)) per turn
+    notes: list[Mapping[str, Tensor]] = field(default_factory=list)  # records of the engine, (t,) per turn
+    outcomes: list[Outcome] = field(default_factory=list)  # outcome of every turn
+    messages: list[Message] = field(default_factory=list)  # turns of the model and replies to them
     temperature: float = 1.0
-    shown: int = 0  # images and videos from tools
-    finish: str = ""  # reason why it ended
-    reads: list[EncodedPrompt] = field(default_factory=list)  # prompt of every turn, as encoded last
-    replies: list[Sequence[Message]] = field(default_factory=list)  # to every turn, with all their media
-    begins: list[int] = field(default_factory=lambda: [0])  # turns with a rewritten prompt
-    first: int = 0  # number of the first turn, where this is a part of a conversation
-    collect: Callable[[], Replies] | None = None  # waits for the replies to calls that have started
+    shown: int = 0  # number of images and videos from tools
+    finish: str = ""  # reason why the conversation ended
+    reads: list[EncodedPrompt] = field(default_factory=list)  # last encoding of each turn's prompt
+    replies: list[Sequence[Message]] = field(default_factory=list)  # replies to every turn, with all media
+    begins: list[int] = field(default_factory=lambda: [0])  # indices of turns with a rewritten prompt
+    first: int = 0  # index of the first turn, if this is one of several training rows
+    collect: Callable[[], Replies] | None = None  # waits for the replies to pending calls
 
     @property
     def schemas(self) -> Tools:
-        """JSON schemas of the tools, for the chat template."""
+        """Return the JSON schemas of the tools, for the chat template."""
         return tuple(tool.schema for tool in self.tools.values())
 
     @property
     def length(self) -> int:
-        """Number of tokens that the policy sampled."""
+        """Return the number of tokens that the policy sampled."""
         return sum(len(ids) for _, ids in self.turns)
 
     def add(self, answer: Trajectory, calls: Sequence[Call | CallError]) -> None:
-        """Append a turn of the policy with its calls."""
+        """Append a turn of the policy with its tool calls."""
         self.turns.append((self.read, answer.steps.ids))
         self.reads.append(self.read)
         self.notes.append(answer.notes)
@@ -69,11 +69,10 @@ class Conversation:
         self.temperature = answer.steps.temperature
 
     def extended(self, encoder: PromptEncoder, observed: Sequence[Message], most: int) -> list[EncodedPrompt]:
-        """Encode the prompts of all turns and of the next one, after the replies `observed`.
+        """Encode the prompts of all turns, and of the next turn after the replies `observed`.
 
-        Prompts show the last `most` images and videos of tools; 0: all. Prompts before the first reply that
-        changed are reused. Raises ValueError for an image that the model
-        cannot read.
+        Prompts show the last `most` images and videos of tools (0: all). Prompts before the first changed
+        reply are reused. Raises ValueError for an image that the model cannot read.
         """
         before, now = recent_media(self.replies, most), recent_media([*self.replies, observed], most)
         same = next((i for i, (old, new) in enumerate(zip(before, now, strict=False)) if old != new), -1)
@@ -85,7 +84,7 @@ class Conversation:
         return reads
 
     def go_on(self, reads: Sequence[EncodedPrompt], observed: Sequence[Message]) -> None:
-        """Append replies, with the prompts that `extended` returned for them."""
+        """Append the replies `observed`, and store the prompts `reads` that `extended` returned for them."""
         if reads[-2] is not self.reads[-1]:
             self.begins.append(len(self.turns))
         *self.reads, self.read = reads
@@ -96,9 +95,9 @@ class Conversation:
         self.shown += len(media)
 
     def rows(self, most: int) -> list[Self]:
-        """Split the conversation where its prompt was rewritten; every part becomes a row of training.
+        """Split the conversation where its prompt was rewritten; every part becomes a training row.
 
-        A part has the messages up to its end, and the images from tools that its prompt shows.
+        A part contains the messages up to its last turn, and the images from tools that its prompt shows.
         """
         if len(self.begins) == 1:
             return [self]
@@ -121,10 +120,10 @@ class Conversation:
         return parts
 
     def states(self) -> list[str]:
-        """Name the state before each turn: a hash of the prompt and of the latest replies.
+        """Return a name for the state before each turn: a hash of the prompt and of the latest replies.
 
-        Turns on one prompt that follow the same replies have the same state, whatever came before (the anchor
-        observation of GiGPO). Before any reply the prompt alone is the state.
+        Turns for the same prompt and the same latest replies have the same state, whatever came before (the
+        anchor observation of GiGPO). Before any reply, the state depends on the prompt alone.
         """
         digest = hashlib.blake2b(self.reads[0].ids.numpy().tobytes(), digest_size=16)
         for name, tensor in sorted(self.reads[0].media.items()):
@@ -141,11 +140,11 @@ class Conversation:
 
 
 def recent_media(replies: Sequence[Sequence[Message]], most: int) -> list[Sequence[Message]]:
-    """Replace all but the last `most` images and videos in replies by a text; 0 replaces none."""
+    """Replace all but the last `most` images and videos in replies by a short text; 0 replaces none."""
     number = sum(part.media is not None for turn in replies for reply in turn for part in reply.parts)
     if not most or number <= most:
         return list(replies)
-    left = number - most  # to be replaced, from the oldest on
+    left = number - most  # number of media to replace, the oldest first
 
     def omit(part: Part) -> Part:
         nonlocal left
@@ -158,12 +157,12 @@ def recent_media(replies: Sequence[Sequence[Message]], most: int) -> list[Sequen
 
 
 def images_of(prompt: Prompt) -> list[Media]:
-    """List the images of a prompt; tools refer to them by number."""
+    """List the images of a prompt; tools refer to them by index."""
     return [media for media in prompt.media if media.kind == "image"]
 
 
 def copied(talk: Conversation, index: int) -> Conversation:
-    """Copy a conversation between two turns under another answer number; both can go on."""
+    """Copy a conversation between two turns under another answer index; both copies can continue."""
     values = {field.name: getattr(talk, field.name) for field in fields(talk)}
     lists = {name: list(value) for name, value in values.items() if isinstance(value, list)}
     return replace(talk, index=index, **lists)

@@ -1,4 +1,4 @@
-"""Checks of tools and environments: a signature and a docstring from which a model can call them."""
+"""Checks of tools and environments: a model needs a signature and a docstring to call them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from mmrl.config.loading import ConfigError
 
 GIVEN = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-SHOWN = "image of the conversation"  # marks the type of an argument as an image, as that of PIL is
+SHOWN = "image of the conversation"  # marks an argument type as an image, like PIL's image type
 
 
 def parameters_of(tool: Callable) -> dict[str, inspect.Parameter]:
-    """List the arguments that a model fills in: all but keyword-only ones, which are options."""
+    """Return the arguments that the model provides: all but keyword-only ones, which are options."""
     parameters = inspect.signature(tool).parameters
     return {name: p for name, p in parameters.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY}
 
@@ -44,9 +44,9 @@ def check_tool(tool: Callable, name: str) -> None:
 
 
 def schema_of(tool: Callable, name: str, hints: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Make the JSON schema of a tool by transformers, of the arguments that the model gives.
+    """Create the JSON schema of a tool with transformers, for the arguments that the model provides.
 
-    Raises ConfigError, which names the argument, for a type that transformers cannot describe.
+    Raises ConfigError with the name of the argument for a type that transformers cannot describe.
     """
     for argument, hint in hints.items():
         parameter = inspect.Parameter(argument, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
@@ -66,16 +66,16 @@ def _described(what: str, name: str, doc: str, parameters: Sequence[inspect.Para
     described.__signature__ = inspect.Signature(parameters)  # pyright: ignore
     try:
         return get_json_schema(described)
-    # The exceptions of transformers for types and docstrings that it cannot read are plain ones.
+    # transformers raises various exceptions for types and docstrings that it cannot parse.
     except Exception as error:
         raise ConfigError(f"cannot describe {what} to a model: {error}") from error
 
 
 def argument_types(tool: Callable, name: str) -> tuple[dict[str, Any], frozenset[str]]:
-    """List the type that a model sends for each argument, and the names of image arguments.
+    """Return the type that a model sends for each argument, and the names of the image arguments.
 
-    A model gives the number of an image, or None where the argument may be None. Raises ConfigError for types
-    that cannot be read, and for an argument that holds images besides other things.
+    For an image a model sends its index, or None if the argument may be None. Raises ConfigError for types
+    that cannot be resolved, and for an argument that combines images with other types.
     """
     try:
         hints = typing.get_type_hints(tool, include_extras=True)
@@ -84,20 +84,20 @@ def argument_types(tool: Callable, name: str) -> tuple[dict[str, Any], frozenset
             f"cannot read the types of the tool '{name}': {error}; import it where the module is imported, "
             "or take images as `mmrl.vision.tools.functions.ShownImage`"
         ) from error
-    found, images = {argument: hints[argument] for argument in parameters_of(tool)}, set()
-    for argument, hint in found.items():
+    hint_of, images = {argument: hints[argument] for argument in parameters_of(tool)}, set()
+    for argument, hint in hint_of.items():
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         members = typing.get_args(hint) if union else (hint,)
         shown = [member for member in members if _is_image(member)]
         if shown and all(member in (*shown, types.NoneType) for member in members):
             images.add(argument)
-            found[argument] = int | None if types.NoneType in members else int
+            hint_of[argument] = int | None if types.NoneType in members else int
         elif any(map(_is_image, _parts(hint))):
             raise ConfigError(
                 f"the argument '{argument}' of the tool '{name}' must be one image, or an image or None, not "
                 f"{hint}; take several images as arguments of their own"
             )
-    return found, frozenset(images)
+    return hint_of, frozenset(images)
 
 
 def _is_image(hint: Any) -> bool:
@@ -107,7 +107,7 @@ def _is_image(hint: Any) -> bool:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """List a type and all types inside it."""
+    """Yield a type and all types nested in it."""
     yield hint
     for inner in typing.get_args(hint):
         yield from _parts(inner)
@@ -115,19 +115,19 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 # ---- environments
 
-RESERVED = ("reset", "get_reward")  # methods of an environment that no model calls
+RESERVED = ("reset", "get_reward")  # methods of an environment that the model cannot call
 
 
 def tool_names(environment: type) -> list[str]:
-    """List the methods of an environment that a model may call: the public ones, but for the reserved."""
+    """Return the methods of an environment that a model may call: all public ones except `RESERVED`."""
     methods = inspect.getmembers(environment, inspect.isfunction)
     return [name for name, _ in methods if not name.startswith("_") and name not in RESERVED]
 
 
 def check_environment(target: Callable, name: str) -> None:
-    """Raise ConfigError for a class that is no environment in TRL's form; what a function makes is not known.
+    """Raise ConfigError for a class without the interface of TRL's environments; functions are not checked.
 
-    It has `reset`, its public methods are tools, and its `__init__` takes nothing but keyword-only options.
+    An environment has `reset`, its public methods are tools, and `__init__` requires no positional arguments.
     """
     if not inspect.isclass(target):
         return
@@ -142,6 +142,6 @@ def check_environment(target: Callable, name: str) -> None:
                 f"the environment '{name}' cannot be made without `{parameter}`; give it a default, or make "
                 "it a keyword-only option of the run"
             )
-    unmade = target.__new__(target)  # methods of an object take no `self`
+    unmade = target.__new__(target)  # bound methods have no argument `self`
     for method in tool_names(target):
         check_tool(getattr(unmade, method), f"{name}.{method}")

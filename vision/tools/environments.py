@@ -1,4 +1,4 @@
-"""Environments of conversations in TRL's form: creation, `reset`, tool calls and `get_reward`."""
+"""Environments of conversations with TRL's interface: creation, `reset`, tool calls and `get_reward`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Environment:
 
     Args:
         name: Name in rewards and rows: the label, or else the name of the class.
-        make: Makes an environment.
-        takes: The parameters of its `reset`.
-        tools: Its tools, bound to a probe object.
-        scores: Whether it has `get_reward`.
-        timeout: Seconds for each of its methods.
-        retries: Further tries of `reset` after an exception, each with a new environment.
-        on_error: As in `Tool`.
+        make: Function that creates an environment.
+        takes: The parameters of `reset`.
+        tools: The tools, bound to a probe object.
+        scores: Whether the environment has `get_reward`.
+        timeout: Time limit for each method call, in seconds.
+        retries: Number of further tries of `reset` after an exception, each with a new environment.
+        on_error: What to do after an error, as in `Tool`.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Environment:
 
     @staticmethod
     def of(factory: Callable[[], Any]) -> Environment:
-        """Make a kind of environment from a class or function, or from one that a configuration names."""
+        """Create a kind of environment from a class or function, or from a configured class or function."""
         name, call = getattr(factory, "__name__", type(factory).__name__), {}
         if isinstance(factory, Bound):
             name, call = factory.name, dict(factory.call)
         probe = factory()
         check_environment(type(probe), name)
         tools = [Tool.of(getattr(probe, method)) for method in tool_names(type(probe))]
-        own = {key: value for key, value in call.items() if key != "retries"}  # an action is made once
+        own = {key: value for key, value in call.items() if key != "retries"}  # tool calls are not retried
         return Environment(
             name,
             factory,
@@ -72,7 +72,7 @@ class Episode(Owner):
     Args:
         kind: The kind of environment.
         seed: Seed of `reset`.
-        environment: The object, made by the call that `begin` prepares.
+        environment: The environment object; the call that `begin` prepares creates it.
     """
 
     kind: Environment = field(kw_only=True)
@@ -80,15 +80,15 @@ class Episode(Owner):
     environment: Any = None
 
     def tools(self) -> dict[str, Tool]:
-        """List the methods that the model may call, by name."""
+        """Return the methods that the model may call; maps names to tools."""
         own = ((tool, getattr(self.environment, tool.name)) for tool in self.kind.tools)
         return {tool.name: replace(tool, function=method, owner=self) for tool, method in own}
 
     def begin(self, columns: Mapping[str, Any], images: Sequence[Media], others: Owner) -> Tool:
-        """Prepare the call that makes and resets the environment.
+        """Prepare the call that creates and resets the environment.
 
-        A `reset` without the parameter `seed` draws from the global generators of Python and numpy. So these
-        are seeded, and the calls of all such environments, which share the owner `others`, run in order.
+        A `reset` without the parameter `seed` uses the global random generators of Python and numpy. These
+        are therefore seeded, and all such calls run in order: they share the owner `others`.
         """
         given = self._reset_arguments(columns, images)
 
@@ -97,7 +97,7 @@ class Episode(Owner):
             return self.environment.reset(**given)
 
         def seeded() -> Any:
-            with global_seed(self.seed):  # a coroutine draws while it runs, so that it has to end in here
+            with global_seed(self.seed):  # a coroutine must finish inside this block, while the seed is set
                 shown = reset()
                 return asyncio.run(awaited(shown)) if inspect.isawaitable(shown) else shown
 
@@ -109,11 +109,11 @@ class Episode(Owner):
         return replace(call, retries=self.kind.retries, owner=None if takes_seed else others)
 
     def ask(self) -> Tool:
-        """Prepare the call of `get_reward`."""
+        """Prepare the call of the environment's `get_reward`."""
         return self._call("get_reward", self.environment.get_reward, as_reward)
 
     def _call(self, name: str, function: Callable, convert: Callable[..., Answer]) -> Tool:
-        """Prepare a call without arguments."""
+        """Prepare a call of a method without arguments."""
         limits: dict[str, Any] = {"timeout": self.kind.timeout, "on_error": self.kind.on_error}
         return Tool(name, function, inspect.Signature(), {}, frozenset(), {}, **limits, convert=convert)
 
@@ -131,19 +131,19 @@ class Episode(Owner):
 
 @dataclass(frozen=True)
 class LostEnvironment:
-    """Placeholder for an environment with a call that timed out and may still change it.
+    """Placeholder for an environment after a call that timed out and may still change the environment.
 
-    It is false, and reading an attribute raises ToolFault.
+    The placeholder is false, and reading any attribute raises ToolFault.
     """
 
     kind: str
-    uid: str  # of the prompt
+    uid: str  # uid of the prompt
 
     def __bool__(self) -> bool:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python itself reads these, as in pickling
+        if name.startswith("__"):  # Python itself reads these, for example in pickling
             raise AttributeError(name)
         raise ToolFault(
             f"the environment '{self.kind}' of prompt '{self.uid}' did not come back in time, so that nobody "
@@ -153,7 +153,7 @@ class LostEnvironment:
 
 @contextmanager
 def global_seed(seed: int) -> Iterator[None]:
-    """Seed the global generators of Python and numpy inside the block, and restore their state after it."""
+    """Seed the global generators of Python and numpy inside the block; restore their state afterwards."""
     import numpy
 
     before = random.getstate(), numpy.random.get_state()
@@ -167,32 +167,32 @@ def global_seed(seed: int) -> Iterator[None]:
 
 
 def as_observation(result: Any, name: str, limits: Limits) -> Answer:
-    """Convert the result of `reset`: as the result of a tool, but None shows nothing."""
+    """Convert the result of `reset` to an answer like a tool's result, but None gives an empty answer."""
     return Answer() if result is None else Answer(as_parts(result, name, limits))
 
 
 def as_reward(result: Any, name: str, limits: Limits) -> Answer:
-    """Convert the result of `get_reward`: a number, or None for no reward."""
+    """Convert the result of `get_reward` to an answer: a finite number, or None for no reward."""
     match result:
         case None:
             return Answer()
         case Real() if math.isfinite(result):
             return Answer(value=float(result))
-        case object(item=item):  # of a tensor or array
+        case object(item=item):  # a tensor or array
             return as_reward(item(), name, limits)
     raise ToolFault(f"returned {result!r:.80}; a reward is a finite number, or None")
 
 
 def observed(prompt: Prompt, parts: Sequence[Part]) -> Prompt:
-    """Append the observation of `reset` to the last message of a prompt."""
+    """Append the observation that `reset` returned to the last message of a prompt."""
     if not parts:
         return prompt
     *before, last = prompt.messages
-    own = tuple(part for part in last.parts if part.text or part.media)  # without an empty text
+    own = tuple(part for part in last.parts if part.text or part.media)  # drop empty texts
     message = replace(last, parts=(*own, *parts))
     words = "".join(part.text for part in parts)
     columns = dict(prompt.columns)
-    match columns.get("prompt"):  # rewards in TRL's form read this column
+    match columns.get("prompt"):  # reward functions of TRL read this column
         case str(text):
             columns["prompt"] = text + words
         case [*turns, {"content": str(content)} as turn]:
@@ -205,7 +205,7 @@ def observed(prompt: Prompt, parts: Sequence[Part]) -> Prompt:
 def choose(kinds: Mapping[str, Environment], prompt: Prompt) -> tuple[Environment, dict[str, Any]]:
     """Choose the environment of a prompt by its column `environment`, unless there is only one.
 
-    Returns the environment and the other columns, the arguments of `reset`.
+    Returns the environment, and the other columns as the arguments of `reset`.
     """
     columns = dict(prompt.columns)
     if len(kinds) == 1:
@@ -220,7 +220,7 @@ def choose(kinds: Mapping[str, Environment], prompt: Prompt) -> tuple[Environmen
 
 
 def named(factories: Sequence[Callable]) -> dict[str, Environment]:
-    """List the kinds of environments by name. Raises ConfigError for equal names."""
+    """Create the kinds of environments; maps names to kinds. Raises ConfigError for duplicate names."""
     kinds = [Environment.of(factory) for factory in factories]
     by_name = {kind.name: kind for kind in kinds}
     if not kinds or len(by_name) < len(kinds):

@@ -16,14 +16,14 @@ from mmrl.core.types import Media
 from mmrl.vision.tools.declarations import SHOWN, argument_types, check_tool, parameters_of, schema_of
 from mmrl.vision.tools.replies import Answer, Limits, as_answer
 
-ShownImage = Annotated[Any, SHOWN]  # type of a tool's argument: a PIL image, which the model names by number
-TIMEOUT = 60.0  # seconds that a tool may take
-MAX_CALLS = 16  # calls of one turn
+ShownImage = Annotated[Any, SHOWN]  # argument type: a PIL image, which the model gives by its index
+TIMEOUT = 60.0  # default time limit of a tool call, in seconds
+MAX_CALLS = 16  # most calls per turn
 
 
 @dataclass(eq=False)
 class Owner:
-    """An object whose methods are called one after another; `lost` once a call has timed out."""
+    """An object whose methods are called one at a time; `lost` becomes true after a call that timed out."""
 
     lost: bool = False
 
@@ -34,16 +34,17 @@ class Tool:
 
     Args:
         name: Name that the model uses.
-        function: Takes the arguments in the order of `signature`.
-        signature: The arguments that the model gives.
-        types: Type of each argument as the model writes it.
-        images: Names of the arguments that are images, for which the model writes a number.
+        function: The function; it gets the arguments in the order of `signature`.
+        signature: The arguments that the model provides.
+        types: Type of each argument in the model's call.
+        images: Names of the image arguments, for which the model gives an index.
         schema: JSON schema, for the chat template.
-        timeout: Seconds until a call counts as failed.
-        retries: Further tries after an exception.
-        on_error: `tell` the model in one line, `skip` the rest of the conversation, or `raise`.
-        owner: Calls of tools with the same owner run in order, one after another.
-        convert: Converts the function's result to an `Answer`.
+        timeout: Seconds after which a call counts as failed.
+        retries: Number of further tries after an exception.
+        on_error: What to do after an error. `tell`: show the model a line of text. `skip`: skip the rest of
+            the conversation. `raise`: raise the error.
+        owner: Calls of tools with the same owner run one after another.
+        convert: Function that converts the result to an `Answer`.
     """
 
     name: str
@@ -60,31 +61,31 @@ class Tool:
 
     @staticmethod
     def of(function: Callable) -> Tool:
-        """Make a tool from a function, or from a function with options that a configuration names."""
+        """Create a tool from a function, or from a function with options that a configuration names."""
         target, name, call = function, getattr(function, "__name__", "tool"), {}
         if isinstance(function, Bound):
             target, name, call = function.entry.target, function.name, function.call
         check_tool(target, name)
         types, images = argument_types(target, name)
-        # The model gives arguments by name, and the function gets them by position: some are positional-only.
+        # The model gives arguments by name, but the function gets them by position: some are positional-only.
         by_name = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in parameters_of(target).values()]
         signature = inspect.signature(target).replace(parameters=by_name)
         return Tool(name, function, signature, types, images, schema_of(target, name, types), **call)
 
     def bind(self, given: Mapping[str, Any], images: Sequence[Media]) -> list[Any]:
-        """List the arguments of a call in order, images undecoded. Raises CallError for wrong arguments."""
+        """Return the arguments of a call in order, images undecoded. Raises CallError for wrong arguments."""
         try:
             bound = self.signature.bind(**given)
             for name, value in bound.arguments.items():
                 converted = convert(value, self.types[name], name)
-                if isinstance(converted, Enum):  # other values stay as the model wrote them
+                if isinstance(converted, Enum):  # other values are passed as the model wrote them
                     bound.arguments[name] = converted
         except (TypeError, ConfigError) as error:
             raise CallError(f"{self.name}: {error}") from error
         bound.apply_defaults()
         for name in self.images:
             number = bound.arguments[name]
-            if type(number) is not int:  # None, or a default that is an image itself
+            if type(number) is not int:  # None, or a default that is an image
                 continue
             if not 0 <= number < len(images):
                 numbers = f"0 to {len(images) - 1}" if images else "of which there is none"
@@ -98,7 +99,7 @@ class Tool:
 def bind_call(
     call: Call | CallError, tools: Mapping[str, Tool], images: Sequence[Media]
 ) -> tuple[Tool, list[Any]] | CallError:
-    """Look up the tool of a call and bind its arguments; a CallError for a call that cannot be made."""
+    """Find the tool of a call and bind its arguments; return a CallError if the call is invalid."""
     if isinstance(call, CallError):
         return call
     if call.name not in tools:

@@ -1,4 +1,4 @@
-"""Tools that show a part of an image again."""
+"""Tools that show a part of an image again, as it is or enlarged."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def zoom(image: ShownImage, box: list[float], factor: float, *, max_pixels: Posi
     size = round((right - left) * factor), round((lower - upper) * factor)
     if size[0] * size[1] > max_pixels:
         raise ValueError(f"the box would have {size[0]}x{size[1]} pixels; the limit is {max_pixels}")
-    return image.crop((left, upper, right, lower)).resize(size)  # bicubic
+    return image.crop((left, upper, right, lower)).resize(size)  # bicubic by default
 
 
 def pixel_box(box: Any, width: int, height: int) -> tuple[int, int, int, int]:
-    """Convert a box to whole pixels (left, upper, right, lower), of at least one pixel, inside the image.
+    """Convert a box to integer pixels (left, upper, right, lower) inside the image, at least one pixel wide.
 
-    Four numbers of at most 1 are shares of the image. Raises ValueError for a box that is not inside.
+    Four numbers of at most 1 are fractions of the image size. Raises ValueError for a box outside the image.
     """
     if not isinstance(box, list | tuple) or len(box) != 4 or not all(map(_is_finite, box)):
         raise ValueError(f"`box` must be four numbers [left, upper, right, lower], not {box!r:.80}")
@@ -53,9 +53,9 @@ def pixel_box(box: Any, width: int, height: int) -> tuple[int, int, int, int]:
     )
     if not (0 <= left < right <= width and 0 <= upper < lower <= height):
         raise ValueError(f"the box {list(box)} is not inside the image of {width}x{height} pixels")
-    # Outwards, so that a thin box keeps a pixel.
+    # Round outwards, so that a thin box contains at least one pixel.
     return math.floor(left), math.floor(upper), math.ceil(right), math.ceil(lower)
 
 
 def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e9  # false for NaN
+    return type(value) in (int, float) and abs(value) < 1e9  # comparison is false for NaN

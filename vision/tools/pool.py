@@ -1,4 +1,4 @@
-"""A pool of threads that runs tool calls, each until it answers or its time-out has passed."""
+"""A pool of threads that runs tool calls, each until it returns or its timeout has passed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mmrl.core.tool_calls import CallError
 from mmrl.vision.tools.functions import Tool
 from mmrl.vision.tools.replies import Answer, Limits, ToolFault, to_pil
 
-MAX_THREADS = 64  # calls of a process that run at the same time
+MAX_THREADS = 64  # maximum number of concurrent calls per process
 BoundCall = tuple[Tool, list[Any]]
-Replies = list[tuple[Tool | None, Answer]]  # to the calls of a turn; None where the call named no tool
+Replies = list[tuple[Tool | None, Answer]]  # (tool, answer) per call; None for unknown tools
 
 
 @dataclass(eq=False)
 class Chain:
-    """Calls that run one after another; the running one has time until `deadline`."""
+    """Calls that run one after another; the running call has time until `deadline`."""
 
     calls: Sequence[BoundCall]
     limits: Limits
@@ -32,11 +32,11 @@ class Chain:
 
     @property
     def open(self) -> bool:
-        """Whether another answer may come."""
+        """Whether another answer is still possible: calls are left and the deadline has not passed."""
         return len(self.answers) < len(self.calls) and time.monotonic() < self.deadline
 
     def begin(self) -> None:
-        """Start the time-out clock of the next call, if any."""
+        """Start the timeout clock of the next call, if any."""
         if len(self.answers) < len(self.calls):
             self.deadline = time.monotonic() + self.calls[len(self.answers)][0].timeout
 
@@ -44,7 +44,7 @@ class Chain:
 class Pool:
     """Runs chains of calls in threads, at most `most` at a time; the others queue.
 
-    A chain that has timed out frees its place, although its thread lives until the call returns.
+    A chain that has timed out no longer counts, although its thread lives until the call returns.
     """
 
     def __init__(self, most: int) -> None:
@@ -53,13 +53,13 @@ class Pool:
         self.waiting: deque[Chain] = deque()
 
     def add(self, chains: Sequence[Chain]) -> None:
-        """Queue chains, and start those for which there is a place."""
+        """Queue chains, and start as many as the limit allows."""
         with self.changed:
             self.waiting += chains
             self._start()
 
     def wait(self, chains: Sequence[Chain]) -> None:
-        """Wait until every call of chains has its answer or has timed out."""
+        """Wait until every call of the chains has returned an answer or timed out."""
         with self.changed:
             self._start()
             while any(chain.open for chain in chains):
@@ -68,21 +68,21 @@ class Pool:
                 self._start()
 
     def _start(self) -> None:
-        """Start queued chains in the places of those that have ended or timed out."""
+        """Start queued chains to replace those that have ended or timed out."""
         self.running = [chain for chain in self.running if chain.open]
         while self.waiting and len(self.running) < self.most:
             self.running.append(chain := self.waiting.popleft())
             chain.begin()
-            # Daemon threads: a tool that hangs must not keep the process alive after its time-out.
+            # Daemon threads: a tool that hangs must not keep the process alive after its timeout.
             threading.Thread(target=self._work, args=(chain,), daemon=True).start()
 
     def _work(self, chain: Chain) -> None:
-        """Run the calls of a chain, until one of them has timed out."""
+        """Run the calls of a chain one after another, until one of them has timed out."""
         for tool, arguments in chain.calls:
             answer = _with_retries(tool, arguments, chain.deadline, chain.limits)
             with self.changed:
                 if time.monotonic() >= chain.deadline:
-                    return  # nobody waits for it
+                    return  # too late: nobody waits for the answer
                 chain.answers.append(answer)
                 chain.begin()
                 self._start()
@@ -93,17 +93,17 @@ POOL = Pool(MAX_THREADS)
 
 
 def run_calls(calls: Sequence[BoundCall], limits: Limits) -> list[Answer]:
-    """Run calls as `begin_calls` does, and wait for their answers."""
+    """Run calls concurrently as `begin_calls` does, and return their answers."""
     return [answer for _, answer in begin_calls(calls, limits)()]
 
 
 def begin_calls(calls: Sequence[BoundCall | CallError], limits: Limits) -> Callable[[], Replies]:
-    """Start calls concurrently, those of one owner in order; return a function that waits for the replies.
+    """Start calls concurrently (those of one owner in order); return a function that waits for the replies.
 
-    Time-outs count from the start of a call, however late its reply is read. At most `MAX_THREADS` calls of
-    the process run at a time. A `CallError` is its own reply.
+    Timeouts count from the start of a call, regardless of when its reply is read. At most `MAX_THREADS` calls
+    per process run at a time. A `CallError` becomes a reply with the error as its fault.
     """
-    places: dict[int, list[int]] = {}  # of the calls of every owner
+    places: dict[int, list[int]] = {}  # indices of the calls of each owner
     for place, call in enumerate(calls):
         if not isinstance(call, CallError):
             places.setdefault(id(call[0].owner) if call[0].owner else -place - 1, []).append(place)
@@ -130,7 +130,7 @@ def begin_calls(calls: Sequence[BoundCall | CallError], limits: Limits) -> Calla
 
 
 def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Limits) -> Answer:
-    """Call a tool, and up to `retries` times again while it raises."""
+    """Call a tool, and repeat the call up to `retries` times while it raises."""
 
     async def awaited(result: Awaitable[Any]) -> Any:
         return await asyncio.wait_for(result, deadline - time.monotonic())
@@ -143,7 +143,7 @@ def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Lim
             return tool.convert(result, tool.name, limits)
         except ToolFault as fault:
             return Answer(fault=str(fault), cause=fault)
-        # Every exception ends this call alone, SystemExit and CancelledError included.
+        # Any exception ends only this call, including SystemExit and CancelledError.
         except BaseException as error:
             if not left or time.monotonic() >= deadline:
                 return Answer(fault=f"{type(error).__name__}: {error}", cause=error)

@@ -1,4 +1,4 @@
-"""Conversion of a tool's result to the texts, images and videos that the model reads."""
+"""Conversion of a tool's result to texts, images and videos that the model reads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mmrl.data.media import MediaError, as_rgb, is_image, to_image
 from mmrl.data.media_root import one_frame
 from mmrl.vision.media.media_reader import film
 
-MAX_ERROR = 200  # characters of an error that a model reads
-MAX_PARTS = 64  # texts, images and videos of a reply
+MAX_ERROR = 200  # longest error message for the model, in characters
+MAX_PARTS = 64  # most texts, images and videos per reply
 
 
 class ToolFault(RuntimeError):
-    """A tool raised an exception, timed out, or returned something else than texts and images."""
+    """Error of a tool that raised an exception, timed out, or returned a result of an unsupported type."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Answer:
     """The converted result of a tool, or its error.
 
     Args:
-        parts: Texts, images and videos; empty where these are more than may be shown.
-        fault: Error message.
-        cause: The exception.
-        value: A result that is a number.
-        shown: Number of images and videos that were returned.
+        parts: Texts, images and videos; empty if there are more images and videos than allowed.
+        fault: Error message; empty without an error.
+        cause: The exception, if any.
+        value: The result, if it is a number.
+        shown: Number of images and videos that the tool returned.
     """
 
     parts: tuple[Part, ...] = ()
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest reply: characters, pixels of an image before decoding, and decoded images."""
+    """Limits of a reply: characters, pixels of an image (checked before decoding), and number of images."""
 
     chars: int
     pixels: int
@@ -53,9 +53,9 @@ class Limits:
 
 
 def as_answer(result: Any, name: str, limits: Limits) -> Answer:
-    """Convert the result of a tool; raises ToolFault as `as_parts` does.
+    """Convert the result of a tool to an answer; raises ToolFault as `as_parts` does.
 
-    More images than may be shown are counted, not decoded.
+    If there are more images than allowed, they are counted but not decoded.
     """
     shown = sum(
         is_image(item) or (isinstance(item, Mapping) and item.get("type") in MODALITIES)
@@ -65,17 +65,17 @@ def as_answer(result: Any, name: str, limits: Limits) -> Answer:
 
 
 def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
-    """Convert the result of a tool to parts of a message; raises ToolFault for anything else.
+    """Convert the result of a tool to message parts; raises ToolFault for an unsupported type.
 
-    A result is a text, an image (of PIL, an array or a tensor), a content block of either or of a video (a
-    list of images of one size, two a second), or a list of these; None, a number and a dictionary become a
-    text. Texts are cut at `limits.chars` characters in all.
+    A result is a text, an image (PIL, array or tensor), a content block with a text, an image or a video (a
+    list of images of equal size, two per second), or a list of these. None, numbers and dictionaries are
+    converted to text. Texts are truncated to `limits.chars` characters in total.
     """
     parts, left = [], limits.chars
     for item in _items(result):
         match item:
             case str(text) | {"type": "text", "text": str(text)}:
-                if left >= 0:  # else a text before was cut
+                if left >= 0:  # otherwise an earlier text was truncated
                     parts.append(Part(text if len(text) <= left else text[:left] + " [...]", said=True))
                 left -= len(text)
             case {"type": "video", "video": [*images]} if images and all(map(is_image, images)):
@@ -94,7 +94,7 @@ def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
 
 
 def _items(result: Any) -> Sequence[Any]:
-    """List the items of a result; numbers and other plain data become texts, as in TRL."""
+    """Return the items of a result as a list; numbers and other plain data become texts, as in TRL."""
     match result:
         case list() | tuple():
             if len(result) > MAX_PARTS:
@@ -108,14 +108,14 @@ def _items(result: Any) -> Sequence[Any]:
 
 
 def _other_medium(kind: str, block: Mapping[str, Any], name: str) -> Media | None:
-    """Make a medium of a kind that is neither image nor video; those have limits on their pixels."""
+    """Create a medium that is not an image or a video, whose pixels are limited elsewhere."""
     if kind in ("image", "video") or kind not in MODALITIES:
         return None
     return MODALITIES[kind].from_value(block.get(kind), f"a {kind} from {name}")
 
 
 def _to_media(kind: str, images: Sequence[Any], name: str, max_pixels: int) -> Media:
-    """Decode an image, or the images of a video, whose size is checked before any pixel is computed."""
+    """Decode an image, or the images of a video; check the sizes before any pixel is decoded."""
     what = "an image" if kind == "image" else "a video"
     try:
         images = [to_image(image, f"an image from {name}") for image in images]
@@ -137,12 +137,12 @@ def _to_media(kind: str, images: Sequence[Any], name: str, max_pixels: int) -> M
 
 
 def to_pil(argument: Any) -> Any:
-    """Decode an image of the conversation for PIL; return other arguments as they are."""
+    """Decode an image of the conversation to a PIL image; return other arguments unchanged."""
     return chat.to_pil(argument.load().pixels[0]) if isinstance(argument, Media) else argument
 
 
 def shrunk(image: Media, most: int = 240) -> Media:
-    """Scale an image down to at most `most` pixels a side, small enough for a report to store."""
+    """Shrink an image to at most `most` pixels per side, small enough to be stored in a report."""
     frames = image.load()
     share = most / max(frames.pixels.shape[-2:])
     if share < 1:
@@ -153,12 +153,12 @@ def shrunk(image: Media, most: int = 240) -> Media:
 
 
 def content_of(part: Part) -> tuple:
-    """Content key of a part: its text, or a hash of its pixels. Equal keys, equal content."""
+    """Return a content key of a message part: its text or a hash of its pixels. Equal keys, equal content."""
     if part.media is None:
         return (part.text,)
     return part.media.kind, digest_of(part.media)
 
 
 def one_line(error: object) -> str:
-    """Write an error in one short line for the model to read."""
+    """Format an error as a short line for the model."""
     return "Error: " + " ".join(str(error).split())[:MAX_ERROR]

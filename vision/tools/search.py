@@ -1,4 +1,4 @@
-"""A tool that searches the texts of a file, such as captions of images, without any network."""
+"""A tool that searches the texts of a file, such as captions of images, without network access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmrl.config.registry import tool
 from mmrl.data.dataset_io import valid_rows
 from mmrl.data.fields import RowError, text
 
-K1, B = 1.2, 0.75  # BM25: saturation of repeated words, and normalisation by length
+K1, B = 1.2, 0.75  # BM25: saturation of repeated words, and length normalisation
 
 
 @tool
@@ -34,20 +34,20 @@ def search(query: str, *, path: str, column: str = "caption", most: PositiveInt 
 
 @dataclass(frozen=True)
 class Index:
-    """An index of texts for BM25."""
+    """A BM25 index of a collection of texts."""
 
     texts: tuple[str, ...]
-    counts: tuple[Counter[str], ...]  # words of each text
-    having: Counter[str]  # number of texts with a word
-    average: float  # mean number of words
+    counts: tuple[Counter[str], ...]  # word counts of each text
+    having: Counter[str]  # number of texts that contain a word
+    average: float  # mean number of words per text
 
     def search(self, query: str) -> list[int]:
-        """Indices of the texts that share a word with a query, the best first; ties by index."""
+        """Return the indices of all texts that share a word with the query, the best first; ties by index."""
         scores = [self.score(query, place) for place in range(len(self.texts))]
         return sorted((i for i, score in enumerate(scores) if score), key=lambda i: -scores[i])
 
     def score(self, query: str, place: int) -> float:
-        """Score a text by BM25 (Robertson and Zaragoza 2009), with logarithms that are never negative."""
+        """Score a text with BM25 (Robertson and Zaragoza 2009), using an IDF that is never negative."""
         counts, score = self.counts[place], 0.0
         for word in dict.fromkeys(words_of(query)):
             if counts[word]:
@@ -59,13 +59,13 @@ class Index:
 
 
 def words_of(text: str) -> list[str]:
-    """Words of a text in lower case, without punctuation."""
+    """Split a text into lower-case words without punctuation."""
     return re.findall(r"[^\W_]+", text.lower())
 
 
 @lru_cache(maxsize=8)
 def read_index(path: str, column: str, changed: int) -> Index:
-    """Read and index the texts of a column; `changed`, the file's time stamp, is a key of the cache.
+    """Read and index the texts of a column; `changed`, the file's time stamp, is part of the cache key.
 
     Raises RowError for a row without the text, and for a file without rows.
     """

@@ -20,19 +20,19 @@ from mmrl.reporting.thumbnails import data_uri
 from mmrl.vision.benchmarks.chair import Scene
 from mmrl.vision.benchmarks.time_spans import Span, parse_span
 
-HEIGHT, SIDE = 84, 120  # pixels of a frame and of an image in the report
+HEIGHT, SIDE = 84, 120  # pixels: height of a video frame, side of an image
 COLOURS = ("#0f6fbf", "#c2571a", "#7a4fb5", "#5b6b7b")
 GOOD, BAD = "#2b8a3e", "#b3261e"
 
 
 @visualization
 def film_strip(measured: Mapping[str, Measured], *, num: PositiveInt = 6, frames: PositiveInt = 16) -> str:
-    """Show videos as film strips, with the true and the answered spans as bars below.
+    """Show videos as film strips, with the target span and the answered spans as bars below.
 
     Args:
-        measured: Evaluations by the names of their models; the first answer to each prompt is shown.
-        num: Number of prompts, at equal distances in the order of the evaluation.
-        frames: Number of frames in a strip.
+        measured: Maps the name of each model to its evaluation; the first answer to each prompt is shown.
+        num: Number of prompts, evenly spaced in the order of the evaluation.
+        frames: Number of frames per strip.
     """
     answers = {name: _answers(evaluation) for name, evaluation in measured.items()}
     prompts = {uid: prompt for rows in answers.values() for uid, (prompt, _) in rows.items()}
@@ -49,18 +49,18 @@ def film_strip(measured: Mapping[str, Measured], *, num: PositiveInt = 6, frames
             bars.append(_bar(name, [span] if span else [], duration, colour, f"no span in {text!r}"))
         query = html.escape(str(prompt.columns.get("query", prompt.text)))
         strips.append(
-            f"<figure><figcaption>{query}</figcaption><div class=film>"  # as wide as the frames need
+            f"<figure><figcaption>{query}</figcaption><div class=film>"  # as wide as all frames together
             f"<div class=frames>{images}</div>{''.join(bars)}</div></figure>"
         )
     return f"<h2>Held-out videos</h2><div class=rows>{''.join(strips)}</div>"
 
 
 def _bar(name: str, spans: Sequence[Span], duration: float, colour: str, note: str) -> str:
-    """Draw spans on a bar as long as the video; without spans the caption is `note`."""
+    """Draw spans on a bar that represents the whole video; without spans the caption is `note`."""
     blocks = "".join(
         f"<span style='position:absolute;top:2px;bottom:2px;border-radius:3px;background:{colour};"
         f"left:{100 * start / duration:.2f}%;width:{100 * (end - start) / duration:.2f}%'></span>"
-        # An answered span may reach beyond the video.
+        # An answered span may exceed the video, so clip it.
         for start, end in ([min(max(0.0, t), duration) for t in span] for span in spans)
     )
     times = ", ".join(f"{start:g} to {end:g} s" for start, end in spans) or html.escape(note)
@@ -74,8 +74,8 @@ def _bar(name: str, spans: Sequence[Span], duration: float, colour: str, note: s
 def pairs(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
     """Show images with the chosen and the rejected answer of a preference pair and their scores.
 
-    A pair is two answers to one prompt that record `preferred` and `score`, as from
-    `vision.preference_pairs`; other rows are skipped. `num` pairs of every evaluation are shown.
+    A pair consists of two answers to one prompt that record `preferred` and `score`, as with
+    `vision.preference_pairs`. Other rows are skipped. At most `num` pairs of every evaluation are shown.
     """
     parts = []
     for name, evaluation in measured.items():
@@ -103,10 +103,9 @@ def pairs(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
 
 @visualization
 def captions(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
-    """Show images with their objects and every model's first caption; hallucinated objects are struck out.
+    """Show images with their objects and each model's first caption; hallucinated objects are struck out.
 
-    Only images with annotated objects count, as from `vision.closed_vocabulary`. `num` images are shown, at
-    equal distances.
+    Only images with annotated objects are used, as from `vision.closed_vocabulary`. At most `num` are shown.
     """
     answers = {name: _answers(evaluation) for name, evaluation in measured.items()}
     scenes: dict[str, tuple[Prompt, Scene]] = {}
@@ -132,10 +131,10 @@ def marked(scene: Scene, text: str) -> str:
     wrong = {m.word for m in scene.ontology.mentions(text) if m.name not in scene.objects}
     if not wrong:
         return html.escape(text)
-    # The longest first, so that a phrase wins over its words; mentions are singular, the text may be plural.
+    # The longest first, so that a phrase wins over its words. Mentions are singular, the text may be plural.
     pattern = "|".join(rf"\b{re.escape(word)}(?:e?s)?\b" for word in sorted(wrong, key=len, reverse=True))
     pieces = re.split(f"({pattern})", text, flags=re.IGNORECASE)
-    # `re.split` alternates between other text and matches.
+    # `re.split` returns other text and matches alternately.
     return "".join(
         f"<s style='color:{BAD}'>{html.escape(piece)}</s>" if i % 2 else html.escape(piece)
         for i, piece in enumerate(pieces)
@@ -143,7 +142,7 @@ def marked(scene: Scene, text: str) -> str:
 
 
 def _answers(evaluation: Measured) -> dict[str, tuple[Prompt, list[Outcome]]]:
-    """Group the answers of an evaluation by prompt, in order."""
+    """Group the answers of an evaluation by prompt, in their original order."""
     groups: dict[str, tuple[Prompt, list[Outcome]]] = {}
     for row in evaluation.rollouts:
         groups.setdefault(row.prompt.uid, (row.prompt, []))[1].append(row.outcomes[-1])
@@ -151,8 +150,8 @@ def _answers(evaluation: Measured) -> dict[str, tuple[Prompt, list[Outcome]]]:
 
 
 def _evenly_spaced(items: Sequence[Any], num: int) -> Sequence[Any]:
-    """Choose `num` items at equal distances, or all if there are fewer."""
-    # In integers, so that no item is repeated.
+    """Choose `num` evenly spaced items, or all if there are fewer."""
+    # Integer arithmetic, so that no item is repeated.
     return [items[i * len(items) // num] for i in range(num)] if len(items) > num else items
 
 
@@ -165,7 +164,7 @@ def _figure(prompt: Prompt, words: str) -> str:
 
 
 def _jpeg(pixels: Tensor, width: int, height: int, quality: int) -> str:
-    """Encode an image (3, h, w) uint8, resized, as a data URL of a JPEG."""
+    """Resize an image (3, h, w) uint8 and encode it as a data URL of a JPEG file."""
     from PIL import Image
 
     buffer = io.BytesIO()

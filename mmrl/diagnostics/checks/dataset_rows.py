@@ -26,7 +26,7 @@ def unreadable_rows(rows: Rows) -> Iterator[Finding]:
 
 @check(on="data")
 def duplicate_ids(rows: Rows) -> Iterator[Finding]:
-    """Find rows of one split with the same `id`: their answers would form one group."""
+    """Find rows of one split with the same `id`, since their answers would form one group."""
     ids = UniqueIds()
     for row in rows.valid():
         if row.columns.get("id") is not None:
@@ -76,7 +76,7 @@ def special_tokens(rows: Rows) -> Iterator[Finding]:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts in a value of a row, at any depth."""
+    """Yield all texts in a value of a row, at any depth."""
     match value:
         case str():
             yield value
@@ -89,7 +89,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def text_of(value: Any) -> str:
-    """Text of an answer: a text, a number, a message, the last of several messages, or content parts."""
+    """Return the text of an answer: a text, number, message, last of several messages, or content parts."""
     match value:
         case str():
             return value

@@ -25,8 +25,8 @@ def initial_ratio(
     """Check that the ratio of policy to engine is 1 before the first update.
 
     If it is not, the policy is evaluated again: in evaluation mode, row by row, in float32, and shifted by a
-    step; the first variant with a ratio of 1 names the cause. If the engine is less exact on purpose (caches,
-    transforms), the difference is reported, and is grave only above a KL of `max_kl`.
+    step; the first variant with a ratio of 1 names the cause. If the engine is less exact on purpose
+    (caches, transforms), the difference is reported, and the finding is grave only above a KL of `max_kl`.
 
     Args:
         tolerance: Largest mean absolute difference of log-probabilities, in nats.
@@ -35,17 +35,18 @@ def initial_ratio(
     noted = examined.rows.notes.get("logp")
     if noted is None:
         return
-    known = (examined.rows.mask > 0) & ~noted.isnan()
-    if not known.any():
+    valid = (examined.rows.mask > 0) & ~noted.isnan()
+    if not valid.any():
         return
     logp = examined.replay()
-    # Two passes with different results: something in the policy is random (dropout).
-    difference, unsteady = _difference(logp, noted, known), _difference(logp, examined.replay(), known)
+    # `unsteady`: difference of two equal passes, above 0 if the policy is random (dropout).
+    difference, unsteady = _difference(logp, noted, valid), _difference(logp, examined.replay(), valid)
     lossy = lossy_pieces(examined.config)
     if lossy and unsteady <= tolerance:
-        gap = torch.where(known.cpu(), logp - noted.cpu().double().nan_to_num(), 0.0).clamp(-20, 20)
-        kl = float((gap.exp() - gap - 1).sum() / known.sum())  # k3: exp(d) - d - 1, d the log-ratio
-        # Answers are weighted by the product of their ratios; Kish's share is (sum w)^2 / (n sum w^2).
+        gap = torch.where(valid.cpu(), logp - noted.cpu().double().nan_to_num(), 0.0).clamp(-20, 20)
+        kl = float((gap.exp() - gap - 1).sum() / valid.sum())  # k3: exp(d) - d - 1, d the log-ratio
+        # Answers are weighted by the product of their ratios; Kish's effective fraction is (sum w)^2 / (n sum
+        # w^2).
         weight = gap.sum(1).clamp(-20, 20).exp()
         share = float(weight.sum() ** 2 / (len(weight) * (weight**2).sum()))
         what = (
@@ -65,7 +66,7 @@ def initial_ratio(
             f"the ratio is not 1 before the first update: log-probabilities of engine and policy differ by "
             f"{difference:.3g} on average"
         )
-        cause, advice = _cause(examined, noted, known, unsteady > 1e-9, tolerance)
+        cause, advice = _cause(examined, noted, valid, unsteady > 1e-9, tolerance)
         yield Finding(what + cause, advice)
 
 
@@ -83,14 +84,14 @@ def importance_correction(examined: Examined) -> Iterator[Finding]:
 
 
 def _cause(
-    examined: Examined, noted: Tensor, known: Tensor, unsteady: bool, tolerance: float
+    examined: Examined, noted: Tensor, valid: Tensor, unsteady: bool, tolerance: float
 ) -> tuple[str, str]:
-    """Find the variant of the policy that agrees with the engine; returns a clause and advice."""
+    """Find the variant of the policy that agrees with the engine; return the cause and advice."""
     policy = examined.policy
     # From cheap to expensive: one pass, one pass per row, a new collection in float32.
     with evaluating(policy.module):
         calm = examined.replay()
-    if unsteady or _difference(calm, noted, known) <= tolerance:
+    if unsteady or _difference(calm, noted, valid) <= tolerance:
         parts = [
             name or type(part).__name__
             for name, part in policy.module.named_modules()
@@ -98,7 +99,7 @@ def _cause(
         ]
         cause = f"dropout is on in {spelled(parts)}" if parts else "something in the policy draws numbers"
         return f", because {cause}", "put the model into evaluation mode, or set its dropout to 0"
-    if _difference(examined.replay(row_by_row=True), noted, known) <= tolerance:
+    if _difference(examined.replay(row_by_row=True), noted, valid) <= tolerance:
         return (
             ", but not when rows are asked one at a time: it depends on the batch size",
             "look at padding, masks and positions; until then lower learn.micro_batch_steps",
@@ -114,10 +115,10 @@ def _cause(
                 "and a clip range well above it",
             )
     # Shifted labels: compare column t of the policy with column t - shift of the engine.
-    steps = known.shape[1]
+    steps = valid.shape[1]
     for shift, side in ((1, "earlier"), (-1, "later")):
         low, high = max(0, shift), min(steps, steps + shift)
-        both = known[:, low:high] & known[:, low - shift : high - shift]
+        both = valid[:, low:high] & valid[:, low - shift : high - shift]
         shifted = noted[:, low - shift : high - shift]
         if both.any() and _difference(calm[:, low:high], shifted, both) <= tolerance:
             return f": the log-probabilities of the policy belong one step {side}", ALIGN
@@ -125,7 +126,7 @@ def _cause(
     return f", also {tried}: policy and engine do not score the same steps", ALIGN
 
 
-def _difference(first: Tensor, second: Tensor, known: Tensor) -> float:
-    """Mean absolute difference of two tensors (N, T) over the steps `known` (N, T)."""
-    known = known.cpu()
-    return float((first.cpu().double() - second.cpu().double())[known].abs().mean())
+def _difference(first: Tensor, second: Tensor, valid: Tensor) -> float:
+    """Return the mean absolute difference of two tensors (rows, steps) over the steps in the mask `valid`."""
+    valid = valid.cpu()
+    return float((first.cpu().double() - second.cpu().double())[valid].abs().mean())

@@ -42,10 +42,10 @@ def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
     constant = []
     for name in table.names:
         values = table.at_end(name)
-        known = ~values.isnan()
-        spread = group_range(values, index, known)
-        if known.any() and not bool((spread[known] > EQUAL).any()):
-            levels = sorted({round(value, 6) for value in values[known].tolist()})[:3]
+        valid = ~values.isnan()
+        spread = group_range(values, index, valid)
+        if valid.any() and not bool((spread[valid] > EQUAL).any()):
+            levels = sorted({round(value, 6) for value in values[valid].tolist()})[:3]
             constant.append(f"{name} ({', '.join(f'{value:g}' for value in levels)})")
     if not constant:
         return
@@ -68,8 +68,8 @@ def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
 def reward_sanity(examined: Examined) -> Iterator[Finding]:
     """Check that known-good answers earn more than empty answers and answers to other prompts.
 
-    A known-good answer is the first recorded one, or a target that is a text. The check compares weighted
-    sums: a single reward may prefer short answers, or not depend on the prompt.
+    A known-good answer is the first recorded answer, or the target if it is a text. The check compares
+    weighted sums of rewards, since a single reward may prefer short answers, or not depend on the prompt.
     """
     prompts = [prompt for prompt in examined.prompts if prompt.answers or type(prompt.target) is str]
     if not prompts:
@@ -87,10 +87,7 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
     ]
     spoilt = {"an empty one": empty}
     if len(prompts) > 1:
-        spoilt["one to another prompt"] = [
-            *answers[1:],
-            answers[0],
-        ]  # each prompt gets the answer of the next one
+        spoilt["one to another prompt"] = [*answers[1:], answers[0]]  # the answer of the next prompt
     bounds = [bound for bound in examined.rewards if bound.weight]
     good = {bound.name: _measured(bound, prompts, answers) for bound in bounds}
     equal = []
@@ -108,15 +105,15 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
 
 
 def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Finding where the margin is below 0 on average and for most prompts."""
-    known = ~torch.stack(list(margins.values())).isnan().all(0)
+    """Yield a finding if the margin is below 0 on average and for most prompts."""
+    valid = ~torch.stack(list(margins.values())).isnan().all(0)
     total = torch.stack([margin.nan_to_num() for margin in margins.values()]).sum(0)
-    wrong = (total < -EQUAL) & known
-    if int(wrong.sum()) * 2 > int(known.sum()) and float(total[known].mean()) < -EQUAL:
+    wrong = (total < -EQUAL) & valid
+    if int(wrong.sum()) * 2 > int(valid.sum()) and float(total[valid].mean()) < -EQUAL:
         guilty = [name for name, margin in margins.items() if float(margin.nanmean()) < 0]
         first = prompts[int(wrong.nonzero()[0])].uid
         yield Finding(
-            f"a known-good answer earns less than {kind} for {int(wrong.sum())} of {int(known.sum())} "
+            f"a known-good answer earns less than {kind} for {int(wrong.sum())} of {int(valid.sum())} "
             f"prompts (the first is '{first}'), which {spelled(guilty)} prefer",
             "higher must be better: turn the reward, or its weight, around, or set it beside one that looks "
             "at the answer",
@@ -124,7 +121,7 @@ def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Pro
 
 
 def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome]) -> torch.Tensor:
-    """Rewards of answers; NaN where a reward does not apply or raises."""
+    """Return the rewards of answers; NaN if a reward does not apply or raises."""
 
     async def awaited(values: Awaitable[Any]) -> Any:
         return await values
@@ -135,5 +132,5 @@ def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome
             values = asyncio.run(awaited(values))
         numbers = [math.nan if value is None else float(value) for value in values]
         return torch.tensor(numbers, dtype=torch.float64)
-    except Exception:  # training reports faults; these answers are not from the policy
+    except Exception:  # errors are reported in training; these answers are not from the policy
         return torch.full((len(prompts),), math.nan, dtype=torch.float64)

@@ -12,10 +12,10 @@ from mmrl.config.registry import check
 from mmrl.core.types import Outcome
 from mmrl.diagnostics.context import Examined, Finding
 
-REPEATED = 2  # prompts that are answered twice
-MEASURABLE = 30  # fewest steps for a test
-STRANGE = 6.0  # standard errors
-# Options that truncate the distribution, with the values that do not.
+REPEATED = 2  # number of prompts that are answered twice
+MEASURABLE = 30  # fewest steps for a statistical test
+STRANGE = 6.0  # a difference of more standard errors than this is reported
+# Options that truncate the distribution, with the values that switch truncation off.
 OFF = {"top_p": 1, "top_k": 0, "min_p": 0}
 GREEDY = ("temperature", 0)
 
@@ -82,10 +82,10 @@ def repeatable_rollouts(examined: Examined) -> Iterator[Finding]:
 
 
 def _overwritten(examined: Examined) -> Iterator[Finding]:
-    """Compare numeric options of engines with their attributes; skips options that follow a schedule."""
+    """Find numeric options that differ from the engine's attribute; scheduled options are skipped."""
     pieces = examined.config.rollout.engine
     engines: list[Any] = [examined.engine]
-    while hasattr(engines[-1], "engine"):  # the engine that a wrapper wraps
+    while hasattr(engines[-1], "engine"):  # a wrapper's inner engine
         engines.append(engines[-1].engine)
     for piece, engine in zip(reversed(pieces), engines, strict=False):
         for name, value in piece.options.items():

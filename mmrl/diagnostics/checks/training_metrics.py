@@ -19,14 +19,14 @@ from mmrl.diagnostics.memory_estimates import peak, room
 from mmrl.reporting.metrics import of_training
 
 Records = Sequence[Mapping[str, Any]]
-DIFFERENCE = "sampling/sampling_logp_difference/mean"  # of engine and policy
+DIFFERENCE = "sampling/sampling_logp_difference/mean"  # metric: difference between engine and policy
 ADAPTER = ("lora_", "adapter")  # substrings of parameter names of adapters
-Pairs = list[tuple[int, float]]  # step and value
+Pairs = list[tuple[int, float]]  # (step, value) of every record
 
 
 def _series(records: Records, name: str) -> Generator[Finding, None, Pairs]:
-    """Return the finite values of a metric with their steps; yields a finding where no record has it."""
-    # Before the first evaluation its metrics are not missing.
+    """Return the finite values of a metric with their steps; yield a finding if no record has it."""
+    # Evaluation metrics are not missing before the first evaluation.
     evaluated = [r for r in records if any(key.startswith("eval_") for key in r)]
     candidates = evaluated if name.startswith("eval_") else records
     if candidates and not any(name in record for record in candidates):
@@ -42,7 +42,7 @@ def _mean(pairs: Pairs) -> float:
 
 
 def _averages(pairs: Pairs, window: int) -> Pairs:
-    """Means over `window` records, with the step of the last one."""
+    """Return means over `window` records, each with the step of its last record."""
     ends = range(window, len(pairs) + 1)
     return [(pairs[end - 1][0], _mean(pairs[end - window : end])) for end in ends]
 
@@ -83,15 +83,15 @@ def reward_hacking(
 def metric_drop(
     records: Records, *, of: str = "reward_std", share: NonNegativeFloat = 0.1, window: PositiveInt = 5
 ) -> Iterator[Finding]:
-    """Warn if the average of a metric fell below a share of its first average.
+    """Warn if the average of a metric fell below a fraction of its first average.
 
     Args:
         of: The metric.
-        share: The share of the first average that the metric must keep.
+        share: Smallest allowed fraction of the first average.
         window: Records per average.
     """
     averages = _averages((yield from _series(records, of)), window)
-    for step, average in averages[window:]:  # windows that share no record with the first one
+    for step, average in averages[window:]:  # windows that have no record in common with the first window
         start = averages[0][1]
         if average < share * start:
             yield Finding(
@@ -125,7 +125,7 @@ def effective_samples(
     It reads `sampling/ess/rows`, computed from importance weights; runs without this metric pass.
 
     Args:
-        least: Smallest effective share of answers.
+        least: Smallest effective fraction of answers.
         window: Records per average.
     """
     shares = [(r["step"], r["sampling/ess/rows"]) for r in records if "sampling/ess/rows" in r]

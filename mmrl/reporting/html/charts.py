@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0f6fbf", "#d9622b", "#2b8a3e", "#8447b8", "#b8860b", "#0b8a8f", "#c2255c", "#5b6b7b")
 BELOW, ZERO, ABOVE = (217, 98, 43), (207, 214, 221), (15, 111, 191)  # RGB colours that `diverging` mixes
-DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # for lines 1 to 8, 9 to 16, 17 to 24
+DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # dash styles of lines 1-8, 9-16, 17-24
 # Size in points, close to the pixels of a phone screen, so that text stays legible.
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 60, 22, 16, 38  # fixed margins, so that the script knows where the axes are
 AXES = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT)
-POINTS = {"line": 240, "area": 40}  # longer lines are averaged in bins
+POINTS = {"line": 240, "area": 40}  # maximum number of points; longer lines are averaged in bins
 BANDS = 3  # largest number of lines whose intervals are shaded
 SMOOTHED = 40  # lines with at least this many points get a running mean
 STYLE = Path(__file__).with_name("chart.mplstyle")
@@ -35,18 +35,18 @@ STYLE = Path(__file__).with_name("chart.mplstyle")
 
 @dataclass(frozen=True)
 class Line:
-    """A named series of points."""
+    """A named series of points in a chart."""
 
-    label: str  # in the legend
+    label: str  # name in the legend
     x: Sequence[float]  # step of every point
     y: Sequence[float]  # NaN leaves a gap
-    place: int = 0  # index of colour and dashes; a run keeps it in all charts
+    place: int = 0  # index of colour and dashes; the same for a run in all charts
     band: Sequence[tuple[float, float]] = ()  # interval (low, high) of every point; empty: none
 
 
 @contextmanager
 def chart_style(salt: str = "mmrl") -> Iterator[None]:
-    """Apply the chart style; the ids inside an SVG are hashes of its content and `salt`."""
+    """Apply the chart style inside this context; ids in an SVG are hashes of its content and `salt`."""
     from matplotlib import style
 
     with style.context([STYLE, {"svg.hashsalt": salt}]):
@@ -54,17 +54,17 @@ def chart_style(salt: str = "mmrl") -> Iterator[None]:
 
 
 def chart(lines: Sequence[Line], kind: Literal["line", "area"] = "line", *, unit: str = "") -> Markup:
-    """Draw values over steps, with the unit above the chart and the legend below it.
+    """Draw values over steps as SVG, with the unit above the chart and the legend below it.
 
     Args:
         lines: The lines; in an area chart they all have the same `x`.
-        kind: `line`, or `area`: stacked, the first line at the bottom.
+        kind: `line`: separate lines. `area`: stacked areas, the first line at the bottom.
         unit: Unit of the values.
     """
     from matplotlib.figure import Figure
 
     lines = [binned(line, kind) for line in lines]
-    with chart_style(salt=repr((unit, lines))):  # no id of another chart of the page
+    with chart_style(salt=repr((unit, lines))):  # ids differ from those of other charts
         figure = Figure((WIDTH / 72, HEIGHT / 72), dpi=72)
         axes = figure.add_axes(AXES)
         axes.set_xlabel("step")
@@ -73,7 +73,7 @@ def chart(lines: Sequence[Line], kind: Literal["line", "area"] = "line", *, unit
         axes.margins(x=0, y=0.04)
         (draw_lines if kind == "line" else draw_areas)(axes, lines)
         if len(steps := {x for line in lines for x in line.x}) == 1:
-            axes.set_xticks([*steps])  # not fractions around a single step
+            axes.set_xticks([*steps])  # one tick, instead of fractions around a single step
         svg = svg_of(figure)
 
     # The page's script reads the values at the cursor from these points.
@@ -93,7 +93,7 @@ def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
             axes.fill_between(line.x, low, high, color=colour, alpha=0.13, linewidth=0)
         if len(line.x) >= SMOOTHED:
             axes.plot(line.x, line.y, color=colour, linewidth=1, alpha=0.28)
-        # Unclipped: the first and the last dot lie on the edges of the axes.
+        # Do not clip, because the first and the last dot lie on the edges of the axes.
         dots = {"marker": "o", "markersize": 4.5, "clip_on": False, "markevery": dotted(line.y)}
         axes.plot(line.x, smooth(line.y), color=colour, linestyle=dash, linewidth=1.8, **dots)
     low, high = axes.dataLim.intervaly
@@ -105,7 +105,7 @@ def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def draw_areas(axes: Axes, lines: Sequence[Line]) -> None:
-    """Stack lines over the same steps."""
+    """Draw lines over the same steps as stacked areas."""
     colours = [style_of(line.place)[0] for line in lines]
     x, heights = lines[0].x, [line.y for line in lines]
     if len(x) == 1:  # one step wide: the area over a single point is empty
@@ -119,7 +119,7 @@ def style_of(place: int) -> tuple[str, Any]:
 
 
 def svg_of(figure: Figure) -> str:
-    """Write a figure as one small SVG element: without group ids, coordinates with two digits."""
+    """Convert a figure to one small SVG element: without group ids, coordinates with two digits."""
     buffer = io.StringIO()
     none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", transparent=True, metadata=none)
@@ -133,7 +133,7 @@ def svg_of(figure: Figure) -> str:
 
 
 def binned(line: Line, kind: str) -> Line:
-    """Average a long line in bins; each bin stands at its last step."""
+    """Average a long line in bins; each bin is drawn at its last step."""
     most, size = POINTS[kind], len(line.x)
     if size <= most:
         return line
@@ -142,7 +142,7 @@ def binned(line: Line, kind: str) -> Line:
 
 
 def smooth(values: Sequence[float]) -> Sequence[float]:
-    """Running mean over a window of one eighth of the values, shorter at the ends; few values stay as is."""
+    """Compute a running mean over a window of 1/8 of the values; return few values unchanged."""
     if len(values) < SMOOTHED:
         return values
     reach = len(values) // 16
@@ -152,7 +152,7 @@ def smooth(values: Sequence[float]) -> Sequence[float]:
 
 
 def finite(values: Sequence[float]) -> list[float]:
-    """Leave out values that are not finite."""
+    """Return the finite values only."""
     return [value for value in values if math.isfinite(value)]
 
 
@@ -163,7 +163,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def dotted(values: Sequence[float]) -> list[int]:
-    """Indices of points that get a dot: all of a short line, otherwise points between two gaps."""
+    """Return the indices of points that get a dot: all of a short line, otherwise points between gaps."""
     padded = [math.nan, *values, math.nan]
     alone = (not math.isfinite(padded[i]) and not math.isfinite(padded[i + 2]) for i in range(len(values)))
     return [i for i, lonely in enumerate(alone) if lonely or len(values) < 12]

@@ -26,10 +26,10 @@ class Panel:
     title: str
     unit: str
     patterns: str
-    but: str = "*/low */high"  # bounds of intervals
+    but: str = "*/low */high"  # excludes the bounds of intervals
 
     def label(self, name: str) -> str:
-        """Legend of a metric: the part of its name that the `*` of a single pattern matches."""
+        """Return the legend of a metric: the part of its name that the `*` of a single pattern matches."""
         before, star, after = self.patterns.partition("*")
         return name.removeprefix(before).removesuffix(after) if star and " " not in self.patterns else name
 
@@ -85,7 +85,7 @@ SAME = 1e-6  # relative difference below which numbers count as equal
 
 
 def curves(runs: Runs) -> list[Markup]:
-    """Draw one run as a chart per panel, several runs as a chart per metric with a line per run."""
+    """Draw a single run as a chart per panel, or several runs as a chart per metric, a line per run."""
     figures = []
     panels = metrics_by_panel(runs)
     flat = constants(runs, [name for names in panels.values() for name in names])
@@ -107,7 +107,7 @@ def curves(runs: Runs) -> list[Markup]:
 
 
 def metrics_by_panel(runs: Runs) -> dict[Panel, list[str]]:
-    """Assign every metric with a finite value to its panel; `OTHERS` gets those that no panel matches."""
+    """Assign every metric with a finite value to its panel; metrics without a panel go to `OTHERS`."""
     records = [record for records in runs.values() for record in records]
     names = {name for record in records for name in record if is_finite(record, name)}
 
@@ -125,7 +125,7 @@ def is_finite(record: Mapping[str, Any], *names: str) -> bool:
 
 
 def constants(runs: Runs, names: Sequence[str]) -> dict[str, float]:
-    """Metrics with one value in all records of all runs, where there are at least two records."""
+    """Return the metrics with a single value in all records of all runs, if there are two records or more."""
     flat = {}
     for name in names:
         values = [y for records in runs.values() for y in finite(line_of(name, records, name).y)]
@@ -135,7 +135,7 @@ def constants(runs: Runs, names: Sequence[str]) -> dict[str, float]:
 
 
 def line_of(label: str, records: Records, name: str, place: int = 0) -> Line:
-    """Line of a metric over steps, NaN where it is not finite; with intervals if every point has one."""
+    """Return a metric as a line over steps, with intervals if every point has one; NaN leaves gaps."""
     measured = [record for record in records if name in record]
     low, high = f"{name}/low", f"{name}/high"
     complete = all(is_finite(record, low, high) for record in measured if is_finite(record, name))
@@ -146,13 +146,13 @@ def line_of(label: str, records: Records, name: str, place: int = 0) -> Line:
 
 
 def seconds_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of a step by activity; `other` is the time that no activity covers."""
+    """Return the seconds of a step by activity; `other` is the time that no activity covers."""
     parts = {
         name.removeprefix("time/"): seconds
         for name, seconds in record.items()
         if name.startswith("time/") and not name.endswith("_per_second")
     }
-    rest = record.get("step_time", 0.0) - sum(parts.values())  # rounding may make it negative
+    rest = record.get("step_time", 0.0) - sum(parts.values())  # rounding may make the rest negative
     return {name: max(0.0, value) for name, value in {**parts, "other": rest}.items()}
 
 

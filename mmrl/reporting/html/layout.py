@@ -1,4 +1,4 @@
-"""HTML documents from jinja2 templates, their tables, and the format of numbers."""
+"""HTML documents from jinja2 templates: pages, tables and the format of numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def templates() -> Environment:
 
 @cache
 def macros() -> Any:
-    """Macros of `parts.j2` (tables, tiles, figures, charts); each returns Markup."""
+    """Load the macros of `parts.j2` (tables, tiles, figures, charts); each returns Markup."""
     return templates().get_template("parts.j2").module
 
 
@@ -54,8 +54,8 @@ def document(
 ) -> str:
     """Render a page that loads nothing from elsewhere.
 
-    `fragments` of HTML follow the heading and the subtitle, then `sections` with a link to each; sections
-    without content are left out. `script` is a file of this folder.
+    After the heading and the subtitle come the HTML `fragments`, then the `sections` with a link to each;
+    sections without content are left out. `script` is a file of this folder.
     """
     style, code = (Markup((HERE / name).read_text(encoding="utf-8")) for name in ("style.css", script))
     page = templates().get_template("page.j2")
@@ -67,18 +67,18 @@ def document(
         sections=[section for section in sections if section[2]],
         style=style,
         script=code,
-        # The content security policy runs this script only, not one inside a visualization.
+        # The content security policy allows only this script, not one inside a visualization.
         digest=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
     )
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = "") -> Markup:
-    """Table whose rows begin with their name; `kind` is a CSS class of the other cells."""
+    """Render a table whose rows begin with their name; `kind` is a CSS class of the other cells."""
     return macros().table(heads, rows, kind) if rows else Markup()
 
 
 def metric_table(columns: Mapping[str, Measured | RunFolder], heads: Sequence[str] = ()) -> Markup:
-    """Table of evaluations side by side, a row per metric; `heads` replace the names of the columns."""
+    """Render a table of evaluations side by side, a row per metric; `heads` replace column names."""
 
     def cell(column: Measured | RunFolder, name: str) -> str:
         if name not in column.metrics:

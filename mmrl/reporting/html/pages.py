@@ -26,7 +26,7 @@ from mmrl.reporting.rollout_mismatch import mismatch_rows
 log = logging.getLogger("mmrl")
 
 TILES = 4  # largest number of held-out metrics among the headline numbers
-# Prefixes of held-out metrics that measure no quality.
+# Prefixes of held-out metrics that do not measure quality.
 COSTS = ("completions/", "denoising/", "seconds_per_prompt", "peak_memory_bytes")
 ABSENT = Markup("<small>not set</small>")
 LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # lists whose items are compared one by one
@@ -42,7 +42,7 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
 
 
 def last_answers(folder: Path, start: Path) -> str:
-    """Write the page of a run's last predictions; returns its link from `start`, "" without predictions."""
+    """Write the page of a run's last predictions; return its link from `start`, "" without predictions."""
     steps = sorted((folder / PREDICTIONS).glob("step-*.parquet"))
     if not steps:
         return ""
@@ -60,7 +60,7 @@ def write_comparison(folders: Sequence[Path], output: Path, *, stages: bool = Fa
 
 
 def write(page: str, path: Path) -> Path:
-    """Write a page; creates its folder."""
+    """Write a page, and create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(whole(page), encoding="utf-8")
     return path
@@ -101,9 +101,9 @@ def comparison(runs: Sequence[RunFolder], *, stages: bool = False) -> str:
     """Render a page of several runs: metrics and settings in tables, curves in shared charts.
 
     Args:
-        runs: The runs; one that is listed twice is shown once.
-        stages: Whether these are the stages of one run, each starting where the one before ended: steps are
-            then counted through, and the page links to the page of every stage.
+        runs: The runs; duplicates are shown once.
+        stages: Whether the runs are the stages of one run, each starting where the previous one ended: steps
+            then continue from stage to stage, and the page links to the page of every stage.
     """
     named_runs = named(runs)
     records = steps_in_sequence(named_runs) if stages else {name: r.records for name, r in named_runs.items()}
@@ -126,7 +126,7 @@ def comparison(runs: Sequence[RunFolder], *, stages: bool = False) -> str:
 
 
 def steps_in_sequence(runs: Mapping[str, RunFolder]) -> dict[str, list[dict[str, Any]]]:
-    """Records of runs, with the steps of each counted on from the run before it."""
+    """Return the records of runs, with steps that continue from run to run."""
     records, taken = {}, 0
     for name, run in runs.items():
         records[name] = [{**record, "step": record["step"] + taken} for record in run.records]
@@ -135,7 +135,7 @@ def steps_in_sequence(runs: Mapping[str, RunFolder]) -> dict[str, list[dict[str,
 
 
 def named(runs: Sequence[RunFolder]) -> dict[str, RunFolder]:
-    """Name runs by their folder, with as many parents as it takes to make names unique."""
+    """Name runs by their folder, with as many parents as are needed to make the names unique."""
     paths = {run.folder.resolve(): run for run in runs}
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
@@ -144,7 +144,7 @@ def named(runs: Sequence[RunFolder]) -> dict[str, RunFolder]:
 
 
 def name_of(piece: Any) -> str:
-    """Name of a piece in a plain configuration."""
+    """Return the name of a piece in a plain configuration."""
     match piece:
         case {"name": name}:
             return str(name)
@@ -152,7 +152,7 @@ def name_of(piece: Any) -> str:
 
 
 def weights_of(config: Mapping[str, Any]) -> dict[str, float]:
-    """Weights of the rewards in a plain configuration, by their names in metrics."""
+    """Return the weights of the rewards in a plain configuration, keyed by their names in metrics."""
     weights = {}
     for piece in config.get("rewards") or ():
         options = flattened(piece, "reward")  # `reward`, `reward.label`, `reward.weight`, ...
@@ -162,7 +162,7 @@ def weights_of(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def differences(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:
-    """Table of the settings that differ between runs."""
+    """Render a table of the settings that differ between runs."""
     settings = [flattened(run.config) for run in runs.values()]
     if not any(settings):
         return Markup()

@@ -25,7 +25,7 @@ def write_predictions_page(source: Path, output: Path | None = None) -> Path:
 def write_compared_page(
     joined: Joined, changes: Sequence[Change], names: Sequence[str], output: Path
 ) -> Path:
-    """Write the page of two evaluations; creates its folder."""
+    """Write the page that compares two evaluations, and create its folder if necessary."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(compared_page(joined, changes, names), encoding="utf-8")
     return output
@@ -62,7 +62,7 @@ def compared_page(joined: Joined, changes: Sequence[Change], names: Sequence[str
 
 
 def change_rows(changes: Sequence[Change], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of the table of changes."""
+    """Return the titles and the rows of the table of changes."""
     titles = ["mean over prompts", *names, "better", "worse", "unchanged", "p (sign test)"]
     rows = [
         [
@@ -77,7 +77,7 @@ def change_rows(changes: Sequence[Change], names: Sequence[str]) -> tuple[list[s
 
 
 def notes_on(joined: Joined, names: Sequence[str]) -> list[str]:
-    """Sentences with the number of shared prompts, and of those left out."""
+    """Return sentences with the numbers of shared prompts and of prompts that are left out."""
     notes = [f"{len(joined.pairs)} prompts are in both"]
     for name, count in zip(names, (joined.only_first, joined.only_second), strict=True):
         notes += [f"{count} only in {name}"] if count else []
@@ -97,10 +97,10 @@ def rows_section(
     """Render the filters, and the rows as JSON for the script `predictions.js`.
 
     Args:
-        rows: For every row of the page one or two sides, each with the answers of one evaluation to a prompt.
+        rows: Rows of the page; each has one or two sides, with the answers of one evaluation to a prompt.
         measures: Columns to order rows by.
-        shows: Groups of rows that can be shown alone.
-        names: Names of the two sides; empty for one.
+        shows: Groups of rows that a filter can select.
+        names: Names of the two sides; empty if there is one.
     """
     images: dict[bytes, int] = {}
 
@@ -111,7 +111,7 @@ def rows_section(
         return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
     def turns(row: Row) -> list[str | int | None]:
-        """Texts and image numbers of a conversation with tools."""
+        """Return the texts and image indices of a conversation with tools."""
         if row.get("conversation") is None:
             return []
         parts = illustrated(str(row["conversation"]), row.get("shown") or ())

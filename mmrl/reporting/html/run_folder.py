@@ -1,4 +1,4 @@
-"""Reads the folder of a run for its pages: journal, last evaluation, warnings and configuration."""
+"""Contents of a run's folder for its pages: journal, last evaluation, warnings and configuration."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class RunFolder:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    config_text: str  # config.yaml, unparsed
+    config_text: str  # text of config.yaml
     records: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, one per reported step
-    metrics: Mapping[str, float]  # of the last evaluation
+    metrics: Mapping[str, float]  # metrics of the last evaluation
     intervals: Mapping[str, Sequence[float]]
     warnings: Sequence[str]
     visualizations: str  # HTML fragments, inserted without escaping
-    startup_warnings: Sequence[str] = ()  # of the checks of the first step
+    startup_warnings: Sequence[str] = ()  # warnings of the checks of the first step
 
     @property
     def done(self) -> int:
@@ -53,7 +53,7 @@ class RunFolder:
         return sum(record.get("step_time", 0.0) for record in self.records)
 
     def ends(self, name: str) -> tuple[float, float]:
-        """Means of a metric over the first and the last tenth of the records that have it; else NaN."""
+        """Return the means of a metric over the first and the last tenth of its records; NaN without any."""
         values = [value for record in self.records if math.isfinite(value := record.get(name, math.nan))]
         if not values:
             return math.nan, math.nan
@@ -64,7 +64,7 @@ class RunFolder:
 def read_run(folder: Path) -> RunFolder:
     """Read the folder of a run, in which any file may be missing.
 
-    Raises ConfigError where a value in a file has the wrong type.
+    Raises ConfigError if a value in a file has the wrong type.
     """
     journal, warnings = Journal(folder), Journal(folder, "warnings.jsonl")
     records, raised = journal.read(), warnings.read()
@@ -90,7 +90,7 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def find_run(folder: Path) -> RunFolder:
-    """Read the folder of a run; raises ConfigError where it has no finished step."""
+    """Read the folder of a run; raise ConfigError if it has no finished step."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder '{folder}'; name the output_dir of a training run")
     if not (folder / "metrics.jsonl").exists():
@@ -108,7 +108,7 @@ def find_run(folder: Path) -> RunFolder:
 
 
 def read_evaluation(folder: Path, records: Sequence[Mapping[str, Any]]) -> tuple[dict, dict]:
-    """Metrics and intervals of the last evaluation, from `evaluation.json` or else from the journal."""
+    """Read metrics and intervals of the last evaluation from `evaluation.json`, or else from the journal."""
     path = folder / EVALUATION
     if path.exists():
         try:

@@ -1,4 +1,4 @@
-"""The section of a run's page with samples: prompts, answers and rewards of some training steps."""
+"""The samples in a run's page: prompts, answers and rewards of some training steps."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Sample:
     reward: float
     advantage: float
     length: int  # tokens, or denoising steps
-    rewards: Mapping[str, float]  # unweighted; NaN where one does not apply
+    rewards: Mapping[str, float]  # unweighted rewards by name; NaN if a reward does not apply
     target: str = ""
     on_policy: bool = True
     seen: bytes | None = field(default=None, repr=False)  # thumbnail of the prompt
     made: bytes | None = field(default=None, repr=False)  # thumbnail of the answer
-    conversation: str = ""  # the turns after the prompt, where there are tools
+    conversation: str = ""  # turns after the prompt, if there are tools
     shown: Sequence[bytes] = field(default=(), repr=False)  # images from tools
 
     @property
@@ -57,7 +57,7 @@ class Sample:
 def read_samples(folder: Path, weights: Mapping[str, float]) -> list[Sample]:
     """Read samples of some training steps, the best first; steps and rows with images are preferred.
 
-    `weights` are those of the rewards, for rows without the column `reward`.
+    `weights` are the weights of the rewards, for rows without the column `reward`.
     """
     from pyarrow import parquet
 
@@ -90,7 +90,7 @@ def spread_over(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def read_or_skip(path: Path, read: Callable[[Path], Any]) -> Any:
-    """Read a file; None with a warning where it is damaged."""
+    """Read a file; if it is damaged, log a warning and return None."""
     from pyarrow import ArrowException
 
     try:
@@ -101,7 +101,7 @@ def read_or_skip(path: Path, read: Callable[[Path], Any]) -> Any:
 
 
 def sample_of(row: Mapping[str, Any], step: int, place: str, weights: Mapping[str, float]) -> Sample:
-    """Make a sample of a row; raises ConfigError where a column has another type than written."""
+    """Create a sample from a row; raise ConfigError if a column has another type than written."""
     check_row(row, place, (*REQUIRED, *({"reward"} & row.keys())))
     rewards = {n[7:]: math.nan if v is None else v for n, v in row.items() if n.startswith("reward/")}
     weighted = [weights.get(name, 1.0) * value for name, value in rewards.items() if math.isfinite(value)]
@@ -132,7 +132,7 @@ def samples_section(samples: Sequence[Sample]) -> Markup:
     html = page.render(
         samples=samples,
         names=list(dict.fromkeys(name for sample in samples for name in sample.rewards)),
-        # Samples of one prompt share its image: it is written once, as a background.
+        # Samples of one prompt share its image, which is written once, as a background.
         images={
             sample.seen: (f"s{i}", *size(sample.seen)) for i, sample in enumerate(samples) if sample.seen
         },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -92,8 +92,8 @@ def noise(pipe: Any, size: tuple[int, int, int], rows: int = 1, seed: int = 3) -
 
 
 def velocity(
-    pipe: Any, latents: Tensor, sigma: Tensor, conditions: list[Condition], guidance: float,
-    negatives: list[Condition] | None = None,
+    pipe: Any, latents: Tensor, sigma: Tensor, conditions: Sequence[Condition], guidance: float,
+    negatives: Sequence[Condition] | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute guided velocities (B, *L) as the policy does: by groups of one `batch_key`, stacked."""
     family, passes = family_for(pipe), 2 if negatives else 1
@@ -297,6 +297,18 @@ class FamilyTests:
         wanted = control("a fox b")
         for word in sorted(words):
             assert control(f"a {word} b") == wanted, word
+
+    def test_a_policy_in_bfloat16_samples_and_reads_recorded_results(self, checkpoint):
+        case = self.case
+        options = {"dtype": "bfloat16", "max_sequence_length": case.limit}
+        policy = flow(checkpoint(case.maker), {**MATCHING}, **options)
+        frames, height, width = size = case.sizes[0]
+        sides = {"height": height, "width": width, "num_frames": frames}
+        prompts = [prompt_of(one) for one in case.requests(size)]
+        rows = denoise(policy, **sides, num_inference_steps=2).rollout(prompts)
+        recorded = [policy.encode(row.prompt, row.outcomes[0]) for row in rows]
+        with torch.no_grad():
+            assert policy(policy.collate((*rows, *recorded))).logp.isfinite().all()
 
     @pytest.mark.parametrize("likelihood", ["diffusion.transition", MATCHING])
     def test_a_policy_rolls_out_and_learns(self, checkpoint, likelihood):

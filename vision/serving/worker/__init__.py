@@ -1,1 +1,1 @@
-"""A folder for the PYTHONPATH of vLLM servers, whose environment has no mmrl."""
+"""A folder on the PYTHONPATH of vLLM servers, because mmrl is not installed in their environment."""

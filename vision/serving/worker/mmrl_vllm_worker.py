@@ -12,14 +12,14 @@ import torch
 
 
 def plain_linear(layer: Any, remove_weight: bool) -> None:
-    """Make a layer use its weights without packing them."""
+    """Make a layer compute with its weights directly, without a packed copy."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
 class Reloadable:
     """Worker extension without methods; importing it switches off the packing of weights on CPUs.
 
-    A CPU server would go on to use the packed copies of old weights. GPU servers do not pack weights.
+    Otherwise a CPU server would still use packed copies of old weights. GPU servers do not pack weights.
     """
 
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from mmrl.data.dataset_io import RowError
-from mmrl.diffusion.datasets import images, prompts
+from mmrl.diffusion.datasets.prompts import images, prompts
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmrl.config.loading import ConfigError
 from mmrl.data.dataset_io import RowError
-from mmrl.diffusion.edit_datasets import edits, first_frames
+from mmrl.diffusion.datasets.edits import edits, first_frames
 
 SIZES = {"a.png": (6, 4), "b.png": (8, 8), "mask.png": (6, 4), "small.png": (3, 2)}  # width, height
 

@@ -1,0 +1,1 @@
+"""Data sets for flow-matching models."""

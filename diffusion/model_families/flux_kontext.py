@@ -1,0 +1,57 @@
+"""The model family of FLUX.1 Kontext (arXiv 2506.15742)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mmrl.config.registry import family
+from mmrl.diffusion.image_io import to_pil
+from mmrl.diffusion.model_families.flux import Flux
+from mmrl.diffusion.model_family import PackedFamily, Request
+
+
+@family
+class FluxKontext(Flux):
+    """FLUX.1 Kontext: FLUX.1 that sees the latents of one image, or makes an image from text alone.
+
+    As in the pipeline, the image is resized to the closest aspect ratio of those that the model was trained
+    on, of about 1024 x 1024 pixels. The result has the size of the engine; the pipeline scales it to the area
+    `max_area`. Guidance is an input of the network alone: the pipeline's `true_cfg_scale` stays 1.
+    """
+
+    pipelines = frozenset({"FluxKontextPipeline"})
+    images = (0, 1)
+
+    def encode(
+        self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
+    ) -> list[dict[str, Tensor]]:
+        """Encode texts as FLUX.1 does, and images to latents (C, h, w)."""
+        conditions = super().encode(pipe, requests, max_sequence_length)
+        for request, condition in zip(requests, conditions, strict=True):
+            self.check_count(len(request.images))
+            for image in request.images:
+                condition["image_0"] = self.image_latents(pipe, resized(pipe, image))
+        return conditions
+
+    def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
+        """Space times evenly whatever the scheduler does, and shift them by the size of the result."""
+        return PackedFamily.sigmas(self, pipe, num_steps, shape)
+
+
+def resized(pipe: Any, image: Tensor) -> Any:
+    """Resize an image (3, height, width) to the closest aspect ratio that the pipeline prefers."""
+    from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
+    original, multiple = to_pil(image), 2 * pipe.vae_scale_factor
+    height, width = pipe.image_processor.get_default_height_width(original)  # multiples of a token's side
+    if not height or not width:
+        raise ValueError(
+            f"an image of {original.height} x {original.width} pixels is smaller than one token of "
+            f"{multiple} x {multiple}; give a larger image"
+        )
+    # the first and smallest of equally close ones, as in the pipeline
+    _, width, height = min((abs(width / height - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
+    return pipe.image_processor.resize(original, height // multiple * multiple, width // multiple * multiple)

@@ -1,0 +1,75 @@
+"""Two networks on two processes: rows of a process may all be of one network."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from mmrl.build import build
+from mmrl.config.loading import merge
+from mmrl.config.schema import Config, parse
+from mmrl.reporting import html
+from mmrl.rewards.adapters import per_outcome
+from mmrl.runtime.checkpoint import MODEL
+from mmrl.training.loop import train
+from tests.diffusion import tiny_wan
+from tests.diffusion.test_flow_runs import ANCHORED, MATCHING, plan
+from tests.support.distributed_worker import start
+
+
+@per_outcome
+def redness(prompt, outcome) -> float:
+    """Measure the mean of the red channel of a video."""
+    return float(outcome.video[:, 0].float().mean() / 255)
+
+
+# A micro-batch is one time of one row, so that the two processes often need other networks. One process also
+# samples a group at a time: pixels, and so rewards, round alike. With SGD weights tell of gradients. The
+# references run the networks without gradients.
+CHANGES = merge(
+    ANCHORED,
+    {
+        "policy": {"max_sequence_length": 8},
+        "rollout": {"engine": {"0": {"num_frames": 5, "height": 16, "width": 16, "batch_size": 3}}},
+        "rewards": ["tests.diffusion.families.test_wan_processes:redness"],
+        "learn": {"learning_rate": 0.3, "optimizer": "sgd", "micro_batch_steps": 1},
+    },
+)
+KINDS = {"both": {}, "low": {"policy": {"networks": "low", "lora_rank": 2}}}
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    model = tmp_path_factory.mktemp("wan_a14b")
+    tiny_wan.tiny_wan_a14b(model)
+    return lambda kind, folder: plan(model, folder / kind, MATCHING, **merge(CHANGES, KINDS[kind]))
+
+
+def trained(run):
+    return {name: p.detach().clone() for name, p in run.policy.module.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_two_processes_train_two_networks_as_one_process_does(plans, tmp_path, monkeypatch, way):
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+    listed = tmp_path / "plans.json"
+    listed.write_text(json.dumps([plans(kind, tmp_path / "two") for kind in KINDS]))
+    processes = start("tests.support.real_worker", [str(listed), way], 2)
+    printed = [process.communicate(timeout=300)[0] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(printed)
+    for kind in KINDS:
+        run = build(parse(plans(kind, tmp_path / "one"), Config), quiet=True)
+        before = trained(run)
+        train(run)
+        wanted = trained(run)
+        assert {name.split(".")[2] for name in wanted if not torch.equal(before[name], wanted[name])} == {
+            "both": {"transformer", "transformer_2"},
+            "low": {"transformer_2"},
+        }[kind]
+        (saved,) = (tmp_path / "two" / kind).glob(f"checkpoint-*/{MODEL}")
+        run.policy.load(saved)
+        for name, weight in trained(run).items():
+            torch.testing.assert_close(weight, wanted[name], rtol=2e-4, atol=2e-5, msg=name)
