@@ -9,13 +9,16 @@ from torch.testing import assert_close
 from mmrl.diffusion.model_families.ltx2 import split
 from tests.diffusion import tiny_ltx2  # noqa: F401 (registers the pipeline)
 from tests.diffusion.families.common import (
+    MATCHING,
     NUM_STEPS,
     Family,
     FamilyTests,
     family_for,
     noise,
+    prompt_of,
     velocity,
 )
+from tests.diffusion.flows import denoise, flow
 
 LIMIT = 64
 
@@ -92,7 +95,25 @@ def call(*given):
     return asked(*given, output_type="pt").frames
 
 
-class TestLtx2(FamilyTests):
+class Ltx2Tests(FamilyTests):
+    def test_compressed_pixels_have_the_shape_of_latents(self, pipe):
+        with pytest.raises(ValueError, match="recorded videos have no sound"):
+            family_for(pipe).compress(pipe, torch.rand(1, 5, 3, 32, 32))
+
+    def test_a_policy_in_bfloat16_samples_and_reads_recorded_results(self, checkpoint):
+        """It samples; recorded results are refused."""
+        options = {"dtype": "bfloat16", "max_sequence_length": LIMIT}
+        policy = flow(checkpoint(self.case.maker), {**MATCHING}, **options)
+        frames, height, width = size = self.case.sizes[0]
+        engine = denoise(policy, num_frames=frames, height=height, width=width, num_inference_steps=2)
+        rows = engine.rollout([prompt_of(one) for one in self.case.requests(size)])
+        with torch.no_grad():
+            assert policy(policy.collate(rows)).logp.isfinite().all()
+        with pytest.raises(ValueError, match="recorded videos have no sound"):
+            policy.encode(rows[0].prompt, rows[0].outcomes[0])
+
+
+class TestLtx2(Ltx2Tests):
     case = Family(
         "ltx2", call, limit=LIMIT, images=((), ()), sizes=((5, 32, 32), (9, 32, 64)),
         asked=((1.0, ""), (4.0, "an ugly one")), tolerance=5e-5,
@@ -128,24 +149,16 @@ class TestLtx2(FamilyTests):
             shape = family.latent_shape(pipe, 16, 24, 2 * frames - 1)
             assert split(pipe.transformer.config, shape[1:])[0] == frames
 
-    def test_compressed_pixels_have_the_shape_of_latents(self, pipe):
-        with pytest.raises(ValueError, match="recorded videos have no sound"):
-            family_for(pipe).compress(pipe, torch.rand(1, 5, 3, 32, 32))
-
     def test_lengths_that_registers_do_not_fill_are_refused(self, pipe):
         with pytest.raises(ValueError, match="multiple of 8, not 60"):
             family_for(pipe).check_text(pipe, "a cat", 60)
 
 
-class TestLtx2ImageToVideo(FamilyTests):
+class TestLtx2ImageToVideo(Ltx2Tests):
     case = Family(
         "ltx2_image", call, limit=LIMIT, images=(((40, 48),), ((64, 32),)),
         sizes=((5, 32, 32), (5, 32, 64)), asked=((1.0, ""), (4.0, "an ugly one")), tolerance=5e-5,
     )  # fmt: skip
-
-    def test_compressed_pixels_have_the_shape_of_latents(self, pipe):
-        with pytest.raises(ValueError, match="recorded videos have no sound"):
-            family_for(pipe).compress(pipe, torch.rand(1, 5, 3, 32, 32))
 
     @torch.no_grad()
     def test_the_first_frame_is_that_of_the_pipeline(self, pipe):
