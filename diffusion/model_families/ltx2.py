@@ -1,4 +1,4 @@
-"""The model family of LTX-2, text to video (arXiv 2601.03233)."""
+"""The model families of LTX-2, text to video and image to video (arXiv 2601.03233)."""
 
 from __future__ import annotations
 
@@ -62,10 +62,15 @@ class Ltx2(PipelineFamily):
                 [request.text], do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
             )
             video, sound, mask = pipe.connectors(states, mask, padding_side=pipe.tokenizer.padding_side)
-            conditions += per_text(
+            (texts,) = per_text(
                 encoder_hidden_states=video, audio_encoder_hidden_states=sound, encoder_attention_mask=mask
             )
+            conditions.append(texts | self._encode_images(pipe, request))
         return conditions
+
+    def _encode_images(self, pipe: Any, request: Request) -> dict[str, Tensor]:
+        """Make the condition of no image."""
+        return {}
 
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
         """Compute (C, frames of sound and of video, h, w)."""
@@ -94,12 +99,18 @@ class Ltx2(PipelineFamily):
         entries = latents[:, :, :filled].flatten(2)  # (B, C, entries): sound, then zeros
         mask = condition["encoder_attention_mask"]
         time = (1000 * sigma).to(network.dtype)
+        noisy, times = latents[:, :, filled:], {"timestep": time}
+        if (first := condition.get("first_latent")) is not None:  # a clean frame, at time 0
+            first = first.to(noisy)
+            noisy = torch.cat([first, noisy[:, :, 1:]], 2)
+            clean = torch.arange(frames * height * width, device=time.device) < height * width
+            times = {"timestep": time[:, None] * ~clean, "audio_timestep": time}
         video, sound = network(
-            hidden_states=latents[:, :, filled:].flatten(2).transpose(1, 2).to(network.dtype),
+            hidden_states=noisy.flatten(2).transpose(1, 2).to(network.dtype),
             audio_hidden_states=entries[..., :length].transpose(1, 2).to(network.dtype),
             encoder_hidden_states=condition["encoder_hidden_states"].to(network.dtype),
             audio_encoder_hidden_states=condition["audio_encoder_hidden_states"].to(network.dtype),
-            timestep=time,
+            **times,
             sigma=time,
             encoder_attention_mask=mask,
             audio_encoder_attention_mask=mask,
@@ -114,8 +125,11 @@ class Ltx2(PipelineFamily):
         # The velocity of given entries: (latent - given) / sigma, where zeros are given.
         zeros = entries[..., length:] / sigma.view(-1, 1, 1)
         sound = torch.cat([sound.transpose(1, 2).to(zeros), zeros], 2).unflatten(2, (filled, height, width))
-        video = video.transpose(1, 2).unflatten(2, (frames, height, width))
-        return torch.cat([sound, video.to(zeros)], 2)
+        video = video.transpose(1, 2).to(zeros).unflatten(2, (frames, height, width))
+        if first is not None:
+            given = (latents[:, :, filled : filled + 1] - first) / sigma.view(-1, 1, 1, 1, 1)
+            video = torch.cat([given, video[:, :, 1:]], 2)
+        return torch.cat([sound, video], 2)
 
     def decode(self, pipe: Any, latents: Tensor) -> Tensor:
         """Decode the video to pixels (B, F, 3, height, width)."""
@@ -139,6 +153,37 @@ class Ltx2(PipelineFamily):
         frames, _ = split(pipe.transformer.config, shape[1:])
         mu = size_shift(pipe.scheduler, (frames * math.prod(shape[2:]), 1), 1)
         return scheduled_times(pipe.scheduler, num_steps, sigmas=even, mu=mu)
+
+
+@family
+class Ltx2ImageToVideo(Ltx2):
+    """LTX-2, image to video: the first latent frame is that of the image, and given; otherwise as `Ltx2`.
+
+    As in the pipeline, the image is compressed by H.264 as training images were, then resized.
+    """
+
+    pipelines = frozenset({"LTX2ImageToVideoPipeline"})
+    images = (1, 1)
+
+    def _encode_images(self, pipe: Any, request: Request) -> dict[str, Tensor]:
+        """Encode the image to one latent frame (C, 1, h, w)."""
+        from diffusers.pipelines.ltx2.pipeline_ltx2_image2video import (
+            apply_image_conditioning_crf,
+            resolve_default_image_crf,
+        )
+        from PIL.Image import fromarray
+
+        _, height, width = request.size
+        pixels = request.images[0].permute(1, 2, 0).numpy()
+        if crf := resolve_default_image_crf(pipe.text_encoder):
+            pixels = apply_image_conditioning_crf(pixels, crf)
+        image = pipe.video_processor.preprocess(fromarray(pixels), height=height, width=width)
+        device, dtype = pipe._execution_device, pipe.vae.dtype
+        channels, _, *sides = self.latent_shape(pipe, height, width, 1)
+        tokens, _ = pipe.prepare_latents(
+            image.to(device, dtype), 1, channels, height, width, 1, dtype=dtype, device=device
+        )
+        return {"first_latent": tokens[0].cpu().T.reshape(channels, 1, *sides)}
 
 
 def sound_length(config: Any, frames: int) -> int:

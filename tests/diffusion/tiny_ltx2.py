@@ -81,9 +81,10 @@ def autoencoders():
     return video, sound
 
 
-def tiny_ltx2(folder: Path):
-    """Make LTX-2 text to video, of 4 channels for video and sound."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, LTX2Pipeline, LTX2VideoTransformer3DModel
+def tiny_ltx2(folder: Path, kind: str = "LTX2Pipeline"):
+    """Make LTX-2 text to video, or another kind of it, of 4 channels for video and sound."""
+    import diffusers
+    from diffusers import FlowMatchEulerDiscreteScheduler, LTX2VideoTransformer3DModel
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
     video, sound = autoencoders()
@@ -126,7 +127,7 @@ def tiny_ltx2(folder: Path):
             resnet_dilations=[[1, 3, 5]],
         )
     )
-    pipe = LTX2Pipeline(
+    pipe = getattr(diffusers, kind)(
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=16,
             max_image_seq_len=64, shift_terminal=0.1,
@@ -143,3 +144,4 @@ def tiny_ltx2(folder: Path):
 
 
 tiny.MAKERS["ltx2"] = tiny_ltx2
+tiny.MAKERS["ltx2_image"] = lambda folder: tiny_ltx2(folder, "LTX2ImageToVideoPipeline")

@@ -27,16 +27,55 @@ def parts(pipe, latents):
     return latents[:, :, filled:], latents[:, :, :filled].flatten(2)[..., :length].transpose(1, 2)
 
 
+def raw_video(pipe, video):
+    """Undo the normalisation of video latents (B, C, f, h, w)."""
+    vae = pipe.vae
+    return pipe._denormalize_latents(video, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
+
+
+def picture(request):
+    from PIL.Image import fromarray
+
+    return fromarray(request.images[0].permute(1, 2, 0).numpy())
+
+
+@torch.no_grad()
+def first_frame(pipe, request):
+    """Encode an image as the pipeline does where it is given no latents: (1, C, 1, h, w)."""
+    taken = []
+
+    class Found(Exception):
+        pass
+
+    def noted(step_pipe, _step, _time, values):
+        taken.append(values["latents"])
+        raise Found
+
+    frames, height, width = request.size
+    plain = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_scale": 1.0}
+    with pytest.raises(Found):
+        pipe(
+            image=picture(request), prompt="a cat", height=height, width=width, num_frames=frames,
+            num_inference_steps=2, max_sequence_length=LIMIT, callback_on_step_end=noted,
+            **plain, **{f"audio_{name}": value for name, value in plain.items()},
+        )  # fmt: skip
+    sides = (height // pipe.vae_spatial_compression_ratio, width // pipe.vae_spatial_compression_ratio)
+    return taken[0].transpose(1, 2).unflatten(2, (-1, *sides))[:, :, :1]  # it stays as it is
+
+
 def asked(pipe, request, latents, guidance, num_steps, negative, **options):
     """Call the pipeline for one video with plain guidance of video and sound."""
     frames, height, width = request.size
     video, sound = parts(pipe, latents)
     plain = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0, "guidance_scale": guidance}
-    given = sound * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean  # the pipeline normalises it
+    given = sound * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean  # the pipeline normalises both
+    if request.images:
+        first = first_frame(pipe, request)
+        video, options = torch.cat([first, video[:, :, 1:]], 2), options | {"image": picture(request)}
     return pipe(
-        request.text,
+        prompt=request.text,
         negative_prompt=negative,
-        latents=video.flatten(2).transpose(1, 2),
+        latents=raw_video(pipe, video),
         audio_latents=given,
         height=height,
         width=width,
@@ -68,9 +107,8 @@ class TestLtx2(FamilyTests):
         times = family.sigmas(pipe, NUM_STEPS, latents.shape[1:])
         for now, following in zip(times, times[1:], strict=False):
             latents = latents + (following - now) * velocity(pipe, latents, now[None], conditions, 1.0)
-        (video, sound), vae = parts(pipe, latents), pipe.vae
-        video = pipe._denormalize_latents(video, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
-        assert_close(video, wanted.frames, atol=2e-5, rtol=0)
+        video, sound = parts(pipe, latents)
+        assert_close(raw_video(pipe, video), wanted.frames, atol=2e-5, rtol=0)
         sound = sound * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean
         sound = sound.unflatten(2, (2, -1)).transpose(1, 2)  # channels and bins
         assert_close(sound, wanted.audio, atol=2e-5, rtol=0)
@@ -97,3 +135,20 @@ class TestLtx2(FamilyTests):
     def test_lengths_that_registers_do_not_fill_are_refused(self, pipe):
         with pytest.raises(ValueError, match="multiple of 8, not 60"):
             family_for(pipe).check_text(pipe, "a cat", 60)
+
+
+class TestLtx2ImageToVideo(FamilyTests):
+    case = Family(
+        "ltx2_image", call, limit=LIMIT, images=(((40, 48),), ((64, 32),)),
+        sizes=((5, 32, 32), (5, 32, 64)), asked=((1.0, ""), (4.0, "an ugly one")), tolerance=5e-5,
+    )  # fmt: skip
+
+    def test_compressed_pixels_have_the_shape_of_latents(self, pipe):
+        with pytest.raises(ValueError, match="recorded videos have no sound"):
+            family_for(pipe).compress(pipe, torch.rand(1, 5, 3, 32, 32))
+
+    @torch.no_grad()
+    def test_the_first_frame_is_that_of_the_pipeline(self, pipe):
+        for request in self.case.requests((5, 32, 64)):
+            (condition,) = family_for(pipe).encode(pipe, [request], LIMIT)
+            assert_close(condition["first_latent"], first_frame(pipe, request)[0], atol=1e-5, rtol=0)
