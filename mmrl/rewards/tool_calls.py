@@ -13,7 +13,7 @@ CALL = "tool_call"  # tag of a call in JSON; blocks of other tags may hold any t
 ANSWERED = (
     "call",
     "stop",
-)  # values of the tag `finish` that mean: every call of the turn, if any, got a reply
+)  # values of the tag `finish` that mean: all calls of the turn got replies
 
 
 def written_calls(turn: Message, tag: str) -> Sequence[Call | CallError]:
