@@ -28,7 +28,7 @@ LIBRARIES = (None, "diffusers", "transformers")  # allowed sources of a pipeline
 
 
 def load_pipeline(name: str, *, dtype: str) -> Any:
-    """Load a frozen pipeline by hub id or folder, or take an object, without running code of the folder.
+    """Load a frozen pipeline from a hub id or folder, whose code never runs, or use a registered object.
 
     Raises `ValueError` for weights that are missing, and for an object that carries a LoRA adapter.
     """
@@ -175,7 +175,7 @@ def _check_no_code(parts: Mapping[str, Any]) -> None:
 
 
 def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Module:
-    """Create a network without weight data from its configuration in a pipeline's folder."""
+    """Build a network from the configuration in a pipeline's folder; its weights are fake, without data."""
     kept = kind._keep_in_fp32_modules
     with making_weights():
         if hasattr(kind, "load_config"):
@@ -185,7 +185,7 @@ def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Modu
             from transformers.initialization import no_init_weights
 
             config = AutoConfig.from_pretrained(source, subfolder=part, trust_remote_code=False)
-            with no_init_weights():  # some initial values depend on values, and fake weights have none
+            with no_init_weights():  # some initialisers read the data of tensors, and fake tensors have none
                 network = kind(config)
             kept = kept if dtype == torch.float16 else ()  # transformers has them in bfloat16
     for name, weight in network.state_dict(keep_vars=True).items():

@@ -8,19 +8,13 @@ from collections.abc import Mapping, Sequence
 from mmrl.config.registry import find, memory_estimate
 from mmrl.config.schema import Config
 from mmrl.core.types import Prompt
-from mmrl.diffusion import loading
 from mmrl.diffusion.steps import FlowPolicy
 
 
 @memory_estimate
 def paths(config: Config, policy: FlowPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Bytes of encoders and decoder, and of the latents of all steps of a collection."""
-    frozen = loading.modules_of(policy.pipe, but=policy.family.stages(policy.pipe.config))
-    sizes = {
-        "encoders and decoder": sum(
-            t.nbytes for part in frozen for t in (*part.parameters(), *part.buffers())
-        )
-    }
+    sizes = {"encoders and decoder": policy.frozen.device_bytes()}
     engine = config.rollout.engine[0]  # the innermost engine
     if engine.name != "diffusion.denoise":
         return sizes

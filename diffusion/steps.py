@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmrl.core.step_table import StepOutput
 from mmrl.core.types import Outcome, Prompt, Steps, Trajectory
+from mmrl.diffusion.frozen_parts import FrozenParts
 from mmrl.diffusion.model_family import Condition, PipelineFamily, Request
 
 
@@ -109,6 +110,7 @@ class FlowPolicy(Protocol):
 
     pipe: Any
     family: PipelineFamily
+    frozen: FrozenParts
     likelihood: Likelihood
     negative_prompt: str
     device: torch.device

@@ -16,7 +16,7 @@ class Wan(PipelineFamily):
     """Wan, text to video: UMT5 reads the text, padded with zeros; videos have 4 f - 3 frames.
 
     The network attends to the zeros of the padding as well. Wan 2.2 A14B has a second network for times below
-    `boundary_ratio`; both are guided alike. Wan 2.2 of 5 billion weights gets one time for all tokens, as they
+    `boundary_ratio`; both are guided alike. Wan 2.2 of 5 billion weights gets one time for all tokens, which
     have the same. Published schedulers are of second order and round times to whole numbers; only their
     sigmas are used.
     """

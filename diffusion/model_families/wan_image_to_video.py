@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.config.registry import family
 from mmrl.diffusion.flow_math import along
@@ -78,7 +78,7 @@ class WanImageToVideo(Wan):
         return super().latent_shape(pipe, height, width, num_frames)
 
     def velocity(
-        self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
+        self, network: Any, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
         """Run the network with the image as further channels, or in place of the first latent frame."""
         others = dict(condition)
@@ -91,7 +91,7 @@ class WanImageToVideo(Wan):
         return super().velocity(network, torch.cat([latents, mask, known], 1), sigma, others, guidance)
 
     def _continued(
-        self, network: nn.Module, latents: Tensor, sigma: Tensor, first: Tensor, others: Condition
+        self, network: Any, latents: Tensor, sigma: Tensor, first: Tensor, others: Condition
     ) -> Tensor:
         """Run the network at time 0 for the tokens of the given frame `first` (B, C, 1, h, w).
 

@@ -21,6 +21,7 @@ from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
 from mmrl.data.text_files import RecordedAnswers
 from mmrl.diffusion import adapters, loading
+from mmrl.diffusion.frozen_parts import FrozenParts, Group, set_vae_options
 from mmrl.diffusion.model_family import (
     Condition,
     PipelineFamily,
@@ -107,9 +108,13 @@ class Flow:
         lora_rank: Rank of a trained adapter over the frozen network; 0 trains the whole network.
         lora_alpha: Scale of the adapter, times 1 / rank; by default twice the rank, or that of `adapter`.
         adapter: Folder of a saved adapter of that rank to continue from, with its own settings.
+        targets: Names of the modules that get LoRA; by default those of the model's family.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         negative_prompt: The text that guidance above 1 leads away from.
         max_sequence_length: Tokens of a prompt; 0 is the pipeline's default.
+        offload: Parts that are on the CPU except during use: `text_encoders` (image encoders too), `vae`.
+        vae_tiling: Encode and decode images in overlapping tiles. Saves memory, and changes pixels a little.
+        vae_slicing: Encode and decode one image at a time.
     """
 
     outputs = frozenset({"mean", "std", "dt", "velocity", "time", "target", "error"})
@@ -125,9 +130,13 @@ class Flow:
         lora_rank: NonNegativeInt = 0,
         lora_alpha: PositiveFloat | None = None,
         adapter: str = "",
+        targets: Sequence[str] = (),
         gradient_checkpointing: bool = False,
         negative_prompt: str = "",
         max_sequence_length: NonNegativeInt = 0,
+        offload: Sequence[Literal["text_encoders", "vae"]] = (),
+        vae_tiling: bool = False,
+        vae_slicing: bool = False,
     ) -> None:
         config = loading.config_of(model)
         self.family = family_of(config["_class_name"])
@@ -149,7 +158,9 @@ class Flow:
             if adapter:
                 adapters.continue_lora(network, adapters.place_of(Path(adapter), name), lora_rank, lora_alpha)
             elif lora_rank:
-                adapters.add_lora(network, lora_rank, lora_alpha or 2.0 * lora_rank, self.family.targets)
+                adapters.add_lora(
+                    network, lora_rank, lora_alpha or 2.0 * lora_rank, targets or self.family.targets
+                )
             else:
                 network.requires_grad_(True)
             if gradient_checkpointing:
@@ -157,6 +168,8 @@ class Flow:
         keep_training_precision(self.network)  # updates vanish in 16 bits
         if dtype == "float16" and self.pipe.vae is not None:
             self.pipe.vae.to(torch.float32)  # decoders overflow in float16
+        set_vae_options(self.pipe.vae, vae_tiling, vae_slicing)
+        self.frozen = FrozenParts(self.pipe, self.stages, offload)
         self.module: nn.Module = FlowNetwork(self.network, self.family, DTYPES[dtype])
         nbytes = lambda condition: sum(value.nbytes for value in condition.values())
         self.conditions: ByteLRU[Condition] = ByteLRU(CONDITION_BYTES, nbytes)
@@ -221,10 +234,11 @@ class Flow:
 
         @torch.no_grad()
         def encode() -> Condition:
-            self._move_frozen_parts()
+            # Source images go through the autoencoder.
+            used: list[Group] = ["text_encoders", "vae"] if request.images else ["text_encoders"]
             try:
                 self.family.check_count(len(request.images))
-                with reading_words(self.pipe, text) as words:
+                with self.frozen.on(self.device, *used), reading_words(self.pipe, text) as words:
                     worded = replace(request, text=words)
                     if negative:
                         return self.family.encode_negative(self.pipe, worded, self.max_sequence_length)
@@ -290,8 +304,8 @@ class Flow:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Decode images (B, 3, height, width) or videos (B, F, 3, height, width), uint8, on the CPU."""
-        self._move_frozen_parts()
-        pixels = self.family.decode(self.pipe, latents.to(self.device))
+        with self.frozen.on(self.device, "vae"):
+            pixels = self.family.decode(self.pipe, latents.to(self.device))
         broken = ~pixels.flatten(1).isfinite().all(1)
         if broken.any():
             raise FloatingPointError(
@@ -300,11 +314,6 @@ class Flow:
                 "`policy.dtype` to bfloat16 or float32"
             )
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
-
-    def _move_frozen_parts(self) -> None:
-        """Move encoders and decoder to the network's device, which is set after construction."""
-        for part in loading.modules_of(self.pipe, but=self.stages):
-            part.to(self.device)
 
     # ---- for the training loop
 
@@ -325,11 +334,11 @@ class Flow:
                 f"a recorded answer of prompt '{prompt.uid}' cannot be learned from: {error}; set `height` "
                 "and `width` of the data, which crop and resize, or resize its file"
             ) from error
-        self._move_frozen_parts()
         with reading(prompt):
             condition = self.condition(Request.of(prompt, (frames, *recorded.shape[-2:])))
         pixels = recorded[None].to(self.device) / 255  # (1, 3, height, width) or (1, F, 3, height, width)
-        latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
+        with self.frozen.on(self.device, "vae"):
+            latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
         nothing = torch.zeros(0)  # no schedule and no recorded steps
         frames = self.family.frames_per_latent(self.pipe, tuple(latents.shape))
         row = FlowRow(condition, latents[None], nothing.long(), nothing, frames=frames)

@@ -82,7 +82,7 @@ class Entry:
     name: str
     target: Callable
     needs: Needs = Needs()
-    of_others: frozenset[str] = frozenset()  # outputs that are read from the policy in the option `against`
+    of_others: frozenset[str] = frozenset()  # outputs needed from the policy that `against` names
     takes: tuple[str, ...] | None = None  # the keyword-only parameters that are options; None: all
     # Maps a package to the pip extra with it; "form=math:math_verify" applies only with `form: math`.
     packages: Mapping[str, str] = field(default_factory=dict)

@@ -196,7 +196,7 @@ class RewardTable:
         return measured.gather(1, self.last.clamp(min=0)[:, None])[:, 0]
 
     def tag(self, name: str) -> Tensor:
-        """Return the ids `name`, such as the hashed words of a tag: (N, K), 0 for outcomes without it.
+        """Return the integer ids `name` of each outcome, such as hashed words of a tag: (N, K), 0 for none.
 
         Raises `ValueError` if no outcome has it.
         """

@@ -1,4 +1,4 @@
-"""Checks that the model can read all prompts, while the data are read or else before training."""
+"""Checks that every prompt can be encoded for the model, while the data are read or before training."""
 
 from __future__ import annotations
 

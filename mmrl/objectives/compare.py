@@ -76,7 +76,8 @@ def robust(
     """
     margin, decided = margins(implicit_reward, batch, level)
     loss = (1 - label_smoothing) * softplus(-beta * margin) - label_smoothing * softplus(beta * margin)
-    # With a fraction e of flipped labels, its mean is ((1 - e)^2 - e^2) / (1 - 2 e) = 1 times the clean loss.
+    # Divided by 1 - 2 e, the loss is unbiased: with a fraction e of flipped labels its mean is the clean loss
+    # times ((1 - e)^2 - e^2) / (1 - 2 e) = 1.
     return mean_over_groups(loss / (1 - 2 * label_smoothing), decided, batch)
 
 

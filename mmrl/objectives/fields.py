@@ -143,8 +143,8 @@ def diffusion_nft(
 def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
     """Centred log-ratio of Gaussian steps with one scale for all steps (GRPO-Guard, arXiv 2510.22319).
 
-    It is (log-ratio + gap / (2 std^2)) std, where gap is the mean squared distance of the means: the expected
-    log-ratio under the sampling policy is -gap / (2 std^2). Both published codes have this form.
+    It is (log-ratio + gap / (2 std^2)) * std. gap is the squared distance of the new from the old mean,
+    averaged over elements: under the sampling policy the expected log-ratio is -gap / (2 std^2).
     """
     old = batch.by(against, new)
     std = _counted(new.extra["std"], batch)

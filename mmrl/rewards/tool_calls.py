@@ -10,7 +10,10 @@ from mmrl.core.types import Message, Outcome, Prompt
 from mmrl.rewards.adapters import policy_messages
 
 CALL = "tool_call"  # tag of a call in JSON; blocks of other tags may hold any text
-ANSWERED = ("call", "stop")  # values of the tag `finish` of turns whose calls, if any, got replies
+ANSWERED = (
+    "call",
+    "stop",
+)  # values of the tag `finish` that mean: all calls of the turn got replies
 
 
 def written_calls(turn: Message, tag: str) -> Sequence[Call | CallError]:

@@ -132,10 +132,10 @@ def step_of(folder: Path) -> int:
 def prune(
     output_dir: Path, limit: int, step: int, keep: int = 0, warn: Callable[[str], None] = log.warning
 ) -> None:
-    """Remove all checkpoints except the latest `limit` up to `step` and that of step `keep`.
+    """Remove checkpoints up to `step`, except the latest `limit` and the one of step `keep`.
 
-    With `limit` 0 nothing is removed. Checkpoints after `step` are broken, since the run resumed from an
-    earlier one; they are ignored. `warn` gets a message for each checkpoint that cannot be removed.
+    With `limit` 0 nothing is removed. Later checkpoints stay and do not count: they are broken, or the run
+    would have resumed from them. `warn` gets a message for each checkpoint that cannot be removed.
     """
     reached = [folder for folder in finished(output_dir) if step_of(folder) <= step]
     for old in reached[limit:] if limit else ():

@@ -150,7 +150,7 @@ class Allocate:
 
 
 def of_utility(value: PriorValue, prompt: Prompt, n: int, total: int, exploration: float) -> float:
-    """Return the increase of V_0's utility by one more rollout."""
+    """Compute by how much one more rollout would increase the utility of V_0 (see `utility`)."""
     rate = value.rate(prompt)
     return utility(n + 1, rate) - utility(n, rate)
 

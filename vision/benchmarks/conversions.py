@@ -337,7 +337,7 @@ def _messages(row: Row) -> tuple[list[dict[str, Any]], dict[str, list[Any]], str
     if first is None or not first["content"].strip():
         raise RowError("the row has no `question` and no message of a user")
     media = _filled(_media(row), slots)
-    if not slots:  # the other toolkits need a mark for every file
+    if not slots:  # unlike mmrl, the toolkits need a placeholder in the text for every file
         marks = (f"<{kind}>" * len(media.get(m.columns[1], ())) for kind, m in MODALITIES.items())
         first["content"] = "".join(marks) + first["content"]
     if row.get("choices") is not None:

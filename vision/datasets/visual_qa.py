@@ -73,16 +73,14 @@ def visual_qa(
         shown = [media.medium(ref, row.place, sampling) for ref in media_of(fields)]
         uid, first = uid_of(fields, f"{row.split}#{number}"), target if type(target) is str else target[0]
         answers = (Outcome(text=fill_template(demo, {**words, "answer": first})),) if demo else ()
-        # Omit encoded media, which would be stored twice.
         kept = {key: v for key, v in {**row.others, **fields}.items() if key not in media_columns()}
         system = fields.get("system")
         head = (Message("system", (Part(text(system, "system")),)),) if has_content(system) else ()
         return Prompt(uid, (*head, Message("user", interleaved(question, shown))), target, answers, kept)
 
     reads = declared((*READS, *media_columns(), *template_fields(prompt, demo)), columns)
-    prompts = read_prompts(
-        source, Rows(source, media.root), make, reads=reads, bad_rows=bad_rows, limit=limit
-    )
+    rows = Rows(source, media.root)
+    prompts = read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
     if hidden:
         wanted = "the prompt does not show the `choices` of %d rows of '%s'; write {choices} into `prompt`"
         log.warning(wanted, len(hidden), source)

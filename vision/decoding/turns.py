@@ -73,7 +73,7 @@ class Chunk:
     """The new tokens of a turn, which are read in one forward pass."""
 
     ids: Tensor  # (n, t), padded on the right
-    positions: Tensor  # (A, n, t) on A axes
+    positions: Tensor  # (A, n, t) on the A rotary axes
     length: Tensor  # (n,) number of tokens without padding
     media: Sequence[Mapping[str, Tensor]]  # row after row, in token order
 

@@ -1,7 +1,7 @@
 """Families of vision-language models: rotary positions and numbers of visual features.
 
-Families are looked up by `model_type`. A family that is not listed gets one-dimensional positions, and only
-its own forward pass checks the number of features; `check_family` rejects models that need other rules.
+Families are looked up by `model_type`. A model that is not listed gets one-dimensional positions, and only
+its own forward pass checks the number of features. `check_family` rejects models that need other rules.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from mmrl.build import build
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, parse
+from mmrl.diffusion.policies.flow import FlowNetwork
 from mmrl.reporting import html
 from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.checkpoint import MODEL
@@ -17,6 +19,9 @@ from mmrl.training.loop import train
 from tests.diffusion import tiny_wan
 from tests.diffusion.test_flow_runs import ANCHORED, MATCHING, plan
 from tests.support.distributed_worker import start
+
+if os.environ.get("BY_BLOCKS"):  # in processes of the test: every block is gathered on its own
+    FlowNetwork._no_split_modules = ["WanTransformerBlock"]
 
 
 @per_outcome
@@ -52,12 +57,12 @@ def trained(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
-def test_two_processes_train_two_networks_as_one_process_does(plans, tmp_path, monkeypatch, way):
+@pytest.mark.parametrize(("way", "blocks"), [("ddp", ""), ("fsdp2", ""), ("fsdp2", "1")])
+def test_two_processes_train_two_networks_as_one_process_does(plans, tmp_path, monkeypatch, way, blocks):
     monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     listed = tmp_path / "plans.json"
     listed.write_text(json.dumps([plans(kind, tmp_path / "two") for kind in KINDS]))
-    processes = start("tests.support.real_worker", [str(listed), way], 2)
+    processes = start("tests.support.real_worker", [str(listed), way], 2, BY_BLOCKS=blocks)
     printed = [process.communicate(timeout=300)[0] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(printed)
     for kind in KINDS:
