@@ -187,6 +187,7 @@ def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Modu
             config = AutoConfig.from_pretrained(source, subfolder=part, trust_remote_code=False)
             with no_init_weights():  # some initialisers read the data of tensors, and fake tensors have none
                 network = kind(config)
+            network.tie_weights()  # which initialisation does otherwise
             kept = kept if dtype == torch.float16 else ()  # transformers has them in bfloat16
     for name, weight in network.state_dict(keep_vars=True).items():
         if weight.is_floating_point() and not set(kept or ()) & set(name.split(".")):
