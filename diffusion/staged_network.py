@@ -44,7 +44,7 @@ class StagedNetwork(nn.Module):
             if len(rows):
                 order.append(rows)
                 results.append(run(network, rows))
-            elif _meets(network):
+            elif meets(network):
                 nothing.append(run(network, stages.new_zeros(1)).flatten()[:0].sum())
             elif torch.is_grad_enabled():
                 learning = (parameter for parameter in network.parameters() if parameter.requires_grad)
@@ -53,7 +53,7 @@ class StagedNetwork(nn.Module):
         return whole + sum(nothing) if nothing else whole
 
 
-def _meets(network: nn.Module) -> bool:
+def meets(network: nn.Module) -> bool:
     """Whether a forward pass of this network is a collective, in which every process has to take part."""
     if not sharded_parts(network):
         return False

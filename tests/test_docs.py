@@ -330,7 +330,7 @@ def test_the_family_example_is_a_family_and_no_other_piece_is_in_its_way(module)
 
 @pytest.mark.slow
 def test_the_family_example_reads_the_network_as_sd3_does(module, tmp_path):
-    from mmrl.diffusion.model_family import family_of
+    from mmrl.diffusion.model_family import Request, family_of
     from tests.diffusion.tiny import load, tiny_sd3
 
     tiny_sd3(tmp_path / "sd3")
@@ -342,7 +342,7 @@ def test_the_family_example_reads_the_network_as_sd3_does(module, tmp_path):
     given = (pipe.transformer, latents, torch.tensor([0.7]))
     with torch.no_grad():
         said = [
-            family.velocity(*given, family.stack(family.encode(pipe, ["a cat"], 16)), torch.ones(1))
+            family.velocity(*given, family.stack(family.encode(pipe, [Request("a cat")], 16)), torch.ones(1))
             for family in (ours, theirs)
         ]
     assert ours.latent_shape(pipe, 32, 48, 1) == shape

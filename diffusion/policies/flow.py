@@ -29,7 +29,7 @@ from mmrl.diffusion.model_family import (
     family_of,
     reading_words,
 )
-from mmrl.diffusion.staged_network import StagedNetwork, chosen_networks, network_of
+from mmrl.diffusion.staged_network import StagedNetwork, chosen_networks, meets, network_of
 from mmrl.diffusion.steps import Conditioning, FlowRow, FlowSteps, Likelihood
 from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision, loading_onto
 
@@ -72,6 +72,13 @@ class FlowNetwork(nn.Module):
 def digest(image: Tensor) -> bytes:
     """Hash the shape and pixels of an image."""
     return blake2b(image.contiguous().numpy(), person=repr(tuple(image.shape)).encode()[:16]).digest()
+
+
+def most_calls(calls: int, device: torch.device) -> int:
+    """Largest number of network calls of any process; every process must call this function."""
+    most = torch.tensor(calls, device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
 
 
 def check_negative(model: str, family: PipelineFamily, negative_prompt: str) -> None:
@@ -275,12 +282,19 @@ class Flow:
         groups: dict[Hashable, list[int]] = {}  # rows by the key of their condition
         for row, which in enumerate(conditioning.which.tolist()):
             groups.setdefault(keys[which], []).append(row)
-        if len(groups) <= 1:
+        # Processes of a sharded network take part in each other's calls, so all make equally many.
+        counts = type(self.family).batch_key is not PipelineFamily.batch_key and meets(self.module)
+        idle = most_calls(len(groups), self.device) - len(groups) if counts else 0
+        if len(groups) <= 1 and not idle:
             return self._velocity(latents, sigma, conditioning)
         order = torch.tensor([row for rows in groups.values() for row in rows])
         parts = order.split([len(rows) for rows in groups.values()])
         velocities = [self._velocity(latents[rows], sigma[rows], conditioning[rows]) for rows in parts]
-        return torch.cat(velocities)[order.argsort().to(self.device)]
+        first = torch.zeros(1, dtype=torch.int64)
+        spare = [self._velocity(latents[:1], sigma[:1], conditioning[first]) for _ in range(idle)]
+        return torch.cat(velocities)[order.argsort().to(self.device)] + sum(
+            one.flatten()[:0].sum() for one in spare
+        )
 
     def _velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Compute velocities of rows whose conditions can be stacked."""

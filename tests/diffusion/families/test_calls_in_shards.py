@@ -1,0 +1,63 @@
+"""Shards of a network on two processes, of which one has images of several sizes and the other has none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from mmrl.build import build
+from mmrl.config.loading import merge
+from mmrl.config.schema import Config, parse
+from mmrl.core.types import Frames, Media, Message, Part, Prompt
+from mmrl.diffusion.policies.flow import FlowNetwork
+from mmrl.reporting import html
+from mmrl.runtime.checkpoint import MODEL
+from mmrl.training.loop import train
+from tests.diffusion import tiny_flux_kontext
+from tests.diffusion.flows import picture
+from tests.diffusion.test_flow_runs import MATCHING, plan
+from tests.support.distributed_worker import start
+
+FlowNetwork._no_split_modules = ["FluxTransformerBlock"]  # every block is gathered on its own
+
+CHANGES = {
+    "policy": {"max_sequence_length": 8},
+    "data": "tests.diffusion.families.test_calls_in_shards:prompts",
+    "rollout": {"num_prompts": 4, "num_generations": 2, "engine": {"0": {"batch_size": 2}}},
+    "learn": {"learning_rate": 0.3, "optimizer": "sgd", "micro_batch_steps": 8},
+    "max_steps": 1,
+}
+
+
+def prompts(**options) -> list[Prompt]:
+    """Make prompts without an image, and with images of two sizes."""
+    made = []
+    for i, side in enumerate((0, 0, 32, 64)):
+        parts = [Part(f"p{i}")]
+        if side:
+            frames = Frames(picture(i, side)[None], torch.zeros(1))
+            parts.insert(0, Part(media=Media("image", f"{i}.png", lambda shown=frames: shown, source=b"")))
+        made.append(Prompt(f"p{i}", (Message("user", tuple(parts)),)))
+    return made
+
+
+@pytest.mark.slow
+def test_processes_that_make_fewer_calls_take_part_in_those_of_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+    model = tmp_path / "model"
+    tiny_flux_kontext.tiny_flux_kontext(model)
+    plans = {name: plan(model, tmp_path / name, MATCHING, **merge(CHANGES, {})) for name in ("one", "two")}
+    listed = tmp_path / "plans.json"
+    listed.write_text(json.dumps([plans["two"]]))
+    processes = start("tests.support.real_worker", [str(listed), "fsdp2"], 2)
+    printed = [process.communicate(timeout=300)[0] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(printed)
+    run = build(parse(plans["one"], Config), quiet=True)
+    train(run)
+    wanted = {name: p.detach().clone() for name, p in run.policy.module.named_parameters()}
+    (saved,) = (tmp_path / "two").glob(f"checkpoint-*/{MODEL}")
+    run.policy.load(saved)
+    for name, weight in run.policy.module.named_parameters():
+        torch.testing.assert_close(weight, wanted[name], rtol=2e-4, atol=2e-5, msg=name)
