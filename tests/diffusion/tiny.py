@@ -395,4 +395,7 @@ MAKERS = {
     "wan": tiny_wan,
     "qwen_image_edit": _elsewhere("tiny_qwen_image_edit"),
     "qwen_image_edit_plus": _elsewhere("tiny_qwen_image_edit_plus", "tiny_qwen_image_edit"),
+    "flux2": _elsewhere("tiny_flux2"),
+    "flux2_klein": _elsewhere("tiny_flux2_klein", "tiny_flux2"),
+    "flux2_klein_distilled": _elsewhere("tiny_flux2_klein_distilled", "tiny_flux2"),
 }
