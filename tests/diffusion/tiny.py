@@ -398,4 +398,5 @@ MAKERS = {
     "flux2": _elsewhere("tiny_flux2"),
     "flux2_klein": _elsewhere("tiny_flux2_klein", "tiny_flux2"),
     "flux2_klein_distilled": _elsewhere("tiny_flux2_klein_distilled", "tiny_flux2"),
+    "z_image": _elsewhere("tiny_z_image"),
 }
