@@ -77,9 +77,9 @@ class Flux2(PackedFamily):
     def _prepared(self, pipe: Any, image: Tensor) -> Tensor:
         """Check, shrink and crop an image (3, height, width) as the pipeline does, to [-1, 1]."""
         processor, multiple = pipe.image_processor, 2 * pipe.vae_scale_factor
-        picture = processor._resize_if_exceeds_area(processor.check_image_input(to_pil(image)), MAX_AREA)
-        width, height = (side // multiple * multiple for side in picture.size)
-        return processor.preprocess(picture, height=height, width=width, resize_mode="crop")
+        original = processor._resize_if_exceeds_area(processor.check_image_input(to_pil(image)), MAX_AREA)
+        width, height = (side // multiple * multiple for side in original.size)
+        return processor.preprocess(original, height=height, width=width, resize_mode="crop")
 
     def batch_key(self, condition: Condition) -> Hashable:
         """Key by the positions of image tokens, which the network wants equal in all rows."""
