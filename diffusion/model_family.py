@@ -252,12 +252,12 @@ def reading_words(pipe: Any, text: str) -> Iterator[str]:
         vars(pipe).update(parts)
 
 
-def check_fits(tokenizer: Any, text: str, limit: int) -> None:
-    """Raise if an encoder of `limit` tokens would truncate a text."""
+def check_fits(tokenizer: Any, text: str, limit: int, **options: Any) -> None:
+    """Raise if an encoder of `limit` tokens would truncate a text; `options` are the tokenizer's."""
     # Most tokenizers use at least one byte per token, plus a few special tokens.
     if text.isascii() and len(text) + 8 <= limit:
         return
-    length = len(tokenizer(text, truncation=False, verbose=False).input_ids)
+    length = len(tokenizer(text, truncation=False, verbose=False, **options).input_ids)
     if length > limit:
         raise ValueError(
             f"it is {length} tokens long, and the encoder '{type(tokenizer).__name__}' takes {limit}; "

@@ -396,4 +396,8 @@ MAKERS = {
     "qwen_image_edit": _elsewhere("tiny_qwen_image_edit"),
     "flux_kontext": _elsewhere("tiny_flux_kontext"),
     "qwen_image_edit_plus": _elsewhere("tiny_qwen_image_edit_plus", "tiny_qwen_image_edit"),
+    "flux2": _elsewhere("tiny_flux2"),
+    "flux2_klein": _elsewhere("tiny_flux2_klein", "tiny_flux2"),
+    "flux2_klein_distilled": _elsewhere("tiny_flux2_klein_distilled", "tiny_flux2"),
+    "z_image": _elsewhere("tiny_z_image"),
 }
