@@ -161,7 +161,9 @@ class ConditionedRows:
     def read(self, make: Callable[[DataRow, int], Prompt], bad_rows: str, limit: int) -> Sequence[Prompt]:
         """Make a prompt of every row (see `read_prompts`)."""
         rows = Rows(self.path, self.media_root.root)
-        return read_prompts(self.path, rows, make, reads=self.names, bad_rows=bad_rows, limit=limit)
+        texts = self.roles[self.text]  # alternatives, of which a second one is an error or named
+        reads = [*(name for name in self.names if name not in texts), texts]
+        return read_prompts(self.path, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
 
     def choose(self, row: DataRow) -> dict[str, str]:
         """Choose the column of each role: its first name with content that no earlier role has; else empty.
