@@ -59,7 +59,7 @@ class Denoise:
     Args:
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of guidance. At 1 and below the network runs once per step, with the prompt
-            alone, as in diffusers; models that take guidance as an input run once at any.
+            alone, as in diffusers (Z-Image: at 0); models that take guidance as an input run once at any.
         height: Of the image, pixels.
         width: Of the image, pixels.
         num_frames: Frames of a video; 1 makes images.

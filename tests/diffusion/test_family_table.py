@@ -16,7 +16,8 @@ def rows() -> list[str]:
         family = entry.target
         fewest, most = family.images
         images = "none" if not most else str(most) if fewest == most else f"{fewest} to {most}"
-        guidance = "an input of the network" if family.embedded_guidance else "two passes above 1"
+        two = f"two passes above {0 if family().passes(0.5) == 2 else 1}"
+        guidance = "an input of the network" if family.embedded_guidance else two
         lines += [f"| {name} | {images} | {guidance} |" for name in sorted(family.pipelines)]
     return sorted(lines)
 
