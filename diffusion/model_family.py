@@ -59,6 +59,7 @@ class PipelineFamily(ABC):
     targets: tuple[str, ...]  # names of the modules that get LoRA
     embedded_guidance: bool = False  # the guidance scale is an input of the network: no second pass
     images: tuple[int, int] = (0, 0)  # fewest and most images of a prompt
+    refuses_recorded: str = ""  # why recorded images or videos cannot be learned from; empty if they can
 
     @abstractmethod
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:

@@ -40,6 +40,10 @@ class Ltx2(PipelineFamily):
     """
 
     pipelines = frozenset({"LTX2Pipeline"})
+    refuses_recorded = (
+        "LTX-2 denoises video and sound together, and recorded videos have no sound here; learn from videos "
+        "that the model makes itself"
+    )
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
@@ -142,10 +146,7 @@ class Ltx2(PipelineFamily):
 
     def compress(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Raise: recorded videos have no sound here, and the network denoises both."""
-        raise ValueError(
-            "LTX-2 denoises video and sound together, and recorded videos have no sound here; learn from "
-            "videos that the model makes itself"
-        )
+        raise ValueError(self.refuses_recorded)
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
         """Space times evenly from 1 to 1 / S, and shift them by the number of video tokens."""

@@ -22,13 +22,7 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
 from mmrl.data.text_files import RecordedAnswers
 from mmrl.diffusion import adapters, loading
 from mmrl.diffusion.frozen_parts import FrozenParts, Group, set_vae_options
-from mmrl.diffusion.model_family import (
-    Condition,
-    PipelineFamily,
-    Request,
-    family_of,
-    reading_words,
-)
+from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, family_of, reading_words, size_of
 from mmrl.diffusion.staged_network import StagedNetwork, chosen_networks, meets, network_of
 from mmrl.diffusion.steps import Conditioning, FlowRow, FlowSteps, Likelihood
 from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision, loading_onto
@@ -94,8 +88,7 @@ def sizes_of(answers: Sequence[Outcome]) -> list[tuple[int, ...]]:
     """Frames, height and width of recorded images and videos."""
     if isinstance(answers, RecordedAnswers):
         return answers.sizes()
-    shown = [answer.image if answer.video is None else answer.video for answer in answers]
-    return [(1 if x.ndim == 3 else len(x), *x.shape[-2:]) for x in shown if x is not None]
+    return [size_of(answer) for answer in answers if answer.image is not None or answer.video is not None]
 
 
 @policy(packages={"diffusers": "diffusion"})
@@ -211,6 +204,8 @@ class Flow:
         with loading_onto(None, empty=True):
             pipe = loading.load_pipeline(str(options["model"]), dtype="float32")
         family, faults, wrong = family_of(type(pipe).__name__), dict[tuple[int, ...], str](), {}
+        if family.refuses_recorded:
+            return {i: family.refuses_recorded for i, prompt in enumerate(prompts) if prompt.answers}
         for index, prompt in enumerate(prompts):
             for frames, height, width in sizes_of(prompt.answers):
                 if (size := (frames, height, width)) not in faults:

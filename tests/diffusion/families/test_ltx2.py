@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -111,6 +113,9 @@ class Ltx2Tests(FamilyTests):
             assert policy(policy.collate(rows)).logp.isfinite().all()
         with pytest.raises(ValueError, match="recorded videos have no sound"):
             policy.encode(rows[0].prompt, rows[0].outcomes[0])
+        recorded = replace(rows[0].prompt, answers=(rows[0].outcomes[0],))
+        options = {"model": str(checkpoint(self.case.maker))}
+        assert "no sound" in type(policy).check_answers(options, [rows[0].prompt, recorded])[1]
 
 
 class TestLtx2(Ltx2Tests):
