@@ -129,6 +129,24 @@ def _split_images(media: Inputs) -> list[Inputs]:
     return [{name: value[i : i + 1] for name, value in media.items()} for i in range(number)]
 
 
+def _count_merged(core: nn.Module, inputs: Inputs) -> dict[int, int]:
+    """Count the features of Mistral 3: squares of patches of every image, without padding."""
+    if "pixel_values" not in inputs:
+        return {}
+    config: Any = core.config
+    side = config.vision_config.patch_size * config.spatial_merge_size
+    return {config.image_token_id: int((inputs["image_sizes"] // side).prod(-1).sum())}
+
+
+def _split_padded(media: Inputs) -> list[Inputs]:
+    """Split images of different sizes, and remove their padding, so that equal images are equal tensors."""
+    return [
+        {"pixel_values": pixels[None, :, :height, :width], "image_sizes": size[None]}
+        for pixels, size in zip(media["pixel_values"], media["image_sizes"], strict=True)
+        for height, width in [size.tolist()]
+    ]
+
+
 def _per_image(each: Callable[[Any], int], axis: int = 0) -> Callable[[nn.Module, Inputs], dict[int, int]]:
     """Make the counter of a family in which every image or tile (on `axis`) has `each(config)` features."""
 
@@ -169,6 +187,26 @@ def _count_packed(core: nn.Module, inputs: Inputs) -> dict[int, int]:
     return counts
 
 
+def _count_tiles(core: nn.Module, inputs: Inputs) -> dict[int, int]:
+    """Count the features of LLaVA-NeXT: the image, and its tiles without padding, with newlines.
+
+    The packing of the model runs on zeros of width 1, because only lengths are used.
+    """
+    if "pixel_values" not in inputs:
+        return {}
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    model: Any = core
+    config, sizes = model.config, inputs["image_sizes"]
+    side, grids = config.vision_config.image_size, config.image_grid_pinpoints
+    # Every image has the tiles that its size asks for; the rest of `pixel_values` is padding.
+    tiles = [torch.zeros(image_size_to_num_patches(size, grids, side), _patches(config), 1) for size in sizes]
+    _, lengths = model.pack_image_features(
+        tiles, sizes, config.vision_feature_select_strategy, image_newline=torch.zeros(1)
+    )
+    return {config.image_token_id: int(lengths.sum())}
+
+
 FAMILIES: dict[str, VLMFamily] = {
     "qwen2_vl": VLMFamily(_mrope, _count_grids, _split_grids),
     "qwen2_5_vl": VLMFamily(_timed_mrope, _count_grids, _split_grids),
@@ -187,8 +225,13 @@ FAMILIES: dict[str, VLMFamily] = {
     ),
     "internvl": VLMFamily(_linear, _per_image(lambda c: c.image_seq_length), _split_images),
     # Pixel shuffle merges squares of patches; pixel values have the shape (1, tiles, ...).
-    "smolvlm": VLMFamily(_linear, _per_image(lambda c: _patches(c) // c.scale_factor**2, axis=1)),
+    **dict.fromkeys(
+        ("smolvlm", "idefics3"),
+        VLMFamily(_linear, _per_image(lambda c: _patches(c) // c.scale_factor**2, axis=1)),
+    ),
     "llava_onevision": VLMFamily(_linear, _count_packed),
+    "mistral3": VLMFamily(_linear, _count_merged, _split_padded),
+    "llava_next": VLMFamily(_linear, _count_tiles, _split_images),
     "gemma3": VLMFamily(
         _linear, _per_image(lambda c: c.mm_tokens_per_image), _split_images, "token_type_ids"
     ),
