@@ -26,3 +26,10 @@ def test_the_page_lists_every_family():
     text = PAGE.read_text()
     head = "| pipeline of diffusers | images of a prompt | guidance |\n| --- | --- | --- |\n"
     assert head + "\n".join(rows()) + "\n" in text, "the table should be:\n" + "\n".join(rows())
+
+
+def test_pipelines_of_one_file_have_families_of_their_own():
+    names = {pipeline: entry.full_name for entry in pieces("family") for pipeline in entry.target.pipelines}
+    assert names["HunyuanVideo15ImageToVideoPipeline"] == "diffusion.hunyuan_video15_image_to_video"
+    assert names["LTX2ImageToVideoPipeline"] == "diffusion.ltx2_image_to_video"
+    assert names["ZImagePipeline"] == "diffusion.zimage"
