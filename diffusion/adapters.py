@@ -61,6 +61,14 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
     """
     from peft import LoraConfig
 
+    modules = [f".{name}" for name, _ in network.named_modules()]
+    for target in targets:
+        if not any(name.endswith(f".{target}") for name in modules):
+            ends = {name.partition(".")[2] for name in modules if name.endswith(target.rpartition(".")[2])}
+            raise ConfigError(
+                f"`targets` names '{target}', which no module of '{type(network).__name__}' ends with"
+                + (f"; there are {', '.join(sorted(ends)[:4])}" if ends - {""} else "")
+            )
     options = {"lora_dropout": 0.0, "target_modules": list(targets), "init_lora_weights": "gaussian"}
     _put(network, LoraConfig(r=rank, lora_alpha=alpha, **options))
 

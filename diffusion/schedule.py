@@ -120,7 +120,9 @@ def discrete(
     if stop - start < draws:
         raise ValueError(
             f"{draws} draws want as many strata, but {len(schedule) - 1} denoising steps leave "
-            f"{stop - start} (fraction {bounds.fraction}); lower `draws`, or raise `num_inference_steps`"
+            f"{stop - start} (fraction {bounds.fraction}); "
+            + ("lower `draws`, or raise" if stop > start else "raise")
+            + f" `num_inference_steps` to at least {math.ceil((start + draws) / bounds.fraction)}"
         )
     lower, upper = strata(start, stop, draws)
     index = lower + (torch.rand(draws, generator=shared) * (upper - lower)).long()  # upper ends excluded

@@ -23,9 +23,9 @@ from mmrl.config.loading import read
 from mmrl.config.registry import HOMES, find
 from mmrl.config.schema import Config, as_plain, parse
 from mmrl.core.types import Message, Outcome, Part, Prompt
+from mmrl.data.media_reader import MediaReader
 from mmrl.reporting.methods import Method, comment_of
 from mmrl.training.loop import train
-from mmrl.vision.media.media_reader import MediaReader
 from tests import test_configs as configs
 from tests import test_contracts as contracts
 from tests import test_pieces_documented as documented

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeInt, PositiveInt
 from mmrl.config.registry import data
-from mmrl.core.types import Media, Message, Outcome, Part, Prompt
+from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, Readable
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, text, uid_of, unpacked
-from mmrl.data.media import MAX_IMAGE_PIXELS, upright_size
+from mmrl.data.media import MAX_IMAGE_PIXELS, MediaError, read_image, upright_size
 from mmrl.data.media_root import MediaRoot, media_refs
 from mmrl.data.row_fields import has_content
 from mmrl.data.text_files import CAPTION, RecordedAnswers
@@ -79,9 +82,7 @@ def edits(
             raise rows.wanted("source")
         if len(masks) > 1:
             raise RowError(f"wanted one mask, got {len(masks)}")
-        for mask in masks:
-            check_mask(mask, images[0])
-        kept = {"mask": masks[0]} if masks else {}
+        kept = {"mask": checked_mask(masks[0], images[0])} if masks else {}
         return rows.prompt(row, number, images, chosen, recorded(edited, load, size), kept)
 
     return rows.read(make, bad_rows, limit)
@@ -183,8 +184,13 @@ class ConditionedRows:
 
     def media(self, row: DataRow, column: str, kind: str = "image") -> list[Media]:
         """Read the media of a column of a row; none for an empty name."""
-        refs = media_refs(row.columns[column], kind, column) if column else ()
-        return [self.media_root.medium(ref, row.place, FrameSampling()) for ref in refs]
+        if not column:
+            return []
+        try:
+            refs = list(media_refs(row.columns[column], kind, column))
+            return [self.media_root.medium(ref, row.place, FrameSampling()) for ref in refs]
+        except MediaError as error:
+            raise MediaError(f"`{column}`: {error}") from error
 
     def prompt(
         self,
@@ -224,9 +230,35 @@ def recorded(media: Sequence[Media], load: Callable, size: Callable) -> Recorded
     return RecordedAnswers(files, scores, lambda file: load(read(file)), lambda file: size(read(file)))
 
 
-def check_mask(mask: Media, image: Media) -> None:
-    """Raise `RowError` unless a mask has the size of its image; reads headers alone."""
-    sizes = [upright_size(medium.source, medium.name) for medium in (mask, image)]
-    if sizes[0] != sizes[1]:
-        (width, height), (wide, high) = sizes
-        raise RowError(f"the mask is {height} x {width} pixels, and its image {high} x {wide}")
+@dataclass(frozen=True)
+class LoadsMask:
+    """Loads a mask, white where the image may change; transparent pixels are black."""
+
+    source: Path | bytes | Readable
+    name: str
+
+    def __call__(self) -> Frames:
+        """Decode the mask: one frame (1, 3, height, width)."""
+        import numpy
+
+        source = self.source if isinstance(self.source, Path | bytes) else self.source.read()
+        image = torch.from_numpy(numpy.array(read_image(source, self.name, transparent=True)))
+        color, opacity = image[..., :3].double(), image[..., 3:].double() / 255  # (height, width, 3 and 1)
+        pixels = (color * opacity).round().to(torch.uint8).permute(2, 0, 1)[None]
+        return Frames(pixels.contiguous(), torch.zeros(1, dtype=torch.float64))
+
+
+def checked_mask(mask: Media, image: Media) -> Media:
+    """Return the mask of an image; raises `RowError` for another size, or a mask without white."""
+    assert mask.source is not None, "masks are files, or bytes inside rows"
+    loaded = Media("image", mask.name, LoadsMask(mask.source, mask.name), mask.source)
+    pixels = loaded.load().pixels
+    width, height = upright_size(image.source, image.name)
+    if pixels.shape[-2:] != (height, width):
+        high, wide = pixels.shape[-2:]
+        raise RowError(f"the mask is {high} x {wide} pixels, and its image {height} x {width}")
+    if 0 < (brightest := int(pixels.max())) < 128:
+        raise RowError(
+            f"the mask '{mask.name}' is at most {brightest} of 255; white, 255, is where the image may change"
+        )
+    return loaded

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import (
     Ascending,
     NonNegativeFloat,
@@ -135,7 +136,10 @@ class Denoise:
             )
         self.ode_step = ODE_STEPS[self.ode]
         family, pipe = self.policy.family, self.policy.pipe
-        self.shape = family.latent_shape(pipe, self.height, self.width, self.num_frames)
+        try:
+            self.shape = family.latent_shape(pipe, self.height, self.width, self.num_frames)
+        except ValueError as error:
+            raise ConfigError(f"`height`, `width` or `num_frames` of `diffusion.denoise`: {error}") from error
         self.times = check_times(family.sigmas(pipe, num_steps, self.shape))
 
     def window(self) -> tuple[int, int]:

@@ -19,6 +19,8 @@ from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
+from mmrl.data.media_reader import MediaReader
+from mmrl.data.messages import ReadMedia, no_media
 from mmrl.data.text_files import RecordedAnswers
 from mmrl.diffusion import adapters, loading
 from mmrl.diffusion.frozen_parts import FrozenParts, Group, set_vae_options
@@ -266,6 +268,10 @@ class Flow:
                 family.check_text(pipe, words, longest)
 
         return check
+
+    def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> ReadMedia:
+        """Make the reader of a prompt's images; that of a model of texts alone raises `RowError`."""
+        return MediaReader.of_data(options, root) if self.family.images[1] else no_media
 
     def passes(self, guidance: float) -> int:
         """Count the network calls of one guided velocity."""

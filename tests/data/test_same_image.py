@@ -14,11 +14,11 @@ from PIL import Image
 from mmrl.core.types import Outcome
 from mmrl.data.fields import RowError
 from mmrl.data.media import MediaError, to_image, upright_size
+from mmrl.data.media_reader import MediaReader, film
 from mmrl.data.object_rows import put_rows
 from mmrl.diffusion.image_io import load_image
 from mmrl.vision.datasets.boxes import boxes
 from mmrl.vision.datasets.conversations import conversations
-from mmrl.vision.media.media_reader import MediaReader, film
 from mmrl.vision.rewards.boxes import box_iou
 from mmrl.vision.tools.replies import Limits, as_parts
 

@@ -21,9 +21,9 @@ from mmrl.core.rng import seeded
 from mmrl.core.types import Frames, Media, Outcome
 from mmrl.data.fields import RowError
 from mmrl.data.media import MediaError
+from mmrl.data.media_reader import MediaReader
 from mmrl.data.messages import no_media, read_messages
 from mmrl.training.loop import train
-from mmrl.vision.media.media_reader import MediaReader
 from mmrl.vision.models.model_families import FAMILIES
 from mmrl.vision.policies.tokens import Tokens
 from tests.support.doc_blocks import ROOT, blocks_of, folder_of

@@ -18,12 +18,12 @@ from mmrl.core.chat import blocks_of
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call, CallError, parse_calls, without_calls
 from mmrl.core.types import Message, Part, PromptError
+from mmrl.data.media_reader import MediaReader
 from mmrl.training.score import score
 from mmrl.vision.decoding import decoding
 from mmrl.vision.engines import generate as generate_module
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.media.media_reader import MediaReader
 from mmrl.vision.tools.functions import Tool
 from mmrl.vision.tools.images import crop
 from mmrl.vision.tools.replies import ToolFault

@@ -16,6 +16,7 @@ from mmrl.config.registry import policy
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded, pad_to
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
+from mmrl.data.media_reader import MediaReader
 from mmrl.runtime.modules import (
     DTYPES,
     apply_transforms,
@@ -39,7 +40,6 @@ from mmrl.vision.decoding.token_steps import (
     distinct_prompts,
 )
 from mmrl.vision.decoding.tree_reading import reads_trees
-from mmrl.vision.media.media_reader import MediaReader
 from mmrl.vision.models import loading
 from mmrl.vision.models.chat_template import ChatTemplate
 from mmrl.vision.models.model_families import check_length

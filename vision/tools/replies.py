@@ -13,8 +13,8 @@ from mmrl.core import chat
 from mmrl.core.modalities import MODALITIES, digest_of
 from mmrl.core.types import Frames, Media, Part
 from mmrl.data.media import MediaError, as_rgb, is_image, to_image
+from mmrl.data.media_reader import film
 from mmrl.data.media_root import one_frame
-from mmrl.vision.media.media_reader import film
 
 MAX_ERROR = 200  # longest error message for the model, in characters
 MAX_PARTS = 64  # most texts, images and videos per reply

@@ -11,7 +11,7 @@ from mmrl.config.loading import ConfigError
 from mmrl.data.dataset_io import RowError
 from mmrl.diffusion.datasets.edits import edits, first_frames
 
-SIZES = {"a.png": (6, 4), "b.png": (8, 8), "mask.png": (6, 4), "small.png": (3, 2)}  # width, height
+SIZES = {"a.png": (6, 4), "b.png": (8, 8), "small.png": (3, 2)}  # width, height
 
 
 @pytest.fixture
@@ -19,6 +19,11 @@ def rows(tmp_path):
     """Write rows beside images of distinct sizes, and give the path of the rows."""
     for i, (name, size) in enumerate(SIZES.items()):
         Image.new("RGB", size, (10 * i, 20, 30)).save(tmp_path / name)
+
+    Image.new("L", (6, 4), 1).save(tmp_path / "ones.png")  # of 0 and 1 instead of 0 and 255
+    mask = Image.new("LA", (6, 4), (255, 0))  # transparent where the image stays
+    mask.paste((255, 255), (0, 0, 3, 4))
+    mask.save(tmp_path / "mask.png")
 
     def write(*rows, name="rows.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -81,7 +86,8 @@ def test_images_inside_rows_and_other_columns(rows, tmp_path):
 
 def test_a_mask_of_the_images_size_is_a_column(rows):
     (prompt,) = edits(path=rows({"image": "a.png", "mask": "mask.png", "prompt": "red"}))
-    assert prompt.columns["mask"].load().pixels.unique().tolist() == [20, 30]
+    pixels = prompt.columns["mask"].load().pixels
+    assert pixels.shape == (1, 3, 4, 6) and (pixels[..., :3] == 255).all() and (pixels[..., 3:] == 0).all()
 
 
 @pytest.mark.parametrize(
