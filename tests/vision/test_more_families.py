@@ -170,3 +170,12 @@ def test_the_doctor_finds_no_difference_from_transformers(exact, family):
     asked = examined(exact(family), *mixed.prompts(family))
     assert not list(forward_agreement(asked, rows=9, tolerance=1e-6))
     assert not list(media_conditioning(asked, rows=9)), "the comparison would show nothing"
+
+
+def test_an_image_of_one_feature_is_refused_by_mistral3_when_it_is_alone(exact):
+    policy = exact("mistral3")
+    small = tiny.picture(height=28, width=28)
+    with pytest.raises(ValueError, match="at most 28 x 28 pixels cannot be read alone .* enlarge it"):
+        policy.prompt_encoder.encode(tiny.ask("one", small, "what"))
+    (row,) = mixed.generate(policy, [tiny.ask("two", small, tiny.picture(seed=1), "what")])
+    assert row.length

@@ -130,12 +130,21 @@ def _split_images(media: Inputs) -> list[Inputs]:
 
 
 def _count_merged(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """Count the features of Mistral 3: squares of patches of every image, without padding."""
+    """Count the features of Mistral 3: squares of patches of every image, without padding.
+
+    Raises ValueError for a prompt with a single feature, of which transformers 5.23 loses the axis.
+    """
     if "pixel_values" not in inputs:
         return {}
     config: Any = core.config
     side = config.vision_config.patch_size * config.spatial_merge_size
-    return {config.image_token_id: int((inputs["image_sizes"] // side).prod(-1).sum())}
+    count = int((inputs["image_sizes"] // side).prod(-1).sum())
+    if count == 1 and "input_ids" in inputs:  # a whole prompt, and not one of its images
+        raise ValueError(
+            f"an image of at most {side} x {side} pixels cannot be read alone by models of type "
+            f"'{config.model_type}'; enlarge it"
+        )
+    return {config.image_token_id: count}
 
 
 def _count_shapes(core: nn.Module, inputs: Inputs) -> dict[int, int]:
