@@ -9,6 +9,10 @@ from torch import Tensor, nn
 
 from mmrl.config.loading import ConfigError
 
+# Vision-language models whose forward pass leaves out the logit scale of their language model, as in Granite
+# Vision. They were trained with it: vLLM applies it, as transformers 4.51 did.
+UNSCALED = ("llava_next", "aya_vision", "cohere2_vision")
+
 
 class OutputHead:
     """The output head of a language model, with the scale and the soft cap of its logits.
@@ -40,6 +44,11 @@ class OutputHead:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
+def forward_factor(model: Any) -> float:
+    """Factor from the logits of the forward pass to those of `OutputHead`; 1 for most models."""
+    return OutputHead(model).factor if model.config.model_type in UNSCALED else 1.0
+
+
 class _States:
     """Stand-in for the output of a model without its head: only the last hidden states."""
 
@@ -58,7 +67,8 @@ class _States:
 def check_head(model: Any) -> None:
     """Raise `ConfigError` unless `OutputHead` gives the same logits as the model's forward pass.
 
-    Only the computation after the last layer runs, on artificial hidden states.
+    They may differ by `forward_factor`. Only the computation after the last layer runs, on artificial hidden
+    states.
     """
     core, head = model.base_model, OutputHead(model)
     weight = head.weight
@@ -81,7 +91,7 @@ def check_head(model: Any) -> None:
         del core.forward
         if before is not None:
             core.forward = before
-    logits = head(hidden).float()
+    logits, wanted = head(hidden).float(), wanted * forward_factor(model)
     if not (logits - wanted).norm() <= 0.02 * wanted.norm():
         raise ConfigError(
             f"a model of type '{model.config.model_type}' does not take the logits of its head as they are; "

@@ -8,13 +8,19 @@ import pytest
 import torch
 import transformers
 
+from mmrl.vision.checks.forward_agreement import forward_agreement
+from mmrl.vision.checks.media_conditioning import media_conditioning
 from mmrl.vision.models.model_families import family_of
 from mmrl.vision.models.processor import OF_TOKENS
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny, tiny_more
-from tests.vision.test_turns import collated, plain
+from tests.vision.test_decoding_turns import converse, same
+from tests.vision.test_media_conditioning import examined
+from tests.vision.test_turns import collated
 
-EVERY = pytest.mark.parametrize("family", sorted(tiny_more.MAKERS))
+NAMES = sorted({**tiny_more.MAKERS, **tiny_more.VARIANTS})
+EVERY = pytest.mark.parametrize("family", NAMES)
+FEW = ("lfm2_vl", "mistral3")
 TIGHT = {"rtol": 0, "atol": 1e-10}
 SIZES = ((56, 56), (56, 112), (112, 56), (30, 100), (28, 56), (97, 41))
 
@@ -36,11 +42,15 @@ def exact(tmp_path_factory):
     return cache(load)
 
 
-def log_probabilities(policy, row):
+def log_probabilities(policy, ids, media):
     """What transformers say of the tokens of one row: one sequence, no padding, no cache."""
-    logits = mixed.logits_of(policy, row)
+    logits = policy.model(input_ids=ids[None], use_cache=False, **media).logits[0, :-1]
+    # Granite Vision and the models of Cohere were trained with scaled logits; transformers leave it out.
+    text = policy.model.config.text_config
+    logits = logits * getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
     forbidden = torch.tensor(policy.prompt_encoder.placeholders)
-    return logits.index_fill(-1, forbidden, -torch.inf).log_softmax(-1)
+    logp = logits.index_fill(-1, forbidden, -torch.inf).log_softmax(-1)
+    return logp.gather(-1, ids[1:, None])[:, 0]
 
 
 @EVERY
@@ -55,7 +65,8 @@ def test_values_and_gradients_are_those_of_transformers(exact, family, options):
     (said.logp * weight * batch.mask).sum().backward()
     ours = mixed.gradients(policy)
     for i, row in enumerate(rows):
-        logp = log_probabilities(policy, row).gather(1, row.steps.ids[:, None])[:, 0]
+        ids = torch.cat([row.steps.prompt.ids, row.steps.ids])
+        logp = log_probabilities(policy, ids, row.steps.prompt.media)[-row.length :]
         torch.testing.assert_close(said.logp[i, : row.length], logp, **TIGHT)
         (logp * weight[i, : row.length]).sum().backward()
     wanted = mixed.gradients(policy)
@@ -135,4 +146,36 @@ def test_images_in_replies_are_read_as_transformers_read_them(exact, family):
     policy = exact(family)
     batch, made = collated(policy, family)
     with torch.no_grad():
-        torch.testing.assert_close(policy(batch).logp * batch.mask, plain(policy, made) * batch.mask, **TIGHT)
+        said = policy(batch).logp
+        for i, (row, read, last) in enumerate(made):
+            first = len(row.steps.prompt.ids)
+            chosen = row.steps.suffix.chosen if row.steps.suffix else torch.arange(row.length)
+            wanted = log_probabilities(policy, torch.cat([read.ids, last]), read.media)[first - 1 + chosen]
+            torch.testing.assert_close(said[i, : row.length], wanted, **TIGHT)
+
+
+@pytest.mark.parametrize(
+    "family", [one if one in FEW else pytest.param(one, marks=pytest.mark.slow) for one in NAMES]
+)
+def test_conversations_of_the_engine_are_those_of_reading_all_anew(exact, family):
+    policy = exact(family)
+    asked = [prompt for prompt in mixed.prompts(family) for _ in range(3)]
+    rows = converse(policy, asked)
+    same(rows, converse(policy, asked, kept=False))
+    assert len({row.outcomes[-1].tags["turn"] for row in rows}) > 1
+
+
+@EVERY
+def test_the_doctor_finds_no_difference_from_transformers(exact, family):
+    asked = examined(exact(family), *mixed.prompts(family))
+    assert not list(forward_agreement(asked, rows=9, tolerance=1e-6))
+    assert not list(media_conditioning(asked, rows=9)), "the comparison would show nothing"
+
+
+def test_an_image_of_one_feature_is_refused_by_mistral3_when_it_is_alone(exact):
+    policy = exact("mistral3")
+    small = tiny.picture(height=28, width=28)
+    with pytest.raises(ValueError, match="at most 28 x 28 pixels cannot be read alone .* enlarge it"):
+        policy.prompt_encoder.encode(tiny.ask("one", small, "what"))
+    (row,) = mixed.generate(policy, [tiny.ask("two", small, tiny.picture(seed=1), "what")])
+    assert row.length

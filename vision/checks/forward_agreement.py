@@ -14,6 +14,7 @@ from mmrl.core.types import Trajectory
 from mmrl.diagnostics.context import Examined, Finding
 from mmrl.runtime.fsdp import in_shards
 from mmrl.runtime.modules import LOW
+from mmrl.runtime.output_head import forward_factor
 from mmrl.vision.checks.prompt_agreement import as_transformers
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.model_families import TYPES_OF_TOKENS
@@ -75,6 +76,7 @@ def _plain(policy: TokenPolicy, row: Trajectory) -> Tensor:
     given = {name: value.to(device) for name, value in inputs.items()}
     with torch.autocast(device.type, policy.compute, enabled=policy.compute in LOW):
         logits = policy.model(**given, use_cache=False).logits[0, before - 1 : -1].double().cpu()
+    logits = logits * forward_factor(policy.model)
     forbidden = torch.tensor(policy.prompt_encoder.placeholders, dtype=torch.int64)
     logits = logits.index_fill(-1, forbidden, -torch.inf)
     return logits.log_softmax(-1).gather(1, answer[:, None].cpu())[:, 0]

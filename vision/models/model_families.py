@@ -130,12 +130,29 @@ def _split_images(media: Inputs) -> list[Inputs]:
 
 
 def _count_merged(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """Count the features of Mistral 3: squares of patches of every image, without padding."""
+    """Count the features of Mistral 3: squares of patches of every image, without padding.
+
+    Raises ValueError for a prompt with a single feature, of which transformers 5.23 loses the axis.
+    """
     if "pixel_values" not in inputs:
         return {}
     config: Any = core.config
     side = config.vision_config.patch_size * config.spatial_merge_size
-    return {config.image_token_id: int((inputs["image_sizes"] // side).prod(-1).sum())}
+    count = int((inputs["image_sizes"] // side).prod(-1).sum())
+    if count == 1 and "input_ids" in inputs:  # a whole prompt, and not one of its images
+        raise ValueError(
+            f"an image of at most {side} x {side} pixels cannot be read alone by models of type "
+            f"'{config.model_type}'; enlarge it"
+        )
+    return {config.image_token_id: count}
+
+
+def _count_shapes(core: nn.Module, inputs: Inputs) -> dict[int, int]:
+    """Count the features of LFM2-VL: patches of every image or tile, merged in squares, without padding."""
+    if "pixel_values" not in inputs:
+        return {}
+    config: Any = core.config
+    return {config.image_token_id: int((inputs["spatial_shapes"] // config.downsample_factor).prod(-1).sum())}
 
 
 def _split_padded(media: Inputs) -> list[Inputs]:
@@ -230,6 +247,12 @@ FAMILIES: dict[str, VLMFamily] = {
         VLMFamily(_linear, _per_image(lambda c: _patches(c) // c.scale_factor**2, axis=1)),
     ),
     "llava_onevision": VLMFamily(_linear, _count_packed),
+    "deepseek_vl": VLMFamily(_linear, _per_image(_patches), _split_images),
+    **dict.fromkeys(
+        ("aya_vision", "cohere2_vision"),
+        VLMFamily(_linear, _per_image(lambda c: _patches(c) // c.downsample_factor**2), _split_images),
+    ),
+    "lfm2_vl": VLMFamily(_linear, _count_shapes, _split_images),
     "mistral3": VLMFamily(_linear, _count_merged, _split_padded),
     "llava_next": VLMFamily(_linear, _count_tiles, _split_images),
     "gemma3": VLMFamily(
@@ -275,9 +298,11 @@ def check_family(config: Any, core: type[nn.Module], *, text_only: bool = False)
     if hasattr(core, "get_rope_index"):
         reads = ["positions of its own (`get_rope_index`)"]
     if reads:
+        # The other families have positions in a line and read no types.
+        known = sorted(name for name, one in FAMILIES.items() if one.types or one.positions is not _linear)
         raise ConfigError(
             f"a model of type '{config.model_type}' reads {' and '.join(reads)}, which is known of "
-            f"{', '.join(sorted(FAMILIES))} only; it would be read otherwise than it was trained. Add the "
+            f"{', '.join(known)} only; it would be read otherwise than it was trained. Add the "
             "type to `mmrl.vision.models.model_families.FAMILIES`, as docs/howto/model.md shows"
         )
     if not placeholders(config):
