@@ -265,10 +265,10 @@ BUDGETS = {
     "compression": 3520,
     "config": 2780,
     "core": 3550,
-    "data": 2730,
+    "data": 2830,
     "datasets": 60,
     "diagnostics": 1450,
-    "diffusion": 5570,
+    "diffusion": 5990,
     "engines": 1090,
     "flat files": 1930,
     "inference": 690,
@@ -277,11 +277,11 @@ BUDGETS = {
     "papers": 10720,
     "reporting": 2750,
     "rewards": 2070,
-    "runtime": 3570,
+    "runtime": 3580,
     "samplers": 830,
     "training": 3010,
     "trl": 1310,
-    "vision": 15280,
+    "vision": 15260,
 }
 
 
