@@ -17,7 +17,7 @@ MULTIPLE = 32  # the network pads text tokens to a multiple
 
 @family
 class ZImage(PackedFamily):
-    """Z-Image: Qwen3 reads the text as a user's turn, with thinking allowed, and one stream reads all tokens.
+    """Z-Image: Qwen3 reads the text as a user's turn, with thinking allowed; one stream reads all tokens.
 
     As in the pipeline, a guided velocity is v(text) + s (v(text) - v(negative)), and guidance is on for a
     scale s above 0: what other models call scale 4 is 3 here, and Turbo wants 0. The options
