@@ -54,13 +54,8 @@ def check_unused(folder: Path, frozen: Collection[str]) -> None:
         )
 
 
-def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """Freeze a network and add LoRA of a rank, scaled by alpha / rank, to its modules `targets`.
-
-    The adapter is float32 or better. Before training the output of the network is unchanged.
-    """
-    from peft import LoraConfig
-
+def check_targets(network: nn.Module, targets: Sequence[str]) -> Sequence[str]:
+    """Return the names of modules that get LoRA; raises `ConfigError` for one that no module ends with."""
     modules = [f".{name}" for name, _ in network.named_modules()]
     for target in targets:
         if not any(name.endswith(f".{target}") for name in modules):
@@ -69,6 +64,16 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
                 f"`targets` names '{target}', which no module of '{type(network).__name__}' ends with"
                 + (f"; there are {', '.join(sorted(ends)[:4])}" if ends - {""} else "")
             )
+    return targets
+
+
+def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
+    """Freeze a network and add LoRA of a rank, scaled by alpha / rank, to its modules `targets`.
+
+    The adapter is float32 or better. Before training the output of the network is unchanged.
+    """
+    from peft import LoraConfig
+
     options = {"lora_dropout": 0.0, "target_modules": list(targets), "init_lora_weights": "gaussian"}
     _put(network, LoraConfig(r=rank, lora_alpha=alpha, **options))
 

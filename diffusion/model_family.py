@@ -58,6 +58,7 @@ class PipelineFamily(ABC):
     pipelines: frozenset[str]  # names of the pipeline classes that this family serves
     targets: tuple[str, ...]  # names of the modules that get LoRA
     embedded_guidance: bool = False  # the guidance scale is an input of the network: no second pass
+    unguided: float = 1.0  # guidance scale at which the network runs with the prompt alone
     images: tuple[int, int] = (0, 0)  # fewest and most images of a prompt
     refuses_recorded: str = ""  # why recorded images or videos cannot be learned from; empty if they can
 

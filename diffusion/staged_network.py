@@ -60,6 +60,13 @@ def meets(network: nn.Module) -> bool:
     return torch.is_grad_enabled() or any(map(is_shard, network.parameters()))
 
 
+def most_calls(calls: int, device: torch.device) -> int:
+    """Largest number of network calls of any process; every process must call this function."""
+    most = torch.tensor(calls, device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
+
+
 def network_of(pipe: Any, stages: Mapping[str, float]) -> nn.Module:
     """Find the network of a pipeline; several, of `PipelineFamily.stages`, are wrapped in one module."""
     networks = {name: getattr(pipe, name) for name in stages}

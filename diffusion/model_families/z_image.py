@@ -25,6 +25,7 @@ class ZImage(PackedFamily):
     """
 
     pipelines = frozenset({"ZImagePipeline"})
+    unguided = 0.0
     targets = (
         "attention.to_k", "attention.to_out.0", "attention.to_q", "attention.to_v",
         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",

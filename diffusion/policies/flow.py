@@ -25,7 +25,7 @@ from mmrl.data.text_files import RecordedAnswers
 from mmrl.diffusion import adapters, loading
 from mmrl.diffusion.frozen_parts import FrozenParts, Group, set_vae_options
 from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, family_of, reading_words, size_of
-from mmrl.diffusion.staged_network import StagedNetwork, chosen_networks, meets, network_of
+from mmrl.diffusion.staged_network import StagedNetwork, chosen_networks, meets, most_calls, network_of
 from mmrl.diffusion.steps import Conditioning, FlowRow, FlowSteps, Likelihood
 from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision, loading_onto
 
@@ -68,13 +68,6 @@ class FlowNetwork(nn.Module):
 def digest(image: Tensor) -> bytes:
     """Hash the shape and pixels of an image."""
     return blake2b(image.contiguous().numpy(), person=repr(tuple(image.shape)).encode()[:16]).digest()
-
-
-def most_calls(calls: int, device: torch.device) -> int:
-    """Largest number of network calls of any process; every process must call this function."""
-    most = torch.tensor(calls, device=device)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    return int(most)
 
 
 def check_negative(model: str, family: PipelineFamily, negative_prompt: str) -> None:
@@ -160,9 +153,8 @@ class Flow:
             if adapter:
                 adapters.continue_lora(network, adapters.place_of(Path(adapter), name), lora_rank, lora_alpha)
             elif lora_rank:
-                adapters.add_lora(
-                    network, lora_rank, lora_alpha or 2.0 * lora_rank, targets or self.family.targets
-                )
+                modules = adapters.check_targets(network, targets) or self.family.targets
+                adapters.add_lora(network, lora_rank, lora_alpha or 2.0 * lora_rank, modules)
             else:
                 network.requires_grad_(True)
             if gradient_checkpointing:
@@ -356,7 +348,7 @@ class Flow:
             latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
         nothing = torch.zeros(0)  # no schedule and no recorded steps
         frames = self.family.frames_per_latent(self.pipe, tuple(latents.shape))
-        row = FlowRow(condition, latents[None], nothing.long(), nothing, frames=frames)
+        row = FlowRow(condition, latents[None], nothing.long(), nothing, self.family.unguided, frames=frames)
         return Trajectory(prompt, prompt.uid, (outcome,), row, self.likelihood.length(row), on_policy=False)
 
     def collate(self, rollouts: Rollouts) -> Batch:

@@ -305,7 +305,8 @@ class FamilyTests:
         frames, height, width = size = case.sizes[0]
         sides = {"height": height, "width": width, "num_frames": frames}
         prompts = [prompt_of(one) for one in case.requests(size)]
-        rows = denoise(policy, **sides, num_inference_steps=2).rollout(prompts)
+        alone = policy.family.unguided
+        rows = denoise(policy, **sides, num_inference_steps=2, guidance_scale=alone).rollout(prompts)
         recorded = [policy.encode(row.prompt, row.outcomes[0]) for row in rows]
         with torch.no_grad():
             assert policy(policy.collate((*rows, *recorded))).logp.isfinite().all()
