@@ -14,7 +14,7 @@ if not (Path(__file__).parent / "vision" / "__init__.py").is_file():
 
 
 def __getattr__(name: str):
-    """Import a name when it is first used, because torch takes seconds."""
+    """Import a public name when it is first used, because importing torch takes seconds."""
     from importlib import import_module
 
     homes = {

@@ -14,19 +14,22 @@ import torch
 
 from mmrl.config.binding import Bound, Elsewhere, Pieces
 from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
+from mmrl.config.engine_checks import makes
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece
 from mmrl.config.tags import named_in
+from mmrl.config.trainable import check_trainable
 from mmrl.core.protocols import LogProbs, Policy, Preparing, UsesEngine, UsesValueModel
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.data.dataset_io import bad_rows_error
 from mmrl.data.named_columns import named_columns
-from mmrl.data.readable import drops, prompt_check
-from mmrl.data.row_fields import CHECK, NAMED
-from mmrl.diagnostics.round_trip import SAMPLE, check_targets
+from mmrl.data.readable import check_engines, checked_prompts, drops, engines_of, prompt_check
+from mmrl.data.row_files import bad_rows_error, log_dropped
+from mmrl.diagnostics.inputs import check_references
+from mmrl.diagnostics.reward_inputs import check_reward_inputs
+from mmrl.diagnostics.round_trip import SAMPLE, check_targets, sampled
 from mmrl.inference.session import Session
 from mmrl.inference.sources import ModelSource, resolve
 from mmrl.reporting.metrics import Trackers
@@ -42,7 +45,7 @@ from mmrl.training.report import Reporter, ReportPieces
 from mmrl.training.trainer import Run
 from mmrl.training.unreadable import Unreadable
 
-OBSERVING = ("visualizations", "checks", "startup_checks")  # keys of `report`, in the order of `ReportPieces`
+OBSERVING = ("visualizations", "checks", "startup_checks")  # keys of `report`, ordered as `ReportPieces`
 log = logging.getLogger(__name__)
 
 
@@ -50,7 +53,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     """Build a training run; check the configuration before any weight is loaded."""
     check(config).require_packages()
     stream = Stream(config.seed, stage=config.stage)
-    pieces = Pieces(stream, config.policy)
+    pieces = Pieces(stream, config.policy, config.rollout.max_staleness)
     make = partial(pieces.make_field, config)
     trackers = make("report.trackers")
     data = pieces.made["data"] = usable_rows(config, read_prompts(config, pieces, config.data, "data"))
@@ -59,6 +62,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     eval_prompts = held_out(config) if config.evaluation.data else ()
     warnings = check_rewards(config, data, SAMPLE, form=form)
     warnings += check_rewards(config, eval_prompts, SAMPLE, evaluates=True)
+    check_references(config, data, SAMPLE)
     # Build samplers before any weight is loaded, because they may miss a column of the data.
     sampler = make_chain(pieces, "sampler", config.sampler, data, "sampler")
     torch.manual_seed(config.seed)  # the global generator initialises adapters
@@ -78,7 +82,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         group_filter=make("group_filter"),
     )
     chain = make("advantage")
-    method.noted = pieces.notes
+    method.noted = pieces.notes("advantage", "sampler", "engine")
     learning_rate = pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate")
     _connect(config, pieces, policy, references, processes)
     evaluator = make_evaluator(config, eval_prompts, policy, processes) if eval_prompts else None
@@ -110,7 +114,7 @@ def _connect(
     references: Mapping[str, LogProbs],
     processes: Processes,
 ) -> None:
-    """Give pieces access to the first engine, or to a second model that estimates the value of prompts."""
+    """Connect pieces to the first engine or to the model of prompt values, if they need one of these."""
     engine = pieces.made["rollout.engine[0]"]
 
     def ask(prompts: Sequence[Prompt]) -> Rollouts:
@@ -140,7 +144,7 @@ def _with_workers(rewards: Sequence[Bound]) -> Sequence[Bound]:
 def with_steps(config: Config, num_rows: int) -> Config:
     """Convert `num_train_epochs` to `max_steps`, rounded up, for a data set of `num_rows` prompts.
 
-    Further rounds of a step (`rollout.max_rounds`) do not count.
+    Prompts of additional sampling rounds within a step (`rollout.max_rounds`) do not count towards an epoch.
     """
     if not config.num_train_epochs:
         return replace(config, **_shares(config, config.max_steps))
@@ -151,7 +155,7 @@ def with_steps(config: Config, num_rows: int) -> Config:
 
 
 def _shares(config: Config, steps: int) -> dict[str, int]:
-    """Convert `save_steps` and `eval_steps` that are fractions of the run to numbers of steps."""
+    """Convert `save_steps` and `eval_steps` to numbers of steps if they are fractions of the run."""
     shares = {"save_steps": config.save_steps, "eval_steps": config.eval_steps}
     return {key: math.ceil(round(share * steps, 9)) for key, share in shares.items() if 0 < share < 1}
 
@@ -166,9 +170,10 @@ def make_chain(pieces: Pieces, kind: str, listed: Sequence[Piece], first: Any, p
 def check(config: Config) -> Pieces:
     """Check the names, options and connections of a configuration without loading anything.
 
-    Returns the pieces, whose packages the caller can require.
+    The caller can then call `require_packages` on the result.
     """
     pieces = check_training(config)
+    check_trainable(config.policy)
     check_hub(config)
     return pieces
 
@@ -176,7 +181,7 @@ def check(config: Config) -> Pieces:
 def check_data(config: Config | EvaluateConfig) -> list[str]:
     """Read the data of a run or an evaluation and build its samplers, without loading weights.
 
-    Returns sentences about the form of targets, and about rows whose own target does not get full marks.
+    Returns sentences about the form of targets, and about rows whose own target does not get the full reward.
     Raises `ConfigError` if a run would fail: no prompts, missing columns, or too many such rows.
     """
     read = {"evaluation.data": held_out(config)} if config.evaluation.data else {}
@@ -200,17 +205,22 @@ def check_rewards(
     evaluates: bool = False,
     form: FormOfData | None = None,
 ) -> list[str]:
-    """Check the rewards of training or evaluation with the targets of its prompts; see `check_targets`."""
+    """Check that training or evaluation prompts have the rewards' inputs, and targets earn full marks."""
     own = "evaluation.rewards" if config.evaluation.rewards else "rewards"
     trains = isinstance(config, Config) and not evaluates
     rewards = config.rewards if trains else evaluation_of(config).evaluation.rewards
-    return check_targets(prompts, rewards, "rewards" if trains else own, sample=sample, form=form)
+    place, rows = "rewards" if trains else own, sampled(prompts, sample)
+    engines = engines_of(config)["data" if trains else "evaluation.data"]
+    check = partial(prompt_check, config.policy, engines)
+    complete, text = trains and len(rows) == len(prompts), makes(config.policy, engines) == "text"
+    check_reward_inputs(text, check, rows, rewards, place, complete=complete)
+    return check_targets(prompts, rewards, place, sample=sample, form=form)
 
 
 def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:
     """Drop rows whose recorded answers the model cannot read, or raise, depending on `bad_rows`.
 
-    Applies to engines that read recorded answers and policies that can check them without weights.
+    Returns all rows if no engine reads recorded answers, or if the policy cannot check them without weights.
     """
     check_answers = getattr(find("policy", config.policy.name).target, "check_answers", None)
     reads = any(getattr(find("engine", e.name).target, "reads_answers", False) for e in config.rollout.engine)
@@ -221,8 +231,7 @@ def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:
     if lines and config.data.options.get("bad_rows") != "drop":
         advice = "give the data the `height` and `width` to crop and resize to, or set `bad_rows: drop`"
         raise ConfigError(f"data: {bad_rows_error(str(config.data.options.get('path', '')), lines, advice)}")
-    for line in lines:
-        log.warning("dropped %s", line)
+    log_dropped("data", lines, len(data))
     if len(lines) == len(data):
         raise ConfigError("the model can take the recorded answers of no row")
     return [data[i] for i in range(len(data)) if i not in wrong] if lines else data
@@ -232,7 +241,7 @@ def usable_rows(config: Config, data: Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
-    """Read the prompts of the evaluation."""
+    """Read the evaluation prompts, at most `evaluation.num_prompts`."""
     pieces, wanted = Pieces(Stream(config.seed, purpose="evaluate")), config.evaluation
     return read_prompts(config, pieces, wanted.data, "evaluation.data")[: wanted.num_prompts or None]
 
@@ -240,20 +249,12 @@ def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
 def read_prompts(
     config: Config | EvaluateConfig, pieces: Pieces, piece: Piece, place: str
 ) -> Sequence[Prompt]:
-    """Read a data set with the columns that other pieces of the run read.
+    """Read a data set, including the columns that other pieces of the run need.
 
     A prompt that the model cannot read counts as a bad row.
     """
-    check = prompt_check(config.policy)
-    tokens = NAMED.set(named_columns(config)), CHECK.set(check)
-    try:
-        prompts = pieces.prompts(piece, place)
-    finally:
-        NAMED.reset(tokens[0])
-        CHECK.reset(tokens[1])
-    if check is not None:
-        prompts = pieces.made[place] = check.rest(prompts, drops(piece), place)
-    return prompts
+    check = prompt_check(config.policy, engines_of(config).get(place, ()))
+    return checked_prompts(pieces, piece, place, named_columns(config), check)
 
 
 def make_evaluator(
@@ -263,9 +264,9 @@ def make_evaluator(
     config = evaluation_of(config)
     stream, wanted = Stream(config.seed, purpose="evaluate"), config.evaluation
     pieces = Pieces(stream)
-    pieces.trained = config.policy
+    pieces.policies["policy"] = config.policy
     pieces.answer_form = FormOfData(prompts)
-    return Evaluator(
+    evaluator = Evaluator(
         data=prompts,
         processes=processes,
         stream=stream,
@@ -277,6 +278,8 @@ def make_evaluator(
         correct=wanted.correct,
         unreadable=Unreadable(drops(wanted.data), "evaluation.data"),
     )
+    evaluator.noted = pieces.notes("metric")  # known once all pieces are built
+    return evaluator
 
 
 def load_evaluator(config: Config | EvaluateConfig, weights: Path | None = None) -> Evaluator:
@@ -327,8 +330,10 @@ def check_source(source: ModelSource) -> Pieces:
 
 def open_source(source: ModelSource) -> Session:
     """Load the model of a source and build its engine."""
+    checked = check_source(source)
+    check_engines(source.config.policy, source.engines)
     # Initial weights are the same as in a training run; the engine has its own random stream.
-    policy = _load_policy(source.config, check_source(source), Processes(), source.weights)
+    policy = _load_policy(source.config, checked, Processes(), source.weights)
     pieces = Pieces(Stream(source.config.seed, purpose="inference"))
     return Session(make_chain(pieces, "engine", source.engines, policy, source.place), source.data)
 

@@ -23,9 +23,9 @@ from mmrl.runtime.modules import evaluating
 from mmrl.training.collect import collect, in_order
 from mmrl.training.trainer import Run
 
-SPARE = 0.1  # fraction of the trained parameters that may have a gradient of 0
+SPARE = 0.1  # allowed fraction of trained parameters with a gradient of 0
 LONGEST = 2000  # characters of a prompt or answer that are shown
-NUDGE = 1e-3  # size of noise on weights; without it, half of a new adapter's gradients are 0
+NUDGE = 1e-3  # size of noise added to weights; without it, half of a new adapter's gradients are 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether no finding is grave."""
+        """Whether all checks passed without a grave finding."""
         return not any(symptom.grave for _, symptoms in self.found for symptom in symptoms)
 
 
@@ -91,7 +91,7 @@ def printable(text: str) -> str:
 
 
 def _look(small: Config, config: Config) -> Examined:
-    """Collect rollouts of a small run, and find the parameters without gradients."""
+    """Collect rollouts of a small run, and find the trained parameters without a gradient."""
     run = build(small, quiet=True)
     run.tick(0)
     collection = collect(run)
@@ -117,7 +117,7 @@ def _look(small: Config, config: Config) -> Examined:
         return in_order(rows, [prompt.uid for prompt in prompts])
 
     memory = estimate_with(config, run.policy, [row.prompt for row in collection.rollouts])
-    if "learning/activations" not in memory:  # otherwise an estimate has measured them for the full length
+    if "learning/activations" not in memory:  # no estimate for answers of full length
         memory = {**memory, f"learning/activations of {run.learner.guard.micro_batch_steps} steps": saved}
     return Examined(
         config=config,
@@ -148,9 +148,9 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
     rows, columns = max(batch.cuts(wanted, run.learner.needs.unit), key=lambda cut: len(cut[0]))
     micro = batch.select(rows, columns).on(run.processes.device)
     with _nudged(parameters), evaluating(module):
-        with _counting(module) as kept:
+        with saved_storages(module) as kept:
             logp = run.policy(micro, frozenset()).logp
-        # Not a plain sum: a parameter with equal effect on all choices of a step would have no gradient.
+        # Weighted: in a plain sum, a parameter with equal effect on all choices would have no gradient.
         signs = torch.linspace(0.5, 1.5, logp.numel()).view_as(logp).to(logp)
         gradients = [None] * len(named)
         if logp.requires_grad:
@@ -182,8 +182,8 @@ def _nudged(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _counting(module: nn.Module) -> Iterator[Mapping[int, int]]:
-    """Yield a mapping from the address of every storage saved for backward, except weights, to its bytes."""
+def saved_storages(module: nn.Module) -> Iterator[Mapping[int, int]]:
+    """Yield a mapping {address: bytes} of all storages that are saved for backward, except weights."""
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
 

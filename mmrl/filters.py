@@ -20,14 +20,14 @@ def keep_all(table: RewardTable) -> Tensor:
 def varied(table: RewardTable, *, of: str = "") -> Tensor:
     """Keep groups whose rewards differ (DAPO's dynamic sampling, arXiv 2503.14476).
 
-    Groups of one row are kept. `of` names the reward that must vary; by default the weighted sum.
+    Groups of one row are kept. `of` is the reward that must differ; by default the weighted sum of rewards.
     """
     if not len(table):
         return torch.ones(0, dtype=torch.bool)
     reward = table.at_end(of) if of else table.reward()
     index, valid = group_index([table.group]), ~reward.isnan()
     extent = group_range(reward, index, valid)
-    # A group without any reward has the range -inf: it is dropped unless it is a single row.
+    # The range of a group without any reward is -inf, so it is dropped, unless it is a single row.
     return (extent > EQUAL) | (group_count(index, torch.ones_like(valid)) < 2)
 
 
@@ -35,8 +35,8 @@ def varied(table: RewardTable, *, of: str = "") -> Tensor:
 def not_all_right(table: RewardTable, *, of: str = "", max_reward: float = 1.0) -> Tensor:
     """Drop groups whose answers all earned `max_reward`; all-wrong groups stay (NGRPO's filter).
 
-    It is meant for `virtual_maximum`, which learns from all-wrong groups. `of` names the reward; by default
-    the weighted sum. Groups without any reward are dropped.
+    The filter is meant for `virtual_maximum`, which learns from all-wrong groups. `of` is the name of the
+    reward; by default the weighted sum of rewards. Groups without any reward are dropped.
     """
     if not len(table):
         return torch.ones(0, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Metrics of answers, computed from a reward table; bootstrap intervals resample its prompts."""
+"""Evaluation metrics, computed from the rewards of all answers; bootstrap intervals resample prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OpenShare = Annotated[float, Range(0, 1, above=True, below=True)]
 
 @metric
 def mean(table: RewardTable, *, of: str = "", label: str = "") -> dict[str, float]:
-    """Compute the mean of a reward over the answers to which it applies, or by default of every reward."""
+    """Compute the mean of one reward (default: of each reward) over the answers to which it applies."""
     names = [of] if of else list(table.scored)
     return {label or name: float(table.at_end(name).nanmean()) for name in names}
 
@@ -28,10 +28,10 @@ def mean(table: RewardTable, *, of: str = "", label: str = "") -> dict[str, floa
 def recall_at(
     table: RewardTable, *, of: str, at: tuple[float, ...], strict: bool = False, label: str = ""
 ) -> dict[str, float]:
-    """Compute the fraction of answers whose reward reaches each threshold; `temporal_iou` gives R1@m.
+    """Compute the fraction of answers whose reward reaches a threshold, for each of several thresholds.
 
     Args:
-        of: Name of the reward.
+        of: Name of the reward; with `temporal_iou` the metric is R1@m.
         at: Thresholds.
         strict: Require more than the threshold, as in the later evaluator of Time-R1 (arXiv 2503.13377).
         label: Name before `@`; by default the name of the reward.
@@ -140,7 +140,7 @@ def weighted_sum(
     constant: float = 0.0,
     label: str,
 ) -> dict[str, float]:
-    """Compute the weighted sum of other metrics and a constant; return these metrics too.
+    """Compute the weighted sum of other metrics and a constant; return the other metrics too.
 
     Args:
         metric: Metrics to combine.
@@ -156,7 +156,7 @@ def weighted_sum(
 def harmonic_mean(
     table: RewardTable, *, metric: tuple[Callable, ...], of: tuple[str, ...], label: str
 ) -> dict[str, float]:
-    """Compute the harmonic mean of other metrics, as in F1, 0 if one is 0; return these metrics too.
+    """Compute the harmonic mean of other metrics, as in F1 (0 if any is 0); return the other metrics too.
 
     Args:
         metric: Metrics to combine.
@@ -190,10 +190,10 @@ def _share(top: float, bottom: float) -> float:
 def pass_at(
     table: RewardTable, *, of: str, k: tuple[PositiveInt, ...], threshold: float = 0.5, label: str = ""
 ) -> dict[str, float]:
-    """Estimate the probability that any of k answers is right (pass@k), and that all are (pass^k).
+    """Estimate the probabilities that any of k answers is right (pass@k) and that all are (pass^k).
 
     These are unbiased estimates from n answers with c right ones: 1 - C(n - c, k) / C(n, k) and C(c, k) /
-    C(n, k), averaged over prompts. Prompts with fewer than k answers are left out; NaN if all are.
+    C(n, k), averaged over the prompts with at least k answers; NaN without such prompts.
 
     Args:
         of: Name of the reward.
@@ -218,7 +218,7 @@ def pass_at(
 
 
 def runs_for(difference: float, std: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """Return the number of runs per method that detects a difference of mean scores, not rounded.
+    """Compute the runs per method needed to detect a difference of mean scores, not rounded.
 
     n = 2 ((z(1 - alpha / 2) + z(power)) std / difference)^2 with `std` the standard deviation between runs of
     a method (On Randomness in Agentic Evals, arXiv 2602.07150).
@@ -237,7 +237,7 @@ def runs_needed(
     power: OpenShare = 0.8,
     label: str = "",
 ) -> dict[str, float]:
-    """Compute the deviation between runs, and how many runs detect a difference (arXiv 2602.07150).
+    """Compute the deviation between runs, and the runs needed for a comparison (arXiv 2602.07150).
 
     Run i consists of the i-th answers to all prompts; its score is their mean. The metrics are `run_std` and
     `runs_needed`, NaN with fewer than two runs (`num_generations`).
@@ -271,7 +271,7 @@ def win_rate(
     draw: float = 0.0,
     label: str = "win_rate",
 ) -> dict[str, float]:
-    """Compute the fraction of games won: a payoff above `draw` counts 1, a payoff equal to it 1/2.
+    """Compute the fraction of games won: a payoff above `draw` counts 1, a payoff equal to `draw` 1/2.
 
     Args:
         of: Reward with the payoff, summed over the turns of a game.
@@ -288,10 +288,11 @@ def win_rate(
 
 @metric(every_turn=True)
 def turns(table: RewardTable, *, where: TagWords | None = None, label: str = "turns") -> dict[str, float]:
-    """Compute the mean number of turns of a conversation, and their fraction of all steps (`turns/share`).
+    """Compute the mean number of turns of a conversation, and `turns/share`.
 
     Args:
-        where: Tags of the turns that count, such as `{role: spy}`; empty: all turns.
+        where: Tags of the turns that count, such as `{role: spy}`; empty: all turns. `turns/share` is the
+            fraction of all steps that belong to these turns.
         label: Name of the metric.
     """
     counted = _turns(table, where)
@@ -302,7 +303,7 @@ def turns(table: RewardTable, *, where: TagWords | None = None, label: str = "tu
 
 
 def _turns(table: RewardTable, where: Mapping[str, str] | None) -> torch.Tensor:
-    """Return which outcomes (rows, outcomes) have all tags of `where`."""
+    """Return a mask (rows, outcomes) of the outcomes that have all tags in `where`."""
     counted = table.present.clone()
     for tag, word in (where or {}).items():
         counted &= table.tag(tag) == name_id(word)

@@ -1,4 +1,4 @@
-"""Optimizers of named trained parameters, as torch optimizers; the run sets the learning rate."""
+"""Factories of torch optimizers for named trained parameters; the run sets the learning rate."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mmrl.config.registry import optimizer
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
-_TOGETHER = 2**24  # largest number of elements that are orthogonalised at once
-_TABLES = re.compile(r"embed|lm_head")  # lookup tables with a row per token, which are no linear maps
+_TOGETHER = 2**24  # largest number of elements in a batch of matrices to orthogonalise
+_TABLES = re.compile(r"embed|lm_head")  # names of lookup tables with a row per token: no linear maps
 
 
 @optimizer
@@ -88,8 +88,7 @@ def muon(
     """Create Muon for matrices with AdamW's learning rate (arXiv 2502.16982), AdamW for other parameters.
 
     Muon orthogonalises the momentum of matrices. The other parameters are embeddings and heads, biases, norms
-    and convolutions. Matrices of one shape are orthogonalised together, on a CPU in float32 and not in
-    bfloat16.
+    and convolutions. Matrices of equal shape are orthogonalised together, in bfloat16, or float32 on a CPU.
 
     Args:
         momentum: Momentum of the matrices, in [0, 1).
@@ -109,7 +108,7 @@ def muon(
 
 
 class BatchedMuon(torch.optim.Muon):
-    """torch's Muon, with matrices of one shape orthogonalised together.
+    """torch's Muon, but orthogonalising all matrices of the same shape together.
 
     torch processes one matrix at a time, in bfloat16, which many CPUs emulate: small models spent more time
     on this than on their gradients. Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size of
@@ -136,7 +135,7 @@ class BatchedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all matrices."""
+        """Update all weight matrices from their gradients."""
         for group in self.param_groups:
             alike: dict[Any, list[tuple[nn.Parameter, torch.Tensor]]] = defaultdict(list)
             for parameter in group["params"]:
@@ -148,14 +147,14 @@ class BatchedMuon(torch.optim.Muon):
                 self._update(pairs, group)
 
     def _direction(self, parameter: nn.Parameter, momentum: float) -> torch.Tensor:
-        """Update the momentum, and return the gradient with Nesterov momentum."""
+        """Update the momentum of a parameter, and return its Nesterov direction."""
         state, gradient = self.state[parameter], cast(torch.Tensor, parameter.grad)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         return gradient.lerp(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)
 
     def _update(self, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]], group: Mapping[str, Any]) -> None:
-        """Update parameters of one shape along their orthogonalised directions, in batches."""
+        """Update parameters of equal shape along their orthogonalised directions, in batches."""
         rate, shape = float(group["lr"]), pairs[0][0].shape
         # Shards (DTensor) are processed one by one.
         size = 1 if hasattr(pairs[0][0], "device_mesh") else max(1, _TOGETHER // shape.numel())
@@ -178,8 +177,8 @@ def orthogonalize(
 
     Args:
         coefficients: Coefficients of the powers 1, 3 and 5 of the matrix in a step.
-        steps: Number of steps.
-        eps: Smallest norm that a matrix is divided by.
+        steps: Number of Newton-Schulz steps.
+        eps: Lower limit of the norm that each matrix is divided by.
     """
     a, b, c = coefficients
     on_cpu = matrices.device.type == "cpu"
@@ -202,7 +201,7 @@ class Parted(torch.optim.Optimizer):
         self.param_groups = [group for part in parts for group in part.param_groups]
 
     def step(self, closure: None = None) -> None:
-        """Update all parameters."""
+        """Take a step with every component optimizer."""
         for part in self.parts:
             part.step()
 

@@ -45,7 +45,7 @@ def check_settings(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
 
 
 def compare(config: EvaluateConfig, folder: Path) -> SettingsComparison:
-    """Measure the settings one after another, with one model in memory at a time.
+    """Evaluate the settings one after another, with one model in memory at a time.
 
     `evaluation.json` is written after each setting, `pareto.svg` and `evaluation.html` at the end.
     """
@@ -86,13 +86,13 @@ class Resampled:
 
     uids: tuple[str, ...]
     values: Mapping[str, float]
-    draws: Mapping[str, Tensor]  # values on resampled prompts
+    draws: Mapping[str, Tensor]  # values of each metric on bootstrap samples of the prompts
 
 
 def measure(
     evaluator: Evaluator, meters: Sequence[Bound], predictions: Path
 ) -> tuple[Resampled, dict[str, float]]:
-    """Answer all prompts and measure the time; answer the first `CHUNK` again with slower cost metrics.
+    """Answer all prompts and measure the time; then measure slower costs on the first `CHUNK` prompts.
 
     The answers to all prompts are written to the file `predictions`.
     """
@@ -103,7 +103,8 @@ def measure(
     engine.seconds.clear()
     measured = replace(evaluator, engine=engine).measure(intervals=False)
     with evaluator.processes.fail_together("writing predictions"):
-        write_predictions(predictions, measured, world=evaluator.processes.world, images=THUMBNAILS)
+        world, notes = evaluator.processes.world, evaluator.noted
+        write_predictions(predictions, measured, world=world, images=THUMBNAILS, notes=notes)
     with torch.no_grad(), unshard(engine.policy.module), ExitStack() as stack:
         metered = [stack.enter_context(meter(evaluator.engine)) for meter in meters]
         evaluator.engine.rollout(some)
@@ -123,7 +124,7 @@ class TimedEngine:
         self.seconds: list[float] = []
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Time one call of the engine."""
+        """Call the wrapped engine, and record the seconds per prompt."""
         began = time.perf_counter()
         rows = self.engine.rollout(prompts)
         self.seconds.append((time.perf_counter() - began) / len({prompt.uid for prompt in prompts}))

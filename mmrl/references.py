@@ -1,7 +1,7 @@
-"""Reference policies: other weights of the trained parameters, and second models that learn.
+"""Reference policies: the policy with other weights, and additional trained models, such as critics.
 
-`frozen` and `ema` swap their weights into the policy, so they store trained weights only
-(for an adapter, only the adapter).
+`frozen` and `ema` swap their weights into the policy, so they store trained weights only (for an adapter,
+only the adapter).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmrl.runtime.fsdp import reshard, swap
 
 
 def trained(policy: Policy) -> dict[str, Tensor]:
-    """Map names to the policy's trained parameters, without the prefix of data parallelism."""
+    """Return the policy's trained parameters by name, without the prefix of data parallelism."""
     return {
         # Data parallelism wraps the module, which adds a prefix to every name.
         name.removeprefix("module."): parameter
@@ -35,12 +35,12 @@ def trained(policy: Policy) -> dict[str, Tensor]:
 
 
 class Reference:
-    """A policy with other weights, which may follow the trained weights as a moving average.
+    """The policy with other weights: a fixed copy, or a moving average of the trained weights.
 
     Args:
         policy: The policy that is trained.
         decay: Weight of the old average in an update; 1: the weights never change.
-        every: Optimizer steps between updates.
+        every: Number of optimizer steps between updates of the average.
     """
 
     def __init__(self, policy: Policy, decay: float, every: int = 1) -> None:
@@ -51,7 +51,7 @@ class Reference:
         self.snapshot()
 
     def snapshot(self) -> None:
-        """Copy the current trained weights of the policy."""
+        """Copy the policy's current trained weights into this reference."""
         self.weights = {name: parameter.detach().clone() for name, parameter in trained(self.policy).items()}
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
@@ -82,12 +82,12 @@ class Reference:
                 self.weights[name].lerp_(parameter.detach(), 1 - self.decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights and the number of optimizer steps."""
+        """Return the reference's weights and the number of optimizer steps so far."""
         return {"weights": dict(self.weights), "passed": self.passed}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the weights and the number of optimizer steps."""
+        """Restore the reference's weights and the number of optimizer steps."""
         self.passed = state["passed"]
         for name, weight in self.weights.items():
             weight.copy_(state["weights"][name])  # in place, so that `state` is not shared
@@ -112,25 +112,25 @@ def ema(policy: Policy, *, decay: Probability = 0.99, every: PositiveInt = 1) ->
 @reference(copies_policy=True)
 @dataclass(eq=False)
 class SecondModel:
-    """Another model that learns beside the policy: a critic, or a model of process rewards.
+    """An additional model that is trained beside the policy: a critic, or a process reward model.
 
-    It learns as the policy does: its advantage chain assigns a number to every step, such as the value to
-    predict, and its objective learns from these numbers. The advantage chain of the run, and objectives, read
-    its outputs by its name in `references`. It is placed on the devices, saved and resumed like the policy;
-    its weights are in `references/NAME` of a checkpoint.
+    Like the policy, the model has its own advantage functions, which compute a number per step, such as the
+    value to predict, and its own objective, which learns these numbers. The run's advantage functions and
+    objectives read the model's outputs by its name in `references`. It is placed on devices, saved and
+    resumed like the policy; a checkpoint has its weights in the folder `references/NAME`.
 
     Args:
-        learning: The policy of the run, whose rows the second model reads.
-        advantage: Chain that turns rewards into a learning target for every step; it may read notes such as
-            "critic/value".
+        learning: The policy of the run, whose rows this model reads.
+        advantage: Functions, in order, that turn rewards into a learning target per step; they can read
+            values recorded per step, such as "critic/value".
         objective: Loss to minimise.
         policy: The model; None: one like the run's policy.
         optimizer: Optimizer of its weights.
         learning_rate: Learning rate of the optimizer.
-        num_iterations: Passes over one collection.
+        num_iterations: Passes over the rollouts of a training step.
         minibatches: Optimizer steps per pass.
-        learns_first: Learn from a collection before the chain of the run reads the outputs (PRIME), instead
-            of after it.
+        learns_first: Learn from a step's rollouts before, not after, the run's advantage functions read the
+            model's outputs (PRIME).
     """
 
     learning: Policy

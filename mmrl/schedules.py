@@ -15,13 +15,13 @@ from mmrl.core.types import Clock
 
 def _warm(value: float, clock: Clock, warmup_steps: float) -> float:
     steps = math.ceil(warmup_steps * clock.max_steps) if warmup_steps < 1 else warmup_steps
-    # step + 1, so that step 0 has a value above 0, and step `steps` - 1 the full value.
+    # step + 1, so that step 0 has a value above 0, and step `steps` - 1 has the full value.
     return value * min(1.0, (clock.step + 1) / steps) if steps else value
 
 
 @schedule
 def constant(clock: Clock, *, value: TakenFloat, warmup_steps: NonNegativeFloat = 0) -> float:
-    """Return `value`, after a linear warmup from 0 over `warmup_steps`; below 1: a fraction of the run."""
+    """Return `value`, after a linear warmup from 0 over `warmup_steps` (below 1: fraction of the run)."""
     return _warm(value, clock, warmup_steps)
 
 
@@ -39,7 +39,7 @@ def linear(
     Args:
         start: First value.
         end: Last value.
-        steps: Length in steps of the clock; null: the whole run, of `max_steps`.
+        steps: Number of training steps of the change; null: the whole run (`max_steps`).
         warmup_steps: Steps over which the value is scaled linearly up from 0; below 1: a fraction of the run.
     """
     share = min(1.0, clock.step / max(steps or clock.max_steps, 1))
@@ -60,7 +60,7 @@ def cosine(
     Args:
         start: First value.
         end: Last value.
-        steps: Length in steps of the clock; null: the whole run, of `max_steps`.
+        steps: Number of training steps of the change; null: the whole run (`max_steps`).
         warmup_steps: Steps over which the value is scaled linearly up from 0; below 1: a fraction of the run.
     """
     share = min(1.0, clock.step / max(steps or clock.max_steps, 1))
@@ -98,7 +98,7 @@ def periodic(
 
 @schedule
 def ramp(clock: Clock, *, slope: NonNegativeFloat, limit: TakenFloat, delay: NonNegativeInt = 0) -> float:
-    """Rise linearly from 0: DiffusionNFT's decay of the moving average (arXiv 2509.16117).
+    """Rise linearly from 0, like the moving average's decay in DiffusionNFT (arXiv 2509.16117).
 
     Args:
         slope: Increase per step.
@@ -112,8 +112,8 @@ def ramp(clock: Clock, *, slope: NonNegativeFloat, limit: TakenFloat, delay: Non
 def ema_warmup(clock: Clock, *, limit: TakenFloat = 0.9, offset: PositiveInt = 10) -> float:
     """Rise as (1 + n) / (offset + n) at step n, up to `limit` (Flow-GRPO, arXiv 2505.05470).
 
-    It is the decay of Flow-GRPO's moving average. Our reading: n counts collections; in the authors' code it
-    counts optimizer steps.
+    Flow-GRPO uses this value as decay of its moving average. Our reading: n counts training steps; in the
+    authors' code it counts optimizer steps.
     """
     return min(limit, (1 + clock.step) / (offset + clock.step))
 
@@ -140,9 +140,9 @@ def sliding_window(
         every: Training steps at a position.
         stop: Last possible position.
         roll_back: Begin again after the last position; otherwise stay there.
-        decay: `linear`: from `every` steps at position 0 to `least` at `stop`, rounded down (the code's
-            strategy `decay`). `exponential`: every * exp(-rate * (position - after)) steps beyond `after`,
-            rounded up (`exp_decay`). `none`: `every` steps at all positions.
+        decay: Change of `every` with the position. `none`: `every` steps at all positions. `linear`: from
+            `every` at position 0 to `least` at `stop`, rounded down (the code's strategy `decay`).
+            `exponential`: every * exp(-rate * (position - after)) beyond `after`, rounded up (`exp_decay`).
         least: Training steps at `stop` with `decay: linear`.
         rate: Rate of `decay: exponential`, per position.
         after: Position after which `decay: exponential` begins.
@@ -152,7 +152,7 @@ def sliding_window(
         raise ValueError(f"`sliding_window` climbs: `stop` {stop} must not be below `start` {start}")
 
     def length(stair: int) -> int:
-        """Return the number of training steps at a position."""
+        """Return the number of training steps for which the window stays at position `stair`."""
         if decay == "linear":
             share = stair / max(stop, 1)
             return max(least, int(every * (1 - share) + least * share))
@@ -173,13 +173,13 @@ REWARDS = ("rewards/chosen", "rewards/rejected")
 
 @schedule
 def last_metric(clock: Clock, *, metrics: tuple[str, ...] = REWARDS, start: TakenFloat = 0.0) -> float:
-    """Return the mean of `metrics` at the previous step, or `start` before there are any."""
+    """Return the mean of `metrics` at the previous step, or `start` if they are not reported yet."""
     return _mean(clock, metrics, start)
 
 
 @schedule
 class RunningMean:
-    """Mean of `metrics` over all steps so far, or `start` before there are any.
+    """Mean of `metrics` over all steps so far, or `start` if they are not reported yet.
 
     With the defaults it is BCO's shift of the rewards (arXiv 2404.04656).
     """
@@ -189,7 +189,7 @@ class RunningMean:
         self.mean, self.count = 0.0, 0
 
     def __call__(self, clock: Clock) -> float:
-        """Include the metrics of the previous step, and return the mean."""
+        """Add the metrics of the previous step to the running mean, and return the mean."""
         if all(name in clock.metrics for name in self.names):
             self.count += 1
             # m + (x - m) / n = ((n - 1) m + x) / n
@@ -197,25 +197,25 @@ class RunningMean:
         return self.mean if self.count else self.start
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean and the number of steps in it."""
+        """Return the running mean and the number of steps that it averages."""
         return {"mean": self.mean, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the mean and the number of steps in it."""
+        """Restore the running mean and the number of steps that it averages."""
         self.mean, self.count = state["mean"], state["count"]
 
 
 @schedule
 class Towards:
-    """A value that moves at every step while reported metrics are off a target.
+    """A value that changes at every step until the mean of reported metrics reaches a target.
 
-    With a positive rate it rises while the metrics are above the target, like the multiplier of a constraint
-    (dual ascent). With a negative rate it falls, like an entropy coefficient that maintains an entropy (TRL's
-    `use_adaptive_entropy`).
+    With a positive rate the value rises while the metrics are above the target, like the multiplier of a
+    constraint (dual ascent). With a negative rate it falls, like an entropy coefficient that maintains an
+    entropy (TRL's `use_adaptive_entropy`).
 
     Args:
-        metrics: Metrics of the previous step, of which the mean is taken.
-        target: Value of the metrics at which the value stays.
+        metrics: Names of metrics; their mean at the previous step is compared with the target.
+        target: Mean of the metrics at which the value stays constant.
         rate: Change per step and unit of distance to the target; with `form: sign`, the change per step.
         start: First value.
         low: Smallest value.
@@ -239,7 +239,7 @@ class Towards:
         self.value = start
 
     def __call__(self, clock: Clock) -> float:
-        """Update the value by the metrics of the previous step, and return it."""
+        """Update the scheduled value with the metrics of the previous step, and return the value."""
         if all(name in clock.metrics for name in self.names):
             away = _mean(clock, self.names, 0.0) - self.target
             if self.form == "sign":
@@ -249,11 +249,11 @@ class Towards:
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the value."""
+        """Return the current value of the schedule."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the value."""
+        """Restore the value of the schedule."""
         self.value = state["value"]
 
 

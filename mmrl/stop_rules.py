@@ -16,8 +16,8 @@ CLOCKS = ("time/", "step_time")  # prefixes of metrics that are not reproducible
 class StopRule:
     """Rule that ends a run once a condition on a metric's mean holds `patience` times in a row.
 
-    The mean is over the latest `window` values. There is a value per step, or per evaluation for metrics
-    `eval_...`. Non-finite values are skipped.
+    The mean is over the latest `window` values. A metric has one value per step, or one per evaluation if its
+    name begins with `eval_`. Non-finite values are skipped.
     """
 
     def __init__(self, metric: str, window: int, patience: int) -> None:
@@ -32,7 +32,7 @@ class StopRule:
         self.ended = False
 
     def holds(self, mean: float) -> bool:
-        """Whether the condition holds for the mean of the latest window; called once per value."""
+        """Whether the stop condition holds for the metric's mean over the latest window; called per value."""
         raise NotImplementedError
 
     def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -52,7 +52,7 @@ class StopRule:
             self.ended = self.ended or self.streak >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, the streak, and whether the run has ended."""
+        """Return the latest values, how often the condition held in a row, and whether the run has ended."""
         return {"latest": list(self.latest), "streak": self.streak, "ended": self.ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ class Threshold(StopRule):
         of: A metric, by its name in metrics.jsonl, such as `reward` or `eval_recall`.
         above: The run ends when the mean of the window is above this; give this or `below`.
         below: The run ends when the mean of the window is below this.
-        window: Number of measurements in the mean; nothing is decided before there are as many.
+        window: Number of measurements in the mean; the rule waits until there are this many.
         patience: Number of consecutive measurements at which the condition must hold.
     """
 
@@ -88,7 +88,7 @@ class Threshold(StopRule):
         self.above, self.below = above, below
 
     def holds(self, mean: float) -> bool:
-        """Return whether the mean is above `above`, or below `below`."""
+        """Return whether the metric's mean is above `above`, or below `below`."""
         return mean > self.above if self.above is not None else self.below is not None and mean < self.below
 
 
@@ -119,7 +119,7 @@ class EarlyStopping(StopRule):
         self.best: float | None = None
 
     def holds(self, mean: float) -> bool:
-        """Return whether the mean is no improvement; otherwise record it as the best."""
+        """Return True if the metric's mean is no improvement; otherwise record it as the best mean."""
         improved = self.best is None or self.sign * (mean - self.best) > self.threshold
         self.best = mean if improved else self.best
         return not improved

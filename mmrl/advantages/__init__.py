@@ -1,1 +1,1 @@
-"""Advantage functions: each maps a reward table to a reward table; a chain of them defines a method."""
+"""Functions that turn rewards per answer into advantages; applied in sequence they define a method."""

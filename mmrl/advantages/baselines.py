@@ -18,7 +18,7 @@ Singleton = Literal["zero", "raw"]
 def clear_flat_groups(
     table: RewardTable, groups: GroupStatistics, credit: Tensor, singleton: Singleton
 ) -> Tensor:
-    """Set groups of equal rewards to 0, and groups of one row to 0 or to their reward."""
+    """Return `credit`, but 0 in groups of equal rewards; a group of one row gets 0 or its reward (`raw`)."""
     alone = table.values if singleton == "raw" else 0.0
     return torch.where(groups.count() < 2, alone, torch.where(groups.flat(), 0.0, credit))
 
@@ -33,11 +33,11 @@ def virtual_maximum(
     eps: NonNegativeFloat = 1e-6,
     singleton: Singleton = "zero",
 ) -> RewardTable:
-    """Normalise with virtual perfect answers in every group, so that all-wrong groups learn (NGRPO).
+    """Normalise rewards as if a group had more perfect answers, so that all-wrong groups learn (NGRPO).
 
-    Mean and deviation (divided by n - 1) include `num_virtual` rewards of `max_reward`. All rows of an
-    all-wrong group have the same negative advantage, those of an all-right group 0. Published as code only
-    (nangongrui-ngr/NGRPO). Put it after `total`, and use the filter `not_all_right`.
+    Mean and standard deviation (with n - 1) include `num_virtual` rewards of `max_reward`. All rows of
+    an all-wrong group get the same negative advantage, and those of an all-right group get 0. Published as
+    code only (nangongrui-ngr/NGRPO). Put it after `total`, and use the filter `not_all_right`.
 
     Args:
         max_reward: Reward of a perfect answer.
@@ -60,9 +60,9 @@ def virtual_maximum(
 
 @advantage
 def best_margin(table: RewardTable, *, by: Tags = BY_GROUP, eps: NonNegativeFloat = 1e-6) -> RewardTable:
-    """Advantage for Pass@k (verl's `grpo_passk`): lead of the best row over the second, 0 for the others.
+    """Give the best row its lead over the second best, and other rows 0 (Pass@k, verl's `grpo_passk`).
 
-    The lead is divided by the deviation of the group; with two best rows it is 0.
+    The lead is divided by the standard deviation of the group. It is 0 if two rows are equally good.
     """
     groups = table.groups(by)
     count, rank = groups.count().long(), groups.rank()

@@ -25,7 +25,7 @@ def capped_bonus(
     center: Literal["none", "length"] = "none",
     by: Tags = BY_GROUP,
 ) -> RewardTable:
-    """Add a label x to advantages, at most `cap` times their size so that no sign changes.
+    """Add a label x to advantages A as a bonus of at most `cap` times |A|, so that no sign changes.
 
     The result is A + min(max(coef x, 0), cap |A|). XRPO (arXiv 2510.06672) adds `novelty` to right answers
     (coef 2.5, cap 0.5); VERL (arXiv 2509.23808) adds its own signal to all answers. ASPO (arXiv 2508.19201)
@@ -38,8 +38,8 @@ def capped_bonus(
         cap: Largest bonus, relative to the advantage.
         two_sided: Allow a negative bonus, down to -cap |A|.
         only_positive: Only answers with a positive advantage get a bonus.
-        center: `none`: x itself. `length`: (x - mean of x) / mean length, over the answers of the group that
-            may get a bonus; a single answer then gets none.
+        center: `none`: use x itself. `length`: use (x - mean of x) / mean length, where means are over the
+            answers of the group that may get a bonus; a single answer then gets no bonus.
         by: Keys that define a group.
     """
     x = label(table, of).expand_as(table.values)

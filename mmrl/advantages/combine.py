@@ -1,4 +1,4 @@
-"""Entropy of a group over clusters of its answers."""
+"""Entropy of a group's answers over clusters of equal answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def cluster_entropy(
     """Compute each group's entropy over clusters of answers, and its number of answers: (N, 1, K) each.
 
     Answers with the same value of the label `of` form a cluster; an answer without it is its own cluster.
-    `weight` (N, 1, K) is the probability of an answer in its group.
+    `weight` (N, 1, K) is the probability of an answer in its group, for N rows with K outcomes.
     """
     index, present = table.index(by), table.present[:, None]
     mass = GroupStatistics(weight, present, clusters(table, of, index)).sum()

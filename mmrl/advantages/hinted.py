@@ -7,16 +7,16 @@ from torch import Tensor
 
 from mmrl.core.reward_table import RewardTable
 
-HINT, WROTE = "hint", "wrote"  # tags: an answer with a hint; a row that is a hint
+HINT, WROTE = "hint", "wrote"  # tags: the answer was sampled with a hint; the row is a hint
 
 
 def hint_of(table: RewardTable, tag: str = HINT) -> Tensor:
-    """Return the hashed value of a hint tag for each row: (N,), 0 without the tag."""
+    """Return the hash of each row's hint tag: (N,) for N rows, 0 for a row without the tag."""
     return table.ids[tag][:, 0] if tag in table.ids else torch.zeros(len(table), dtype=torch.int64)
 
 
 def successes(table: RewardTable, of: str, threshold: float) -> Tensor:
-    """Whether the reward of each row is above a threshold: (N,) bool, False if it does not apply."""
+    """Whether the reward of each row exceeds `threshold`: (N,) bool, False if the reward does not apply."""
     if not of and not set(table.names) <= set(table.scored):
         raise ValueError(
             "it compares the rewards as measured; put it before `total`, or name one reward in `of`"
@@ -25,5 +25,5 @@ def successes(table: RewardTable, of: str, threshold: float) -> Tensor:
 
 
 def keep_rows(table: RewardTable, kept: Tensor) -> RewardTable:
-    """Exclude the rows outside `kept` (N,) from statistics and from learning."""
+    """Exclude the rows where `kept` (N,) is False from statistics and from learning."""
     return table.replace(valid=table.valid & kept[:, None, None], learn=table.learn & kept[:, None])

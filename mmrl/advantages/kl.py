@@ -21,13 +21,13 @@ def kl_in_reward(
 ) -> RewardTable:
     """Subtract the KL to another policy from the reward (RLOO, arXiv 2402.14740, eq. 2).
 
-    An answer loses `coef` times the KL of all its steps. After `per_step`, every step loses the KL from that
-    step to the end, the return of REINFORCE++ (arXiv 2501.03262). It reads the log-probabilities that the
-    engine recorded. Put it after `total` and before the baseline.
+    An answer loses `coef` times the KL of all its steps. After `per_step`, every step loses the
+    summed KL from there to the end, as in REINFORCE++ (arXiv 2501.03262). Log-probabilities of the policy are
+    those that the engine recorded. Put it after `total` and before the baseline.
 
     Args:
         coef: Weight of the KL, beta.
-        against: Name in `references`.
+        against: Name of the other policy in `references`.
         estimator: With d = log pi - log pi_ref of a step: d (`k1`), d^2 / 2 (`k2`), exp(-d) + d - 1 (`k3`).
     """
     gap = table.notes["logp"] - table.notes[f"{against}/logp"]  # (N, T), NaN after the end of a row

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Tags
+from mmrl.config.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
 
@@ -18,15 +18,15 @@ def group_center(
     table: RewardTable,
     *,
     by: Tags = BY_GROUP,
-    shift: float = 0.0,
+    shift: FiniteFloat = 0.0,
     singleton: Literal["zero", "raw"] = "zero",
 ) -> RewardTable:
     """Subtract the mean of the group (Dr. GRPO, arXiv 2503.20783).
 
     Args:
         by: Keys that define a group.
-        shift: Added to the baseline, in units of reward. With AsymRE's -0.1 (arXiv 2509.24203) equal rewards
-            have an advantage too.
+        shift: Added to the baseline, in units of reward. With AsymRE's -0.1 (arXiv 2509.24203) groups
+            of equal rewards get an advantage too.
         singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
     """
     groups = table.groups(by)
@@ -52,22 +52,22 @@ def group_normalize(
 
     Args:
         by: Keys that define a group.
-        scale: `group`: divide by the standard deviation of the group. `batch`: by that of all rewards of the
-            step (Lite PPO, arXiv 2508.08221).
+        scale: `group`: divide by the standard deviation of the group. `batch`: divide by the
+            standard deviation of all rewards of the step (Lite PPO, arXiv 2508.08221).
         std: Divide squares by n - 1 (`unbiased`) or by n (`population`).
         eps: Added to the standard deviation.
         singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
         damping: Factor of the standard deviation in groups with rows that the policy did not sample, such as
-            replayed ones (alpha of R3, arXiv 2601.19620, which gives no value).
+            replayed rows (alpha of R3, arXiv 2601.19620, which gives no value).
     """
     groups = table.groups(by)
-    spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")  # (): one group
+    spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")  # (): all rows
     foreign = (table.ids["on_policy"] != 1)[:, None].expand_as(table.values).double()
     mixed = (
         GroupStatistics(foreign, table.present[:, None].expand_as(table.valid), groups.index).largest() > 0
     )
     spread = torch.where(mixed, damping * spread, spread)
-    # Equal rewards give exactly 0, also with eps 0, where rounding errors would be divided by each other.
+    # Set equal rewards to exactly 0: with eps 0, one rounding error would be divided by another.
     normalized = torch.where(groups.flat(), 0.0, (table.values - groups.mean()) / (spread + eps))
     alone = table.values if singleton == "raw" else 0.0
     return table.put(torch.where(groups.count() < 2, alone, normalized))
@@ -77,9 +77,9 @@ def group_normalize(
 def batch_normalize(table: RewardTable, *, by: Tags = (), eps: NonNegativeFloat = 1e-4) -> RewardTable:
     """Subtract the mean of the batch and divide by its standard deviation plus `eps`.
 
-    After `per_step` it whitens over tokens, so longer answers weigh more (REINFORCE++, arXiv 2501.03262, with
-    1e-8 under the root); after `total` it is the last step of GDPO (arXiv 2601.05242). A single entry keeps
-    its value.
+    After `per_step`, all tokens are averaged, so longer answers weigh more (REINFORCE++, arXiv 2501.03262,
+    which adds 1e-8 under the root). After `total`, this is the last step of GDPO (arXiv 2601.05242). If there
+    is only one entry, it keeps its value.
     """
     groups = table.groups(by)
     normalized = torch.where(groups.flat(), 0.0, (table.values - groups.mean()) / (groups.std() + eps))
@@ -101,7 +101,7 @@ def leave_one_out(
     Args:
         by: Keys that define a group.
         scale: `none`: do not divide. `group`: divide by the standard deviation of the group. `others`: divide
-            by that of the other rows, unless there is one other row or all are equal, as in NeMo-RL.
+            by the standard deviation of the other rows, unless it is 0 or undefined, as in NeMo-RL.
         std: Divide squares by n - 1 (`unbiased`) or by n (`population`).
         eps: Added to the standard deviation.
         singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
@@ -117,7 +117,7 @@ def leave_one_out(
         others = squares - away * compared  # S - n / (n - 1) (r - mean)^2: squares of the other rows
         divisor = (count - (2 if std == "unbiased" else 1)).clamp(min=1)  # n - 1 other rows
         spread = (others / divisor).sqrt()
-        # Equal rewards leave a rounding error, possibly below 0.
+        # If the other rewards are equal, `others` is only a rounding error, possibly below 0.
         compared = torch.where(others > 1e-12 * squares, compared / (spread + eps), compared)
     compared = torch.where(groups.flat(), 0.0, compared)
     alone = table.values if singleton == "raw" else 0.0

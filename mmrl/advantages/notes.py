@@ -10,12 +10,12 @@ from mmrl.core.tensor import group_index, pad_to
 
 
 def row_mean(table: RewardTable, name: str) -> Tensor:
-    """Compute the mean of a note over the steps of each row: (N,), NaN without a note."""
+    """Average the values recorded as `name` over the steps of each row: (N,), NaN for a row without any."""
     return table.notes[name].nanmean(-1)
 
 
 def holes(table: RewardTable, steps: int) -> Tensor:
-    """Find holes, steps in a row that the policy did not choose, such as tool replies: (N, steps) bool.
+    """Mark holes, which are steps that the policy did not choose, such as tool replies: (N, steps) bool.
 
     These steps have no `logp`; a row without any `logp`, such as a demonstration, has no holes.
     """
@@ -27,7 +27,7 @@ def holes(table: RewardTable, steps: int) -> Tensor:
 
 
 def hole_places(table: RewardTable) -> Tensor:
-    """Find the entries that are holes, in rows after `per_step`: (N, K) bool; False in other rows."""
+    """Mark the entries that are holes (see `holes`): (N, K) bool; False in rows without an entry per step."""
     places = table.ends.shape[1]
     steps = torch.arange(1, places + 1)
     by_step = table.ends == torch.where(steps <= table.length[:, None], steps, ABSENT)
@@ -35,13 +35,13 @@ def hole_places(table: RewardTable) -> Tensor:
 
 
 def noted(table: RewardTable, name: str) -> Tensor:
-    """Return a note for every step of a table after `per_step`: (N, T), NaN in holes."""
+    """Return the values recorded as `name`, for a table that `per_step` expanded: (N, T), NaN in holes."""
     steps = table.ends.shape[1]
     return _of_width(table.notes[name], steps).masked_fill(holes(table, steps), torch.nan)
 
 
 def next_noted(values: Tensor) -> Tensor:
-    """Fill steps without a value (N, T) with the next value of the row; NaN if none follows."""
+    """Replace each NaN in `values` (N, T) by the next value of the same row; NaN stays if none follows."""
     back = values.flip(-1)
     places = torch.arange(back.shape[1]).expand_as(back)
     latest = torch.where(back.isnan(), -1, places).cummax(-1).values.clamp(min=0)
@@ -49,12 +49,12 @@ def next_noted(values: Tensor) -> Tensor:
 
 
 def first_noted(table: RewardTable, name: str) -> Tensor:
-    """Return the first value of a note in each row: (N, 1), NaN without one."""
+    """Return the first value recorded as `name` in each row: (N, 1), NaN for a row without any."""
     return next_noted(pad_to(table.notes[name], 1, 1, torch.nan))[:, :1]
 
 
 def _of_width(note: Tensor, steps: int) -> Tensor:
-    # Notes are as wide as the longest sampled row, which may have been dropped since.
+    # Notes are as wide as the longest sampled row, even if that row has been dropped since.
     return pad_to(note, steps, 1, torch.nan)[:, :steps]
 
 
@@ -69,16 +69,16 @@ def label(table: RewardTable, name: str) -> Tensor:
 
 
 def clusters(table: RewardTable, of: str, index: Tensor) -> Tensor:
-    """Number the clusters of answers within the groups of `index` (N, K): (N, K).
+    """Return the cluster number of each answer (N, K), where `index` (N, K) numbers the groups.
 
     Answers with the same value of the label `of` form a cluster; an answer without it is its own cluster.
     """
-    number = label(table, of)[:, 0] + 0.0  # turns -0.0 into 0.0, which has other bits
+    number = label(table, of)[:, 0] + 0.0  # turns -0.0 into 0.0, so that both have the same bits
     alone = torch.where(number.isnan(), torch.arange(1, number.numel() + 1).view(number.shape), 0)
     bits = number.nan_to_num().view(torch.int64)  # equal bits for equal numbers
     return group_index([column.flatten() for column in (index, bits, alone)]).view(index.shape)
 
 
 def tagged_as(table: RewardTable, tag: str) -> Tensor:
-    """Return the hashed words of a tag: (N, K), 0 without it. Raises `ValueError` if no outcome has it."""
+    """Return the hashed value of a tag: (N, K), 0 where it is missing; `ValueError` if all lack the tag."""
     return table.tag(tag)

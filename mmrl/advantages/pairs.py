@@ -19,18 +19,18 @@ def best_vs_worst(
 ) -> RewardTable:
     """Set the best row of every group to 1, the worst to -1, and drop the rest (DPO, arXiv 2305.18290).
 
-    Groups of equal rewards are dropped; of ties the first row is used. Each of several rewards has its own
-    pairs.
+    Groups of equal rewards are dropped. If several rows tie for best or worst, the first one is used. With
+    several rewards, each reward has its own pairs.
 
     Args:
         margin: Drop groups whose best and worst rewards are at most this far apart.
-        length_ratio: Largest ratio of the lengths of the longer and the shorter answer of a pair; 0: any.
+        length_ratio: Drop pairs whose longer answer has more than this times the shorter length; 0: no limit.
         by: Keys that define a group.
     """
     groups, index = table.groups(by), table.index(by)
     best, worst = groups.largest(), groups.smallest()
     apart = table.valid & (best - worst > max(margin, EQUAL))  # also excludes groups of ties
-    # (N, R, K) running numbers of entries, to find the first of equal rewards.
+    # (N, R, K) the number of each entry, to find the first of several equal rewards.
     order = torch.arange(index.numel(), dtype=best.dtype).view(index.shape)[:, None].expand_as(best)
     pair = torch.zeros_like(best)
     for sign, extreme in ((1.0, best), (-1.0, worst)):
@@ -41,21 +41,21 @@ def best_vs_worst(
         steps = table.length.double()[:, None, None].expand_as(pair)
         lengths = GroupStatistics(steps, pair != 0, index)  # lengths of the two rows of a pair
         pair = torch.where(lengths.largest() <= length_ratio * lengths.smallest(), pair, 0.0)
-    return table.replace(values=pair, learn=table.learn & pair.any(1))  # rows in a pair of any reward
+    return table.replace(values=pair, learn=table.learn & pair.any(1))  # in a pair of at least one reward
 
 
 @advantage
 def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
     """Keep mismatched rows with advantage 0, to estimate KTO's reference point z_0 (arXiv 2402.01306).
 
-    Rows with the tag get the note `unrelated`: their implicit reward is measured but not learned from.
+    Rows with the tag are recorded as `unrelated`: their implicit reward is measured but not trained on.
     """
     mismatched = tagged_rows(table, tag)
     noted = mismatched.any(-1, keepdim=True).double().expand(len(table), table.longest)
     return table.note("unrelated", noted).replace(
         values=torch.where(mismatched[:, None], 0.0, table.values),
         valid=table.valid | mismatched[:, None],
-        learn=table.learn | mismatched,  # a mask of 0 would leave nothing to measure
+        learn=table.learn | mismatched,  # rows outside the mask could not be measured
     )
 
 

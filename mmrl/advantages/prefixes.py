@@ -11,10 +11,11 @@ from mmrl.core.reward_table import ABSENT, RewardTable
 
 @advantage
 def mean_by_end(table: RewardTable, *, best: bool = False) -> RewardTable:
-    """Average the rewards of outcomes with the same end: the value of a prefix (SPO, arXiv 2505.23564).
+    """Estimate the value of each answer prefix: mean reward of its completions (SPO, arXiv 2505.23564).
 
-    Labels are averaged too; rewards that do not apply are ignored. With `best` the value is the largest
-    reward, as for a prover that keeps its best sample (PAV, arXiv 2410.08146).
+    Outcomes with the same `end` complete the same prefix. Labels are averaged too; rewards that do not apply
+    are ignored. With `best` the value is the largest reward, as for a prover that keeps its best sample (PAV,
+    arXiv 2410.08146).
     """
     ends, present = table.ends, table.present
     if not ends.numel():
@@ -25,7 +26,7 @@ def mean_by_end(table: RewardTable, *, best: bool = False) -> RewardTable:
     width = int(slot.max()) + 1
 
     def gathered(values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-        """Reduce (N, R, K) to (N, R, width); the second result is True where values exist."""
+        """Reduce outcomes (N, R, K) to one per end, (N, R, width); also return where rewards apply."""
         index = slot[:, None].expand_as(values)
         count = values.new_zeros(*values.shape[:2], width).scatter_add(2, index, known.to(values))
         if best:

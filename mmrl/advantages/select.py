@@ -34,13 +34,13 @@ def drop_truncated(table: RewardTable, *, finish: tuple[str, ...] = ("length",))
     The answers stay in the statistics. This is TRL's `mask_truncated_completions`.
 
     Args:
-        finish: Values of the tag `finish` that count as cut; conversations with tools also end by `turns`,
-            `images` and `tool_error`.
+        finish: Values of the tag `finish` that count as cut; conversations with tools can also end with
+            `turns`, `images` or `tool_error`.
     """
     if "finish" not in table.ids:
         return table
     ends = torch.tensor([name_id(word) for word in finish], dtype=torch.int64)
-    cut = torch.isin(table.ids["finish"], ends).any(-1, keepdim=True)  # (N, 1): the row as a whole
+    cut = torch.isin(table.ids["finish"], ends).any(-1, keepdim=True)  # (N, 1): whether the row was cut
     return table.replace(learn=table.learn & ~cut)
 
 
@@ -85,7 +85,7 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> R
         by: Tags that later outcomes must share, such as `role` for returns per player.
     """
     rewards = torch.where(table.valid, table.values, 0.0)
-    nothing = torch.zeros_like(rewards[..., 0]) if rewards.shape[2] else rewards.sum(-1)  # after the last
+    nothing = torch.zeros_like(rewards[..., 0]) if rewards.shape[2] else rewards.sum(-1)  # after the end
     alike = table.index(("row", *by)) if by else table.ids["row"]
     summed = []
     for place in reversed(range(rewards.shape[2])):
@@ -105,10 +105,11 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> R
 
 @advantage(turns=True)
 def increments(table: RewardTable, *, of: tuple[str, ...] = ()) -> RewardTable:
-    """Turn the rewards of K prefixes into K - 1 credits: the change from each outcome to the next.
+    """Turn a row's rewards after K prefixes of the answer into the K - 1 changes from each to the next.
 
-    A change is unknown if the reward applies to one of the two outcomes only. `of` names the rewards to
-    difference, by default all; other rewards then apply to the last outcome of a row only.
+    Each prefix is an outcome. There is no change unless the reward applies to both outcomes. `of` names the
+    rewards to replace by their changes (empty: all). All other rewards then apply only to the last outcome of
+    a row.
     """
     unknown = [name for name in of if name not in table.names]
     if unknown:

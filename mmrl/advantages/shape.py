@@ -20,7 +20,7 @@ def total(table: RewardTable) -> RewardTable:
     return table.replace(
         values=table.weighted_sum()[:, None],
         valid=table.valid.any(1, keepdim=True),
-        weights={"total": 1.0},  # weights are applied: a second `total` changes nothing
+        weights={"total": 1.0},  # already weighted: a second `total` changes nothing
     )
 
 
@@ -54,7 +54,7 @@ def column_of(table: RewardTable, of: str) -> int:
 
 @advantage
 def value_weights(table: RewardTable) -> RewardTable:
-    """Add the labels `value` and `value_weight`, value / mean of its row (VGPO, arXiv 2512.12387).
+    """Add the labels `value` and `value_weight`, which is value / row mean (VGPO, arXiv 2512.12387).
 
     The values do not change. Our reading: the weight is 1 where the mean is at most 1e-6, so no sign flips.
     Several rewards are summed as in `total`.
@@ -80,7 +80,7 @@ def value_anchor(
     Args:
         of: Name of the label, from `value_weights`.
         k: Weight of the label.
-        steps: Number of steps from the start of the row to which it is added.
+        steps: Number of first steps of a row whose advantages get the label.
     """
     if of not in table.scored:
         raise ValueError(
@@ -115,7 +115,7 @@ def tempsamp_shaping(
     """
     place = column_of(table, of)
     reward = table.values[:, place]
-    # Both branches give the threshold itself at the threshold; log1p and expm1 keep their digits near it.
+    # At the threshold, both branches equal the threshold; near it, log1p and expm1 keep full precision.
     above = threshold + alpha1 * torch.log1p((reward - threshold).clamp(min=0))
     below = threshold - torch.expm1(alpha2 * (threshold - reward).clamp(min=0)) / math.expm1(alpha2)
     values = table.values.clone()
@@ -164,7 +164,7 @@ def clip_advantage(table: RewardTable, *, max_advantage: NonNegativeFloat = 5.0)
 
 @advantage
 def scale_by(table: RewardTable, *, of: str) -> RewardTable:
-    """Multiply advantages by an unweighted reward, such as a confidence; 0 where it does not apply."""
+    """Multiply advantages by an unweighted reward, such as a confidence, or by 0 where it does not apply."""
     if of not in table.scored:
         raise ValueError(f"no reward is called '{of}'; there are {', '.join(table.scored)}")
     return table.put(table.values * table.scored[of].nan_to_num()[:, None])

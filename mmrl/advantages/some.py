@@ -1,4 +1,4 @@
-"""An advantage function that applies part of the chain to some rewards or some rows."""
+"""An advantage function that applies other advantage functions to some rewards or some rows only."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ def for_some(
 ) -> RewardTable:
     """Apply advantage functions to some of the rewards, or to rows with certain tags.
 
-    Other rewards and rows do not change, so that tasks or roles in one batch can have their own chains.
+    Other rewards and rows do not change, so that tasks or roles in one batch can have their own advantage
+    functions.
 
     Args:
         advantage: The functions, in order.
         of: Names of rewards; empty: all.
-        where: Tags of the last outcome of a row, such as `{role: spy}`; empty: all rows.
+        where: Tags that the last outcome of a row must have, such as `{role: spy}`; empty: all rows.
     """
     inside = torch.ones(len(table), dtype=torch.bool)
     for tag, value in (where or {}).items():
@@ -50,11 +51,11 @@ def for_some(
 
 
 def put_back(table: RewardTable, inside: Tensor, chosen: list[int], part: RewardTable) -> RewardTable:
-    """Merge a part of a table (its rows `inside` (N,) bool and rewards `chosen`) back into the table."""
+    """Write `part`, the table of the rows `inside` (N,) bool and the rewards `chosen`, back into `table`."""
     others = [i for i in range(len(table.names)) if i not in chosen]
     if inside.all() and not others:
         return part
-    # A part may have fewer outcomes per row than the table.
+    # `part` may have fewer outcomes per row than the table.
     table, part = table.widen(part), part.widen(table)
     same = torch.equal(part.ends, table.ends[inside])
     if inside.all():
@@ -75,7 +76,7 @@ def put_back(table: RewardTable, inside: Tensor, chosen: list[int], part: Reward
     values[rows, columns], valid[rows, columns], learn[inside] = part.values, part.valid, part.learn
 
     def merged(whole: Mapping[str, Tensor], some: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        unknown = torch.full(table.ends.shape, NAN, dtype=torch.float64)  # for labels of these rows only
+        unknown = torch.full(table.ends.shape, NAN, dtype=torch.float64)  # for labels that only `part` has
         return {**whole, **{n: whole.get(n, unknown).index_copy(0, rows[:, 0], some[n]) for n in some}}
 
     return table.replace(

@@ -30,18 +30,18 @@ def keep_steps(
 
     Other steps get advantage 0 but count in denominators. GTPO (arXiv 2508.03772) keeps rows with a mean
     entropy of at most 0.7; SPO (arXiv 2505.23564) keeps steps with a log-probability of at most log 0.9; D3S
-    (arXiv 2509.22115) keeps steps of largest |A| H. Our reading: unrecorded steps (demonstrations) are kept.
+    (arXiv 2509.22115) keeps steps with the largest `weighted_entropy`. Our reading: steps without a record
+    (demonstrations) are kept.
 
     Args:
-        of: `entropy` in nats, the `logp` of the sampled token, or |advantage| times entropy
-            (`weighted_entropy`).
+        of: `entropy` in nats, `logp` of the sampled token, or `weighted_entropy`: |advantage| times entropy.
         at_least: Lower bound of the value, or null for none.
         at_most: Upper bound of the value, or null for none.
         top: Fraction of the largest values to keep, among the steps that are learned from; null: all.
-        level: Judge each `step`, or each `row` by its mean.
+        level: `step`: compare the value of every step. `row`: compare the mean value of every row.
         drop: Drop the other steps, so that denominators do not count them.
-        if_mean_inside: Apply the bounds only if the mean of the batch is inside of them (GTPO does so if the
-            entropy exceeds log 2 from the start).
+        if_mean_inside: Apply the bounds only if the batch mean of the value is within them. (GTPO does this
+            if the entropy exceeds log 2 at the start of training.)
     """
     table = per_step(table)
     value = noted(table, "logp" if of == "logp" else "entropy")
@@ -72,7 +72,7 @@ def keep_steps(
 
 
 def covariance_of_steps(table: RewardTable) -> tuple[Tensor, Tensor]:
-    """Compute (A - mean A) (logp - mean logp) of all steps, and where it is defined: (N, R, T) each."""
+    """Compute (A - mean A) (logp - mean logp) per step, and a mask of defined steps: (N, R, T) each."""
     logp = noted(table, "logp")
     known = (table.present & ~logp.isnan())[:, None] & table.valid
     count = known.sum((0, 2), keepdim=True).clamp(min=1)

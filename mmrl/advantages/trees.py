@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Node = tuple[int, ...]  # the group, and the numbers of the segments on the path
+Node = tuple[int, ...]  # the group, then the segment numbers on the path from the root
 
 
 def leaf_of(group: int, number: Tensor, row: int) -> Node:
-    """Return the leaf of a row: its group and the numbers of its segments, in order."""
+    """Return a row's leaf in the tree as (group, segment numbers); `number` (T,) is the segment per step."""
     numbers = number[~number.isnan()].long()
     if not len(numbers):
         return (group, -1 - row)
@@ -17,7 +17,7 @@ def leaf_of(group: int, number: Tensor, row: int) -> Node:
 
 
 def parts_of(path: Node, number: Tensor) -> list[tuple[Node, Tensor]]:
-    """List the segments of a row, each with a mask (T,) bool of its steps."""
+    """List the segments of a row as tree nodes, each with a mask (T,) bool of its steps."""
     if path[1] < 0:
         return [(path, torch.ones_like(number, dtype=torch.bool))]
     return [(path[: depth + 1], number == path[depth]) for depth in range(1, len(path))]

@@ -25,19 +25,20 @@ def turning_points(
 ) -> RewardTable:
     """Turn prefix rewards (N, R, T + 1) into step credits (N, R, T) that stress turning points.
 
-    A step earns its increment; a turning point earns the change from before it to the end. A turning point
-    moves in the direction of the overall trend while the step before it did not; the first step only needs
-    the direction. A turning point without any change to the end counts in the balance, as in the code, and
-    earns its increment. A prefix without a reward leaves its two increments unknown; a row without its first
-    or last reward has no turning points.
+    A step is credited with its change of the reward, a turning point with the change from before this step to
+    the end. A step is a turning point if it changes the reward in the direction of the row's overall change,
+    and the step before changed it in the other direction; the first step only needs the first condition. A
+    turning point whose change to the end is 0 counts in `balance`, as in the code, but is credited with its
+    own change. A step without a reward before or after it has no credit; a row without its first or last
+    reward has no turning points.
 
     Args:
-        consistent: Require that the change after a turning point has its direction too, so that credits are
-            only amplified.
-        balance: Keep equally many turning points of rising and of falling rows, if there are both; others
-            earn their increment. Our reading: balance over the whole batch (the code: a micro-batch), and
-            keep the first of ties.
-        balance_key: Keep the largest overall changes (`delta_global`) or the largest credits (`aggregated`).
+        consistent: Require that the reward after a turning point moves in the same direction, so that credits
+            are only amplified.
+        balance: Keep equally many turning points of rising and of falling rows, if there are both; the others
+            earn their own change. Our reading: balance over the whole batch (the code: over a micro-batch),
+            and keep the first of ties.
+        balance_key: What `balance` keeps: largest overall change (`delta_global`) or credit (`aggregated`).
         only_rising: Allow turning points only in rows whose reward rose overall.
         first_step: Allow the first step as a turning point (the code's `apply_first_step_bonus`).
         atol: A change of at most this size, in units of reward, has no sign (our reading).
@@ -47,7 +48,7 @@ def turning_points(
         return table.after_first(reward[..., 1:])
 
     def change(after: Tensor, before: Tensor, both: Tensor) -> Tensor:
-        return torch.where(both, after - before, 0.0)  # no sign if a reward is unknown
+        return torch.where(both, after - before, 0.0)  # 0 has no sign
 
     def sign(difference: Tensor) -> Tensor:
         return torch.where(difference.abs() <= atol, 0.0, difference.sign())
@@ -78,7 +79,7 @@ def _balanced(turning: Tensor, trend: Tensor, key: Tensor) -> Tensor:
     kept = torch.zeros_like(turning)
     for i in range(turning.shape[1]):
         sides = [(turning[:, i] & (sign * trend[:, i] > 0)).nonzero() for sign in (1, -1)]
-        fewest = min(map(len, sides)) or max(map(len, sides))  # a single side stays complete
+        fewest = min(map(len, sides)) or max(map(len, sides))  # with one side only, keep all
         for places in sides:
             size = key[:, i][places[:, 0], places[:, 1]].abs()
             rows, steps = places[size.argsort(descending=True, stable=True)[:fewest]].unbind(1)

@@ -26,8 +26,8 @@ def per_episode(
 ) -> RewardTable:
     """Apply advantage functions to whole conversations; all turns get their conversation's advantage.
 
-    Inside, a conversation is one answer with the sum of its rewards. Chains without pieces for turns do this
-    anyway; use it in chains that continue with single turns.
+    The functions see a conversation as one answer with the sum of its rewards. A run without functions for
+    turns does this anyway; use `per_episode` if later functions work on single turns.
 
     Args:
         advantage: The functions, in order; they work on rows, not on steps.
@@ -39,7 +39,7 @@ def per_episode(
 
 
 def away_from_mean(groups: GroupStatistics, scale: bool, eps: float, unbiased: bool = True) -> Tensor:
-    """Subtract the mean of the group and divide by its deviation plus eps; equal values give exactly 0."""
+    """Subtract the group mean; with `scale`, divide by standard deviation + eps. Equal values give 0."""
     away = groups.values - groups.mean()
     away = away / (groups.std(unbiased) + eps) if scale else away
     return torch.where(groups.flat(), 0.0, away)
@@ -58,21 +58,21 @@ def gigpo(
     singleton: Literal["zero", "raw"] = "zero",
     by: Tags = ("group",),
 ) -> RewardTable:
-    """Compare conversations, and turns that started from the same state (GiGPO, arXiv 2505.10978).
+    """Compare conversations of a group, and turns that start in the same state (GiGPO, arXiv 2505.10978).
 
     A = (score - mean score) + omega (R_t - mean of R over the turns with the same state), where the score is
-    the sum of rewards of a conversation and R_t = r_t + gamma R_(t+1). Repeated states count each time; turns
-    without a state have no second term. Put it after `total`. `same: [place]` compares turns of the same
-    number, as in MatchTIR (arXiv 2601.10712).
+    the sum of rewards of a conversation and R_t = r_t + gamma R_(t+1). A state that recurs counts each
+    time; turns without a state have no second term. Put it after `total`. `same: [place]` compares turns with
+    the same index in their conversations, as in MatchTIR (arXiv 2601.10712).
 
     Args:
         gamma: Discount of the next turn.
         omega: Weight of the comparison of turns.
-        same: Tags that compared turns share; engines tag the `state` at the start of a turn.
-        scale: Divide both differences by the deviation of the group plus eps (`group`), or not (`none`).
+        same: Tags that turns must share to be compared; engines tag the `state` at the start of a turn.
+        scale: `none`: as above. `group`: divide both differences by the group's standard deviation plus eps.
         count: Weight of a conversation in the mean score. `turn`: its number of turns, as in the code.
             `episode`: 1.
-        eps: Added to the deviations.
+        eps: Added to the standard deviations.
         singleton: Result of a group of one conversation or turn. `zero`: 0. `raw`: the score or the return
             itself (the code of GiGPO for conversations, MatchTIR's for turns).
         by: Keys that define a group.

@@ -79,7 +79,7 @@ def gae(
 
     Args:
         gamma: Discount of later rewards.
-        lam: Discount of later errors: 0 uses one step and the critic, 1 the rewards alone.
+        lam: Discount of later errors e. 0: only e_t. 1: all rewards to the end, minus the value.
         bootstrap: After an answer that was cut at the length limit, use the value of its last step instead of
             0 (extended GAE of T-PPO, arXiv 2506.15050).
         against: Name of the critic in `references`.
@@ -123,7 +123,7 @@ def value_baseline(table: RewardTable, *, against: str = "critic") -> RewardTabl
 
 @advantage(of_others={"value"})
 def value_label(table: RewardTable, *, against: str = "critic", label: str = "predicted") -> RewardTable:
-    """Add a critic's value of the prompt as a label, for `shrunk_mean` (V_0.5).
+    """Add a critic's value of the prompt as a label, which `shrunk_mean` (V_0.5) can read.
 
     Args:
         against: Name of the critic in `references`.
@@ -135,7 +135,7 @@ def value_label(table: RewardTable, *, against: str = "critic", label: str = "pr
 
 @advantage
 def value_targets(table: RewardTable) -> RewardTable:
-    """Give each step the reward of the prefix before it, as targets of a critic; drop other steps.
+    """Give each step the reward of the prefix before it as the critic's target; drop steps without target.
 
     The reward of a prefix is the mean reward of its completions by `vision.with_prefix_rollouts`, the target
     of a verifier (PAV, arXiv 2410.08146). A row without prefixes has the reward of its answer at the first

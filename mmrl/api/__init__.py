@@ -1,1 +1,1 @@
-"""Classes for Python programs, with the interface of TRL and transformers."""
+"""Python interface of mmrl, modelled on the trainers of TRL and transformers."""

@@ -1,4 +1,4 @@
-"""Callbacks of transformers (`TrainerCallback`) in a training run, such as `EarlyStoppingCallback`."""
+"""Adapters for callbacks of transformers (`TrainerCallback`), such as `EarlyStoppingCallback`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mmrl.training.trainer import Run
 
 
 class CallbackAdapter:
-    """Calls one callback with the arguments, state and control that transformers' trainer would pass.
+    """Adapter that calls a callback with arguments, state and control as transformers' trainer would.
 
-    `on_step_begin` and events inside a step are not called. Only the flag `should_training_stop` of `control`
-    is read: the run then ends after the step, with a last evaluation and a checkpoint.
+    `on_step_begin` and methods for events inside a step are never called. The only flag of `control` that is
+    read is `should_training_stop`: the run ends after the step, with a last evaluation and a checkpoint.
     """
 
     def __init__(self, callback: Any, run: Run) -> None:
@@ -26,14 +26,14 @@ class CallbackAdapter:
 
     @property
     def ended(self) -> bool:
-        """Whether the callback has requested the end of the training."""
+        """Whether the callback has requested to stop the training."""
         return self.control.should_training_stop
 
     def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Call the methods of the callback that correspond to an event of the run."""
+        """Call the callback's methods for an event of the run, such as `on_step_end` and `on_log`."""
         self.state.global_step, callback = step, self.callback
         match event:
-            case "train_begin" if not self.ended:  # `on_train_begin` would reset the flag of a resumed run
+            case "train_begin" if not self.ended:  # on a resumed run it would reset the stop flag
                 self._call(callback.on_train_begin)
             case "step_end":
                 record = {**metrics, "step": step}
@@ -53,7 +53,7 @@ class CallbackAdapter:
         self.control = method(self.arguments, self.state, self.control, **parts) or self.control
 
     def _note_best(self, record: Mapping[str, float]) -> None:
-        """Store the best metric after the callback has seen the evaluation, as transformers' trainer does."""
+        """Update the best metric; as in transformers, this happens after the callback saw the evaluation."""
         value, best = record.get(self.arguments.metric_for_best_model or ""), self.state.best_metric
         if value is None:
             return
@@ -62,10 +62,10 @@ class CallbackAdapter:
 
 
 class StatefulCallbackAdapter(CallbackAdapter):
-    """Adapter that saves a callback's exported `state()`, and whether it ended the run, in checkpoints."""
+    """Adapter that stores a callback's exported `state()` and its stop flag in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the exported attributes of the callback, its stop flag, and the best metric so far."""
+        """Return the callback's exported attributes, its stop flag, and the best metric so far."""
         return {
             "attributes": self.callback.state()["attributes"],
             "ended": self.ended,
@@ -81,11 +81,11 @@ class StatefulCallbackAdapter(CallbackAdapter):
 
 
 def add_callback(run: Run, callback: Any) -> None:
-    """Add a callback of transformers to a run that has not started; a class is instantiated."""
+    """Add a callback of transformers (an object or a class) to a run that has not started."""
     from transformers import TrainerCallback
 
     match callback() if isinstance(callback, type) else callback:
-        case TrainerCallback(state=_) as instance:  # an `ExportableState`
+        case TrainerCallback(state=_) as instance:  # is an `ExportableState`
             adapter = StatefulCallbackAdapter(instance, run)
         case TrainerCallback() as instance:
             adapter = CallbackAdapter(instance, run)
@@ -96,7 +96,7 @@ def add_callback(run: Run, callback: Any) -> None:
 
 
 def training_arguments(config: Config) -> SimpleNamespace:
-    """Return an object with those attributes of transformers' `TrainingArguments` that mmrl also has."""
+    """Return an object with the attributes of transformers' `TrainingArguments` that mmrl supports."""
     evaluates = bool(config.eval_steps and config.evaluation.data)
     rate = config.learn.learning_rate
     return SimpleNamespace(
@@ -113,7 +113,7 @@ def training_arguments(config: Config) -> SimpleNamespace:
         max_grad_norm=config.learn.max_grad_norm,
         metric_for_best_model=config.metric_for_best_model or None,
         greater_is_better=config.greater_is_better,
-        load_best_model_at_end=False,  # the best one is kept; the policy has the last weights
+        load_best_model_at_end=False,  # the policy keeps its last weights
         num_train_epochs=None,
         seed=config.seed,
         push_to_hub=config.push_to_hub,

@@ -60,8 +60,8 @@ def configuration(
     if model is None and isinstance(args, Mapping):
         model = args.get("model_name_or_path")
     flow = config is None and is_pipeline(model)
-    # TRL has no trainer for flow models: these use the defaults of their method's file and of mmrl. Next to a
-    # whole configuration, a dictionary changes only its own keys; an object sets all TRL arguments.
+    # TRL has no trainer for flow models: defaults of mmrl and the method apply. If a whole configuration is
+    # given, `args` as a dictionary changes only its own keys; an object sets all arguments of TRL.
     spoken = not flow and (config is None or args is not None and not isinstance(args, Mapping))
     keywords, own = _arguments(args, ours=not spoken)
     if keywords.pop("model_name_or_path", model) != model:
@@ -73,13 +73,13 @@ def configuration(
     if model is not None:
         named = _policy(model, processing_class)
         if spoken and "dtype" in named:
-            keywords.setdefault("dtype", named.pop("dtype"))  # dtype of the model's weights
+            keywords.setdefault("dtype", named.pop("dtype"))  # the dtype of the given model
         raw = merge(raw, {"policy": named})
     keywords |= {} if peft_config is None else lora_of(peft_config)
     raw = merge(raw, nested(quantized(quantization_config)))
     if ref_model is not None:
         _check_reference(ref_model, model, raw)
-    names: dict[str, Any] = {}  # objects of this call, so that two functions of the same name get two names
+    names: dict[str, Any] = {}  # maps names to objects; two objects never share a name
     factories = environments_of(environment_factory)
     if tools or factories:
         raw = with_tools(raw, tools or (), factories, names)
@@ -98,7 +98,7 @@ def configuration(
 
 
 def _with_data(raw: dict[str, Any], train: Any, test: Any, factories: Sequence[Factory]) -> dict[str, Any]:
-    """Add the data sets of a run; without training rows, use the environment's own episodes."""
+    """Add data sets to a configuration; without training data, the environment provides the prompts."""
     if train is not None:
         raw["data"] = data_piece("train_dataset", train, "train", raw.get("data"))
     elif factories:
@@ -110,7 +110,7 @@ def _with_data(raw: dict[str, Any], train: Any, test: Any, factories: Sequence[F
 
 
 def _kind(args: Any, keywords: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Return the method for arguments of TRL, from their class or their names: "dpo" or "grpo"."""
+    """Return the method ("dpo" or "grpo") that arguments of TRL belong to, by their class or names."""
     if args is None or isinstance(args, Mapping):
         return "dpo" if pairs_of(keywords, own) else "grpo"
     return kind_of(args)
@@ -119,7 +119,7 @@ def _kind(args: Any, keywords: Mapping[str, Any], own: Mapping[str, Any]) -> str
 def _changed(
     raw: dict[str, Any], keywords: Mapping[str, Any], own: dict[str, Any], *, complete: bool
 ) -> dict[str, Any]:
-    """Change a configuration by arguments of TRL and by its own keys; the own keys take precedence."""
+    """Apply arguments of TRL (`keywords`) and keys of mmrl (`own`, which win) to a configuration."""
     merged = merge(raw, own)
     change, decided, differs = translated(keywords, merged, own, complete=complete)
     change = {k: v for k, v in change.items() if k in decided or lookup(own, k, ABSENT) is ABSENT}
@@ -129,7 +129,7 @@ def _changed(
 
 
 def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
-    """Read the starting configuration: a whole configuration, or the defaults of the model and the method."""
+    """Read the initial configuration: a given one, or the defaults for the model and the method."""
     match config:
         case None:
             file = method_file(method or ("flow_grpo" if is_pipeline(model) else "grpo"))
@@ -143,7 +143,7 @@ def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
 
 
 def method_file(name: str) -> Path:
-    """Return the path of a method's configuration file, given a name such as "dapo"."""
+    """Return the path of the configuration file of a method such as "dapo"."""
     package = Path(__file__).parents[1]
     homes = [home / "methods" for home in (package / "configs", package.parent / "configs")]
     files = {file.stem: file for home in homes for file in home.glob("*/*.yaml")}
@@ -178,7 +178,7 @@ def check_others(others: Mapping[str, Any]) -> None:
 
 
 def _check_reference(reference: Any, model: Any, raw: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the weights of a reference model differ from the model's initial weights."""
+    """Raise `ConfigError` if a reference model has other weights than the initial model."""
     advice = (
         "leave it out, or name its folder as `model` and that of the other weights as `init_from` in `args`"
     )
@@ -198,7 +198,7 @@ def _check_reference(reference: Any, model: Any, raw: Mapping[str, Any]) -> None
 
 
 def _policy(model: Any, processor: Any) -> dict[str, Any]:
-    """Return the policy options for a model; an object is registered, with its precision and attention."""
+    """Return the policy options for a model; for an object, register it and keep dtype and attention."""
     match model:
         case str() | Path():
             return {"model": str(model)}
@@ -220,11 +220,11 @@ def _dtype(module: Any) -> str:
 
 
 def _arguments(args: Any, *, ours: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split `args` into arguments of TRL, and nested keys of a configuration.
+    """Split `args` into arguments of TRL and nested configuration keys of mmrl.
 
     Args:
         args: A dictionary, or an object such as a GRPOConfig.
-        ours: Whether a name in both TRL and mmrl, such as `max_steps`, is a key of the configuration.
+        ours: Whether names that TRL and mmrl share, such as `max_steps`, count as keys of mmrl.
     """
     match args:
         case None:
@@ -238,7 +238,7 @@ def _arguments(args: Any, *, ours: bool) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def _rewards(rewards: Reward | Sequence[Reward], names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the configuration of one or several rewards as a list of pieces."""
+    """Return the configuration of one or several rewards as a list of mappings."""
     match rewards:
         case str() | Mapping() | Callable():
             rewards = [rewards]
@@ -246,7 +246,7 @@ def _rewards(rewards: Reward | Sequence[Reward], names: dict[str, Any]) -> list[
 
 
 def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """If a group filter reads its method's own reward, as in DAPO, make it read the first given reward."""
+    """Return a change that makes a group filter read the first reward if the named one is missing (DAPO)."""
     names = [one.get("label") or one["name"].rpartition(":")[2].rpartition(".")[2] for one in rewards]
     match group_filter:
         case {"of": str(name)} if names and name not in names:
@@ -255,7 +255,7 @@ def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def _weighted(pieces: Sequence[Any], weights: float | Sequence[float]) -> list[dict[str, Any]]:
-    """Set the weights of the rewards, in their order."""
+    """Return the rewards with the given weights, in order."""
     weights = as_list(weights)
     if len(weights) != len(pieces):
         raise ConfigError(f"`reward_weights` has {len(weights)} numbers for {len(pieces)} rewards")
@@ -264,10 +264,10 @@ def _weighted(pieces: Sequence[Any], weights: float | Sequence[float]) -> list[d
 
 
 def reward_piece(reward: Reward, names: dict[str, Any], kind: str = "reward") -> dict[str, Any]:
-    """Return the configuration of a reward: by its module if it can be imported, otherwise as an object.
+    """Return the configuration of a reward: its import path if it has one, otherwise a registered object.
 
-    `names` maps names to the objects of the configuration so far; another object with the same name gets a
-    number. Pieces of another `kind` are handled in the same way.
+    `names` maps names to the objects so far; a second object with the same name gets a numbered name. Pieces
+    of another `kind` are handled in the same way.
     """
     match reward:
         case str():
@@ -289,12 +289,12 @@ def reward_piece(reward: Reward, names: dict[str, Any], kind: str = "reward") ->
 
 # ---- tools and environments
 
-NO_LIMIT = 10_000  # limit of turns and images: TRL limits conversations only by tokens
+NO_LIMIT = 10_000  # turns and images: TRL limits only tokens
 
 
 @dataclass(frozen=True)
 class Factory:
-    """A factory of environments (a class, a function, a name, or a mapping with a name) and its label."""
+    """An environment factory (class, function, name, or mapping with a name) and its label."""
 
     piece: Any
     label: str
@@ -302,7 +302,7 @@ class Factory:
 
 
 def environments_of(given: Factories | None) -> list[Factory]:
-    """List environment factories in TRL's format: one, or a mapping with the names from which rows choose."""
+    """List the factories in TRL's `environment_factory`: one factory, or a mapping of labels to factories."""
     if given is None:
         return []
     listed: list[tuple[str, Any]] = [("", given)]
@@ -324,7 +324,7 @@ def environments_of(given: Factories | None) -> list[Factory]:
 def with_tools(
     raw: dict[str, Any], tools: Sequence[Tool], factories: Sequence[Factory], names: dict[str, Any]
 ) -> dict[str, Any]:
-    """Add the engine for conversations with tools to a configuration, with no limits, as in TRL."""
+    """Add the engine that calls tools to a configuration, without limits of turns and images, as in TRL."""
     engines = [as_piece_mapping(engine) for engine in as_list(raw["rollout"]["engine"])]
     if taken := [engine["name"] for engine in engines if engine.get("name") in CONVERSING]:
         raise ConfigError(
@@ -343,12 +343,12 @@ def with_tools(
 
 
 def rewards_of(factories: Sequence[Factory]) -> list[dict[str, Any]]:
-    """Return the configuration of the rewards from `get_reward`, each named after its environment."""
+    """Return a reward configuration, labelled as the environment, for every factory with `get_reward`."""
     return [{"name": "precomputed", "key": f.label, "label": f.label} for f in factories if f.scores]
 
 
 def without_rows(factories: Sequence[Factory], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data configuration of a run whose environment provides the tasks itself."""
+    """Return the data configuration of a run without data, whose environment provides the tasks."""
     if len(factories) > 1:
         raise ConfigError(
             "of several environments each row names its own in the column `environment`; give `train_dataset`"
@@ -357,7 +357,7 @@ def without_rows(factories: Sequence[Factory], raw: Mapping[str, Any]) -> dict[s
 
 
 def data_piece(name: str, data: Any, split: str, base: Any) -> dict[str, Any]:
-    """Return the configuration of a dataset; a path, or rows in memory, are read with the piece `base`."""
+    """Return the configuration of a dataset; the piece `base` reads data given as a path or as rows."""
     match data:
         case {"name": _}:
             return dict(data)
@@ -369,5 +369,5 @@ def data_piece(name: str, data: Any, split: str, base: Any) -> dict[str, Any]:
 
 
 def as_piece_mapping(piece: Any) -> dict[str, Any]:
-    """Convert a piece of a configuration to a mapping with a name; without a piece it is empty."""
+    """Convert a piece to a mapping with a name; return {} for None."""
     return as_mapping(as_plain(piece or {}))

@@ -1,4 +1,4 @@
-"""Training from Python with the interface of TRL: objects and functions give the same run as a YAML file."""
+"""Training from Python with the interface of TRL; the run is the same as from a YAML file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Prediction:
 
 
 class Trainer:
-    """Trains a vision-language model or a flow-matching image model with a published method.
+    """Trainer of vision-language models and flow-matching image models with published methods.
 
     The run is identical, bit for bit, to a run of a YAML file with the same contents; `trainer.config` is its
     configuration. A second `train()` with the same `output_dir` resumes from the last checkpoint.
@@ -50,29 +50,29 @@ class Trainer:
         model: Hub id, folder, model of transformers, or pipeline of diffusers. Objects are trained in place;
             trained weights are converted to float32.
         reward_funcs: One reward or several: functions in TRL's or mmrl's form, names such as
-            "vision.temporal_iou", or mappings `{"name": ..., "weight": ...}`. The default is the rewards of
-            the method. A method that filters groups by a reward of its own, such as DAPO, uses the first one.
+            "vision.temporal_iou", or mappings `{"name": ..., "weight": ...}`. By default, the rewards of the
+            method. A method that filters groups by its own reward, such as DAPO, uses the first given one.
         args: A `GRPOConfig`, a `DPOConfig`, or a dictionary with TRL's names (`{"beta": 0.04}`). The
             dictionary may also have keys of an mmrl configuration, nested (`{"learn": {...}}`) or dotted
-            (`{"learn.num_iterations": 2}`). All other settings have TRL's defaults, except those in the file
-            of another method. For flow models, and for a dictionary next to `config`, mmrl's defaults apply.
+            (`{"learn.num_iterations": 2}`). TRL's defaults apply to all settings that the file of `method`
+            does not set. For flow models, and for a dictionary with `config`, mmrl's defaults apply.
         train_dataset: A dataset of `datasets`, a list of dictionaries, the path of a file, or a piece
             (`{"name": "vision.grounding", "path": ...}`). Rows for VLMs are read as TRL's conversations.
         eval_dataset: The dataset for evaluations, in the same forms.
         processing_class: The processor, if `model` is an object.
         callbacks: `TrainerCallback`s of transformers, objects or classes.
         peft_config: A `LoraConfig`. An unsupported setting is an error; dropout is 0.
-        tools: Functions that the model may call; also names ("vision.crop") or mappings with options.
+        tools: Functions that the model can call, names ("vision.crop"), or mappings with options.
         environment_factory: A class or function that creates an environment for every rollout, or a mapping
             with the names from which the column `environment` chooses. `get_reward` is added to
             `reward_funcs` with weight 1. Without `train_dataset`, `reset` provides the tasks.
-        ref_model: The reference model for preference pairs; it must have the initial weights of `model`.
+        ref_model: The reference model for preference pairs; its weights must equal the initial `model`.
         quantization_config: A `BitsAndBytesConfig`.
         method: Name of a file under configs/methods, such as "dapo", "flow_grpo" or "dpo" (for preference
             pairs). The default is "grpo", "flow_grpo" for pipelines, or "dpo" for a `DPOConfig` or for
             argument names that exist only there.
         config: A whole configuration to start from.
-        quiet: Whether to print no progress.
+        quiet: Print no progress.
         others: Further arguments of TRL's trainers, accepted only at their defaults.
 
     Raises: ConfigError: If an argument is unknown, contradictory or missing, before any weights are loaded.
@@ -162,7 +162,7 @@ class Trainer:
         return folder
 
     def push_to_hub(self, **names: Any) -> None:
-        """Raise `ConfigError` unless `push_to_hub` is set; the run then pushes the model when it ends."""
+        """Raise `ConfigError` unless `args` sets `push_to_hub`; then the run pushes the model at its end."""
         if not self.config.push_to_hub:
             raise ConfigError("set `push_to_hub` and `hub_model_id` in `args`: the run pushes when it ends")
 
@@ -177,13 +177,13 @@ class Trainer:
         prompts, run = held_out(config), self.run
         evaluator = make_evaluator(config, prompts, run.policy, run.processes)
         if not self.config.evaluation.rewards:
-            # Use the rewards of the training: another trainer may have registered others with these names.
+            # Use the training's reward objects: another trainer may have registered others under these names.
             evaluator = replace(evaluator, rewards=run.method.rewards)
         return evaluator.measure(state=run.log.state)
 
 
 class GRPOTrainer(Trainer):
-    """`Trainer` with the arguments of TRL's GRPOTrainer in the same order."""
+    """`Trainer` whose arguments have the same order as those of TRL's GRPOTrainer."""
 
     def __init__(
         self, model: Any = None, reward_funcs: Any = None, args: Any = None, train_dataset: Any = None,
@@ -201,7 +201,7 @@ class GRPOTrainer(Trainer):
 
 
 class DPOTrainer(Trainer):
-    """`Trainer` with the arguments of TRL's DPOTrainer in the same order."""
+    """`Trainer` whose arguments have the same order as those of TRL's DPOTrainer."""
 
     def __init__(
         self, model: Any = None, ref_model: Any = None, args: Any = None, data_collator: Any = None,

@@ -1,1 +1,1 @@
-"""Builders that know no modality, for `mmrl build`."""
+"""Builders for `mmrl build` that work for models of any modality."""

@@ -16,8 +16,8 @@ from mmrl.config.registry import builder
 from mmrl.runtime.checkpoint import publish
 from mmrl.runtime.files import remove
 
-ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # of peft and of diffusers
-PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"}  # other forms of the weights
+ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # files of peft and diffusers
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"}  # other formats of weights
 
 
 @builder
@@ -25,14 +25,14 @@ PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"}  # other f
 class MergeWeights:
     """Average the weights of several models of one architecture into a new one.
 
-    A model soup (arXiv 2203.05482) with equal weights; AdaR1 (arXiv 2504.21659) merges a model of long
-    reasoning with a model of short answers at 0.8 and 0.2. Tensors are averaged one by one in float32 and
-    written in the precision of the first model, which also provides all other files. Models are folders of
-    transformers or diffusers in safetensors; merge an adapter into its model first, by `mmrl export`.
+    With equal weights this is a model soup (arXiv 2203.05482). AdaR1 (arXiv 2504.21659) merges a model of
+    long reasoning and a model of short answers with the weights 0.8 and 0.2. Tensors are averaged one by one
+    in float32 and written in the precision of the first model, which also provides all other files. Models
+    are folders of transformers or diffusers in safetensors; convert an adapter with `mmrl export` first.
 
     Args:
-        models: Two or more folders.
-        weights: One number per model; they add up to 1, and may be negative. Empty: all equal.
+        models: Two or more model folders.
+        weights: One number per model. The numbers add up to 1, and may be negative. Empty: all equal.
     """
 
     models: tuple[str, ...]
@@ -69,6 +69,10 @@ class MergeWeights:
         publish(unfinished, output)
         return {"models": len(folders), "tensors": len(places[0])}
 
+    def combine(self, name: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """Merge the tensors of one name, one of each model."""
+        return _average(name, tensors, weights)
+
     def _merge_file(
         self, file: Path, folders: Sequence[Path], places: Sequence[Mapping[str, Path]], output: Path
     ) -> None:
@@ -95,7 +99,7 @@ class MergeWeights:
                             f"{tuple(other.shape)} in '{folder}'; only models of one architecture can be "
                             "merged"
                         )
-                merged[name] = _average(name, [own, *others], weights)
+                merged[name] = self.combine(name, [own, *others], weights)
         output.parent.mkdir(parents=True, exist_ok=True)
         save_file(merged, output, metadata or {"format": "pt"})
 
@@ -104,16 +108,18 @@ def _folder(name: str) -> Path:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"there is no model folder '{name}'")
-    if adapter := next((file for file in ADAPTERS if (folder / file).is_file()), None):
+    # Adapters of several roles or networks are in subfolders.
+    found = (path for file in ADAPTERS for inside in ("", "*/") for path in folder.glob(inside + file))
+    if adapter := next(found, None):
         raise ConfigError(
-            f"'{name}' holds an adapter ({adapter}), whose weights do not average; write it as a whole model "
-            "with `mmrl export` first"
+            f"'{name}' holds an adapter ({adapter.relative_to(folder)}), whose weights do not average; write "
+            "it as a whole model with `mmrl export` first"
         )
     return folder
 
 
 def _tensors_of(folder: Path) -> dict[str, Path]:
-    """Map every tensor, named with the subfolder of its pipeline part, to its file."""
+    """Map every tensor name, with the subfolder (pipeline component) as prefix, to the tensor's file."""
     from safetensors import safe_open
 
     files: dict[str, Path] = {}
@@ -130,7 +136,7 @@ def _tensors_of(folder: Path) -> dict[str, Path]:
 
 
 def _average(name: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Average floats in float32 or better; integers must be equal."""
+    """Average floating-point tensors in float32 or better; raise if integer tensors differ."""
     first = tensors[0]
     if not first.is_floating_point():
         if not all(torch.equal(first, other) for other in tensors[1:]):
@@ -144,7 +150,7 @@ def _average(name: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> 
 
 
 def _copy_others(folder: Path, output: Path) -> None:
-    """Copy the other files (configuration, tokenizer, processor), without pickles and hidden files."""
+    """Copy the files without weights (configuration, tokenizer, processor), except hidden files."""
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
         weights = file.suffix in (".safetensors", *PICKLES)

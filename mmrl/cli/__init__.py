@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser()
     completion.complete(commands)
     given, late = commands.parse_known_args(arguments)
-    # argparse ends a list of files or overrides at a flag, so append the arguments after the flag.
+    # argparse ends a list of files or overrides at the first flag; append the rest of the list here.
     place = next((name for name in ("configs", "overrides") if hasattr(given, name)), "")
     if late and (not place or any(text.startswith("-") for text in late)):
         commands.error(f"unrecognized arguments: {' '.join(late)}")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader closed the pipe, as in `mmrl list | head`
+    except BrokenPipeError:  # the reading program ended, as in `mmrl list | head`
         sys.stderr.close()
         return 0
     except (ValueError, RuntimeError, OSError, ArithmeticError, ImportError) as error:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _expand_paths(given: argparse.Namespace) -> None:
-    """Expand `~` and `$NAME` in all path arguments; shells do not expand them in quotes or after `=`."""
+    """Expand `~` and `$NAME` in path arguments, which shells do not expand in quotes or after `=`."""
 
     def expand(value: Any) -> Any:
         if isinstance(value, list):
@@ -76,7 +76,7 @@ def _expand_paths(given: argparse.Namespace) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that prints errors as one line with the usage at the end."""
+    """Argument parser that prints an error on one line, followed by the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with code 2."""
@@ -90,9 +90,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def quiet_progress_bars() -> None:
-    """Turn off the progress bars of libraries if stderr is not a terminal, to keep log files short.
+    """Turn off progress bars of libraries if stderr is not a terminal, to keep log files short.
 
-    Sets environment variables that tqdm, huggingface_hub and datasets read on import, unless they are set.
+    This sets the variables that tqdm, huggingface_hub and datasets read on import, unless already set.
     """
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
@@ -100,7 +100,7 @@ def quiet_progress_bars() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands, after importing every module that defines commands."""
+    """Import every module that defines commands, and return the parser of all commands."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)
     top = Parser(prog="mmrl", description="Train and measure multimodal models with RL.")

@@ -18,26 +18,26 @@ HELP = "/image PATH, /video PATH: show it with the next question; /reset: forget
 
 
 class Conversation:
-    """A conversation with a model: all turns so far, and the images and videos for the next question."""
+    """State of a conversation with a model: all turns so far, and media for the next question."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.reset()
 
     def reset(self) -> None:
-        """Delete all turns, and media that were not used yet."""
+        """Start anew: delete all turns of the conversation, and the media for the next question."""
         self.turns: list[dict[str, Any]] = []
         self.shown: list[dict[str, str]] = []
 
     def show(self, kind: str, path: str) -> None:
-        """Add an image or a video to the next question; raise `ConfigError` if it cannot be opened."""
+        """Add an image or video file to the next question; raise `ConfigError` if it cannot be opened."""
         check_medium(kind, Path(path).expanduser())
         self.shown.append({"type": kind, "path": path})
 
     def ask(self, text: str) -> Trajectory:
-        """Answer a question, given all earlier turns and the tool replies in them.
+        """Generate the answer to a question; the model reads all earlier turns, with tool replies.
 
-        If the answer is not text, the conversation starts anew.
+        After an answer that is not text, the conversation starts anew.
         """
         question = {"role": "user", "content": [*self.shown, {"type": "text", "text": text}]}
         (row,) = self.session.ask([[*self.turns, question]])
@@ -57,10 +57,10 @@ class Conversation:
     examples=("mmrl chat runs/my_run", "mmrl chat Qwen/Qwen2.5-VL-3B-Instruct --temperature 0"),
 )
 def chat(given: argparse.Namespace) -> None:
-    """Talk with a model in the terminal, about images and videos too; /exit leaves.
+    """Talk with a model in the terminal, also about images and videos; /exit ends the conversation.
 
-    The end of the input also leaves. Every question includes all turns before it. Images of the model are
-    written into --output. Answers go to the standard output, everything else to the standard error.
+    The end of the input also ends it. The model reads all earlier turns. Generated images are written into
+    the folder --output. Answers go to the standard output, everything else to the standard error.
     """
     from mmrl.build import load_engine
 
@@ -69,7 +69,7 @@ def chat(given: argparse.Namespace) -> None:
     for line in lines():
         try:
             reply = respond(talk, line)
-        except ValueError as error:  # wrong path or question; the conversation continues
+        except ValueError as error:  # a wrong path or question does not end the conversation
             print(f"error: {error}", file=sys.stderr)
             continue
         if reply is not None:
@@ -79,7 +79,7 @@ def chat(given: argparse.Namespace) -> None:
 
 
 def respond(talk: Conversation, line: str) -> Trajectory | None:
-    """Run the command in a line and return None, or answer its question; ConfigError for unknown commands."""
+    """Run a chat command (`/...`) and return None, or answer a question; ConfigError if unknown."""
     name, _, rest = line.partition(" ")
     match name, rest.strip():
         case "/reset", "":
@@ -94,9 +94,9 @@ def respond(talk: Conversation, line: str) -> Trajectory | None:
 
 
 def lines() -> Iterator[str]:
-    """Yield lines up to /exit or the end of the input; a terminal shows a prompt and allows editing."""
+    """Yield input lines up to /exit or the end; on a terminal, show a prompt and allow editing."""
     if sys.stdin.isatty():
-        import readline  # noqa: F401  `input` then edits lines and remembers them
+        import readline  # noqa: F401  gives `input` line editing and a history
     while True:
         try:
             line = (input("> ") if sys.stdin.isatty() else input()).strip()

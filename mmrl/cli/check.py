@@ -29,11 +29,11 @@ from mmrl.config.schema import BuildConfig, Config, EvaluateConfig, is_part, loa
     ),
 )
 def check(given: argparse.Namespace) -> int:
-    """Check configuration files, and that all files they name exist; print the error of each wrong file.
+    """Check configuration files, and that the files in them exist; print an error for each wrong file.
 
-    No weights are loaded. It reads the first rows of data; with --data all rows, which also finds samplers
-    without prompts, missing columns, prompts that the model cannot read, and targets that do not earn full
-    marks as answers to their own rows.
+    No weights are loaded. The first rows of data are read. With --data all rows are read, which also finds
+    samplers without prompts, missing columns, prompts that the model cannot read, and targets that do not get
+    full marks as answers to their own rows.
     """
     paths, overrides = split_overrides(given.configs)
     if not paths:
@@ -52,9 +52,9 @@ def check(given: argparse.Namespace) -> int:
 def check_file(
     path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False, data: bool = False
 ) -> None:
-    """Check the names and options in a file: a training run, an evaluation, a build, or a part of a run.
+    """Check names and options in the configuration of a training run (or part of it), evaluation or build.
 
-    With `inputs`, also check that the named files, folders and columns exist; with `data`, all data rows.
+    With `inputs`, also check that the named files, folders and columns exist. With `data`, check all rows.
     """
     from mmrl.build import check as check_run
     from mmrl.build import check_data
@@ -88,7 +88,7 @@ def check_file(
 
         def check_stage(i: int) -> None:
             check_run(config := stages[i].config)
-            outputs = [stage.config.output_dir for stage in stages[:i]]  # folders that do not exist yet
+            outputs = [stage.config.output_dir for stage in stages[:i]]  # do not exist yet
             check_inputs_and_data(replace(config, init_from="") if config.init_from in outputs else config)
 
         on_each([stage.place for stage in stages], check_stage)

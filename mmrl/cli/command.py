@@ -1,4 +1,4 @@
-"""Declaration of commands: functions of the parsed arguments, with argument specifications and examples."""
+"""Declaration of commands as functions, with their arguments and examples for the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from mmrl.cli import completion
 from mmrl.cli.completion import Completer
 
-# Order of commands in `mmrl --help`; all other commands come after these.
+# First commands in `mmrl --help`, in this order; all other commands come after them.
 FIRST = ("train", "evaluate", "generate", "chat", "check", "doctor", "estimate-memory", "report", "build")
 COMMANDS: list[Command] = []
 
@@ -22,7 +22,7 @@ Function = Callable[[argparse.Namespace], int | None]
 
 @dataclass(frozen=True)
 class Argument:
-    """Parameters of an `add_argument` call, and a completer for shells (see `completion.py`)."""
+    """Parameters for `ArgumentParser.add_argument`, and a function that completes values in shells."""
 
     names: tuple[str, ...]
     options: dict[str, Any]
@@ -44,7 +44,7 @@ class Command:
         return FIRST.index(self.name) if self.name in FIRST else len(FIRST), self.name
 
     def add_to(self, commands: Any, name: str) -> None:
-        """Add the command as `name` to the sub-commands of a parser."""
+        """Add the command as `name` to `commands`, the sub-commands of a parser."""
         text = inspect.getdoc(self.function) or ""
         examples = "".join(f"\n  {example}" for example in self.examples)
         added = commands.add_parser(
@@ -62,7 +62,7 @@ class Command:
 
 
 def argument(*names: str, completer: Completer | None = None, **options: Any) -> Argument:
-    """Declare an argument with parameters of `ArgumentParser.add_argument`, and a completer for shells."""
+    """Declare an argument: parameters of `ArgumentParser.add_argument`, and a completer for shells."""
     return Argument(names, options, completer)
 
 
@@ -73,7 +73,7 @@ def command(
 
     Args:
         arguments: Arguments of the command.
-        name: One or two words; by default the name of the function with hyphens.
+        name: Name of one or two words; by default the function's name with hyphens.
         examples: Command lines shown by `--help`.
     """
 
@@ -89,7 +89,7 @@ CONFIG = argument("config", help="a YAML file, or one that comes with mmrl", com
 OVERRIDES = argument(
     "overrides",
     nargs="*",
-    default=(),  # otherwise argparse reports them as required
+    default=(),  # otherwise argparse calls the argument required
     metavar="key=value",
     help="changes, dotted: learn.learning_rate=1e-6",
     completer=completion.overrides,
@@ -118,14 +118,14 @@ def printable(text: str) -> str:
 
 
 def print_table(titles: Sequence[str], *rows: Sequence[str], title: str | None = None) -> None:
-    """Print a table; it is 200 columns wide if stdout is not a terminal."""
+    """Print a table, with up to 200 columns of text if stdout is not a terminal."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*titles, title=title, title_justify="left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    # Disable markup, so that `[mean]` in a cell is not parsed as a style.
+    # Disable markup of rich, which would parse `[mean]` in a cell as a style.
     Console(markup=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 

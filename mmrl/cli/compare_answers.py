@@ -29,7 +29,7 @@ from mmrl.inference.session import Session, images_of
 def compare_answers(given: argparse.Namespace) -> None:
     """Open a local page that asks two checkpoints or settings the same question side by side.
 
-    Both use the same random numbers. The page is reachable only from this machine.
+    Both models use the same random numbers. The page can be opened only on this machine.
     """
     gradio = load_gradio()
     from mmrl.build import check_source, open_source
@@ -46,7 +46,7 @@ def compare_answers(given: argparse.Namespace) -> None:
 
 
 def load_gradio() -> Any:
-    """Import gradio; raise `ConfigError` with the name of the extra if it is not installed."""
+    """Import gradio; raise `ConfigError` that names the extra to install if it is missing."""
     try:
         import gradio  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -55,7 +55,7 @@ def load_gradio() -> Any:
 
 
 def ask_both(sessions: Sequence[Session]) -> Callable[..., list[Outcome]]:
-    """Return the function of the page: it asks all sessions a question, with an image and a video path."""
+    """Return a function that asks all sessions a question, with optional paths of an image and a video."""
 
     def ask(question: str, image: str | None = None, video: str | None = None) -> list[Outcome]:
         media = [[image] if image else None], [[video] if video else None]
@@ -65,7 +65,7 @@ def ask_both(sessions: Sequence[Session]) -> Callable[..., list[Outcome]]:
 
 
 def page(gradio: Any, ask: Callable[..., list[Outcome]], names: Sequence[str]) -> Any:
-    """Build the page: a question with a file, and below the name of each model its answer."""
+    """Build the page: fields for a question and a file, and one column per model with its answer."""
     with gradio.Blocks(title="mmrl compare-answers") as blocks:
         question = gradio.Textbox(label="Question", lines=2)
         with gradio.Row():
@@ -75,7 +75,7 @@ def page(gradio: Any, ask: Callable[..., list[Outcome]], names: Sequence[str]) -
             columns = [(gradio.Textbox(label=name, lines=8), gradio.Gallery(label=name)) for name in names]
 
         def shown(*asked: str | None) -> list[Any]:
-            # Every column has a text and images; a model fills one of these.
+            # Every column has a field for text and one for images; an answer fills one of them.
             values: list[Any] = []
             for answer in ask(*asked):
                 values += [answer.text or "", images_of(answer)]

@@ -14,7 +14,7 @@ Completer = Callable[..., Iterable[str]]
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Print completions and end the process if a shell requests them; otherwise do nothing."""
+    """Print completions and end the process if a shell requested completions; otherwise do nothing."""
     try:
         import argcomplete  # pyright: ignore[reportMissingImports]
     except ImportError:  # argcomplete is optional
@@ -23,7 +23,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def configs(prefix: str, **_: Any) -> list[str]:
-    """List YAML files and folders that start with a prefix, in the working directory and mmrl's configs."""
+    """List YAML files and folders whose paths start with `prefix`, here and in mmrl's configs."""
     folder = Path(prefix).parent
     own = Path(__file__).parents[1] / "configs"
     paths = []
@@ -46,14 +46,14 @@ def overrides(prefix: str, **_: Any) -> list[str]:
 
 
 def kinds(prefix: str, **_: Any) -> list[str]:
-    """List the kinds of pieces that start with a prefix."""
+    """List the kinds of pieces, such as `reward`, whose names start with a prefix."""
     from mmrl.config.registry import HOMES
 
     return sorted(kind for kind in HOMES if kind.startswith(prefix))
 
 
 def names(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    """List the pieces of the kind given before on the command line, if they start with a prefix."""
+    """List the pieces whose names start with a prefix, of the kind given earlier on the command line."""
     from mmrl.config.registry import HOMES, pieces
 
     listed = pieces(parsed_args.kind) if parsed_args.kind in HOMES else []

@@ -20,8 +20,8 @@ from mmrl.config.schema import BuildConfig, as_plain, load
 def build(given: argparse.Namespace) -> None:
     """Build a data set or a model folder into the `output` of a configuration.
 
-    The folder appears when the build is complete. An earlier build of the same configuration is replaced, and
-    a build of another configuration only with --overwrite. Any other folder is never replaced.
+    The folder appears when the build is complete. It replaces an earlier build of the same configuration, or
+    with --overwrite a build of another configuration. A folder that is not a build is never replaced.
     """
     from mmrl.config.binding import Pieces
     from mmrl.config.misplaced import check_all
@@ -39,7 +39,7 @@ def build(given: argparse.Namespace) -> None:
     except ValueError as error:  # wrong value of an option
         raise ConfigError(f"build: {error}") from error
     output = Path(config.output)
-    if getattr(builder, "goes_on", False):  # can resume; compares the configuration itself
+    if getattr(builder, "goes_on", False):  # a builder that resumes checks its folder itself
         facts = {"builder": config.build.name}
         check_replaceable(output, "build", overwrite=given.overwrite, **facts)
         mark(output, "build", **facts)
@@ -62,7 +62,7 @@ def build(given: argparse.Namespace) -> None:
     examples=("mmrl data check data/questions.jsonl", "mmrl data check data/chat --model models/mine"),
 )
 def check_data(given: argparse.Namespace) -> int:
-    """Find rows and media that are missing, broken or in several splits; exit code 1 for any findings."""
+    """Find rows and media that are missing, broken or in several splits; exit code 1 if there are any."""
     from mmrl.config.registry import pieces
     from mmrl.data.dataset_io import Rows, SourceError, row_files
 

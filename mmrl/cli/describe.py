@@ -22,7 +22,7 @@ from mmrl.config.schema import FORMS, Kind, Piece, Scheduled, as_plain
 
 
 def describe_type(wanted: Any) -> str:
-    """Describe a type annotation and its range in words, such as `whole number, at least 1`."""
+    """Describe a type annotation with its range in words, such as `whole number, at least 1`."""
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
         if kinds := marks(wanted, Kind):
@@ -46,7 +46,7 @@ def describe_type(wanted: Any) -> str:
 
 
 def describe_default(default: Any) -> str:
-    """Format a default value as it is written in YAML."""
+    """Format a default value in YAML syntax."""
     if default in (REQUIRED, inspect.Parameter.empty):
         return "required"
     plain = as_plain(default)
@@ -59,7 +59,7 @@ def describe_default(default: Any) -> str:
 
 
 def split_docstring(docstring: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its prose and a dictionary that maps each option in `Args:` to its meaning."""
+    """Split a docstring into its text and a dictionary that maps each option in `Args:` to its meaning."""
     words, _, block = docstring.partition("\nArgs:\n")
     meanings: dict[str, str] = {}
     lines = block.splitlines()
@@ -77,7 +77,7 @@ def split_docstring(docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def describe_option(entry: Entry, name: str) -> str:
-    """Describe the type of a piece's option; an option named like a kind of pieces holds such pieces."""
+    """Describe the type of an option; an option named after a kind (`engine`) takes a piece of this kind."""
     wanted = entry.hints.get(name, Any)
     if name in HOMES and not is_number(wanted):
         return f"list of {name} pieces" if schema.empty_of(wanted) is list else f"{name} piece"
@@ -85,12 +85,12 @@ def describe_option(entry: Entry, name: str) -> str:
 
 
 def yaml_of(entry: Entry) -> str:
-    """Return a YAML line that uses a piece with all options; values of required options are in capitals."""
+    """Return example YAML with all options of a piece; a required value is the option's name in capitals."""
     options = {name: p.default for name, p in entry.options.items() if name not in (*FILLED, "name")}
     required = inspect.Parameter.empty
     given = {k: k.upper() if v is required else as_plain(v) for k, v in options.items() if v is not None}
     piece = {"name": entry.full_name, **given} if given else entry.full_name
-    place, value = entry.kind, piece  # kept for pieces nested in others, such as a `surrogate`
+    place, value = entry.kind, piece  # for pieces that only occur inside others, such as a `surrogate`
     for key in keys_of(schema.Config):
         if key.kind and (key.kind.name, key.kind.on) == (entry.kind, entry.on):
             empty = schema.empty_of(key.wanted)

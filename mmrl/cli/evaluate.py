@@ -44,10 +44,10 @@ WRITES = (
 def evaluate(given: argparse.Namespace) -> None:
     """Evaluate a model, or several `settings` of it; print a table and write it into `output_dir`.
 
-    If the folder of a run is given, its configuration is used with the model of its last checkpoint, or of
-    its last finished stage. Results of a run go into `evaluation` in its folder, those of a second evaluation
-    into `evaluation-2`. An `output_dir` with another evaluation is refused. All answers are written to
-    `predictions.parquet`, or to a file of `predictions/` for each setting.
+    If the folder of a run is given, its configuration and the model of its last checkpoint, or of its last
+    finished stage, are used. The results are then written to the subfolder `evaluation`, or `evaluation-2`
+    for a second evaluation. An `output_dir` that contains another evaluation is an error. All answers are
+    written to `predictions.parquet`, or with `settings` to one file per setting in `predictions/`.
     """
     from mmrl.build import load_evaluator
     from mmrl.pareto import check_settings, compare
@@ -75,7 +75,8 @@ def evaluate(given: argparse.Namespace) -> None:
     with _writing(folder, processes, facts):
         measured = evaluator.measure()
         with processes.fail_together("writing predictions"):
-            write_predictions(predictions, measured, world=processes.world, images=THUMBNAILS)
+            world, notes = processes.world, evaluator.noted
+            write_predictions(predictions, measured, world=world, images=THUMBNAILS, notes=notes)
         if not processes.main:
             return
         write_measured(folder, measured)
@@ -89,7 +90,7 @@ def evaluate(given: argparse.Namespace) -> None:
 
 
 def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
-    """Return the folder of an evaluation; append a number if mmrl chose it (`own`) and it is taken.
+    """Return the output folder of an evaluation; if mmrl chose it (`own`), add a number if it is taken.
 
     Raises ConfigError if the user named a folder that contains another evaluation.
     """
@@ -114,7 +115,7 @@ def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
 
 @contextmanager
 def _writing(folder: Path, processes: Processes, facts: Mapping[str, Any]) -> Iterator[None]:
-    """Lock the output folder of an evaluation, and write its marker file."""
+    """Lock an evaluation's output folder inside this context, and write its marker file."""
     from mmrl.runtime.files import locked
     from mmrl.runtime.folders import mark
 
@@ -125,9 +126,9 @@ def _writing(folder: Path, processes: Processes, facts: Mapping[str, Any]) -> It
 
 
 def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateConfig, Path | None, bool]:
-    """Return the configuration of a file or run folder, and the folder with the model's weights, if any.
+    """Return the configuration of a file or run folder, and the folder of the weights to load, if any.
 
-    The third value tells whether mmrl chose the output folder.
+    The third value is whether mmrl chose the output folder.
     """
     from mmrl.inference.sources import resolve
 
@@ -160,7 +161,7 @@ def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateCo
     ),
 )
 def compare(given: argparse.Namespace) -> None:
-    """Compare two evaluations answer by answer, with p-values, and write a page with both side by side.
+    """Compare two evaluations answer by answer: print p-values, and write a page with both side by side.
 
     Answers are matched by the uids of their prompts.
     """

@@ -22,10 +22,10 @@ from mmrl.config.loading import ConfigError
     ),
 )
 def export(given: argparse.Namespace) -> None:
-    """Write a model as one folder with a model card; merges the adapter, records transforms and cache.
+    """Export a model to one folder: merged adapter, transforms, cache and model card.
 
-    A model without transforms is an ordinary folder of transformers or diffusers. `from_pretrained` refuses a
-    model with pruning transforms, which it would load unpruned; use `mmrl.load_engine` or `load_pruned`.
+    Without transforms, the result is an ordinary folder of transformers or diffusers. `from_pretrained`
+    cannot load a model with pruning transforms; use `mmrl.load_engine` or `mmrl.load_pruned`.
     """
     from mmrl.build import check_source, open_source
     from mmrl.inference.saving import export as write

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
+from mmrl.config.engine_checks import makes
 from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_list
-from mmrl.config.registry import find
 from mmrl.core.modalities import MODALITIES, media_columns
 from mmrl.core.plain_text import whole
-from mmrl.core.types import Message, Outcome, Part, Prompt
+from mmrl.core.types import Message, Outcome, Part, Prompt, PromptError
 from mmrl.data.fields import RowError, plain, uid_of
 from mmrl.data.media import MediaError
 from mmrl.inference.session import Session, images_of, to_pil
 from mmrl.inference.sources import ModelSource
-from mmrl.runtime.folders import check_writable
+from mmrl.runtime.folders import check_writable, written_whole
 
 MODEL = argument(
     "model", metavar="CONFIG_OR_MODEL", help="a YAML file, the folder of a run, or a model (folder, hub id)"
@@ -31,8 +31,8 @@ ENGINE = (
     argument("--temperature", type=float, metavar="T", help="0 takes the most likely token"),
     argument("--seed", type=int, metavar="N", help="of random draws"),
 )
-IMAGES = Path("images")  # default folder for images
-ASKED = ("prompt", "messages", "question", "caption")  # columns with the question; the first one is used
+IMAGES = Path("images")  # default folder of generated images
+ASKED = ("prompt", "messages", "question", "caption")  # columns of questions; the first is used
 ROWS = (".jsonl", ".json", ".parquet")  # suffixes of files with rows
 IS_IMAGES = "this model makes images; name a folder for them as --output, not a file of rows"
 IS_TEXT = "this model answers in words; name a file such as answers.jsonl as --output"
@@ -40,7 +40,7 @@ IS_TEXT = "this model answers in words; name a file such as answers.jsonl as --o
 
 @dataclass(frozen=True)
 class Asked:
-    """A question, the columns of its row, and the turns of its answer, if tools were called."""
+    """A question, the columns of its data row, and the turns of the answer if tools were called."""
 
     prompt: Prompt
     columns: Mapping[str, Any]
@@ -83,8 +83,8 @@ class Asked:
 def generate(given: argparse.Namespace) -> None:
     """Answer one prompt, the rows of a file, or the lines of the standard input.
 
-    Answers go to the standard output, progress to the standard error. A model that makes images writes PNG
-    files and `metadata.jsonl`, an image folder of `datasets`.
+    Answers go to the standard output, progress to the standard error. Generated images are written as
+    PNG files with a `metadata.jsonl`, which `datasets` reads as an image folder.
     """
     from mmrl.build import check_source, open_source
     from mmrl.inference.sources import resolve
@@ -105,12 +105,12 @@ def generate(given: argparse.Namespace) -> None:
 
 
 def engine_options(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags that are options of the engine; the value is None for flags that are not given."""
+    """Return the engine options among the flags; options without a flag are None."""
     return {name: vars(given)[name] for name in ("max_completion_length", "temperature", "seed")}
 
 
 def check_arguments(given: argparse.Namespace) -> None:
-    """Raise `ConfigError` for flags that contradict each other, and for unreadable media of --prompt."""
+    """Raise `ConfigError` for contradictory flags, and for unreadable image and video files."""
     if given.prompt is not None and given.input is not None:
         raise ConfigError("--prompt and --input both say what is asked; give one of them")
     media = {kind: vars(given).get(kind) or [] for kind in MODALITIES}
@@ -141,10 +141,10 @@ def check_output(source: ModelSource, output: Path | None) -> None:
     """Raise `ConfigError` if --output does not fit the type of answers of the policy (text or images)."""
     if output is None:
         return
-    makes = getattr(find("policy", source.config.policy.name).target, "makes", "")
-    if makes == "images" and output.suffix in ROWS:
+    kind = makes(source.config.policy, source.engines)
+    if kind == "images" and output.suffix in ROWS:
         raise ConfigError(IS_IMAGES)
-    if makes == "text" and output.suffix not in ROWS:
+    if kind == "text" and output.suffix not in ROWS:
         raise ConfigError(IS_TEXT)
 
 
@@ -162,7 +162,7 @@ def check_medium(kind: str, path: Path) -> None:
 
 
 def questions(given: argparse.Namespace, session: Session) -> Iterable[Asked]:
-    """Return the questions of --prompt, of the rows of --input, or of the lines of standard input."""
+    """Return the questions: from --prompt, from the rows of --input, or from the lines of stdin."""
     from mmrl.data.messages import prompt_of
 
     if given.input is not None:
@@ -179,16 +179,18 @@ def questions(given: argparse.Namespace, session: Session) -> Iterable[Asked]:
 
 
 def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = False) -> Iterator[Asked]:
-    """Read questions from data rows; raise one error that lists all unusable rows.
+    """Read questions from the rows of a file; raise one error for all unusable rows.
 
-    Without `binary`, the columns must be JSON values, because they are written together with the answers.
+    Columns must be JSON values, because they are written next to the answers; `binary` lifts this limit.
     """
     from mmrl.data.dataset_io import DataRow, Rows, read_each
     from mmrl.data.messages import prompt_of
     from mmrl.data.row_fields import ASKING, has_content
+    from mmrl.data.row_sizes import row_size
 
     root = root or (path if path.is_dir() else path.parent)
     read = session.media_reader(root)
+    sized = getattr(session.policy, "makes", "") == "images"
 
     def make(row: DataRow, number: int) -> Asked:
         columns = row.columns
@@ -201,12 +203,14 @@ def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = F
                 plain(columns[column], column)
         media = {
             kind: [medium for column in modality.columns for medium in as_list(columns.get(column))]
-            for kind, modality in MODALITIES.items()  # each column may contain one file or a list
+            for kind, modality in MODALITIES.items()  # a column has one file or a list
         }
         read_here = (name, "id", "split", *media_columns())
         if unread := [key for key in ASKING if key not in read_here and has_content(columns.get(key))]:
             raise RowError(f"nothing reads the column `{unread[0]}`: {ASKING[unread[0]]}, or leave it out")
         prompt = prompt_of(uid_of(columns, f"p{number}"), columns[name], media, read=read)
+        prompt = replace(prompt, size=row_size(columns, source=True) if sized else None)
+        session.check(prompt)
         return Asked(prompt, columns)
 
     yield from read_each(path, Rows(path, root), make)
@@ -228,12 +232,16 @@ def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tup
     batches = iter(lambda: list(islice(left, size)), [])
     steps = -(-total // size) if total else None
     for batch in track(batches, "answering", steps, console=console, disable=quiet):
-        for item, row in zip(batch, session.one_each([item.prompt for item in batch]), strict=True):
+        try:
+            rows = session.one_each([item.prompt for item in batch])
+        except PromptError as error:  # a wrong question, not a bug
+            raise ConfigError(str(error)) from error
+        for item, row in zip(batch, rows, strict=True):
             yield replace(item, turns=row.turns if len(row.turns) > 1 else ()), row.outcomes[-1]
 
 
 def show(asked: Asked, answer: Outcome, *, as_row: bool) -> None:
-    """Print an answer, or the name of its file; with `as_row`, print JSON with the columns of its row."""
+    """Print an answer or the name of its image file; with `as_row`, print JSON that includes the columns."""
     import json
 
     if as_row and answer.text is not None:
@@ -246,9 +254,9 @@ def show(asked: Asked, answer: Outcome, *, as_row: bool) -> None:
 
 
 def row_with(asked: Asked, answer: Outcome, images: Path, root: Path | None = None) -> dict[str, Any]:
-    """Return the columns of a row, with the answer as `completion` and turns with tools as `conversation`.
+    """Return a row's columns plus the answer as `completion` and, with tools, its turns as `conversation`.
 
-    Images from tools are written to the folder `images`, with paths relative to `root`.
+    Images from tools are written to the folder `images`, and named by paths relative to `root`.
     """
     if answer.text is None:
         raise ConfigError(IS_IMAGES)
@@ -257,7 +265,7 @@ def row_with(asked: Asked, answer: Outcome, images: Path, root: Path | None = No
 
 
 def written(turns: Sequence[Message], images: Path, root: Path | None = None) -> list[dict[str, Any]]:
-    """Convert messages to the format of transformers, and write their images to files."""
+    """Convert messages to the format of transformers; images are written to files in `images`."""
 
     def block(part: Part) -> dict[str, str]:
         if part.media is None:
@@ -279,11 +287,12 @@ def spoken(turns: Sequence[Message], images: Path) -> str:
 
 
 def write_rows_of(answered: Iterable[tuple[Asked, Outcome]], path: Path) -> None:
-    """Write the rows of questions together with their answers to a file."""
+    """Write the rows of the questions, extended by the answers, to a file."""
     from mmrl.data.dataset_io import write_rows
 
-    images = path.parent / f"{path.stem}_images"
-    number = write_rows(path, (row_with(*both, images, path.parent) for both in answered))
+    with written_whole(path) as new:
+        images = new.parent / f"{path.stem}_images"
+        number = write_rows(new, (row_with(*both, images, new.parent) for both in answered))
     print(f"{path}: {number} rows", file=sys.stderr)
 
 
@@ -291,13 +300,14 @@ def write_images(answered: Iterable[tuple[Asked, Outcome]], folder: Path) -> Non
     """Write images as PNG files (videos as animated PNG) and the prompts to `metadata.jsonl`."""
     from mmrl.data.dataset_io import write_rows
 
-    def rows() -> Iterator[dict[str, Any]]:
+    def rows(folder: Path) -> Iterator[dict[str, Any]]:
         for number, (asked, answer) in enumerate(answered):
             name = f"{number:05d}.png"
             save_image(answer, folder / name)
             yield {"file_name": name, **asked.columns}
 
-    number = write_rows(folder / "metadata.jsonl", rows())
+    with written_whole(folder) as new:
+        number = write_rows(new / "metadata.jsonl", rows(new))
     print(f"{folder}: {number} images", file=sys.stderr)
 
 

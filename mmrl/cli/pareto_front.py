@@ -1,7 +1,7 @@
 """Command `mmrl pareto-front`: shows the Pareto front of checkpoints for several evaluation metrics.
 
-All metrics are maximised. C-MORL (arXiv 2410.02236) fills gaps in a front by further training from the
-members with the largest crowding distance.
+All metrics are maximised. C-MORL (arXiv 2410.02236) fills gaps in a Pareto front by further training
+from the members of the front with the largest crowding distance.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Point = tuple[float, ...]  # one value per objective
 def pareto_front(given: argparse.Namespace) -> None:
     """Show the Pareto front of evaluated checkpoints in several metrics, and the gaps in it.
 
-    Every evaluation of the runs is a point. The members next to the largest gaps are marked. To fill the
-    gaps, continue training from a marked member for one metric at a time, while the advantage `barrier` holds
-    the other metrics above their thresholds (C-MORL, arXiv 2410.02236). With a reference point, the command
-    also prints the hypervolume (larger is better).
+    Every evaluation of the runs is a point. Members of the front next to the largest gaps are marked. To fill
+    a gap, continue training from a marked member for one metric at a time, while the advantage `barrier`
+    holds the other metrics above their thresholds (C-MORL, arXiv 2410.02236). With a reference point, the
+    command also prints the hypervolume (larger is better).
     """
     if given.reference and len(given.reference) != len(given.metrics):
         raise ConfigError(f"--reference wants {len(given.metrics)} values, one a metric, in their order")
@@ -72,7 +72,7 @@ def pareto_front(given: argparse.Namespace) -> None:
 
 
 def evaluated(runs: list[Path], metrics: list[str]) -> dict[str, tuple[float, ...]]:
-    """Return the values of the metrics in every evaluation; maps "run step n" to values."""
+    """Return a mapping of evaluations, named "run step n", to their values of the metrics."""
     from mmrl.reporting.metrics import Journal, steps_taken
 
     points: dict[str, tuple[float, ...]] = {}
@@ -89,9 +89,9 @@ def evaluated(runs: list[Path], metrics: list[str]) -> dict[str, tuple[float, ..
 
 
 def front_of(points: Sequence[Point], reference: Point | None = None) -> list[int]:
-    """Return the indices of points that no other point dominates, in order; of equal points only the first.
+    """Return the indices of the points that no other point dominates; of equal points only the first.
 
-    A point is never a member if a value is not finite, or is below the `reference` in an objective.
+    Points with a value that is not finite, or that is below the `reference`, are left out.
     """
 
     def admitted(point: Point) -> bool:
@@ -109,10 +109,10 @@ def front_of(points: Sequence[Point], reference: Point | None = None) -> list[in
 
 
 def crowding_distance(front: Sequence[Point]) -> list[float]:
-    """Return the crowding distance of every member; infinite for the first and last member of an objective.
+    """Return the crowding distance of each member; infinite for the smallest and largest per objective.
 
-    For every objective, (next - previous) / (largest - smallest) is added up. An objective with equal values
-    adds 0. Among equal values, the first counts as the smaller one.
+    It is the sum of (next - previous) / (largest - smallest) over the objectives. An objective with equal
+    values adds 0. Of two equal values, the first counts as smaller.
     """
     distances = [0.0] * len(front)
     for values in zip(*front, strict=True):
@@ -133,14 +133,14 @@ def loneliest(front: Sequence[Point], count: int) -> list[int]:
 
 
 def hypervolume(front: Sequence[Point], reference: Point) -> float:
-    """Compute the volume that the front dominates above the reference point."""
+    """Compute the volume between the reference point and the front, which the front dominates."""
     inside = [point for point in front if all(a > b for a, b in zip(point, reference, strict=True))]
     if not inside:
         return 0.0
     if len(reference) == 1:
         return max(inside)[0] - reference[0]
-    # Cut the volume into slices along the last objective. In each slice, the points that reach it span a
-    # volume with one dimension less.
+    # Cut the volume into slices along the last objective. The section of a slice is the hypervolume of the
+    # points that reach it, in one dimension less.
     levels = sorted({point[-1] for point in inside})
     return sum(
         (level - below) * hypervolume([p[:-1] for p in inside if p[-1] >= level], reference[:-1])
@@ -149,9 +149,9 @@ def hypervolume(front: Sequence[Point], reference: Point) -> float:
 
 
 def expected_utility(front: Sequence[Point], step: float = 0.01) -> float:
-    """Compute the best weighted sum of objectives that a member reaches, averaged over weights.
+    """Compute the largest weighted sum of objectives over the members, averaged over weight vectors.
 
-    The weights are all multiples of `step` that are at least 0 and add up to 1.
+    The weight vectors are all vectors of non-negative multiples of `step` that add up to 1.
     """
     import torch
 
@@ -165,7 +165,7 @@ def expected_utility(front: Sequence[Point], step: float = 0.01) -> float:
 
 
 def sparsity(front: Sequence[Point]) -> float:
-    """Compute the mean squared gap between neighbours, added up over objectives; 0 for a single member."""
+    """Compute the mean squared gap between neighbours, summed over objectives; 0 for a single member."""
     if len(front) < 2:
         return 0.0
     ordered = [sorted(values) for values in zip(*front, strict=True)]
@@ -174,8 +174,8 @@ def sparsity(front: Sequence[Point]) -> float:
 
 
 def threshold(start: float, beta: float) -> float:
-    """Return the lowest value to which an objective may fall from a start: start - (1 - beta) |start|.
+    """Return the lower limit of an objective in further training: start - (1 - beta) |start|.
 
-    C-MORL uses beta times the start. This is equal above 0, but cannot be met below 0 (our reading).
+    C-MORL uses beta * start, which is the same for start > 0, but above the start if start < 0 (our reading).
     """
     return start - (1 - beta) * abs(start)

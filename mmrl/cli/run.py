@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     examples=("mmrl train my_run.yaml", "mmrl train my_run.yaml learn.learning_rate=2e-5 output_dir=runs/b"),
 )
 def train(given: argparse.Namespace) -> None:
-    """Train into `output_dir`, one stage after another; continue from the last checkpoint."""
+    """Run a training, stage by stage, into `output_dir`; resume from the last checkpoint if there is one."""
     from mmrl.build import build as make
     from mmrl.build import check
     from mmrl.training.checkpointing import check_output_folder
@@ -44,7 +44,7 @@ def train(given: argparse.Namespace) -> None:
 
 @command(CONFIG, OVERRIDES, examples=("mmrl doctor my_run.yaml",))
 def doctor(given: argparse.Namespace) -> int:
-    """Run all checks of a training run on a few rollouts; exit code 1 for grave findings."""
+    """Run all checks of a training run on a few rollouts; exit with code 1 for serious findings."""
     from mmrl.build import check
     from mmrl.doctor import examine
 
@@ -88,9 +88,9 @@ def _print_diagnosis(report: Diagnosis) -> None:
     ),
 )
 def estimate_memory(given: argparse.Namespace) -> int:
-    """Estimate the memory of a training run by component; exit code 1 if the device has less.
+    """Estimate the memory of a training run by component; exit with code 1 if it exceeds the device's.
 
-    Weights are not loaded, except for checkpoints quantised with a library other than bitsandbytes.
+    No weights are loaded, except for checkpoints that a library other than bitsandbytes quantised.
     """
     from mmrl.build import check
     from mmrl.diagnostics import memory_estimates
@@ -108,6 +108,10 @@ def estimate_memory(given: argparse.Namespace) -> int:
         largest = max(largest, memory_estimates.peak(memory))
         if not any("activations" in name for name in memory):
             print("without activations, which `mmrl doctor` measures")
+        elif card := memory_estimates.smallest_card(memory_estimates.peak(memory)):
+            print(f"fits a GPU of {card} GB, such as {memory_estimates.CARDS[card]}")
+        else:
+            print(f"fits no single GPU of at most {max(memory_estimates.CARDS)} GB")
     return int(0 < room < largest)
 
 

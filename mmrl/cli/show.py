@@ -8,7 +8,7 @@ from importlib import metadata
 
 from mmrl.cli import completion
 from mmrl.cli.command import argument, command, print_table
-from mmrl.config.loading import ConfigError, nearest
+from mmrl.config.loading import ConfigError, import_modules, nearest
 
 PACKAGES = (
     "mmrl", "torch", "torchvision", "transformers", "accelerate", "peft", "datasets", "av", "diffusers",
@@ -16,7 +16,7 @@ PACKAGES = (
 )  # fmt: skip
 
 
-METHODS = "methods"  # `mmrl list methods`, beside the kinds of pieces
+METHODS = "methods"  # argument of `mmrl list` besides the kinds of pieces
 
 
 @command(
@@ -33,14 +33,18 @@ METHODS = "methods"  # `mmrl list methods`, beside the kinds of pieces
         completer=completion.names,
     ),
     argument("--family", help="of methods, only those of one family: grpo, flow, ..."),
+    argument(
+        "--imports", action="append", default=[], metavar="MODULE", help="a module of yours with pieces"
+    ),
     name="list",
     examples=("mmrl list reward", "mmrl list reward short_answer", "mmrl list methods --family grpo"),
 )
 def show(given: argparse.Namespace) -> None:
-    """List pieces with options and defaults, or methods by family, or show one piece or method in full."""
+    """List pieces with their options, or methods by family; or describe one piece or method in full."""
     from mmrl.config.binding import FILLED
     from mmrl.config.registry import HOMES, pieces
 
+    import_modules(given.imports)
     if given.kind == METHODS:
         return show_method(given.piece) if given.piece else show_methods(given.family)
     if given.family:
@@ -59,12 +63,12 @@ def show(given: argparse.Namespace) -> None:
             options = []
             shown_options = ((name, p.default) for name, p in entry.options.items() if name not in FILLED)
             for name, default in shown_options:
-                # Show a default that is a piece by its name.
+                # If the default is a piece, show its name.
                 shown = f"={getattr(default, 'name', default)}"
                 options.append(name if default is inspect.Parameter.empty else name + shown)
             rows.append([entry.full_name, entry.on, ", ".join(options), entry.summary])
         table = [["name", "runs on", "options", "what it does"], *rows]
-        if not any(row[1] for row in rows):  # this kind has no stages
+        if not any(row[1] for row in rows):  # only some kinds have stages
             table = [[name, *rest] for name, _, *rest in table]
         if rows:
             print_table(*table, title=kind)
@@ -72,7 +76,7 @@ def show(given: argparse.Namespace) -> None:
 
 
 def show_methods(family: str | None) -> None:
-    """List methods with their papers, differences from GRPO and our readings; the best known come first."""
+    """List methods with papers, differences from GRPO and our readings of them; best-known methods first."""
     from mmrl.reporting.methods import all_methods, tables
 
     families = dict.fromkeys(method.family for method in all_methods())
@@ -90,7 +94,7 @@ def show_methods(family: str | None) -> None:
 
 
 def show_method(name: str) -> None:
-    """Print a method: its configuration file, and its pieces with our readings."""
+    """Print a method's configuration file, and its pieces with our readings of the papers."""
     from mmrl.reporting.methods import all_methods, readings
 
     by_name = {method.name: method for method in all_methods()}
@@ -115,9 +119,9 @@ def show_method(name: str) -> None:
 
 
 def show_piece(kind: str, name: str) -> None:
-    """Print a piece: description, options, packages, file and an example in YAML.
+    """Print a description of a piece: text, options, packages, source file and example YAML.
 
-    The name may omit the package if it is unique.
+    The package can be omitted from `name` if the rest is unique.
     """
     from mmrl.cli.describe import describe_default, describe_option, split_docstring, yaml_of
     from mmrl.config.binding import CALLED_WITH, FILLED

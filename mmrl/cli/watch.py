@@ -45,12 +45,12 @@ def watch(given: argparse.Namespace) -> None:
 
 
 def serve(folder: Path, host: str, port: int, every: int) -> HTTPServer:
-    """Create the server for the page of a run; it serves no other file."""
+    """Create the HTTP server for the page of a run; it serves nothing else."""
     page = Page(folder)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # Refuse other host names. Otherwise web pages could read this server through DNS rebinding.
+            # Refuse foreign host names: by DNS rebinding, a foreign web page could otherwise read this page.
             header = self.headers.get("Host", "")
             name = header.rpartition(":")[0].strip("[]") or header
             allowed = host not in LOOPBACK or name in LOOPBACK
@@ -68,13 +68,13 @@ def serve(folder: Path, host: str, port: int, every: int) -> HTTPServer:
             self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: Any) -> None:
-            """Print nothing, instead of a line per request."""
+            """Print nothing; the base class prints a line per request."""
 
     return HTTPServer((host, port), Handler)
 
 
 class Page:
-    """The page of a run or of its stages, rendered again whenever one of its files changes."""
+    """The page of a run or of its stages, rendered again when a file of the run has changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,7 +82,7 @@ class Page:
         self.made, self.finished = "", False
 
     def text(self) -> str:
-        """Return the current page; a single sentence before the first step, or if a file cannot be read."""
+        """Return the current page; before the first step or for unreadable files, a one-sentence page."""
         from mmrl.reporting.html.pages import comparison, run_page
         from mmrl.reporting.html.run_folder import read_run
 

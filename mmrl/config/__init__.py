@@ -8,7 +8,7 @@ from mmrl.config.loading import SHORTHANDS
 
 
 def _trl(*given: Any, **options: Any) -> dict[str, Any]:
-    from mmrl.trl.translation import applied  # imported here, because it imports this package
+    from mmrl.trl.translation import applied  # imported here, because that module imports this package
 
     return applied(*given, **options)
 

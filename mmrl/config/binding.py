@@ -15,6 +15,7 @@ from mmrl.config.loading import ConfigError, UnknownKey
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, Taken, is_number, is_whole, marks
 from mmrl.config.registry import FACTORIES, HOMES, LOADED, MADE, Entry, Needs, find, import_name, leaves_form
 from mmrl.config.schema import Kind, Piece, Scheduled, as_piece, convert, each, held_fields
+from mmrl.config.staleness import CORRECTION, lacks_correction
 from mmrl.core.protocols import Stateful
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
@@ -25,7 +26,7 @@ FILLED = ("generator", "recipe", "stream", "train_prompts")
 WORKERS = "mmrl.runtime.workers:workers_of"  # import path, because a higher package defines the function
 CALLED = {"label": str, "timeout": PositiveFloat, "retries": NonNegativeInt}  # `timeout` in seconds
 TOOL = {**CALLED, "on_error": Literal["tell", "skip", "raise"]}
-# Keys of a piece in a configuration that its caller reads; they are no options of the piece itself.
+# Keys beside a piece's options, which the code that calls the piece reads.
 CALLED_WITH = {
     "reward": {
         "weight": float,
@@ -33,7 +34,7 @@ CALLED_WITH = {
         "on_error": Literal["raise", "skip"],
         "on_absent": Literal["raise", "warn"],
         "where": Mapping[str, Any],  # score only prompts with these column values
-        "at": str,  # scored turns: `last` (default), `every`, or those with a `tag` or `tag=word`
+        "at": str,  # turns to score: `last` (default), `every`, or turns with a `tag` or `tag=word`
         "workers": Mapping[str, Any],  # settings of the Ray actors that compute the reward
     },
     "compare": {"weight": float},
@@ -52,7 +53,7 @@ class Bound:
     stream: Stream
     weight: float = 1.0
     label: str = ""
-    call: Mapping[str, Any] = field(default_factory=dict)  # settings of the caller, such as time-outs
+    call: Mapping[str, Any] = field(default_factory=dict)  # settings for its calls, such as time-outs
 
     def __call__(self, *arguments: Any) -> Any:
         random = {}
@@ -68,9 +69,10 @@ class Bound:
 
     @property
     def needs(self) -> Needs:
-        """The needs of the piece with its options, including those of the pieces in its options.
+        """The inputs that the piece needs with its options, including the needs of its inner pieces.
 
-        The current pass gives the log-probabilities of `old`, so only further outputs of `old` are needed.
+        The forward pass that trains the policy also gives the log-probabilities of `old`, the policy before
+        the update, so only other outputs of `old` are listed.
         """
         default = self.entry.options.get("against")
         against = self.options.get("against", default.default if default else "old")
@@ -91,6 +93,7 @@ class Recipe:
     stage: int
     remembering: tuple[str, ...]  # names of the engines that have a state
     clock: Callable[[], Clock]  # returns the inputs of schedules at this step
+    max_staleness: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,22 +112,21 @@ class Elsewhere:
 
 
 class Pieces:
-    """Checks and builds pieces, and records which of them have state or follow a schedule."""
+    """Checks and builds the components ("pieces") of a configuration; lists stateful and scheduled ones."""
 
-    def __init__(self, stream: Stream, policy: Piece | None = None) -> None:
-        self.stream = stream
+    def __init__(self, stream: Stream, policy: Piece | None = None, max_staleness: int = 0) -> None:
+        self.stream, self.max_staleness, self.clock = stream, max_staleness, Clock()
         self.policy = policy  # policy of the run, which second models copy by default
         self.made: dict[str, Any] = {}  # built objects by dotted path, which is equal in every run
         self.entries: list[Entry] = []  # entries of all pieces that were looked up
-        self.answer_form: Callable[[], str | None] = lambda: None  # form of the targets
-        self.trained: Piece | None = None  # the trained policy; `make` sets it
+        self.answer_form: Callable[[], str | None] = lambda: None  # returns the answer form of the data
+        self.policies: dict[str, Piece] = {}  # policies that were built, by dotted path
         self.engines: dict[str, Piece] = {}  # engines that were built, by dotted path
-        self.clock = Clock()
         self._scheduled: list[tuple[Callable[[str, Any], None], str, _Follows]] = []
         self.scheduled: dict[str, float] = {}  # current values of scheduled options, by dotted path
 
     def make(self, kind: str, piece: Piece, *wrapped: Any, place: str = "") -> Any:
-        """Look up a piece, check its options and bind them; a class is instantiated around `wrapped`."""
+        """Look up a piece, check its options and bind them; instantiate a class with `wrapped` first."""
         place = place or kind
         bound = self.name(kind, piece, place)
         if leaves_form(bound.entry, bound.options) and (form := self.answer_form()):
@@ -149,7 +151,7 @@ class Pieces:
             bound.function, bound.options = thing, {}
             setter = partial(setattr, thing)  # an object stores options as attributes
         self._scheduled += [(setter, name, value) for name, value in follows.items()]
-        self.trained = piece if place == "policy" else self.trained
+        self.policies |= {place: piece} if kind == "policy" else {}
         self.engines |= {place: piece} if kind == "engine" else {}
         return bound.function if kind in MADE else bound
 
@@ -157,13 +159,12 @@ class Pieces:
         """Return the recipe of an engine: its policy, and the engines that it wraps."""
         chain = place.rpartition("[")[0]  # `rollout.engine` of `rollout.engine[1]`
         before = {at: piece for at, piece in self.engines.items() if at.startswith(f"{chain}[")}
-        if self.trained is None:
-            raise ConfigError(
-                f"{place}: '{name}' makes a policy again, but none was made from a configuration"
-            )
+        own = self.policies.get(f"{place.rpartition('.')[0]}.policy")  # the policy of a judge
+        if (policy := own or self.policies.get("policy")) is None:
+            raise ConfigError(f"{place}: '{name}' makes a policy again, but no configuration made one")
         remembering = tuple(piece.name for at, piece in before.items() if at in self.that_are(Stateful))
-        parts = self.trained, tuple(before.values()), self.stream.seed, self.stream.stage
-        return Recipe(*parts, remembering, lambda: self.clock)
+        parts = policy, tuple(before.values()), self.stream.seed, self.stream.stage
+        return Recipe(*parts, remembering, lambda: self.clock, self.max_staleness)
 
     def prompts(self, piece: Piece, place: str) -> Sequence[Any]:
         """Read a data set; raises `ConfigError` if it has no prompts."""
@@ -188,17 +189,15 @@ class Pieces:
         """Return the built objects that implement a runtime-checkable protocol, by dotted path."""
         return {place: thing for place, thing in self.made.items() if isinstance(thing, protocol)}
 
-    @property
-    def notes(self) -> frozenset[str]:
-        """Names of the engine's per-step notes that the advantage chain, samplers and engines read."""
-        readers = ("advantage", "sampler", "engine")
-        return frozenset().union(*(e.needs.notes for e in self.entries if e.kind in readers))
+    def notes(self, *kinds: str) -> frozenset[str]:
+        """Names of the engine's per-step values that pieces of these kinds read."""
+        return frozenset().union(*(e.needs.notes for e in self.entries if e.kind in kinds))
 
-    def tick(self, clock: Clock) -> None:
-        """Set all scheduled options to their values at a step."""
+    def tick(self, clock: Clock, values: Mapping[str, float] | None = None) -> None:
+        """Set all scheduled options for a step; `values`, keyed by dotted path, replace the schedules."""
         self.clock = clock
-        for setter, name, follows in self._scheduled:
-            self.scheduled[follows.place] = value = follows(clock)
+        for setter, name, rule in self._scheduled:
+            self.scheduled[rule.place] = value = rule(clock) if values is None else values[rule.place]
             setter(name, value)
 
     def make_field(self, config: Any, place: str, *wrapped: Any) -> Any:
@@ -241,7 +240,7 @@ class Pieces:
         return self.name(kind, piece, place).entry
 
     def name(self, kind: str, piece: Piece, place: str = "") -> Bound:
-        """Check a piece like `check`; returns its converted options, weight, label and caller's settings."""
+        """Check a piece like `check`; return it with converted options, weight, label and call settings."""
         place, options = place or kind, dict(piece.options)
         call = {
             name: convert(options.pop(name), wanted, f"{place}.{name}")
@@ -268,20 +267,26 @@ class Pieces:
                     options[name] = self._inner(name, self.policy, f"{place}.{name}")
         if "workers" in call:
             call["workers"] = import_name(WORKERS)(entry, piece.options, call["workers"], place)
-            if call["workers"].runtime_env:  # it has the packages, so this process needs none
+            if call["workers"].runtime_env:  # the actors have the packages, so this process needs none
                 del self.entries[num_entries:]
             self.entries.append(replace(entry, packages={"ray": "ray"}))
         weight, label = call.pop("weight", 1.0), call.pop("label", "")
-        return Bound(entry, entry.target, options, self.stream, weight, label, call)
+        bound = Bound(entry, entry.target, options, self.stream, weight, label, call)
+        if self.max_staleness and place == "objective" and lacks_correction(entry, options, bound.needs):
+            options["step_weight"] = (self._inner("step_weight", CORRECTION, "objective.step_weight[0]"),)
+        return bound
 
     def _option(self, name: str, value: Any, wanted: Any, place: str) -> Any:
-        """Convert an option. An option that is called like a kind holds a piece or a list of pieces."""
+        """Convert an option to its type; options named `engine`, `reward` etc. hold such pieces or a list."""
         match value:
             case {"name": _} if name not in HOMES and is_number(wanted):
                 return self.number(value, wanted, place)
             case _ if name not in HOMES:
                 return convert(value, wanted, place)
             case list() | tuple():
+                kinds = inner if type(None) in (inner := typing.get_args(wanted)) else (wanted,)
+                if any(typing.get_origin(kind) is Callable for kind in kinds):
+                    raise ConfigError(f"{place} takes one {name}, not a list; write it without brackets")
                 listed = each([as_piece(item, place) for item in value], place)
                 built = tuple(self._inner(name, piece, at) for piece, at in listed)
                 _check_names(name, built, place)
@@ -291,7 +296,7 @@ class Pieces:
         return self._inner(name, as_piece(value, place), place)
 
     def _inner(self, kind: str, piece: Piece, place: str) -> Any:
-        """Build a piece in an option; for kinds that load files, return a function that builds it once.
+        """Build the piece of an option; for kinds that load files, return a function that builds it once.
 
         A data set thus gets a function that reads its inner data set, and a mere check reads no files.
         """
@@ -301,7 +306,7 @@ class Pieces:
         return cache(partial(self.make, kind, piece, place=place))
 
     def require_packages(self) -> None:
-        """Raise if a piece that was looked up needs a package that is not installed."""
+        """Raise if a piece that was looked up needs a package or a program that is not installed."""
         for entry in self.entries:
             for package, extra in entry.packages.items():
                 # `find_spec` raises for a loaded module without a spec, such as one that a program created.
@@ -311,6 +316,8 @@ class Pieces:
                         f"{entry.kind} '{entry.full_name}' needs the package {package}, which is not "
                         f"installed: pip install 'mmrl[{extra}]'"
                     )
+            if entry.programs:
+                entry.programs()
 
 
 @dataclass
@@ -334,7 +341,7 @@ class _Follows:
 
 
 def _check_names(kind: str, built: Sequence[Any], place: str) -> None:
-    """Raise `ConfigError` if two pieces in a list have one name, where a `label` would distinguish them."""
+    """Raise `ConfigError` if two pieces in a list have the same name; the option `label` would rename one."""
     names = [piece.name for piece in built if isinstance(piece, Bound)]
     twice = [name for name in names if names.count(name) > 1]
     if twice and "label" in CALLED_WITH.get(kind, ()):
@@ -342,7 +349,7 @@ def _check_names(kind: str, built: Sequence[Any], place: str) -> None:
 
 
 def left_out(entry: Entry, name: str, value: Any) -> bool:
-    """Whether a value is None and stands for the option's default, because its type excludes None."""
+    """Whether `value` is None and means the default, because the option's type does not allow None."""
     wanted = entry.hints.get(name, Any)
     excludes_none = wanted is not Any and type(None) not in marks(wanted, type)
     return value is None and excludes_none and entry.options[name].default is not inspect.Parameter.empty

@@ -35,7 +35,7 @@ def may_change(key: str) -> bool:
 
 
 def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    """Map the dotted keys at which two plain configurations differ to their (old, new) values."""
+    """Compare two plain configurations; map each dotted key that differs to its (old, new) values."""
     match old, new:
         case (str(), {"name": _}) | ({"name": _}, str()):  # a piece without options is just its name
             old, new = as_mapping(old), as_mapping(new)

@@ -1,8 +1,7 @@
-"""Check that the parts of a configuration fit together, without loading data or models."""
+"""Checks that the sections of a configuration fit together, without loading data or models."""
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,13 +10,15 @@ from math import prod
 from typing import Any
 
 from mmrl.config.binding import Bound, Pieces
+from mmrl.config.engine_checks import check_learning, declared, notes_of
 from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.misplaced import check_all
+from mmrl.config.nesting import check_nesting, check_servers
 from mmrl.config.plain import as_list
 from mmrl.config.ranges import BelowGenerations, DividesGenerations, marks
-from mmrl.config.registry import HOMES, Entry, Needs, find
-from mmrl.config.registry import pieces as known
+from mmrl.config.registry import HOMES, Needs, find
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
+from mmrl.config.staleness import check_pruned, check_staleness
 from mmrl.config.tags import check_replay, check_tags
 from mmrl.core.rng import Stream
 
@@ -25,8 +26,8 @@ OWN_WEIGHTS = "trained weights"  # default of the class attribute `holds` of ref
 
 
 def check_training(config: Config) -> Pieces:
-    """Check the configuration of a training run; returns its pieces, whose packages a caller can check."""
-    pieces = Pieces(Stream(), config.policy)
+    """Check the configuration of a training run; return its pieces, to check the installed packages."""
+    pieces = Pieces(Stream(), config.policy, config.rollout.max_staleness)
     parse(as_plain(config), Config)  # types and ranges, in case `config` was not read from a file
     _check_together(config)
     checked = check_all(pieces, config)
@@ -34,6 +35,7 @@ def check_training(config: Config) -> Pieces:
     _check_rewards(checked, "evaluation.rewards", weighted=False)
     _check_reward_names(checked, config.evaluation.correct)
     _check_every_turn(checked)
+    _check_metric_notes(pieces, checked)
     check_tags(pieces, checked)
     if config.report.visualizations and not config.evaluation.data:
         raise ConfigError(
@@ -52,10 +54,13 @@ def check_training(config: Config) -> Pieces:
             "and use the engine `offline`"
         )
     chain, engines = _listed(checked, "advantage"), _listed(checked, "rollout.engine")
-    _check_nesting(engines, "rollout.engine", "policy", "engine")
-    _check_nesting(_listed(checked, "sampler"), "sampler", "data", "sampler")
+    for place in ("rollout.engine", "evaluation.engine"):
+        check_nesting(_listed(checked, place), place, "policy", "engine")
+    check_servers(config)
+    check_nesting(_listed(checked, "sampler"), "sampler", "data", "sampler")
     _check_groups(config, chain)
     _check_branching(config, engines)
+    check_learning(config.policy, (*engines, *_listed(checked, "evaluation.engine")))
     needs = _needs_of(config, checked)
     chain_needs = reduce(Needs.__or__, (bound.needs for bound in chain), Needs())
     _check_references(config, chain_needs, "the advantage chain reads")
@@ -69,13 +74,12 @@ def check_training(config: Config) -> Pieces:
         if place.startswith("references."):
             needs |= _needs_of_second(config, bound, place, says)
     check_replay(engines)
-    if config.rollout.max_staleness:
-        _check_ahead(config, needs, engines)
-    notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
-    wanted = needs.notes | pieces.notes
+    check_staleness(config, needs, engines)
+    check_pruned(needs, engines)
+    notes = frozenset().union(*map(notes_of, engines))
+    wanted = needs.notes | pieces.notes("advantage", "sampler", "engine")
     # Comparing with `engine` needs the log-probabilities that the engine recorded while sampling.
-    missing = (wanted | ({"logp"} if "engine" in needs.others else set())) - notes
-    if missing:
+    if missing := (wanted | ({"logp"} if "engine" in needs.others else set())) - notes:
         raise ConfigError(
             f"the chain, the objective or a sampler reads the notes {sorted(missing)}, which the engines do "
             f"not take; they note {sorted(notes) or 'nothing'}"
@@ -121,9 +125,12 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     """Check every name and option of an evaluation without loading anything."""
     config, pieces = evaluation_of(config), Pieces(Stream())
     checked = check_all(pieces, config)
+    check_nesting(_listed(checked, "evaluation.engine"), "evaluation.engine", "policy", "engine")
+    check_servers(config)
     _check_rewards(checked, "evaluation.rewards", weighted=False)  # rewards of weight 0 are enough
     _check_reward_names(checked, config.evaluation.correct)
     _check_every_turn(checked)
+    _check_metric_notes(pieces, checked)
     check_tags(pieces, checked)
     evaluation = config.evaluation
     if evaluation.data is None:
@@ -132,43 +139,6 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
         if not named:
             raise ConfigError(f"'evaluation.{name}' is empty; name at least one")
     return pieces
-
-
-def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str) -> None:
-    """Raise `ConfigError` if the first of `listed` wraps another piece, or if a later one wraps none."""
-    for i, bound in enumerate(listed):
-        takes = next(iter(inspect.signature(bound.entry.target).parameters), "")
-        if i == 0 and takes == wrapped:
-            raise ConfigError(
-                f"{place}[0]: '{bound.entry.full_name}' wraps another {wrapped}; name that one before it"
-            )
-        if i > 0 and takes == first:
-            raise ConfigError(
-                f"{place}[{i}]: '{bound.entry.full_name}' wraps no other {wrapped}; name it first"
-            )
-        if i > 0:
-            _check_parts(bound, listed[:i], f"{place}[{i}]", wrapped)
-
-
-def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str) -> None:
-    """Raise `ConfigError` if a wrapper calls methods that the pieces before it lack."""
-    needs, first, inner = bound.entry.hints.get(wrapped), before[0].entry, before[-1].entry
-    # If the annotation is a protocol, any piece fits; if it is a class, the wrapper calls its methods.
-    if not inspect.isclass(needs) or getattr(needs, "_is_protocol", False):
-        return
-    if getattr(first.target, "answers_elsewhere", False):
-        raise ConfigError(
-            f"{place}: '{bound.entry.full_name}' decodes with the model itself, and '{first.full_name}' "
-            "answers elsewhere; use 'vision.generate'"
-        )
-    # The innermost piece may be of another class with the same methods; pieces that wrap it lack these.
-    if inner is not first and inspect.isclass(inner.target) and not issubclass(inner.target, needs):
-        wanted = next((e.full_name for e in known(wrapped) if e.target is needs), needs.__name__)
-        advice = getattr(bound.entry.target, "instead", "")
-        raise ConfigError(
-            f"{place}: '{bound.entry.full_name}' wraps '{wanted}' alone, not '{inner.full_name}'"
-            + (f"; {advice}" if advice else "")
-        )
 
 
 def _check_every_turn(checked: Mapping[str, Any]) -> None:
@@ -185,6 +155,15 @@ def _check_every_turn(checked: Mapping[str, Any]) -> None:
                 f"'{engine.entry.full_name}' makes one of the last turn alone; set "
                 "`turn_outcomes: true` on it"
             )
+
+
+def _check_metric_notes(pieces: Pieces, checked: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless the evaluation's engines record the per-step values that metrics read."""
+    engines = _listed(checked, "evaluation.engine") or _listed(checked, "rollout.engine")[:1]
+    if missing := pieces.notes("metric") - frozenset().union(*map(notes_of, engines)):
+        raise ConfigError(
+            f"evaluation.metrics read the notes {sorted(missing)}, which the engines do not take"
+        )
 
 
 def _of_last_turn(engines: Sequence[Bound]) -> Bound | None:
@@ -240,25 +219,6 @@ def _check_together(config: Config) -> None:
             raise ConfigError(message)
 
 
-def _check_ahead(config: Config, needs: Needs, engines: Sequence[Bound]) -> None:
-    """Raise `ConfigError` unless the engine can sample a step ahead and the objective corrects for that."""
-    if config.rollout.max_rounds > 1:
-        raise ConfigError(
-            f"'rollout.max_staleness' is 1 and 'rollout.max_rounds' {config.rollout.max_rounds}, but only "
-            "one round can be asked for a step ahead; set one of them lower"
-        )
-    if not callable(getattr(engines[-1].entry.target, "ask", None)):
-        raise ConfigError(
-            f"'rollout.max_staleness' is 1, but the engine '{engines[-1].entry.full_name}' cannot work while "
-            "the policy learns; list `ray_workers` last, or ask servers with `vision.vllm`"
-        )
-    if "engine" not in needs.others:
-        raise ConfigError(
-            "'rollout.max_staleness' is 1, so answers come from weights that are a step older, but the "
-            "objective does not compare with them; add `step_weight: [truncated_importance]` to it"
-        )
-
-
 def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = True) -> None:
     rewards = _listed(checked, place)
     for name, count in Counter(bound.name for bound in rewards).items():
@@ -285,7 +245,7 @@ def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
 
 
 def _check_metric(place: str, metric: Any, names: Sequence[str]) -> None:
-    # Names of metrics.jsonl: `rewards/NAME/mean`. Objectives of pairs report `rewards/chosen`.
+    # A reward's metric is called `rewards/NAME/mean`; `rewards/chosen` is a metric of preference objectives.
     match str(metric).split("/"):
         case ["rewards", name, _, *_]:
             _check_name(place, name, names)
@@ -298,7 +258,7 @@ def _check_name(place: str, name: Any, names: Sequence[str]) -> None:
 
 
 def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
-    """Return the needs of the objective; raise `ConfigError` if `references` lacks a policy that it reads."""
+    """Return the outputs and policies that the objective reads; `ConfigError` if `references` lacks one."""
     match checked["objective"]:
         case object(needs=Needs() as needs):
             pass
@@ -311,7 +271,7 @@ def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
 
 
 def _needs_of_second(config: Config, bound: Bound, place: str, says: Mapping[str, frozenset[str]]) -> Needs:
-    """Check and return the needs of a second trained model: of its advantage chain and its objective."""
+    """Check and return the outputs that an additional trained model's advantages and objective read."""
     chain, objective = bound.options.get("advantage", ()), bound.options.get("objective")
     needs = reduce(Needs.__or__, (piece.needs for piece in as_list(chain)), Needs())
     if objective is not None:
@@ -324,10 +284,10 @@ def _needs_of_second(config: Config, bound: Bound, place: str, says: Mapping[str
 
 
 def _says(config: Config, checked: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """Map "" (the policy) and the name of every second model to the outputs that the model computes."""
+    """Map "" (the policy) and the name of every additional trained model to the model's outputs."""
     inner = {name: piece.options.get("policy") for name, piece in config.references.items()}
-    return {"": _declared(checked["policy"].entry, "outputs")} | {
-        name: _declared(find("policy", as_piece(piece, f"references.{name}.policy").name), "outputs")
+    return {"": declared(checked["policy"].entry, "outputs")} | {
+        name: declared(find("policy", as_piece(piece, f"references.{name}.policy").name), "outputs")
         for name, piece in inner.items()
         if piece is not None
     }
@@ -349,7 +309,7 @@ def _check_branching(config: Config, engines: Sequence[Bound]) -> None:
 
 def _check_references(config: Config, needs: Needs, who: str) -> None:
     """Raise `ConfigError` unless `references` names every policy in `needs`."""
-    missing = set(needs.others) - set(config.references) - {"old", "engine"}  # these two are no references
+    missing = set(needs.others) - set(config.references) - {"old", "engine"}  # neither is a reference
     if missing:
         raise ConfigError(
             f"{who} {sorted(missing)}, but `references` has {sorted(config.references) or 'nothing'}; add "
@@ -358,9 +318,10 @@ def _check_references(config: Config, needs: Needs, who: str) -> None:
 
 
 def check_outputs(config: Config, needs: Needs, says: Mapping[str, frozenset[str]]) -> None:
-    """Raise `ConfigError` unless every model computes the outputs that the chain and objectives read.
+    """Raise `ConfigError` unless the models compute all outputs that advantages and objectives read.
 
-    `says` maps the name of a second model to its outputs, and "" to those of the policy and its references.
+    `says` maps the name of each additional trained model, such as a critic, to the model's outputs; the key
+    "" has the outputs of the policy and the references.
     """
     for name, wanted in {"": needs.outputs, **needs.others}.items():
         outputs = says.get(name, says[""])
@@ -372,14 +333,6 @@ def check_outputs(config: Config, needs: Needs, says: Mapping[str, frozenset[str
                 f"'{as_piece(piece, name).name}' does not say as it is set up; it says "
                 f"{sorted(outputs) or 'nothing'} besides log-probabilities"
             )
-
-
-def _declared(entry: Entry, name: str) -> frozenset[str]:
-    """Return a set that a class declares: the `outputs` of a policy or the `notes` of an engine."""
-    declared = getattr(entry.target, name, None)  # a class attribute, because a check builds no objects
-    if declared is None:
-        raise ConfigError(f"'{entry.full_name}' is no {entry.kind}: it does not declare `{name}`")
-    return declared
 
 
 def evaluation_of(config: Config | EvaluateConfig) -> EvaluateConfig:

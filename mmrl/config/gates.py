@@ -19,7 +19,7 @@ WANTED = "a number, or `previous` with a number added or taken away: previous - 
 
 @dataclass(frozen=True)
 class Gate:
-    """A condition on the last evaluation of a stage, from its key `keep_if`.
+    """A condition on the last evaluation of a stage, from the stage's key `keep_if`.
 
     Args:
         of: Name of the metric in metrics.jsonl, such as `eval_mean_iou`.
@@ -34,13 +34,13 @@ class Gate:
 
     @property
     def compares(self) -> bool:
-        """Whether a bound refers to the earlier stage (`previous`)."""
+        """Whether a bound of this gate refers to the metric of the earlier stage (`previous`)."""
         return any(isinstance(bound, str) for bound in (self.not_below, self.not_above))
 
     def refusal(self, after: Mapping[str, float], before: Mapping[str, float]) -> str:
-        """Return why the metrics `after` a stage fail the gate; empty if they pass.
+        """Return the reason why the metrics after a stage fail the gate; empty if the metrics pass.
 
-        `before` are the metrics of the earlier stage. Raises `ConfigError` if a needed metric is missing.
+        `before` has the metrics of the earlier stage. Raises `ConfigError` if a needed metric is missing.
         """
         value = measured(self.of, after)
         for words, bound, sign in (("not below", self.not_below, 1), ("not above", self.not_above, -1)):
@@ -74,7 +74,7 @@ def gates_of(raw: Any, place: str) -> tuple[Gate, ...]:
 
 
 def bound_of(bound: Any, previous: float, place: str = "keep_if") -> float:
-    """Evaluate a bound: a number, or a text relative to `previous`. Raises `ConfigError` for others."""
+    """Evaluate a bound: a number, or a text relative to `previous`. Raises `ConfigError` otherwise."""
     match bound:
         case bool():
             pass

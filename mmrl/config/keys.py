@@ -34,7 +34,7 @@ class Key:
 
     @property
     def name(self) -> str:
-        """The last component of the dotted name."""
+        """The last component of the key's dotted name."""
         return self.place.rpartition(".")[2]
 
 

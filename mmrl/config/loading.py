@@ -1,4 +1,4 @@
-"""Read YAML files with includes and dotted overrides into plain mappings and lists.
+"""Reading of YAML files with includes and dotted overrides into plain mappings and lists.
 
 Later values override earlier ones: mappings are merged, lists are replaced. A mapping that names another
 piece than the earlier mapping replaces it. YAML files contain no interpolation and no code.
@@ -7,6 +7,7 @@ piece than the earlier mapping replaces it. YAML files contain no interpolation 
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +24,8 @@ from yaml import YAMLError
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OmegaConfBaseException, YAMLError)
 
 
-# Keys at the top of a file that expand to other keys, with the function that expands them. It takes the
-# key's value, the merged configuration, the other keys of the file without includes, and the overrides.
+# Keys at the top of a file that expand to other keys, with the function that expands them. The function gets
+# the key's value, the merged configuration, the other keys of the file without includes, and the overrides.
 SHORTHANDS: dict[str, Callable[..., dict[str, Any]]] = {}
 
 
@@ -39,7 +40,7 @@ class UnknownKey(ConfigError):
         what: The error text without a hint.
         place: The dotted path of the key, such as `learn.lr`.
         known: The keys that exist at this level.
-        hint: Hint for the case that none of them is similar.
+        hint: Hint to show if no known key is similar.
     """
 
     def __init__(self, what: str, place: str, known: Iterable[str], hint: str) -> None:
@@ -130,7 +131,7 @@ def _stage(stage: Any, place: str, above: tuple[Path, ...]) -> Any:
 
 
 def without_stages(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the configuration of a single run; raises `ConfigError` if it has stages."""
+    """Copy the configuration of a single run; raise `ConfigError` if the file lists several stages."""
     if stages := raw.get("stages"):
         raise ConfigError(
             f"the file has {len(stages)} stages, each a run of its own: `mmrl train`, `mmrl check` and `mmrl "
@@ -141,7 +142,7 @@ def without_stages(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _locate(path: Path, above: tuple[Path, ...]) -> Path:
-    """Find a file next to the one that includes it, or among the configurations of mmrl."""
+    """Find a file next to the file that includes it, or among the configurations of mmrl."""
     package = Path(__file__).parents[1]
     homes = (above[-1].parent if above else Path(), package / "configs", package.parent / "configs")
     places = list(dict.fromkeys(home / path for home in homes))
@@ -176,6 +177,18 @@ def _check_plain(value: Any, place: str) -> None:
             )
 
 
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules of the key `imports`; raise `ConfigError` for one that cannot be imported."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # an import can raise any error
+            raise ConfigError(
+                f"imports: cannot import '{name}': {type(error).__name__}: {error}; name a module of the "
+                "current folder, without `.py`, or of an installed package"
+            ) from error
+
+
 def merge(below: Any, above: Any) -> Any:
     """Merge the plain value `above` over `below`; the mapping `{"0": x}` changes item 0 of a list."""
     match below, above:
@@ -198,7 +211,7 @@ def merge(below: Any, above: Any) -> Any:
 VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
 PART = re.compile(r"(?:^|/)\$[A-Za-z_]\w*(?=/|$)")  # a variable that is a whole component of a path
 USER = re.compile(r"~(?:[a-z_][\w.-]*(?=/))?(?=/|$)")
-PLACES = ("output_dir", "output", "init_from", "path", "root", "model", "adapter")  # keys of paths
+PLACES = ("output_dir", "output", "init_from", "path", "root", "model", "adapter")  # keys with paths
 
 
 def expanded(text: str, place: str = "") -> str:

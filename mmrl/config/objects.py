@@ -15,7 +15,7 @@ _OBJECTS: dict[str, Any] = {}
 
 
 def put(name: str, thing: Any) -> str:
-    """Store an object, in place of an earlier one of that name; return its name for a configuration."""
+    """Store an object and replace an earlier object of that name; return its name for a configuration."""
     _OBJECTS[PREFIX + name] = thing
     return PREFIX + name
 

@@ -31,7 +31,7 @@ class Range:
         return over and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:
-        """Spell the range as `more than 0 and at most 1`."""
+        """Format the range for error messages, such as `more than 0 and at most 1`."""
         low = f"{'more than' if self.above else 'at least'} {self.low:g}" if self.low > -math.inf else ""
         high = f"{'less than' if self.below else 'at most'} {self.high:g}" if self.high < math.inf else ""
         return " and ".join(filter(None, (low, high)))
@@ -76,14 +76,14 @@ class DividesGenerations:
 
 @dataclass(frozen=True)
 class TagName:
-    """An option with tags of outcomes that some piece must set: a tag, a list, or a mapping keyed by tag."""
+    """An option that names outcome tags (a tag, a list, or a mapping's keys); some piece must set them."""
 
     def __str__(self) -> str:
         return "a tag of outcomes"
 
 
 class Taken:
-    """An option of a schedule that is one of its values, so it must be in the scheduled option's range."""
+    """An option of a schedule that is itself a value, so it must be in the range of the scheduled option."""
 
     def __str__(self) -> str:
         return "in the range of what follows"
@@ -93,6 +93,7 @@ PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
 PositiveFloat = Annotated[float, Range(0, above=True)]
 NonNegativeFloat = Annotated[float, Range(0)]
+FiniteFloat = Annotated[float, Range()]
 Probability = Annotated[float, Range(0, 1)]
 PositiveShare = Annotated[float, Range(0, 1, above=True)]  # a fraction above 0
 ShareBelowOne = Annotated[float, Range(0, 1, below=True)]  # a fraction below 1, such as a momentum
@@ -101,7 +102,7 @@ TakenFloat = Annotated[float, Taken()]
 TakenInt = Annotated[int, Taken()]
 Tag = Annotated[str, TagName()]
 Tags = Annotated[tuple[str, ...], TagName()]
-TagWords = Annotated[Mapping[str, str], TagName()]  # maps a tag to its word
+TagWords = Annotated[Mapping[str, str], TagName()]  # maps a tag to a value
 
 
 def is_number(wanted: Any) -> bool:

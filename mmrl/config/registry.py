@@ -14,15 +14,16 @@ import importlib.util
 import inspect
 import pkgutil
 import typing
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast, overload
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
 from mmrl.config.papers import import_papers, snake_case
+from mmrl.core.reward_inputs import RewardInputs
 from mmrl.core.types import Unit
 
 SCOPES = {
@@ -55,13 +56,13 @@ class Needs:
     """The inputs of a piece besides the log-probabilities of the trained policy."""
 
     unit: Unit = Unit.STEP  # smallest part of a batch on which the piece can be computed
-    outputs: frozenset[str] = frozenset()  # further outputs of the trained policy
+    outputs: frozenset[str] = frozenset()  # other outputs that the piece reads from the trained policy
     # Maps the name of another policy to the outputs that the piece reads from it.
     others: Mapping[str, frozenset[str]] = field(default_factory=dict)
     notes: frozenset[str] = frozenset()  # values per step that the engine records
     tags: frozenset[str] = frozenset()  # tags of outcomes that the piece reads
     turns: bool = False  # reads single turns; other pieces get a conversation as one answer
-    every_turn: bool = False  # needs an outcome for every turn; has no effect with only the last one
+    every_turn: bool = False  # needs an outcome for every turn; has no effect if only the last turn has one
 
     def __or__(self, other: Needs) -> Needs:
         # Sorted, because all processes must gather sharded weights in the same order.
@@ -82,12 +83,13 @@ class Entry:
     name: str
     target: Callable
     needs: Needs = Needs()
-    of_others: frozenset[str] = frozenset()  # outputs needed from the policy that `against` names
+    of_others: frozenset[str] = frozenset()  # outputs that it reads from the policy in its option `against`
     takes: tuple[str, ...] | None = None  # the keyword-only parameters that are options; None: all
     # Maps a package to the pip extra with it; "form=math:math_verify" applies only with `form: math`.
     packages: Mapping[str, str] = field(default_factory=dict)
     on: str = ""  # stage at which the piece runs, for kinds with `stages`
     copies_policy: bool = False  # whether the option `policy` defaults to a copy of the run's policy
+    programs: Callable[..., Any] | None = None  # raises, given the options, if a program is missing
 
     @property
     def full_name(self) -> str:
@@ -116,10 +118,11 @@ class Entry:
             return {}
 
     def given(self, options: Mapping[str, Any]) -> Entry:
-        """Copy the entry; its `packages` are only those that these options need."""
+        """Copy the entry, with the `packages` and the `programs` that the piece needs with these options."""
         needed = [(*name.rpartition(":")[::2], extra) for name, extra in self.packages.items()]
         named = {f"{option}={value}" for option, value in options.items()}
-        return replace(self, packages={name: extra for only, name, extra in needed if only in {"", *named}})
+        packages = {name: extra for only, name, extra in needed if only in {"", *named}}
+        return replace(self, packages=packages, programs=self.programs and partial(self.programs, **options))
 
     @property
     def sets_tags(self) -> frozenset[str]:
@@ -128,8 +131,16 @@ class Entry:
 
     @property
     def own_answer(self) -> Callable[..., Any] | None:
-        """Function of a prompt and the reward's options that returns a correct answer; None without one."""
+        """The declared function (prompt, options) that returns a correct answer; None if undeclared."""
         return getattr(self.target, "own_answer", None)
+
+    def inputs(self, options: Mapping[str, Any]) -> RewardInputs | None:
+        """Return the declared inputs of a reward with these options; None if it declares none."""
+        declared = getattr(self.target, "reward_inputs", None)
+        if declared is None or isinstance(declared, RewardInputs):
+            return declared
+        values = {name: parameter.default for name, parameter in self.options.items()} | dict(options)
+        return declared(**{name: values[name] for name in inspect.signature(declared).parameters})
 
     @property
     def summary(self) -> str:
@@ -165,18 +176,17 @@ def kind(
 
     Args:
         name: Name of the kind in configurations and in `mmrl list`.
-        home: Name of the folder with its modules, in every package.
+        home: Name of the folder, in every package, that has the modules of this kind.
         made: Whether a run builds a piece once, as an object around the piece that it wraps.
-        loads: Whether the constructor may read files or load a model; checks then do not call it.
+        loads: Whether the constructor may read files or load a model; a check then does not call it.
         factory: Whether a class is instantiated at every call, instead of once.
-        stages: Allowed values of the declaration `on`, the stage at which a piece runs.
+        stages: Allowed values of the declaration `on`, which is the stage at which a piece runs.
 
     Pieces in `mmrl/papers` declare the package that their name begins with: `@engine(scope="vision")`.
     """
     HOMES[name] = home
-    MADE.update([name] if made else [])
-    LOADED.update([name] if loads else [])
-    FACTORIES.update([name] if factory else [])
+    for names, belongs in ((MADE, made), (LOADED, loads), (FACTORIES, factory)):
+        names.update([name] if belongs else [])
 
     def decorate(
         target: Callable | None = None,
@@ -193,25 +203,31 @@ def kind(
         packages: Mapping[str, str] = MappingProxyType({}),
         on: str = "",
         copies_policy: bool = False,
+        programs: Callable[..., Any] | None = None,
         own_answer: Callable[..., Any] | None = None,
+        inputs: RewardInputs | Callable[..., RewardInputs] | None = None,
+        trains: bool | None = None,
         scope: str = "",
     ) -> Callable:
-        of = {name: frozenset(of_others) for name in others}
-        sets = frozenset(extra), of, frozenset(notes), frozenset(tags)
-        needs = Needs(unit, *sets, turns or every_turn, every_turn)
-        for option, value, allowed in (("on", on, stages), ("scope", scope, SCOPES)):
-            if value not in allowed:
-                names = ", ".join(filter(None, allowed)) or "none"
-                raise ValueError(f"a {name} declares `{option}`, one of {names}, not '{value}'")
+        of = dict.fromkeys(others, frozenset(of_others))
+        read = frozenset(extra), of, frozenset(notes), frozenset(tags), turns or every_turn, every_turn
+        _check_one_of(f"a {name} declares `on`", on, stages)
+        _check_one_of(f"a {name} declares `scope`", scope, SCOPES)
 
         def enter(target: Callable) -> Callable:
-            _set_declared(target, sets_tags=frozenset(sets_tags), own_answer=own_answer)
-            declared = needs, frozenset(of_others), None, packages, on, copies_policy
+            attributes = {"own_answer": own_answer, "reward_inputs": inputs, "trains": trains}
+            _set_declared(target, sets_tags=frozenset(sets_tags) or None, **attributes)
+            declared = Needs(unit, *read), frozenset(of_others), None, packages, on, copies_policy, programs
             return _register(name, target, scope, *declared)
 
         return enter if target is None else enter(target)
 
     return cast(Decorator, decorate)
+
+
+def _check_one_of(what: str, value: str, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{what}, one of {', '.join(filter(None, allowed)) or 'none'}, not '{value}'")
 
 
 def _register(kind: str, target: Callable, scope: str, *declared: Any) -> Callable:
@@ -234,7 +250,7 @@ def _register(kind: str, target: Callable, scope: str, *declared: Any) -> Callab
 def _set_declared(target: Callable, **declared: Any) -> None:
     """Set declarations as attributes of a piece, so that subclasses inherit them."""
     for name, value in declared.items():
-        if value:
+        if value is not None:
             setattr(target, name, value)
 
 
@@ -242,7 +258,7 @@ def _set_declared(target: Callable, **declared: Any) -> None:
 
 
 def pieces(kind: str, on: str = "") -> list[Entry]:
-    """List the pieces of a kind in order of name, papers included; with `on`, only those of that stage."""
+    """List the pieces of a kind in order of name, papers included; with `on`, only pieces of this stage."""
     _import_homes(kind)
     import_papers(kind)
     entries = [entry for (k, _), entry in PIECES.items() if k == kind and on in ("", entry.on)]
@@ -265,7 +281,7 @@ def _import_homes(kind: str) -> None:
 
 
 def leaves_form(entry: Entry, options: Mapping[str, Any]) -> bool:
-    """Whether a reward has `form: null`: the data set then chooses the form of compared answers."""
+    """Whether a reward leaves `form` unset, so that the answer form is inferred from the data set."""
     form = entry.options.get("form") if FORM_PACKAGE in entry.packages else None
     return form is not None and form.default is None and options.get("form") is None
 

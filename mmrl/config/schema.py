@@ -18,27 +18,19 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 
-from mmrl.config.loading import ConfigError, UnknownKey, expand_all, read, without_stages
+from mmrl.config.loading import ConfigError, UnknownKey, expand_all, import_modules, read, without_stages
 from mmrl.config.plain import check_finite
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Steps, bounds_of, marks
 
 FORMS = {
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    bool: "true or false",
-    type(None): "left out",
-    list: "a list",
-    tuple: "a list",
-    Sequence: "a list",
-    dict: "a mapping",
-    Mapping: "a mapping",
-}
+    int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "left out",
+    list: "a list", tuple: "a list", Sequence: "a list", dict: "a mapping", Mapping: "a mapping",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece in a configuration: a name with options, `{name: clip, epsilon_high: 0.28}` or `clip`."""
+    """A configurable component: a name with options, `{name: clip, epsilon_high: 0.28}`, or `clip` alone."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -61,13 +53,13 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Settings of rollouts. The first engine samples from the policy; others wrap the one before."""
+    """Settings of rollouts. The first engine samples from the policy; each other wraps the engine before."""
 
     engine: Annotated[tuple[Piece, ...], Kind("engine")]  # engines, from the innermost to the outermost
-    policy: str = ""  # name in `references` of the policy that samples; empty: the trained one
+    policy: str = ""  # name in `references` of the policy that samples; empty: the trained policy
     num_prompts: PositiveInt = 32  # prompts (groups) per update, over all processes
     num_generations: PositiveInt = 8  # rollouts per prompt
-    max_staleness: Annotated[int, Range(0, 1)] = 0  # 1: sample the next rollouts during the update
+    max_staleness: NonNegativeInt = 0  # lag in steps between the sampling weights and the trained weights
     max_rounds: PositiveInt = 1  # most sampling rounds per update, to replace dropped groups or show hints
 
 
@@ -90,7 +82,7 @@ class Learn:
 class Evaluation:
     """Settings of `mmrl evaluate`, and of the evaluations that a training run makes every `eval_steps`.
 
-    An empty list of engines or rewards stands for those of the training.
+    If the list of engines or rewards is empty, the engine or rewards of the training are used.
     """
 
     data: Annotated[Piece | None, Kind("data")] = None  # held-out prompts; null: no evaluation
@@ -100,7 +92,7 @@ class Evaluation:
     correct: str = ""  # name of the 0/1 reward that marks correct answers; "": the reward of largest weight
     num_prompts: NonNegativeInt = 0  # prompts to answer; 0: all
     num_generations: PositiveInt = 1  # answers per prompt
-    confidence: Annotated[float, Range(0, 1, above=True, below=True)] = 0.95  # of the bootstrap intervals
+    confidence: Annotated[float, Range(0, 1, above=True, below=True)] = 0.95  # level of bootstrap intervals
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class Report:
 
     logging_steps: PositiveInt = 1  # steps between lines of metrics.jsonl
     log_completions: bool = True  # write rollouts with rewards and advantages to parquet files
-    # Collections whose rows get thumbnails in the report (a number): the first, the last, others between.
+    # Collections whose rows get thumbnails in the report: this many, evenly spaced over the run.
     media_log_steps: NonNegativeInt = 5
     # Dashboards. Packages of dashboards that the configuration names must be installed.
     trackers: Annotated[tuple[Piece, ...], Kind("tracker")] = (Piece("tensorboard", {"required": False}),)
@@ -139,7 +131,7 @@ class Config:
     rewards: Annotated[tuple[Piece, ...], Kind("reward")]  # each may have `weight` and `label`
     advantage: Annotated[tuple[Piece, ...], Kind("advantage")]  # turn rewards into advantages, in order
     objective: Annotated[Piece, Kind("objective")]  # computes the loss from advantages
-    # Choose the prompts of a step. The first sampler reads the data; each further one wraps the one before.
+    # Choose the prompts of a step. The first sampler reads the data; each other wraps the sampler before.
     sampler: Annotated[tuple[Piece, ...], Kind("sampler")] = (Piece("uniform"),)
     group_filter: Annotated[Piece, Kind("group_filter")] = Piece("keep_all")  # drops groups after scoring
     # Other policies that the objective reads, by name: `{ref: frozen}`.
@@ -157,7 +149,7 @@ class Config:
     carry: tuple[Literal["optimizer", "references", "sampler", "advantage"], ...] = ()
     save_steps: Steps = 100  # steps between checkpoints; below 1: fraction of the run; 0: only at its end
     save_total_limit: NonNegativeInt = 2  # number of latest checkpoints to keep; 0: all
-    metric_for_best_model: str = ""  # the checkpoint with its best value is also kept
+    metric_for_best_model: str = ""  # the checkpoint with the best value of this metric is kept too
     greater_is_better: bool = True  # whether larger values of `metric_for_best_model` are better
     push_to_hub: bool = False  # upload the best model (or else the last) at the end of the run
     hub_model_id: str = ""  # `owner/name`, or `name` in your own account
@@ -168,6 +160,7 @@ class Config:
     ddp_timeout: Annotated[float, Range(1)] = 1800.0  # seconds a process waits for another before all fail
     seed: int = 0  # seed of all random streams
     stage: NonNegativeInt = 0  # number of the stage; changes the draws of training, not of evaluation
+    imports: tuple[str, ...] = ()  # modules to import first, which add model families, media or pieces
     output_dir: str = "runs/unnamed"  # folder for all files of the run
     overwrite_output_dir: bool = False  # delete an existing run in `output_dir`
 
@@ -182,6 +175,7 @@ class EvaluateConfig:
     cost_metrics: Annotated[tuple[Piece, ...], Kind("cost")] = (Piece("operations"),)  # costs besides seconds
     target_metric: str = ""  # the metric that is plotted against costs; empty: the first metric
     greater_is_better: bool = True  # whether larger values of `target_metric` are better
+    imports: tuple[str, ...] = ()  # modules to import first, which add model families, media or pieces
     output_dir: str = "runs/evaluation"  # folder for the results
     seed: int = 0  # seed of all random streams
 
@@ -193,6 +187,7 @@ class BuildConfig:
     build: Annotated[Piece, Kind("builder")]  # the builder
     output: str  # folder for the result
     seed: int = 0  # seed of all random streams
+    imports: tuple[str, ...] = ()  # modules to import first, which add model families, media or pieces
 
 
 @cache
@@ -222,7 +217,7 @@ def each(value: Any, place: str) -> list[tuple[Piece, str]]:
     return [(piece, f"{place}[{i}]") for i, piece in enumerate(value)]
 
 
-# Functions that extend an error by where an unknown key belongs. `misplaced.py` adds one when imported.
+# Functions that add to an error where an unknown key belongs. `misplaced.py` appends one when imported.
 LOCATE: list[Callable[[UnknownKey, Mapping[str, Any], type], ConfigError]] = []
 
 
@@ -253,11 +248,12 @@ def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
     if errors:
         errors = [next((f(e, raw, kind) for f in LOCATE if type(e) is UnknownKey), e) for e in errors]
         raise ConfigError(";\n  ".join(map(str, errors))) if errors[1:] else errors[0]
+    import_modules(getattr(parsed, "imports", None) or ())
     return parsed
 
 
 def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool, errors: list | None) -> Any:
-    """Convert a mapping to `kind`; append faults to `errors` and return None, or without it raise one."""
+    """Convert a mapping to `kind`; append all faults to `errors`, or raise the first if `errors` is None."""
     hints, prefix, faults = hints_of(kind), f"{place}." if place else "", []
     values, hint = {}, f"there are {', '.join(hints)}"
     for key, value in raw.items():

@@ -26,9 +26,9 @@ class Stage:
         config: The configuration of the run, with an output folder of its own.
         name: Name in the file, or else the number of the stage from 1.
         place: Position in the file, such as `stages[1]`.
-        begins: Index of the stage whose model it continues from; None: it starts from `policy.model`, or
-            from the folder in `config.init_from`.
-        keep_if: Conditions on its last evaluation that must hold before another stage starts.
+        begins: Index of the stage whose model this run continues from; None: the run starts from
+            `policy.model`, or from the folder in `config.init_from`.
+        keep_if: Conditions on the run's last evaluation that must hold before another stage starts.
     """
 
     config: Config
@@ -48,8 +48,8 @@ def load_stages(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
     The override `max_steps=5` changes all stages; `stages.1.max_steps=5` or `stages.NAME.max_steps=5` changes
     one. Defaults of a stage after the first: `init_from` is the stage before, `init_references` is true, and
-    `stage` is its index, so that it draws other prompts and noise. A stage that carries the sampler has the
-    `stage` of the stage before.
+    `stage` is its index, so that it draws other prompts and noise. A stage that continues with the sampler of
+    the stage before (`carry`) also has the same `stage`.
 
     Raises:
         ConfigError: A stage is not a valid run; the error names the stage.
@@ -83,7 +83,7 @@ def on_each(places: Sequence[str], work: Callable[[int], T]) -> list[T]:
 
 
 def _at(place: str, text: str) -> str:
-    """Insert the place of a stage before the key at the start of an error text, or else before the text."""
+    """Prefix the key at the start of an error (or else the whole text) with a stage's path, `stages[1]`."""
     keys = "|".join(field.name for field in fields(Config))
     longer = re.sub(rf"^('?)({keys})\b", rf"\1{place}.\2", text)
     return longer if longer != text else f"{place}: {text}"
@@ -116,14 +116,14 @@ def _stages(raw: dict[str, Any], listed: Any, overrides: Sequence[str]) -> list[
 
 
 def _gates(stage: dict[str, Any], own: list[str], place: str) -> tuple[Gate, ...]:
-    """Remove `keep_if` from a stage and from its overrides, and return the gates in it."""
+    """Remove `keep_if` from a stage and from the stage's overrides, and return the parsed gates."""
     changes = [text for text in own if re.match(r"keep_if\b", text)]
     own[:] = [text for text in own if text not in changes]
     return gates_of(change({"keep_if": stage.pop("keep_if", None) or {}}, changes)["keep_if"], place)
 
 
 def _check_gate(gate: Gate, stage: Stage, stages: Sequence[Stage]) -> None:
-    """Raise `ConfigError` if the metric of a gate is not measured, or measured on different prompts."""
+    """Raise `ConfigError` if a gate's metric is not measured, or the compared evaluations differ."""
     before = None if stage.begins is None else stages[stage.begins]
     if gate.compares and before is None:
         raise ConfigError(
@@ -159,7 +159,7 @@ def _evaluates(config: Config) -> tuple[Any, ...]:
 
 
 def _parted(overrides: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Split overrides into those of all stages and, without `stages.NAME.`, those of each stage."""
+    """Split overrides into a list for all stages, and one list per stage with `stages.NAME.` removed."""
     numbers = {str(i): i for i in range(len(names))}
     index = {name: i for i, name in enumerate(names) if not name.isdigit()} | numbers
     common: list[str] = []
@@ -179,7 +179,7 @@ def _parted(overrides: Sequence[str], names: Sequence[str]) -> tuple[list[str], 
 
 
 def _names(listed: Sequence[dict[str, Any]]) -> list[str]:
-    """Remove the names from the stages and return them; each becomes part of a folder name."""
+    """Remove the name of every stage and return the names, which become parts of folder names."""
     names: list[str] = []
     for i, stage in enumerate(listed):
         place = f"stages[{i}]"
@@ -198,10 +198,10 @@ def _names(listed: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _over(raw: dict[str, Any], stage: dict[str, Any], common: Sequence[str]) -> dict[str, Any]:
-    """Merge a stage over the rest of the file, and the overrides of all stages over both."""
+    """Merge a stage over the rest of the file, and then the `common` overrides over the result."""
     stage = dict(stage)
     for one, other in (("max_steps", "num_train_epochs"), ("num_train_epochs", "max_steps")):
-        if stage.get(one) and other not in stage:  # it overrides the length of the file's runs
+        if stage.get(one) and other not in stage:  # overrides the run length of the file
             stage[other] = None
     shorthands = {key: stage.pop(key) for key in SHORTHANDS if stage.get(key) is not None}
     merged = merge(raw, stage)
@@ -211,7 +211,7 @@ def _over(raw: dict[str, Any], stage: dict[str, Any], common: Sequence[str]) -> 
 
 
 def _complete(stages: Sequence[dict[str, Any]], names: Sequence[str], given: set[str]) -> int | None:
-    """Fill in the defaults of the last of `stages`, and return the index of the stage it starts from.
+    """Fill in the defaults of the last of `stages`, and return the index of the stage that it continues.
 
     Args:
         stages: Plain configurations of the stages up to the one that is completed.

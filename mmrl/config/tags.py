@@ -28,15 +28,17 @@ def check_tags(pieces: Pieces, checked: Mapping[str, Any]) -> None:
 
 
 def check_replay(engines: Sequence[Bound]) -> None:
-    """Raise `ConfigError` if a replay engine wraps conversations, whose rows it cannot reconstruct."""
+    """Raise `ConfigError` if a replay engine wraps an engine whose rows it cannot rebuild, such as `play`."""
     tags = [engine.entry.sets_tags for engine in engines]
     for place, own in enumerate(tags):
         for inner, below in zip(engines[:place], tags, strict=False):
-            if "replay" in own and {"episode", "changed"} <= below:
+            images = getattr(inner.entry.target, "makes", "") == "images"
+            if "replay" in own and "changed" in below and ("episode" in below or images):
+                reason = "writes images" if images else "answers other prompts"
                 raise ConfigError(
                     f"'{engines[place].entry.full_name}' would store nothing: it makes rows again from a "
-                    f"prompt of the data and tokens, and '{inner.entry.full_name}' answers with "
-                    "conversations. Leave one of them out"
+                    f"prompt of the data and tokens, or from a conversation with tools, and "
+                    f"'{inner.entry.full_name}' {reason}. Leave one of them out"
                 )
 
 
@@ -52,7 +54,7 @@ def tags_read(bound: Bound) -> Iterator[str]:
 
 
 def named_in(bounds: Iterable[Bound], names: Iterable[str]) -> set[str]:
-    """Return those `names`, such as of rewards, that occur in options of pieces or their inner pieces."""
+    """Return the `names` (such as reward names) that occur in options of pieces or of inner pieces."""
     values = [value for bound in bounds for _, _, value in options_in(bound)]
     return set(names).intersection(text for value in values for text in texts_in(value))
 

@@ -1,4 +1,4 @@
-r"""Extraction of the relevant part of an answer or target, and normalisation of its spelling."""
+r"""Extraction of the final answer from a text, and normalisation of the spelling of texts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ THOUGHT_END = re.compile(r"</think\s*>", re.IGNORECASE)
 THOUGHT = re.compile(r"\s*<think\s*>", re.IGNORECASE)
 WRAPPED = re.compile(r"\s*<([A-Za-z][\w-]*)>(.*)</\1>\s*", re.DOTALL)
 BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|(?<!\\)[{}]")
-DEEPEST = 8  # most levels of nested blocks and fractions that are parsed
+DEEPEST = 8  # maximal depth of nested blocks and fractions that are parsed
 
 
 def tagged(text: str, tag: str) -> list[str]:
     """List the contents of the blocks `<tag>...</tag>` in a text, in order, ignoring the tag's case."""
     ends = [end.end() for end in re.finditer(f"</{tag}>", text, re.IGNORECASE)]
-    # Stop at the last closing tag: each opening tag after it would scan the rest, in quadratic time.
+    # Search only up to the last closing tag: every opening tag after it would scan to the end of the text.
     inside = text[: ends[-1]] if ends else ""
     return re.findall(f"<{tag}>(.*?)</{tag}>", inside, re.DOTALL | re.IGNORECASE)
 
 
 def last_box(text: str) -> tuple[int, int, int] | None:
-    r"""Find the last complete \boxed{...}: its start, and the start and end of its content."""
+    r"""Return (start, start of content, end of content) of the last complete \boxed{...}, or None."""
     opened: list[tuple[int, int, bool]] = []
     last = None
     for brace in BRACE.finditer(text):
@@ -74,7 +74,7 @@ SPELLED = {
 }  # fmt: skip
 FRACTIONS = re.compile(r"(\d?)([¼-¾⅐-⅞])")
 SUPERSCRIPTS = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
-# Separators of thousands, as in 1'234, and spaces that do not break.
+# Thousands separators between digits: apostrophes as in 1'234, underscores, thin and non-breaking spaces.
 GROUPED = re.compile("(?<=\\d)[\u00a0\u2009\u202f'’_](?=\\d{3}(?!\\d))")
 SPAN = re.compile(r"(?<=\d)(\s?)[‒–—―](\s?)(?=\d)")
 SIGN = re.compile(r"(?<![\w)])[‒–](?=[\d.])")
@@ -151,7 +151,7 @@ ITALIC = re.compile(r"(?<![\w*])\*(?=[^\s*])([^*\n]+?)(?<=[^\s*])\*(?![\w*])")
 
 
 def plain(text: str) -> str:
-    r"""Normalise a text like `spelled`, and remove LaTeX and Markdown: \frac{1}{2} is 1/2, **B** is B."""
+    r"""Normalise a text like `spelled`, and remove LaTeX and Markdown: \frac{1}{2} becomes 1/2."""
     text = spelled(GROUPED.sub("", text)).replace("`", "")
     if "\\" in text or "{" in text:
         text = without_latex(text)

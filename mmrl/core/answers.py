@@ -1,4 +1,4 @@
-"""Parsers of answers and targets: words and numbers, normalised in the same way for both."""
+"""Parsers for the words and numbers in answers and targets; answers and targets are normalised alike."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ TEENS = [
 ]
 TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 ARTICLES = {"a", "an", "the"}
-CONNECTED = {"and", "or", "nor", "to", "vs", "versus", "is", "was"}  # an "a" before these is no article
-OPTIONAL = {"$", "€", "£", "¥", "₹", "₩", "°", "'", '"'}  # units that an answer may omit, but not replace
+CONNECTED = {"and", "or", "nor", "to", "vs", "versus", "is", "was"}  # an "a" before these is not an article
+OPTIONAL = {"$", "€", "£", "¥", "₹", "₩", "°", "'", '"'}  # symbols that an answer may omit, but not replace
 SCALES = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "percent": Fraction(1, 100)} | {
     name: Fraction(10) ** power
     for name, power in {
@@ -37,10 +37,10 @@ SCALES = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "percent": Fraction(1
         "trillion": 12,
     }.items()
 }  # fmt: skip
-DIGITS = 300  # most digits, and largest exponent, of a number that is parsed
+DIGITS = 300  # limit on the number of digits, and on the exponent, of a number that is parsed
 
-# A comma is a decimal comma if it does not group thousands, or if dots before it group them.
-# At most six groups, because the search would start again at each group of a longer sequence.
+# A comma is a decimal comma if it does not group thousands, or if dots before it group the thousands.
+# At most six groups: in a longer sequence the regex search would start again at every group.
 _LITERAL = (
     r"(?:[1-9]\d{0,2}(?:\.\d{3}){1,6},\d++|[1-9]\d{0,2}(?:\.\d{3}){2,6}(?![.,]?\d)"
     r"|[1-9]\d{0,2}(?:,\d{2,3}){0,6},\d{3}(?!,?\d)(?:\.\d++)?"
@@ -60,13 +60,13 @@ NUMBER = re.compile(
 _LIST = re.compile(r"(?:[\s,;&.()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)  # text between the numbers of a list
 NEGATED = r"(?:\b(?:not|never|isn't|aren't|wasn't|cannot be|can't be|instead of|rather than))"
 DENIED = re.compile(rf"(?:{NEGATED}|\b(?:more|less|fewer|greater|smaller|larger) than)[\s(]*$", re.IGNORECASE)
-# Text before a number that is not the answer itself: a negation, a comparison, a function.
+# A number after such text is not the answer itself: a negation, a comparison, a function.
 BOUND = re.compile(
     rf"(?:{NEGATED}|\b(?:more|less|fewer|greater|smaller|other|larger) than|(?:^|\s|(?<![<\w/])[a-z])[<>]=?"
     r"|\b(?:sqrt|log|ln|lg|exp|sin|cos|tan)|\dx)[\s(]*$",
     re.IGNORECASE,
 )
-# Text after a number that makes it part of a formula: a variable, a root, an unfinished sum.
+# A number before such text is part of a formula: a variable, a root, an unfinished sum.
 FACTOR = re.compile(r"(?:[ixzne]|sqrt)(?![^\W_])|x\d|\s?[π√±]|\+(?!\s?\w)")
 AREA = re.compile(r"(?<![^\W\d_])([cdkm]?m|in|ft|yd|mi|units?)\^?\(?([23])\)?(?!\w|\.\d)")  # as in 5 cm^2
 JOINED = re.compile(r"\s*(?:,?\s*\b(?:and|or|to|through)\b|[&~→])\s*", re.IGNORECASE)  # as in "3 or 5"
@@ -104,7 +104,7 @@ def _tokens() -> re.Pattern:
 
 
 def words_of(text: str) -> list[str]:
-    """List the words of a text in lower case, without articles and punctuation, numbers in digits.
+    """List the words of a text in lower case, without articles and punctuation, with numbers in digits.
 
     Signs, comparisons, percent, currencies, and symbols that change the meaning (C++, A-, 2/3) are words as
     well. A hyphen separates words. "A" is an article only before a noun; articles are kept if there are no
@@ -136,7 +136,7 @@ def _is_article(token: re.Match, text: str, *, first: bool) -> bool:
     word, after = token["word"], text[token.end() : token.end() + 30]
     if word.lower() not in ARTICLES or token["end"]:
         return False
-    if word in ("a", "A"):  # a letter if it is a capital inside a text, or if no noun follows
+    if word in ("a", "A"):  # no article if it is a capital inside a text, or if no noun follows
         noun = re.match(r"[\s\"']+([^\W\d_]{2,})", after)
         return bool(noun and noun[1].lower() not in CONNECTED and (first or word == "a"))
     return bool(re.match(r"\s+\S", after))
@@ -144,7 +144,7 @@ def _is_article(token: re.Match, text: str, *, first: bool) -> bool:
 
 def _word(token: re.Match) -> list[str]:
     word, end = token["word"].casefold(), token["end"] or ""
-    if "." in word and all(len(part) == 1 for part in word.split(".")):  # U.S. is US
+    if "." in word and all(len(part) == 1 for part in word.split(".")):  # U.S. becomes US
         word = word.replace(".", "")
     if end and not (len(word) <= 3 or end[0] in "+#"):
         end = ""
@@ -154,7 +154,7 @@ def _word(token: re.Match) -> list[str]:
 
 
 def _mark(token: re.Match, text: str) -> str:
-    """Return a symbol between words if it has a meaning; empty for punctuation."""
+    """Return a symbol of a text if it has a meaning, as in 5%; empty for mere punctuation."""
     mark = token[0]
     if token["symbol"]:
         if mark in ("'", '"'):  # feet, inches, or the prime of f'(x), unless it closes a quotation
@@ -171,7 +171,7 @@ def _mark(token: re.Match, text: str) -> str:
                 if re.search(r"[\d)]$", text[: token.start()]) and not re.search(r"[^\W\d_]{2}", text)
                 else ""
             )
-        if mark == "|":  # between spaces it separates the columns of a table
+        if mark == "|":  # a bar between spaces separates table columns, and has no meaning
             return mark if re.search(r"\S\|$|\|\S", text[max(0, token.start() - 1) : token.end() + 1]) else ""
         return mark if unicodedata.category(mark)[0] == "S" and mark not in "~`™®©¨´" else ""
     if mark in ("=", "<", ">", "<=", ">=", "!=", "(", ")"):
@@ -199,7 +199,7 @@ def _digit_first(side: str) -> bool:
 
 
 def same_words(words: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether two answers are equal; one may lack a currency or degree sign."""
+    """Whether two answers have the same words; one of them may lack a currency or degree sign."""
     if words == others:
         return bool(words)
     units = [OPTIONAL.intersection(each) for each in (words, others)]
@@ -210,7 +210,7 @@ def same_words(words: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def word_f1(text: str, other: str) -> float:
-    """Compute the word F1 of two texts; for texts without words 1 if they are equal, else 0."""
+    """Compute the word F1 of two texts; if neither has words, return 1 for equal texts, else 0."""
     words, wanted = words_of(text), words_of(other)
     shared = (Counter(words) & Counter(wanted)).total()
     if not words and not wanted:
@@ -222,7 +222,7 @@ def word_f1(text: str, other: str) -> float:
 
 
 def _decimal(literal: str) -> str:
-    """Normalise a number literal to digits and, unless it is an integer, a decimal point."""
+    """Normalise a number literal: drop thousands separators, use a decimal point, and write 3.0 as 3."""
     sign = "-" if literal[0] == "-" else ""
     literal = literal.lstrip("+-")
     if re.fullmatch(r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}", literal):
@@ -237,10 +237,10 @@ def _decimal(literal: str) -> str:
 
 
 def number_in(text: str) -> Fraction | None:
-    """Parse the last number of a text exactly; None without one, or if it is part of an expression.
+    """Parse the last number of a text as a fraction; None if there is none or it is part of a formula.
 
-    5 % is 1/20, 1/2 and ½ are fractions; 2 million, 2e6 and 2 * 10^6 are the same number. 2*3, 3-5 and the
-    list "3, 5" have no number, "2*3 = 6" has 6.
+    "5 %" gives 1/20, "1/2" and "½" give 1/2, and "2 million", "2e6" and "2 * 10^6" give the same number.
+    "2*3", "3-5" and the list "3, 5" give None; "2*3 = 6" gives 6.
     """
     text = _in_digits(text)
     numbers = list(NUMBER.finditer(text))
@@ -256,7 +256,7 @@ def number_in(text: str) -> Fraction | None:
 
 
 def _in_digits(text: str) -> str:
-    """Normalise an answer; without digits, convert number words such as twenty-one to digits."""
+    """Normalise an answer; if it has no digits, convert number words such as twenty-one to digits."""
     text = AREA.sub(lambda unit: unit[1] + "²³"[int(unit[2]) - 2], readable(text))
     if len(text) > 2000 or any(char.isdigit() for char in text):
         return text
@@ -264,7 +264,7 @@ def _in_digits(text: str) -> str:
 
 
 def _counted(match: re.Match) -> str:
-    """Convert matched number words to digits; words that form no number are kept."""
+    """Convert matched number words to digits; leave words that form no number unchanged."""
     before, after = match.string[: match.start()][-10:], match.string[match.end() :]
     if match[0].lower() == "one" and (_PRONOUN.search(before) or after.startswith(" of ")):
         return match[0]
@@ -277,7 +277,7 @@ def _counted(match: re.Match) -> str:
             total, part = (total + part, 0) if word == "thousand" else (total, part)
         elif word != "and":
             value = [*COUNTS, *TEENS].index(word) if word not in TENS else 10 * TENS.index(word) + 20
-            # Units may follow tens, and both may follow hundreds.
+            # Units may follow tens, and tens or units may follow hundreds.
             if part % 100 and not (part % 100 >= 20 and part % 10 == 0 and 0 < value < 10):
                 return match[0]
             part += value
@@ -296,7 +296,7 @@ def _in_expression(match: re.Match, text: str) -> bool:
     if re.search(r"[\w)]\s?[-+]$|\d\s?:$", before):
         return True
     after = text[match.end() : match.end() + 8]
-    if after[:1] == "!" and not re.search(r"[^\W\d_]", text):  # 5! is 120, and "There are 5!" is not
+    if after[:1] == "!" and not re.search(r"[^\W\d_]", text):  # "5!" is a factorial, "There are 5!" is not
         return True
     if re.match(r"[*^/]\s?[\w(]|:\d", after) or FACTOR.match(after):
         return True
@@ -336,7 +336,7 @@ def exact_text(text: str) -> str:
 def targets_of(target: Any) -> list[str]:
     """List the correct answers of a target as texts; empty for None and for unsupported types.
 
-    A float 3.0, as pandas makes of integers, becomes 3; NaN gives no answer; True gives "yes" and "true".
+    3.0 becomes 3, because pandas converts integers to floats. NaN gives no answer. True gives "yes", "true".
     """
     match target:
         case None:

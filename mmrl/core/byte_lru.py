@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 @dataclass
 class ByteLRU(Generic[T]):
-    """Caches items of up to `limit` bytes in total; the latest item always stays.
+    """A cache of items of up to `limit` bytes in total; the latest item stays even if it is larger.
 
-    Thread-safe. Threads create different items in parallel; if two create the same one, the first stays.
+    Thread-safe. Threads create different items in parallel; if two create the same item, the first is kept.
     """
 
     limit: int  # bytes
@@ -35,7 +35,7 @@ class ByteLRU(Generic[T]):
                 return self.items[key]
         new = make()  # outside of the lock, because `make` may be slow or use the cache
         with self._lock:
-            if key not in self.items:  # else another thread made it meanwhile
+            if key not in self.items:  # otherwise another thread has created it meanwhile
                 self.items[key] = new
                 self.used += self.size(new)
             self.items.move_to_end(key)

@@ -33,11 +33,11 @@ def blocks_of(message: Message) -> list[dict[str, Any]]:
 
 
 class _Decoded(Sequence[Any]):
-    """The media of prompts, one entry per prompt, decoded lazily, since most rewards read none."""
+    """The media of each prompt, decoded at the first access, because most rewards read no media."""
 
     def __init__(self, media: Sequence[tuple[Media, ...]], one: bool) -> None:
         self.media, self.one = media, one
-        self._known: dict[tuple[Media, ...], Any] = {}  # decoded media, which a group shares
+        self._known: dict[tuple[Media, ...], Any] = {}  # decoded media; rows of a group share them
 
     def __len__(self) -> int:
         return len(self.media)
@@ -57,7 +57,7 @@ def _decoded(medium: Media) -> Any:
 
 
 def first_frame(frames: Frames) -> Any:
-    """Convert the first frame, which is the whole image, to PIL."""
+    """Convert an image, which is stored as a single frame, to PIL."""
     return to_pil(frames.pixels[0])
 
 
@@ -67,10 +67,10 @@ def all_frames(frames: Frames) -> list[Any]:
 
 
 def shown_media(prompts: Sequence[Prompt]) -> dict[str, Sequence[Any]]:
-    """Convert the media of prompts to the columns that TRL passes to rewards; unused kinds have none.
+    """Convert the media of prompts to the columns that TRL passes to rewards; skip kinds without media.
 
-    `images` has a list of PIL images per prompt, `videos` a list of lists of frames. `image` and `video` have
-    one medium or None per prompt, if no prompt has more. Other kinds of media have such columns too.
+    `images` has a list of PIL images per prompt, `videos` a list of lists of frames. If no prompt has more
+    than one image, `image` has this image or None per prompt, and likewise for other kinds of media.
     """
     columns: dict[str, Sequence[Any]] = {}
     for kind, modality in MODALITIES.items():
@@ -95,8 +95,8 @@ def turns_of_outcomes(row: Trajectory) -> list[Sequence[Message]]:
             f"a rollout of prompt '{row.prompt.uid}' has {sum(numbered)} outcomes with the tag `turn`, but "
             f"its conversation has {len(ends)} turns of the policy"
         )
-    # Outcomes with the tag `turn` belong to the last turns of the conversation, in order. The number in this
-    # tag is no index: in a game it is the number of the game's turn.
+    # Outcomes with the tag `turn` belong to the last turns of the conversation, in order. The number in the
+    # tag is not an index into the conversation: in a game it counts the turns of all players.
     return [
         row.turns[: ends[-sum(numbered[place:])]] if row.turns and is_turn else row.turns
         for place, is_turn in enumerate(numbered)
@@ -107,11 +107,11 @@ def completion_of(turns: Sequence[Message]) -> list[dict[str, Any]]:
     """Convert a conversation to TRL's format for rewards: messages of the roles `assistant` and `tool`.
 
     Tool calls of a turn go into `tool_calls`, the other text into `content`; a turn with an unreadable call
-    stays a text. A reply has the `name` of its tool if known; its `content` is a text, or a list of blocks
-    if it has media.
+    stays plain text. A reply has the `name` of its tool if it is known. The `content` of a reply is a text,
+    or a list of blocks if the reply has media.
     """
     written: list[dict[str, Any]] = []
-    calls: list[Call | CallError] = []  # calls of the last turn, in the order of replies
+    calls: list[Call | CallError] = []  # calls of the latest turn that have no reply yet, in order
     for message in turns:
         if message.role == "tool":
             call = calls.pop(0) if calls else None

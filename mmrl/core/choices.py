@@ -1,4 +1,4 @@
-"""Multiple choice: parses the choice that an answer or target names by letter, text or index."""
+"""Parsers for multiple choice: find the choice that an answer names by letter, text or index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEADING = re.compile(
     r"[\s\"'(\[]*+([A-Z])(?:\s?[).:\]]|\s-\s|\s*\n|,?\s(?=because\b|since\b|as\b))(?![A-Z]\.)"
 )
 _OPTIONS = re.compile(r"^\W*[A-Z]\s?[).:]", re.MULTILINE)
-# Characters of scripts without spaces between words, such as Chinese, can touch a letter.
+# In scripts without spaces between words, such as Chinese, a character may stand directly beside a letter.
 _SPACELESS = "\u2e80-\u9fff\uac00-\ud7a3"
 _WORD = rf"[^\W{_SPACELESS}]"
 _LETTER = re.compile(rf"(?<!{_WORD})(?<!')(?<!\w-)(?<!\b[A-Z]\.)([A-Z])(?!['+#*=]|{_WORD}|-\w|\.[A-Z])")
@@ -23,7 +23,7 @@ _NAMED = re.compile(r"(?:answer|option|choice)(?: is|:)*\s*\(?([A-Z])(?![\w'+#*]
 _AFTER = {"is", "was", "are", "and", "or", "because", "since", "as", "not", "but", "seems", "fits", "matches"}
 _JOINED = r"[\s()\[\].]*(?:(?:,|;|/|&|\b(?:and|or|nor)\b)[\s()\[\]]*)*"
 _SEVERAL = re.compile(rf"[\s(\[]*[A-Z](?:{_JOINED}\b[A-Z]\b)+[\s.)\]]*")
-# Text before a letter that is no answer: a negation, or a noun that has a letter (vitamin C).
+# A letter after such text is not an answer: a negation, or a noun as in "vitamin C".
 _DENIED = re.compile(
     rf"(?:{NEGATED}|\b(?:except|nor|neither|unlike|vitamin|hepatitis|type|grade)) "
     r"(?:the |for |option |choice |answer |be )*\(?",
@@ -72,7 +72,7 @@ def _is_word(match: re.Match, text: str) -> bool:
 
 
 def choices_in(columns: Mapping[str, Any]) -> dict[str, str]:
-    """Map labels to the choices of a row: a list, a mapping, or ARC's lists `text` and `label`."""
+    """Map the labels of a row's choices to texts; reads a list, a mapping, or ARC's `text` and `label`."""
     choices = columns.get("choices")
     choices = columns.get("options") if choices is None else choices
     match choices:
@@ -107,7 +107,7 @@ def choice_in(text: str, choices: Mapping[str, str]) -> str:
         return labels[letter]
     if place := re.fullmatch(r"[\s(]*([0-9]{1,3})[\s).]*", plain(text)):
         numbered = list(choices)[int(place[1]) : int(place[1]) + 1]
-        return place[1] if place[1] in choices else (numbered or [""])[0]  # labels can be 1, 2, 3
+        return place[1] if place[1] in choices else (numbered or [""])[0]  # labels may be numbers
     joined = f" {' '.join(words)} "
     named = [
         label

@@ -1,4 +1,4 @@
-"""Conversations of several turns: joins the rows of an episode into one row, and splits them again.
+"""Joining the rows of a multi-turn episode into one row, and splitting such a row again.
 
 A conversation is one row with an outcome per turn (tag `turn`), or, if prompts are rewritten between turns,
 several rows with the tags `episode` and `turn`. Code that compares or counts conversations works on the first
@@ -17,14 +17,14 @@ from mmrl.core.reward_table import ABSENT, RewardTable, place_of_steps
 from mmrl.core.tensor import group_index, group_sum, pad_to
 
 EPISODE, TURN = "episode", "turn"  # tags of outcomes
-BARE = "bare"  # tag of an outcome that only rewards with `at: every` score
-ORDER = "turn_number"  # name of the ids with the number in the tag `turn`
+BARE = "bare"  # tag of an outcome that is scored only by rewards with `at: every`
+ORDER = "turn_number"  # name of the id column that holds the number from the tag `turn`
 
 
 def turn_number(tags: Mapping[str, str]) -> int:
     """Parse the number in the tag `turn`; 0 without the tag.
 
-    Raises `ValueError` if the turn of an episode is no number, because turns are sorted by it.
+    Raises `ValueError` if the turn of an episode is not a number, because turns are sorted by number.
     """
     turn = tags.get(TURN, "0")
     if turn.isdecimal():
@@ -38,7 +38,7 @@ def turn_number(tags: Mapping[str, str]) -> int:
 
 
 def members(table: RewardTable) -> list[list[int]]:
-    """List the row indices of every episode in order of turns; a row without the tag is its own episode.
+    """List the row indices of each episode in turn order; a row without the tag is an episode itself.
 
     Rows of an episode belong to the same group. Episodes are in the order of their first rows.
     """
@@ -50,13 +50,21 @@ def members(table: RewardTable) -> list[list[int]]:
     episodes: dict[tuple[int, int, int], list[int]] = {}
     for row, (group, name) in enumerate(zip(table.group.tolist(), names, strict=True)):
         episodes.setdefault((group, name, 0 if name else row), []).append(row)
-    return [sorted(rows, key=lambda row: turns[row]) for rows in episodes.values()]  # stable sort
+    return [sorted(rows, key=lambda row: turns[row]) for rows in episodes.values()]
+
+
+def episode_index(table: RewardTable) -> Tensor:
+    """Number the episodes in the order of `members`; return the number of each row's episode (N,)."""
+    index = torch.arange(len(table))
+    for number, rows in enumerate(members(table) if EPISODE in table.ids else ()):
+        index[rows] = number
+    return index
 
 
 def join_episodes(table: RewardTable) -> RewardTable:
-    """Join the rows of every episode into one row, by concatenating their outcomes and steps.
+    """Join the rows of every episode into one row that has the outcomes and steps of all these rows.
 
-    A table without the tag `episode` is returned unchanged. Ids of whole rows are taken from the first row.
+    A table without the tag `episode` is returned unchanged. Row-level ids are those of the first row.
     """
     return _joined(table, members(table)) if EPISODE in table.ids and len(table) else table
 
@@ -72,13 +80,13 @@ def _joined(table: RewardTable, rows_of: Sequence[Sequence[int]]) -> RewardTable
             shift[row] = before
             before += steps[row]
         shifts.append(before)
-    at = pad_sequence(entries, batch_first=True, padding_value=-1)  # (E, S) indices of outcomes
+    at = pad_sequence(entries, batch_first=True, padding_value=-1)  # (E episodes, S outcomes) indices
     filled, at = at >= 0, at.clamp(min=0)
 
     def gathered(column: Tensor, fill: float) -> Tensor:
         return torch.where(filled, column.flatten()[at], fill)
 
-    # Values and validity have the dimensions rows, rewards, outcomes.
+    # `table.values` and `table.valid` have the dimensions (rows, rewards, outcomes).
     values, valid = (t.transpose(1, 2).flatten(0, 1)[at] for t in (table.values, table.valid))
     ids = {name: gathered(column, 0) for name, column in table.ids.items()}
     ids["place"] = torch.arange(at.shape[1]).expand(at.shape)
@@ -99,7 +107,7 @@ def _joined(table: RewardTable, rows_of: Sequence[Sequence[int]]) -> RewardTable
 
 
 def _of_steps(note: Tensor, rows_of: Sequence[Sequence[int]], steps: Sequence[int]) -> Tensor:
-    """Concatenate a note (N, T) over the rows of each of E episodes: (E, longest), padded with NaN."""
+    """Concatenate per-step values (rows, steps) within each episode: (episodes, longest), NaN-padded."""
     parts = [torch.cat([note[row, : steps[row]] for row in rows]) for rows in rows_of]
     return pad_sequence(parts, batch_first=True, padding_value=torch.nan)
 
@@ -107,8 +115,8 @@ def _of_steps(note: Tensor, rows_of: Sequence[Sequence[int]], steps: Sequence[in
 def part_episodes(joined: RewardTable, table: RewardTable) -> RewardTable:
     """Split a table of episodes, computed from `join_episodes(table)`, into the rows of `table`.
 
-    An outcome goes to the row in whose steps it ends. Steps of a row after its last outcome belong to the
-    next outcome of the episode, as in the joined row.
+    An outcome belongs to the row whose steps contain its end. Steps of a row after the row's last outcome
+    belong to the next outcome of the episode, as in the joined row.
     """
     if EPISODE not in table.ids or not len(table):
         return joined
@@ -151,7 +159,7 @@ def part_episodes(joined: RewardTable, table: RewardTable) -> RewardTable:
 
 
 def _cut(note: Tensor, start: Tensor, length: Tensor) -> Tensor:
-    """Slice `length` (N,) steps from `start` (N,) of a note (N, T), to (N, longest), padded with NaN."""
+    """Cut `length` (N,) steps, beginning at step `start` (N,), out of values (N, T); pad with NaN."""
     width = int(length.max()) if len(length) else 0
     steps = torch.arange(width)
     at = start[:, None] + steps
@@ -171,7 +179,7 @@ def merge_turns(table: RewardTable, by: Sequence[str] = ()) -> tuple[RewardTable
     last turn. All steps of the conversation belong to the merged outcome.
 
     Returns:
-        The merged table (V, R, 1), and the index of each outcome's merged row: (N, K), 0 for absent outcomes.
+        The merged table (V rows, R rewards, 1), and each outcome's merged row: (N, K), 0 for absent outcomes.
     """
     present, width = table.present, max(table.ends.shape[1], 1)
     entries = present.flatten().nonzero()[:, 0]
@@ -184,7 +192,7 @@ def merge_turns(table: RewardTable, by: Sequence[str] = ()) -> tuple[RewardTable
     row, column = last.div(width, rounding_mode="floor"), last % width
 
     def merged(values: Tensor, known: Tensor) -> Tensor:
-        """Sum the `known` values (N, K) to (V, 1); NaN without any."""
+        """Sum the `known` values (N, K) of each merged row to (V, 1); NaN for a row without any."""
         total = group_sum(torch.where(known, values, 0.0).flatten()[entries], number, count)
         some = group_sum(known.flatten()[entries].double(), number, count) > 0
         return torch.where(some, total, torch.nan)[:, None]
@@ -226,7 +234,7 @@ def share_turns(merged: RewardTable, index: Tensor, table: RewardTable) -> Rewar
 
 
 def of_episodes(function: Callable[[RewardTable], Tensor], table: RewardTable) -> Tensor:
-    """Apply a function of rows to a table with one row per episode; copy its result (E,) to all rows (N,)."""
+    """Apply `function` to a table with one row per episode, and copy each result to the episode's rows."""
     if EPISODE not in table.ids or not len(table):
         return function(table)
     judged = function(join_episodes(table))

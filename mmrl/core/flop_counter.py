@@ -26,12 +26,12 @@ def _convolution(args: Sequence[Any], out: Any) -> int:
 
 
 def _attention(args: Sequence[Any], out: Any, causal: int = 4) -> int:
-    """Count the operations of attention; q is (batch, heads, queries, d), `args[causal]` its causal flag."""
+    """Count the operations of attention for q (batch, heads, queries, d); `args[causal]` is a flag."""
     q, k, v = args[:3]
     pairs = q.shape[-2] * k.shape[-2]
     if len(args) > causal and args[causal]:  # query i attends to min(i + 1, keys) keys
         pairs = sum(min(i + 1, k.shape[-2]) for i in range(q.shape[-2]))
-    return 2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1])  # q k^T, then weights v
+    return 2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1])  # q k^T, and weights times v
 
 
 # A multiplication with an addition counts as 2 operations; elementwise operations and look-ups count 0.
@@ -44,7 +44,7 @@ COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     aten.convolution.default: _convolution,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention.default: _attention,
-    # The arguments are (q, k, v, bias, compute_log_sumexp, dropout, causal); those above have no bias.
+    # These take (q, k, v, bias, compute_log_sumexp, dropout, causal); the operators above take no bias.
     aten._scaled_dot_product_cudnn_attention.default: partial(_attention, causal=6),
     aten._scaled_dot_product_efficient_attention.default: partial(_attention, causal=6),
 }
@@ -54,7 +54,7 @@ if BUILT:
 
 
 class CountOperations(TorchDispatchMode):
-    """Counts floating-point operations in `total`, keyed by the current last name in the list `where`."""
+    """Counts floating-point operations in `total`, keyed by the last name in the list `where`."""
 
     def __init__(self, where: list[str] | None = None) -> None:
         super().__init__()

@@ -43,15 +43,15 @@ def reward_table(
     `reward_table([1, 0, 0, 1])` is a group of four answers. Every other argument has one entry per row.
 
     Args:
-        rewards: Each row is a number, or a list with one number per outcome; None if it does not apply.
+        rewards: One entry per row: a number, or a list with one number per outcome; None: does not apply.
         group: Name of each row's group; rows of a group are compared. By default all rows are one group.
         weights: Weight of each reward in a sum, by default 1; a reward of weight 0 is only a label.
         length: Number of steps of each row. By default its number of outcomes.
         ends: Number of steps up to the end of each outcome. By default outcomes end at the last steps.
         on_policy: Whether the row was sampled from the policy. By default all rows are.
-        tags: Maps a tag to its words, one per row, or a list with one per outcome.
-        notes: Maps a note to rows of values, one value per step.
-        process: The rank of the process with the rollout.
+        tags: Maps a tag to one entry per row: a text, or a list with one text per outcome.
+        notes: Maps the name of a recorded quantity to one list per row, with one value per step.
+        process: Rank of the process that has the rollout, by default 0.
 
     Raises:
         ValueError: Rewards, or other columns, have different numbers of rows.
@@ -99,7 +99,7 @@ def _ids(shape: torch.Size, group: Sequence[str], on_policy: Sequence[bool]) -> 
 
 
 def _tag_ids(tags: Mapping[str, Sequence], counts: Sequence[int], shape: torch.Size) -> dict[str, Tensor]:
-    """Hash the words of every tag: (N, K); if a row has one word, all its outcomes get it."""
+    """Hash the texts of every tag to ids (N, K); a single text in a row applies to all its outcomes."""
     ids = {}
     for name, words in tags.items():
         numbers = [[name_id(word) for word in _listed(row)] for row in words]
@@ -163,12 +163,12 @@ def step_table(
 ) -> tuple[StepOutput, Batch]:
     """Create a batch and the policy's output for it from ragged rows of log-probabilities, in float64.
 
-    `output, batch = step_table([[-0.5, -1.0], [-2.0]], advantage=[1.0, -1.0])`. Totals are counted from the
-    batch; `output.logp` requires a gradient.
+    `output, batch = step_table([[-0.5, -1.0], [-2.0]], advantage=[1.0, -1.0])`. `batch.totals` are counted
+    from the batch; `output.logp` requires a gradient.
 
     Args:
         logp: Log-probability of every step of every row.
-        advantage: A number per row, or a list with one per step.
+        advantage: One entry per row: a number, or a list with one number per step.
         group: Number of each row's group; by default all rows are one group.
         mask: 0 where a step is not learned from; holes inside a row are allowed.
         notes: Maps a name to values per step, as an engine records them.

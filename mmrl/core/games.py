@@ -64,7 +64,7 @@ class Game:
         return {"role": player}
 
     def record(self, state: Any, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return the rewards of every turn of a game that has ended or was cut, by name, for `precomputed`.
+        """Return the named rewards of every turn of a finished or cut game, for the reward `precomputed`.
 
         By default the last turn of each player gets the player's payoff.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -24,7 +24,7 @@ from mmrl.core.types import Media
 class Late:
     """A function, given as `module:function`; the module is imported at the first call.
 
-    The table is in the lowest layer, so it cannot import the functions of higher ones.
+    `MODALITIES` is in the lowest layer of the package, so it cannot import functions of higher layers.
     """
 
     name: str
@@ -45,16 +45,18 @@ def digest_tensors(kind: str, loaded: Any) -> bytes:
 
 
 def digest_frames(kind: str, loaded: Any) -> bytes:
-    """Hash `Frames`: pixels, times and duration."""
+    """Hash `Frames`: pixels, times and duration, and the sound if there is one."""
     digest = hashlib.blake2b(repr((kind, loaded.pixels.shape, loaded.duration)).encode())
     for tensor in (loaded.pixels, loaded.times):
         digest.update(tensor.contiguous().numpy())
+    if loaded.sound is not None:
+        digest.update(digest_tensors("audio", loaded.sound))
     return digest.digest()
 
 
 def no_chat_parts(loaded: Any) -> list[dict[str, Any]]:
     """Raise ValueError: OpenAI's form has no parts for this kind of media."""
-    raise ValueError("chat completions take text, images and videos only")
+    raise ValueError("chat completions take text, images, videos and sounds only")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Modality:
     """One kind of media.
 
     Args:
-        kind: Its name, also the type of message parts. For "image", the columns of data are `image` and
+        kind: Name of the kind, also the type of message parts. For "image", the data columns are `image` and
             `images`, the mark in texts is `<image>`, and the placeholder token is `image_token_id` in the
             model's configuration and `image_token` in its processor.
         endings: Suffixes of its files, in lower case.
@@ -83,7 +85,7 @@ class Modality:
         most_tokens: Maps (`PromptCheck`, medium) to an upper bound of the medium's tokens, without decoding.
             By default the context length, so that prompts with such media are encoded to count their tokens.
         digest: Maps (kind, decoded medium) to a hash of the content.
-        borders: Keys in a model's configuration of further tokens that answers must not contain.
+        borders: Keys of begin and end tokens in a model's configuration; answers must not contain them.
     """
 
     kind: str
@@ -116,6 +118,11 @@ class Modality:
             self.load(path, str(path))
 
 
+# Keys of begin and end tokens: in Qwen, GLM and Ernie; in Gemma 3n and Gemma 4; in Gemma 3 and Llama 4.
+MEDIA_BORDERS = (
+    *(f"{kind}_{place}_token_id" for kind in ("vision", "image", "video") for place in ("start", "end")),
+    *("boi_token_id", "eoi_token_id", "boi_token_index", "eoi_token_index"),
+)
 MODALITIES: dict[str, Modality] = {
     "image": Modality(
         "image",
@@ -131,7 +138,7 @@ MODALITIES: dict[str, Modality] = {
         chat_parts=Late("mmrl.engines.chat_completions:image_parts"),
         most_tokens=Late("mmrl.vision.models.prompt_check:most_image_tokens"),
         digest=digest_frames,
-        borders=("vision_start_token_id", "vision_end_token_id"),
+        borders=MEDIA_BORDERS,
     ),
     "video": Modality(
         "video",
@@ -147,13 +154,28 @@ MODALITIES: dict[str, Modality] = {
         chat_parts=Late("mmrl.engines.chat_completions:video_parts"),
         most_tokens=Late("mmrl.vision.models.prompt_check:most_video_tokens"),
         digest=digest_frames,
-        borders=("vision_start_token_id", "vision_end_token_id"),
+        borders=MEDIA_BORDERS,
+    ),
+    "audio": Modality(
+        "audio",
+        (".wav", ".mp3", ".flac", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".aiff", ".aif"),
+        Late("mmrl.data.sound:load_sound"),
+        "audio",
+        Late("mmrl.vision.models.media_arguments:audio_arguments"),
+        token_type=3,
+        forms="a path, or an object with `array` and `sampling_rate`",
+        from_value=Late("mmrl.data.sound:sound_in_memory"),
+        check=Late("mmrl.data.sound:sound_duration"),
+        shown=Late("mmrl.data.sound:as_array"),
+        chat_parts=Late("mmrl.engines.chat_completions:sound_parts"),
+        most_tokens=Late("mmrl.vision.models.prompt_check:most_audio_tokens"),
+        borders=("audio_start_token_id", "audio_end_token_id"),
     ),
 }
 
 
 def media_columns() -> dict[str, str]:
-    """Map the columns of rows that hold media to their kinds."""
+    """Map the names of the data columns with media to the kind of media: "images" to "image"."""
     return {column: kind for kind, modality in MODALITIES.items() for column in modality.columns}
 
 
@@ -164,8 +186,9 @@ def media_marks() -> re.Pattern[str]:
 
 def tensor_bytes(loaded: Any) -> int:
     """Count the bytes of all tensors of a decoded medium."""
-    tensors = (getattr(loaded, field.name) for field in fields(loaded))
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+    values = [getattr(loaded, field.name) for field in fields(loaded)]
+    inner = (tensor_bytes(value) for value in values if is_dataclass(value))
+    return sum(value.nbytes for value in values if isinstance(value, Tensor)) + sum(inner)
 
 
 def digest_of(medium: Media) -> bytes:

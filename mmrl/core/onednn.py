@@ -2,8 +2,8 @@
 
 By default torch multiplies float32 matrices with MKL. On some x86 processors with AVX-512, MKL reaches half
 of the peak speed, and oneDNN (a part of torch) all of it. Without AVX-512, oneDNN is slower; it is then used
-only for few rows and packed weights, as in decoding. Results differ in rounding, because sums have another
-order. benchmarks/grpo_step.py measures the speed-up.
+only for few rows and packed weights, as in decoding. Results differ in rounding, because sums are computed
+in another order. benchmarks/grpo_step.py measures the speed-up.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def is_replaced(module: nn.Module) -> bool:
 def side_by_side(
     layers: Sequence[nn.Linear], dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor | None]:
-    """Concatenate weights of layers with one input to (m, n), and their biases, if any, to (m,)."""
+    """Concatenate the weights (m, n) and the biases (m,), if any, of layers that read the same input."""
     biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in layers]
     bias = torch.cat(biases).to(dtype) if any(x.bias is not None for x in layers) else None
     return torch.cat([x.weight.detach().to(dtype) for x in layers]), bias
@@ -144,7 +144,7 @@ def _unpacked(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Packed:
-    """Packed weights of layers with the same input; the first call for an input computes all layers."""
+    """Packed weights of layers that read the same input; the first call computes all their outputs."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers, self.sizes = layers, [layer.out_features for layer in layers]
@@ -154,7 +154,7 @@ class Packed:
         self.parts: dict[int, Tensor] = {}  # outputs for `read` that were not yet returned, by layer
 
     def __call__(self, number: int, x: Tensor) -> Tensor:
-        """Compute the output of the layer with this index."""
+        """Compute the output of the layer with index `number`."""
         if not self.suits(x):
             return _unpacked(self.layers[number], x)
         if len(self.layers) == 1:
@@ -201,7 +201,7 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = grad.contiguous()  # it may be an expanded scalar
+        grad = grad.contiguous()  # `grad` may be an expanded scalar
         for_x = times(grad, weight.t()) if ctx.needs_input_grad[0] else None  # (..., m) @ (m, n)
         rows, seen = grad.flatten(0, -2), x.flatten(0, -2)
         for_weight = times(rows.t(), seen.t()) if ctx.needs_input_grad[1] else None  # (m, r) @ (r, n)

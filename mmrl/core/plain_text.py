@@ -1,4 +1,4 @@
-"""Plain text: text from data, tools and models never becomes control tokens of the reading model.
+"""Protection against control tokens of a model in text from data, tools and other models.
 
 A control token is a word such as <|im_end|> that a chat template writes to begin and end turns. Tokenizers
 recognise these words in any text. So the mark `BREAK` is inserted into each control word of a text before the
@@ -58,7 +58,7 @@ def block_after(written: str) -> str:
 def inside(block: str, texts: Sequence[str]) -> list[str]:
     """Insert a space into every tag `block` in texts that are put inside a block of that name.
 
-    If </tool_response> is no special token, only this distinguishes a tag in a text from the template's tag.
+    Unless </tool_response> is a special token, only the space tells a text's tag from the template's own.
     """
     mark = re.compile(rf"[<\[](?=\s*/?\s*{re.escape(block)}\s*[>\]])", re.IGNORECASE)
     parted = list(texts)
@@ -82,7 +82,7 @@ def unused_marker(texts: Iterable[str]) -> str:
 def parted(text: str, words: Iterable[str] = ()) -> str:
     """Insert a space into control words, for a tokenizer of another program or library.
 
-    `words` are its control words; empty: common forms. HTML escapes are found, as open_clip decodes them.
+    `words` are that tokenizer's control words; empty: common ones. HTML escapes match too (for open_clip).
     """
     expression = "|".join(map(re.escape, words))
     for sign, name in (("<", "lt"), (">", "gt")):
@@ -92,7 +92,7 @@ def parted(text: str, words: Iterable[str] = ()) -> str:
 
 
 def control_words(tokenizer: Any) -> set[str]:
-    """List all special tokens of a tokenizer; `all_special_tokens` lacks those without a role."""
+    """Return all special tokens of a tokenizer; `all_special_tokens` lacks tokens without a role."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return {*map(str, tokenizer.all_special_tokens), *(token.content for token in added if token.special)}
 
@@ -122,7 +122,7 @@ class PlainText:
         return each_text(value, self._marked)
 
     def settled(self, rendered: str) -> str:
-        """Remove the marks from a rendered template if no further control word appears without the marks."""
+        """Remove the marks of control words from a rendered template, unless this creates a control word."""
         if self.mark not in rendered:
             return rendered
         plain = rendered.replace(self.mark, "")
@@ -138,11 +138,11 @@ class PlainText:
 
     @cached_property
     def tokenizer(self) -> MarkedTokenizer:
-        """A replacement of the tokenizer that also reads marked texts."""
+        """A replacement of the tokenizer that also accepts marked texts."""
         return MarkedTokenizer(self.source, self.mark)
 
     def processor(self, processor: Any) -> Any:
-        """Return a shallow copy of a processor that reads marked texts."""
+        """Return a shallow copy of a processor that also accepts marked texts."""
         twin = copy.copy(processor)
         twin.tokenizer = self.tokenizer
         return twin
@@ -162,10 +162,10 @@ class MarkedTokenizer:
 
     def __init__(self, source: Any, mark: str) -> None:
         self.source, self.mark = source, mark
-        self._twin: tuple[str, Any] = "", None  # token in place of the mark, tokenizer with it
+        self._twin: tuple[str, Any] = "", None  # token in place of the mark, tokenizer with that token
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "source":  # Python looks these up when it copies
+        if name.startswith("__") or name == "source":  # Python looks up these names when it copies
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -193,7 +193,7 @@ class MarkedTokenizer:
         return self.source.pad(rows, **{"padding": False, **late})
 
     def _knowing(self, texts: Sequence[str]) -> tuple[str, Any]:
-        """Return a character that no text contains, and a copy of the tokenizer with it as a token."""
+        """Return a character that no text contains, and a tokenizer copy with this character as a token."""
         from tokenizers import AddedToken
 
         token, twin = self._twin

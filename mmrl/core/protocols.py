@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from mmrl.core.types import Outcome, Prompt, Rollouts, TrainerState, Trajectory
+from mmrl.core.types import Outcome, Prompt, Rollouts, TrainerState, Trajectory, Transcript
 
 if TYPE_CHECKING:
-    from mmrl.core.reward_table import Measured, RewardTable
+    from mmrl.core.reward_table import Collection, Measured, RewardTable
     from mmrl.core.step_table import Batch, StepOutput
 
 
 class LogProbs(Protocol):
-    """Computes log-probabilities of the steps of a batch: a policy or a reference."""
+    """A model that computes the log-probabilities of the steps of a batch: a policy or a reference."""
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        """Return log-probabilities (N, T), and the further outputs that `extra` names."""
+        """Return log-probabilities (N rows, T steps), and the further outputs that `extra` names."""
         ...
 
 
@@ -27,19 +27,19 @@ class LogProbs(Protocol):
 class Policy(LogProbs, Protocol):
     """The model that is trained; its log-probabilities are differentiable."""
 
-    module: nn.Module  # the optimizer moves its trainable parameters
-    outputs: frozenset[str]  # names of the further outputs that it can compute
+    module: nn.Module  # the optimizer updates its trainable parameters
+    outputs: frozenset[str]  # names of outputs that it can compute besides log-probabilities
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Convert a recorded answer into a row."""
+        """Convert a recorded answer of a prompt to a trajectory (one row of a batch)."""
         ...
 
     def collate(self, rollouts: Rollouts) -> Batch:
-        """Combine rows into a padded batch."""
+        """Combine trajectories into a padded batch."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the model as a folder that its library loads."""
+        """Write the model to a folder that the model's library, such as transformers, can load."""
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
@@ -56,10 +56,10 @@ class RendersPrompts(Protocol):
 
 @runtime_checkable
 class Portable(Policy, Protocol):
-    """A policy whose rows are sent between processes without parts that the receiver can recompute."""
+    """A policy that removes recomputable data from a row before the row is sent to another process."""
 
     def pack(self, row: Trajectory) -> Trajectory:
-        """Remove the parts of a row that `unpack` recomputes from its prompt."""
+        """Remove the data of a row that `unpack` can recompute from the row's prompt."""
         ...
 
     def unpack(self, row: Trajectory) -> Trajectory:
@@ -68,7 +68,7 @@ class Portable(Policy, Protocol):
 
 
 class Engine(Protocol):
-    """Makes rollouts: generates text, denoises images, or reads stored answers.
+    """A piece that makes rollouts: it generates text, denoises images, or reads stored answers.
 
     A class lists the tags that it sets on outcomes in `sets_tags`, and sets `reads_answers` if it encodes
     recorded answers of prompts.
@@ -78,16 +78,19 @@ class Engine(Protocol):
     notes: frozenset[str]  # names of the values that it records for every step
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Create one rollout per entry, in order; rollouts of the same prompt form a group."""
+        """Create one rollout per entry of `prompts`, in order; rollouts of the same prompt form a group."""
         ...
 
 
 @runtime_checkable
 class AsyncEngine(Engine, Protocol):
-    """An engine that can start rollouts before they are collected."""
+    """An engine that starts rollouts now and returns them later; several steps can be in flight."""
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
-        """Start rollouts with the current weights, step and round; `rollout` collects them."""
+        """Start rollouts with the current weights, for the current training step and sampling round.
+
+        A later `rollout` of the same prompt objects and step returns them, in the order of the requests.
+        """
 
 
 @runtime_checkable
@@ -98,21 +101,25 @@ class SendsWeights(AsyncEngine, Protocol):
     """
 
     def to_send(self) -> Iterable[Tensor]:
-        """List the parameters of the policy that are sent."""
+        """List the policy's parameters that are sent to the servers."""
         ...
 
     def send(self) -> None:
-        """Send the current weights; the parameters of `to_send` are whole on every process."""
+        """Send the current weights to the servers; the caller has unsharded `to_send` on every process."""
+
+    def rest(self) -> None:
+        """Release memory for the learning phase, if configured; this process has all its answers now."""
 
 
 @runtime_checkable
 class ComparesAnswers(Engine, Protocol):
-    """An engine that checks the answers of servers against the policy, by a forward pass for each."""
+    """An engine that compares the answers of servers with the policy, by one forward pass per answer."""
 
     def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
         """Check the last result of `rollout` against a sharded policy.
 
-        Every process has to call this; `even(list, stand_in)` pads the passes to an equal number on each.
+        Every process has to call this. `even(list, stand_in)` pads a list of forward passes, so that all
+        processes run equally many; `stand_in` replaces an empty list.
         """
 
 
@@ -121,14 +128,14 @@ class WeighsWords(Engine, Protocol):
     """An engine that computes the probability of the first word of an answer, without sampling."""
 
     def first_words(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
-        """Return, per prompt and list of words, the probability that the answer starts with one of them."""
+        """Return, per prompt and list of `words`, the probability that an answer starts with such a word."""
         ...
 
 
 class Sampler(Protocol):
-    """Chooses prompts, and the number of rollouts for each.
+    """A piece that chooses the prompts of a step and the number of rollouts per prompt.
 
-    The first sampler takes the data, each further one wraps the sampler before it.
+    The first sampler reads the data; each further sampler wraps the sampler before it.
     """
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
@@ -137,7 +144,7 @@ class Sampler(Protocol):
 
 
 class HeldOut(Protocol):
-    """Measures a policy on prompts that it is not trained on."""
+    """An evaluation of a policy on prompts that it is not trained on."""
 
     data: Sequence[Prompt]
 
@@ -147,7 +154,7 @@ class HeldOut(Protocol):
 
 
 class Tracker(Protocol):
-    """Sends metrics to a dashboard; only the main process opens one."""
+    """A dashboard client that sends metrics; only the main process opens it."""
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
         """Start a dashboard run, or resume it at step `start`; return a console line, possibly empty."""
@@ -174,19 +181,19 @@ class Stateful(Protocol):
     """A piece with state that is saved in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors, numbers and strings, nested in dictionaries."""
+        """Return the state as tensors, numbers and strings, nested in dictionaries."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
 
 
 @runtime_checkable
 class Observer(Stateful, Protocol):
-    """A piece with state that observes every round of a collection, before groups are dropped."""
+    """A piece with state that observes every sampling round of a step, before groups are dropped."""
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Update the state from a round; `rollouts` are this process's rows of `table`."""
+        """Update the state after a sampling round; `rollouts` are the rows of `table` on this process."""
 
 
 @runtime_checkable
@@ -194,7 +201,7 @@ class UsesEngine(Protocol):
     """A piece that calls the engine between rollouts, or reads values of other processes."""
 
     def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
-        """Set both functions; the run calls this once, before any prompt is drawn.
+        """Set the functions `ask` and `tell`; the run calls this once, before any prompt is drawn.
 
         Args:
             ask: Answers prompts with the first engine of the run. Every process has to call it.
@@ -204,9 +211,9 @@ class UsesEngine(Protocol):
 
 @runtime_checkable
 class UsesValueModel(Protocol):
-    """A piece that estimates the values of prompts with a second model, before they are answered."""
+    """A piece that estimates the values of prompts before the rollouts, with a model such as a critic."""
 
-    value_model: str  # its name in `references`; empty: none
+    value_model: str  # name of the value model in `references`; empty: none
 
     def connect_value_model(self, values: Callable[[Sequence[Prompt]], list[float]]) -> None:
         """Set the function that estimates prompt values; all processes must call it with equal prompts."""
@@ -223,37 +230,42 @@ class Preparing(Protocol):
 
 @runtime_checkable
 class AdvantageObserver(Stateful, Protocol):
-    """A piece with state that observes the advantages of a collection."""
+    """A piece with state that observes the advantages of every training step."""
 
     def observe_advantages(self, credit: RewardTable) -> None:
-        """Update the state; `credit.values` (N, 1, K) are the advantages at the end of the chain."""
+        """Update this piece's state from the final advantages, `credit.values` (N rows, 1, K outcomes)."""
 
 
 @runtime_checkable
 class RecallsRows(Policy, Protocol):
     """A policy that can rebuild a row from the values that the engine recorded for each step."""
 
-    def restore_rows(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
-        """Rebuild the row of a prompt from notes (T,): "token", "logp", "temperature" and others."""
+    def restore_rows(
+        self, prompt: Prompt, notes: Mapping[str, Tensor], transcript: Transcript | None = None
+    ) -> Trajectory:
+        """Rebuild the row of a prompt from values (T,) per step: "token", "logp", "temperature" etc.
+
+        `transcript` is given for rows of conversations.
+        """
         ...
 
 
 @runtime_checkable
 class Replay(Stateful, Protocol):
-    """A piece with state that replays rows of earlier steps, before or after the advantage chain."""
+    """A piece with state that replays rows of earlier steps, before or after advantages are computed."""
 
-    def replay_before(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
-        """Return a mask (N,) of the rows to keep, and the rows to add before the advantage chain."""
+    def replay_before(self, collection: Collection) -> tuple[Tensor, RewardTable]:
+        """Return a mask (N,) of rows to keep, and rows to add before advantages are computed."""
         ...
 
     def replay_after(
-        self, table: RewardTable, credit: RewardTable
+        self, collection: Collection, credit: RewardTable
     ) -> tuple[Tensor, RewardTable, RewardTable]:
-        """Return a mask (N,) of rows to keep, and rows to add to the tables before and after the chain."""
+        """Return a mask (N,) of rows to keep, and rows to add to the step's table and to its advantages."""
         ...
 
     def restore_rows(self, table: RewardTable) -> Rollouts:
-        """Rebuild the rollouts of rows that were added."""
+        """Rebuild the rollouts of the replayed rows in `table`."""
         ...
 
 
@@ -262,7 +274,7 @@ class ReadsSteps(Policy, Protocol):
     """A policy that can read the rows of another policy, as a critic does."""
 
     def check_steps_of(self, policy: Any) -> None:
-        """Raise `ValueError` if a step of the other policy has another meaning for this one."""
+        """Raise `ValueError` if a step means something else for the other policy than for this policy."""
 
 
 @runtime_checkable
@@ -274,6 +286,6 @@ class RunCallback(Protocol):
     def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
         """Handle an event: "train_begin", "step_end", "save" or "train_end".
 
-        `step` counts finished steps; `metrics` are those of the last step, with `eval_` metrics if it ended
-        with an evaluation.
+        `step` counts finished steps. `metrics` are the metrics of the last step, including `eval_` metrics if
+        the step ended with an evaluation.
         """

@@ -1,4 +1,4 @@
-"""The reward table: the rewards of all rollouts of a step, which the chain turns into advantages."""
+"""The reward table: the rewards of a step's rollouts, from which advantage functions compute advantages."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ NAN = float("nan")
 
 
 def name_id(name: str) -> int:
-    """Hash a name to 63 bits, equal in every process, round and run; 0 for the empty name."""
+    """Hash a name to 63 bits, equal in every process and run; 0 for the empty name."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 if name else 0
 
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics of the group of each entry in a reward table, over valid entries; shape (N, R, K)."""
+    """Statistics over the valid entries of each entry's group; all are (N rows, R rewards, K outcomes)."""
 
     values: Tensor  # (N, R, K)
     valid: Tensor  # (N, R, K)
@@ -94,21 +94,21 @@ class GroupStatistics:
 
 @dataclass(frozen=True)
 class RewardTable:
-    """Rewards of rollouts and the ids of the groups they are compared in, in float64 on the CPU.
+    """The rewards of rollouts and the ids of the groups that are compared, in float64 on the CPU.
 
-    Every process has the whole table. `N` rollouts, `R` named rewards, `K` outcomes of a rollout (places),
-    `T` steps.
+    Every process has the whole table. In shapes, `N` counts rollouts, `R` named rewards, `K` outcomes of a
+    rollout, and `T` steps.
     """
 
     TENSORS: ClassVar = ("values", "valid", "ends", "length", "learn", "process")  # columns of N rows
     MAPPINGS: ClassVar = ("scored", "ids", "notes")  # mappings of names to such columns
-    IDS: ClassVar = frozenset({"group", "row", "place", "on_policy", "text"})  # names of ids that are no tags
+    IDS: ClassVar = frozenset({"group", "row", "place", "on_policy", "text"})  # ids that are not tags
 
     values: Tensor  # (N, R, K) rewards, later advantages; defined where `valid`
     valid: Tensor  # (N, R, K) False where a reward does not apply, or there is no outcome
     weights: Mapping[str, float]  # names of the R rewards, in order, with their weights in a sum
     scored: Mapping[str, Tensor]  # (N, K) every reward as measured, NaN where it does not apply
-    ends: Tensor  # (N, K) int64: number of steps that made the outcome; ABSENT: no outcome
+    ends: Tensor  # (N, K) int64: number of steps up to the outcome's end; ABSENT: no outcome
     ids: Mapping[str, Tensor]  # (N, K) int64 by name: `IDS` and every tag
     notes: Mapping[str, Tensor]  # (N, T) values from the engine, NaN if not recorded
     length: Tensor  # (N,) int64
@@ -146,7 +146,7 @@ class RewardTable:
 
     @property
     def present(self) -> Tensor:
-        """Whether there is an outcome: (N, K) bool."""
+        """Whether each entry is an outcome, not padding: (N, K) bool."""
         return self.ends != ABSENT
 
     @property
@@ -198,7 +198,7 @@ class RewardTable:
     def tag(self, name: str) -> Tensor:
         """Return the integer ids `name` of each outcome, such as hashed words of a tag: (N, K), 0 for none.
 
-        Raises `ValueError` if no outcome has it.
+        Raises `ValueError` if the table has no ids of this name.
         """
         if name not in self.ids:
             raise ValueError(
@@ -209,7 +209,7 @@ class RewardTable:
 
     @property
     def absent(self) -> dict[str, str]:
-        """Warnings by name about rewards that returned None for every outcome, although none failed."""
+        """Warnings, keyed by reward, about rewards that returned None for every outcome without an error."""
         seen = f"all {int(self.present.sum())} outcomes of {len(set(self.uids))} prompts"
         return {
             name: f"'{name}' gave None for {seen}"
@@ -228,12 +228,12 @@ class RewardTable:
         return torch.where(measured.isnan().all(1), torch.nan, measured.nansum(1))
 
     def index(self, by: Sequence[str]) -> Tensor:
-        """Number the groups of entries with equal ids of every name in `by`: (N, K). Empty: one group."""
+        """Number the groups (N, K) of entries with equal ids for all names in `by`; empty `by`: one group."""
         columns = [self.tag(name) for name in by] or [torch.zeros_like(self.ends)]
         return group_index([column.flatten() for column in columns]).view(self.ends.shape)
 
     def groups(self, by: Sequence[str]) -> GroupStatistics:
-        """Return statistics over groups of entries with equal ids of every name in `by`."""
+        """Return statistics over the groups of entries that have equal ids for all names in `by`."""
         return GroupStatistics(self.values, self.valid, self.index(by))
 
     def select(self, rows: Tensor) -> RewardTable:
@@ -243,7 +243,7 @@ class RewardTable:
         return self.replace(**_columns(lambda column: column[rows], self), uids=uids)
 
     def take(self, places: Tensor, values: Tensor, ends: Tensor) -> RewardTable:
-        """Select outcomes: `places` (N, K') has the old index of each new outcome, `ends` (N, K') its end."""
+        """Select the outcomes with indices `places` (N, K'), and set their values (N, R, K') and ends."""
         valid, none = self.valid.gather(2, places[:, None].expand(-1, len(self.names), -1)), ends == ABSENT
         ids = {name: column.gather(1, places) for name, column in self.ids.items()}
         return self.replace(
@@ -267,7 +267,7 @@ class RewardTable:
         return self.take(places, values, self.ends[:, 1:])
 
     def join(self, other: RewardTable) -> RewardTable:
-        """Append the rows of another round; rows are renumbered, all other ids do not change."""
+        """Append the rows of another sampling round; rows are renumbered, all other ids do not change."""
         if not len(self) or not len(other):
             return self if len(self) else other
         if self.names != other.names:
@@ -318,10 +318,10 @@ class Collection:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of an evaluation: `intervals` are (low, high), `rollouts` this process's rows of `table`."""
+    """The result of an evaluation; `rollouts` are this process's rows of `table`."""
 
     metrics: Mapping[str, float]
-    intervals: Mapping[str, tuple[float, float]]
+    intervals: Mapping[str, tuple[float, float]]  # confidence intervals (low, high) of metrics
     rollouts: Rollouts
     table: RewardTable
     correct: str = ""  # name of the reward that marks correct answers, if one was chosen
@@ -339,9 +339,9 @@ def _columns(change: Callable[..., Tensor], *tables: RewardTable) -> dict[str, A
 
 
 def place_of_steps(ends: Tensor, num_steps: int) -> Tensor:
-    """Assign every step to an outcome: `ends` (N, K) give outcome indices (N, T).
+    """Return the index (N, T) of the outcome that each step belongs to, given outcome `ends` (N, K).
 
-    A step belongs to the first outcome that ends after it, and steps after the last end to the last outcome.
+    A step belongs to the first outcome that ends after it, or to the last outcome if none does.
     """
     present = ends != ABSENT
     last = (present.sum(-1, keepdim=True) - 1).clamp(min=0)

@@ -15,7 +15,7 @@ import torch
 
 @dataclass
 class Stream:
-    """The source of all random draws of a run. The run sets `step` and `round`; pieces only read them."""
+    """Source of all random draws of a run; only the run sets the training `step` and sampling `round`."""
 
     seed: int = 0
     step: int = 0
@@ -24,26 +24,26 @@ class Stream:
     stage: int = 0  # number of the stage, if a run continues another
 
     def generator(self, *key: str | int) -> torch.Generator:
-        """Create the CPU generator of a key for the current step and round."""
+        """Create the CPU generator of a key for the current training step and sampling round."""
         # The separator distinguishes (1, 23) from (12, 3).
         run = (self.seed, self.stage) if self.stage else (self.seed,)
         words = "\x1f".join(map(str, (*run, self.purpose, self.step, self.round, *key)))
         data = words.encode("utf-8", "surrogatepass")  # an id may be a file name with any bytes
-        digest = hashlib.blake2b(data, digest_size=8).digest()  # Python salts its own `hash`
+        digest = hashlib.blake2b(data, digest_size=8).digest()  # `hash` differs between processes
         return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
     def fixed(self, *key: str | int) -> torch.Generator:
-        """Create the generator of a key for draws that do not depend on step and round."""
+        """Create the CPU generator of a key, equal in all training steps and sampling rounds."""
         return Stream(self.seed, purpose=self.purpose, stage=self.stage).generator(*key)
 
     def seed_of(self, *key: str | int) -> int:
-        """Draw the seed of a key for `seeded`; it does not depend on step and round."""
+        """Derive a seed from a key, equal in all training steps and sampling rounds; see `seeded`."""
         return int(torch.randint(1 << 31, (1,), generator=self.fixed(*key)))
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generator, which initialisers use, inside the block; restore its state after it."""
+    """Seed torch's global generator (used by initialisers) inside the block, then restore its state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

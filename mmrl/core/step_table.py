@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,8 +58,8 @@ class Batch:
     notes: Mapping[str, Tensor] = field(default_factory=dict)  # (N, T) values from the engine, or NaN
     others: Mapping[str, StepOutput] = field(default_factory=dict)  # by policy: "old", "ref", ...
     totals: Totals = Totals()
-    drawn: float | None = None  # rows after the group filter, before the chain; None: `len(self)`
-    order: tuple[int, ...] = ()  # all groups of the collection, on all processes; empty: those in `group`
+    drawn: float | None = None  # rows after the group filter, before the advantage chain; None: `len(self)`
+    order: tuple[int, ...] = ()  # groups of the whole collection, on all processes; empty: as in `group`
     rows: Tensor = torch.zeros(0, dtype=torch.int64)  # (N,) index in the collection; empty if unknown
 
     @staticmethod
@@ -76,7 +76,7 @@ class Batch:
         return dataclasses.replace(self, **changes)
 
     def by(self, name: str, new: StepOutput) -> StepOutput:
-        """Return the output of policy `name`; `old` defaults to the current pass, detached (ratio 1)."""
+        """Return the output of the policy `name`; for `old`, by default `new` without gradient (ratio 1)."""
         return new.detach() if name == "old" and name not in self.others else self.others[name]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -118,7 +118,7 @@ class Batch:
         """Split the batch into parts of whole groups, one per optimizer step; an empty part is one blank row.
 
         The groups of all processes are split, so that parts have the same groups on any number of processes.
-        `drawn` is divided evenly among the parts.
+        `drawn`, the number of rows drawn for the update, is divided evenly among the parts.
         """
         drawn = None if self.drawn is None else self.drawn / num_parts
         names = self.order or tuple(dict.fromkeys(self.group.tolist()))
@@ -136,17 +136,30 @@ class Batch:
         """Choose the rows and steps of micro-batches whose `steps.cost` is at most `max_steps`.
 
         A micro-batch holds at least one `unit`, even if that exceeds `max_steps`. Groups stay together if
-        possible, since their rows share a prompt.
+        possible, since their rows share a prompt. Rows of different `steps.buckets` go into different
+        micro-batches, unless `unit` is GROUP and they belong to the same group.
         """
-        unit, num_steps = max(unit, self.steps.unit), self.mask.shape[1]
-        groups: dict[int, list[int]] = {}  # in order of first appearance
-        for row, name in enumerate(self.group.tolist()):
-            groups.setdefault(name, []).append(row)
-        everything = [row for whole in groups.values() for row in whole]
-        if everything and self._cost(everything) <= max_steps:
-            return [(torch.tensor(everything), slice(None))]
-        micros: list[list[int]] = [[]]
+        unit = max(unit, self.steps.unit)
+        buckets = getattr(self.steps, "buckets", torch.zeros(len(self), dtype=torch.int64)).tolist()
+        groups: dict[tuple[int, int], list[int]] = {}  # in order of first appearance
+        for row, (bucket, name) in enumerate(zip(buckets, self.group.tolist(), strict=True)):
+            groups.setdefault((name, 0 if unit == Unit.GROUP else bucket), []).append(row)
+        apart: dict[tuple[int, ...], list[list[int]]] = {}  # groups, keyed by the buckets of their rows
         for whole in groups.values():
+            apart.setdefault(tuple(sorted({buckets[row] for row in whole})), []).append(whole)
+        return [cut for held in sorted(apart) for cut in self._cuts(apart[held], max_steps, unit)]
+
+    def _cuts(
+        self, groups: Sequence[list[int]], max_steps: int, unit: Unit
+    ) -> Iterator[tuple[Tensor, slice]]:
+        """Choose the micro-batches of groups whose rows may be in the same micro-batch."""
+        num_steps = self.mask.shape[1]
+        everything = [row for whole in groups for row in whole]
+        if self._cost(everything) <= max_steps:
+            yield torch.tensor(everything), slice(None)
+            return
+        micros: list[list[int]] = [[]]
+        for whole in groups:
             # A group that fits alone, but not into the current micro-batch, starts a new one.
             if micros[-1] and self._cost(micros[-1] + whole) > max_steps >= self._cost(whole):
                 micros.append([])
@@ -154,24 +167,22 @@ class Batch:
                 if micros[-1] and self._cost(micros[-1] + piece) > max_steps:
                     micros.append([])
                 micros[-1] = micros[-1] + piece
-        cuts = []
         for rows in filter(None, micros):
             cost, columns = self._cost(rows), [slice(None)]
             if unit == Unit.STEP and cost > max_steps and num_steps > 1:
                 width = max(1, num_steps * max_steps // cost)  # the cost grows with the width
                 columns = [slice(at, min(at + width, num_steps)) for at in range(0, num_steps, width)]
-            cuts += [(torch.tensor(rows), column) for column in columns]
-        return cuts
+            yield from ((torch.tensor(rows), column) for column in columns)
 
     def _cost(self, rows: list[int]) -> int:
         return self.steps.cost(torch.tensor(rows))
 
 
 def spread(credit: RewardTable, batch: Batch) -> Batch:
-    """Assign the advantages of a table, and its notes, to the steps of a collated batch.
+    """Assign the advantages and the recorded values of a table to the steps of a collated batch.
 
-    `credit` has one reward, and the rows of `batch` in the same order. If it has no rows, the batch becomes
-    blank. Raises `ValueError` for several rewards.
+    `credit` has one reward, and the rows of `batch` in the same order. If `credit` has no rows, the batch
+    becomes blank. Raises `ValueError` for several rewards.
     """
     if len(credit.names) > 1:
         raise ValueError(
@@ -188,7 +199,7 @@ def spread(credit: RewardTable, batch: Batch) -> Batch:
     notes = {
         name: pad_to(note, num_steps, 1, float("nan"))[:, :num_steps].float().to(device)
         for name, note in credit.notes.items()
-        if name not in batch.notes  # notes that the policy collated stay
+        if name not in batch.notes  # the notes that the policy itself collated are kept
     }
     mask = batch.mask * learned.to(device)
     return batch.replace(

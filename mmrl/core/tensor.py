@@ -1,6 +1,6 @@
 """Sums, means and extremes over groups of rows, masked means and padding.
 
-A group is not an axis but a column of ids, so groups may have different sizes. `M` entries, `V` groups.
+A group is not an axis but a column of ids, so group sizes may differ. Shapes: `M` entries, `V` groups.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ ARGUMENTS = ("arguments", "parameters", "args")  # possible keys of the argument
 PYTHON_TAG, TOOL_CALLS = "<|python_tag|>", "[TOOL_CALLS]"
 OBJECT = re.compile(r'[\s\[]*\{\s*"(?:type|name|function|arguments|parameters)"\s*:')  # one call, or a list
 NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-# Calls with tags around every argument: of Qwen3-Coder and Qwen3.5, and of GLM.
+# Calls with tags around every argument, in the formats of Qwen3-Coder and Qwen3.5, and of GLM.
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|$)", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 GLM_CALL = re.compile(r"\s*([\w.-]+)\s*(.*)", re.DOTALL)
@@ -39,8 +39,8 @@ class Call:
 def parse_calls(text: str, tag: str = "tool_call") -> list[Call | CallError]:
     """Parse the tool calls in an answer in Qwen's format.
 
-    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A block with other content becomes a CallError
-    in its place. The last block may lack its end tag. Tags are not case-sensitive.
+    Format: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Other content of a block becomes a
+    CallError in its place. The last block may lack its end tag. Tags are not case-sensitive.
     """
     return [_parse_call(inside) for inside in _block(tag).findall(text)]
 
@@ -55,10 +55,10 @@ def parse_llama_calls(text: str) -> list[Call | CallError]:
 
 
 def parse_mistral_calls(text: str) -> list[Call | CallError]:
-    """Parse the tool calls in an answer in Mistral's formats: a list of objects, or a name before each.
+    """Parse the tool calls in an answer in one of Mistral's two formats.
 
-    `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call.
-    Without the marks, the answer must begin with a call.
+    Formats: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` for each
+    call. Without `[TOOL_CALLS]`, the answer must begin with a call.
     """
     begin, *marked = text.split(TOOL_CALLS)
     if not marked and (OBJECT.match(begin) or NAMED.match(begin)):
@@ -69,8 +69,8 @@ def parse_mistral_calls(text: str) -> list[Call | CallError]:
 def parse_qwen_xml_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[Call | CallError]:
     """Parse the tool calls in an answer in the format of Qwen3-Coder and Qwen3.5.
 
-    `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`. Values are text;
-    `typed` converts them by the schemas of `tools`.
+    Format: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`. Values are
+    text; `typed` converts them by the schemas of `tools`.
     """
     return [
         _tagged(FUNCTION.fullmatch(inside), PARAMETER, "<function=name><parameter=key>value", tools)
@@ -81,8 +81,8 @@ def parse_qwen_xml_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> 
 def parse_glm_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[Call | CallError]:
     """Parse the tool calls in an answer in the format of GLM-4.5 and later.
 
-    `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`. Values are read as in
-    `parse_qwen_xml_calls`.
+    Format: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`. Values are text;
+    `typed` converts them by the schemas of `tools`.
     """
     form = "name<arg_key>key</arg_key><arg_value>value</arg_value>"
     return [
@@ -141,7 +141,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def without_calls(text: str, tag: str = "tool_call") -> str:
-    """Remove tool calls, in any form, and surrounding whitespace from an answer."""
+    """Remove tool calls, in any of the known formats, and surrounding whitespace from an answer."""
     if _block(tag).search(text):
         return _block(tag).sub("", text).strip()
     outside = text.partition(TOOL_CALLS)[0].strip()

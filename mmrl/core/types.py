@@ -1,4 +1,4 @@
-"""Prompts, media, outcomes and trajectories: the data of a rollout before it is a table."""
+"""Prompts, media, outcomes and trajectories: the data of a rollout before it enters a table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from torch import Tensor
 from mmrl.core.plain_text import whole
 from mmrl.core.tool_calls import Call, CallError
 
-# Tag of rows that cannot be rebuilt from a prompt of the data and tokens; replay does not store them.
+# Tag of rows that cannot be rebuilt from the prompt in the data and token ids, nor from a transcript; replay
+# does not store them.
 CHANGED = "changed"
+# Name of a recorded value per token: number of training steps of the older weights that sampled the token.
+VERSION = "weights_version"
 
 
 class Readable(Protocol):
@@ -30,9 +33,17 @@ class Readable(Protocol):
 class Unit(IntEnum):
     """The smallest part of a batch whose loss can be computed alone."""
 
-    STEP = 0  # in ascending size, so that `max` of two units suits both
+    STEP = 0  # ascending by size: the `max` of two required units satisfies both requirements
     ROW = 1
     GROUP = 2
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A decoded sound with one channel."""
+
+    samples: Tensor  # (T,) float32 from -1 to 1; sample i is at i / rate seconds
+    rate: int  # samples per second
 
 
 @dataclass(frozen=True)
@@ -42,16 +53,17 @@ class Frames:
     pixels: Tensor  # (F, 3, height, width) uint8
     times: Tensor  # (F,) seconds
     duration: float = 0.0  # seconds of the whole video
+    sound: Sound | None = None  # the sound track, from the time of the first frame on
 
 
 @dataclass(frozen=True)
 class Media:
-    """An image, a video or another kind of media, decoded when `load` is called.
+    """An image, a video, a sound or another kind of media, decoded when `load` is called.
 
     Args:
         kind: An entry of `mmrl.core.modalities.MODALITIES`.
         name: Name in errors and reports.
-        load: Returns the decoded medium: `Frames` for images and videos.
+        load: Returns the decoded medium: `Frames` for images and videos, `Sound` for sounds.
         source: The encoded file or bytes. A resumed run compares their content.
     """
 
@@ -65,13 +77,13 @@ class Media:
 class Part:
     """One part of a message: a text or a medium.
 
-    `said` marks text of a model, a tool or an environment. Such text may contain media placeholders, which
+    `quoted` marks text of a model, a tool or an environment. Such text may contain media placeholders, which
     are an error in other text.
     """
 
     text: str = ""
     media: Media | None = None
-    said: bool = field(default=False, compare=False)
+    quoted: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", whole(self.text))
@@ -120,9 +132,9 @@ class Outcome:
         video: The frames of the video.
         times: Seconds of the frames.
         end: Number of steps after which the outcome is complete; None: all steps of the rollout.
-        tags: Labels that the engine or data set gives it, such as `finish`.
+        tags: Labels that the engine or data set gives the outcome, such as `finish`.
         recorded: Rewards that the data set or the engine has measured.
-        tokens: Token ids of a text with more tokens than the steps, such as a prefix completed for a reward.
+        tokens: Token ids of `text` if it has more tokens than steps, as a prefix completed for a reward.
         environment: The environment object of the conversation, for rewards written for TRL.
         extra: Tool calls and thoughts of a recorded answer, as in `Message`.
     """
@@ -144,6 +156,23 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Size:
+    """The size of the image or video that a prompt asks for; 0 stands for the engine's own value.
+
+    Args:
+        num_frames: Frames of a video.
+        height: In pixels.
+        width: In pixels.
+        source: Take the aspect ratio of the prompt's first image, and the number of pixels of the engine.
+    """
+
+    num_frames: int = 0
+    height: int = 0
+    width: int = 0
+    source: bool = False
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt and its target.
 
@@ -154,7 +183,8 @@ class Prompt:
         answers: Recorded answers: demonstrations or preference pairs.
         columns: Other columns of the row, which rewards written for TRL get by name.
         split: Split of the data set that has the row.
-        tags: Labels that samplers give to every outcome of the prompt, by which an advantage can group.
+        tags: Labels that samplers give to every outcome of the prompt; advantages can use them as groups.
+        size: Size of the image or video that the prompt asks for; None: the engine's size.
     """
 
     uid: str
@@ -164,6 +194,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     split: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
+    size: Size | None = None
 
     @property
     def text(self) -> str:
@@ -178,6 +209,23 @@ class Prompt:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Transcript:
+    """What the policy wrote and read in a conversation, from which its row can be encoded again.
+
+    Args:
+        tools: JSON schemas of the tools in the prompt.
+        turns: Token ids (t,) of every turn of the policy.
+        replies: Messages after every turn but the last, as the policy read them.
+        first: Index of the first turn that is in the row; earlier turns belong to other rows.
+    """
+
+    tools: tuple[Mapping[str, Any], ...]
+    turns: tuple[Tensor, ...]
+    replies: tuple[tuple[Message, ...], ...]
+    first: int = 0
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One rollout, which is one row of the tables.
@@ -188,11 +236,12 @@ class Trajectory:
         outcomes: Outcomes of prefixes of the rollout, if any, and last the answer itself.
         steps: Data of the steps, which only the policy reads; it collates them into a batch.
         length: Number of steps.
-        notes: Numbers (length,) that the engine recorded for every step, such as "logp" and "token".
+        notes: Values (length,) that the engine recorded for every step, such as "logp" and "token".
         on_policy: Whether the policy sampled the steps.
         logged: Columns for the logged completions (TRL's `log_extra`).
         turns: Messages of a conversation after its prompt.
         shown: Images that tools returned, in order.
+        transcript: The conversation, for replay; None for a single answer.
     """
 
     prompt: Prompt
@@ -205,13 +254,14 @@ class Trajectory:
     logged: Mapping[str, Any] = field(default_factory=dict)
     turns: tuple[Message, ...] = ()
     shown: tuple[Media, ...] = ()
+    transcript: Transcript | None = None
 
 
 Rollouts = tuple[Trajectory, ...]
 
 
 class PromptError(ValueError):
-    """Error: the policy cannot read the prompt `uid`, or a recorded answer of this prompt."""
+    """Error: the policy cannot read the prompt with the id `uid`, or a recorded answer of this prompt."""
 
     def __init__(self, uid: str, reason: str) -> None:
         super().__init__(uid, reason)
@@ -260,7 +310,11 @@ class TrainerState:
 
 
 class Steps(Protocol):
-    """Inputs with which a policy recomputes the steps of a batch; only that policy reads them."""
+    """Inputs with which a policy recomputes the steps of a batch; only that policy reads them.
+
+    If some rows cannot be computed together, such as images of different sizes, the attribute `buckets` (N,)
+    numbers the bucket of each row. A micro-batch holds rows of one bucket.
+    """
 
     unit: Unit  # the smallest part that can be evaluated alone
 
@@ -268,6 +322,6 @@ class Steps(Protocol):
         """Count the steps in memory if these rows are computed together, prompts included."""
         ...
 
-    def __getitem__(self, part: tuple[Tensor, slice]) -> Steps:
+    def __getitem__(self, part: tuple[Tensor, slice], /) -> Steps:
         """Select rows and a range of steps."""
         ...

@@ -27,6 +27,7 @@ from mmrl.data.row_files import (
     SourceError,
     TableFile,
     bad_rows_error,
+    log_dropped,
 )
 from mmrl.data.row_prompts import Places, RowPrompts
 from mmrl.data.separated import SEPARATED, separated_rows
@@ -35,7 +36,7 @@ from mmrl.data.unread_files import name_unread
 T = TypeVar("T")
 WRITTEN = (".jsonl", ".parquet", ".json")
 FORMS = (*WRITTEN, *SEPARATED)
-SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of a split
+SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # file name suffix of a split's parts on the hub
 BATCH = 256  # rows of a parquet file in memory at once
 DEEPEST = 64  # most nesting levels of a row, because code that walks through rows is recursive
 HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}  # splits that no training should see
@@ -45,7 +46,7 @@ log = logging.getLogger("mmrl")
 
 @dataclass(frozen=True)
 class Rows:
-    """All rows of a file or folder; every iteration reads them again."""
+    """All rows of a file or folder; every iteration reads the rows again."""
 
     path: Path
     root: Path  # folder to which media paths are relative
@@ -69,7 +70,7 @@ class Rows:
 
 
 class UniqueIds:
-    """Detects duplicate ids, because answers to two rows with one id would be compared as one group."""
+    """Detects duplicate ids: the answers to two rows with the same id would be compared as one group."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[str, str], str] = {}
@@ -82,8 +83,8 @@ class UniqueIds:
 
 
 def valid_rows(path: Path) -> Iterator[DataRow]:
-    """Read rows; raises RowError if any is unreadable, with all unreadable rows of the file."""
-    rows = iter(Rows(path, path))  # a single pass: after an error it collects the other faulty rows
+    """Yield the rows of a file; raise `RowError` at the first bad row, with a list of all bad rows."""
+    rows = iter(Rows(path, path))  # a single pass: after the first bad row, the rest is searched for bad rows
     for row in rows:
         if row.fault:
             raise bad_rows_error(path, [f"{bad.place}: {bad.fault}" for bad in (row, *rows) if bad.fault])
@@ -109,9 +110,9 @@ def read_prompts(
     Args:
         source: Name of the dataset, for errors.
         rows: The rows.
-        make: Maps a row and its number to a prompt, always the same one, or to None to skip the row. Raises
-            `RowError` without the place of the row.
-        reads: The columns that `make` reads, which are then the row's `columns`. A row with another column of
+        make: Maps a row and its number to a prompt, or to None to skip the row; equal arguments must give
+            equal prompts. Raises `RowError` with a message that does not name the row.
+        reads: The columns that `make` reads, and gets as the row's `columns`. A row with another column of
             known meaning is bad, unless a piece of the run reads it (see `RowFields`). None: no check.
         bad_rows: "error" raises; "drop" logs and skips bad rows; "" is for datasets without this option.
         limit: Largest number of prompts; 0: no limit.
@@ -150,7 +151,7 @@ def read_each(
     bad_rows: str = "",
     limit: int = 0,
 ) -> list[T]:
-    """Create a value from every row with `make`; arguments and errors are those of `read_prompts`."""
+    """Create a value from every row with `make`; arguments and errors are as in `read_prompts`."""
     values: list[T] = []
     bad: list[str] = []
     for number, row in enumerate(rows):
@@ -166,8 +167,7 @@ def read_each(
             break
     if bad and bad_rows != "drop":
         raise bad_rows_error(source, bad, "mend them, or set `bad_rows: drop`" if bad_rows else "mend them")
-    for line in bad:
-        log.warning("dropped %s", line)
+    log_dropped(source, bad, len(values) + len(bad))
     if not values:
         raise SourceError(f"'{source}' holds no row that can be used")
     return values
@@ -205,7 +205,7 @@ def split_of(path: Path) -> str:
 
 
 def checked(row: DataRow) -> DataRow:
-    """Apply a row's column `split`; set its `fault` if it is no object, nested too deeply, or no Unicode."""
+    """Apply a row's column `split`; set `fault` if the row is no object, nested too deep or not Unicode."""
     if type(row.columns) is not dict:
         return DataRow(row.place, row.split, fault=f"not a JSON object, but {short(row.columns)}")
     # Level by level, because a hostile row could exceed the recursion limit.
@@ -229,7 +229,7 @@ def checked(row: DataRow) -> DataRow:
 
 
 def text_lines(path: Path, parse: Callable[[DataRow], DataRow] | None = None) -> Iterator[DataRow]:
-    """Read the non-blank lines of a UTF-8 file as rows with the column `line`; numbers start at 1."""
+    """Read the non-blank lines of a UTF-8 file as rows with the column `line`; lines count from 1."""
     if not path.is_file():
         raise SourceError(f"there is no file '{path}'")
     yield from LineFile(path, split_of(path), parse or (lambda row: row))
@@ -269,7 +269,7 @@ def json_list(path: Path) -> Iterator[DataRow]:
     """Read a file that is one JSON list of objects, or else JSON lines."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(BOM).lstrip()[:1]
-    rows, lines = None, start == b"{"  # many benchmarks give JSON lines this suffix
+    rows, lines = None, start == b"{"  # many benchmarks name JSON lines `.json`
     try:
         rows = None if lines and not next(json_lines(path)).fault else parse_json(read_text_file(path))
     except RowError as error:

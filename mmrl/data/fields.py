@@ -20,7 +20,7 @@ _SHORT.maxlevel = 3
 
 
 class RowError(ValueError):
-    """Error for a row, or a file of rows, that cannot be used. The message names its place."""
+    """Error for a row, or a file of rows, that cannot be used. The message names the place of the row."""
 
 
 def short(value: Any) -> str:
@@ -36,7 +36,7 @@ def text(value: Any, name: str) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number that fits a float; True and False are no numbers."""
+    """Whether a value is a finite number that fits a float; True and False are not numbers."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # NaN compares as False
 
 

@@ -20,12 +20,12 @@ SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|\n+")
 
 
 def with_hint(prompt: Prompt, hint: str, *, tag: str, template: str = TEMPLATE) -> Prompt:
-    """Add a hint as the last part of the last message; the id is kept, so that all rows are one group.
+    """Append a hint to the last message of a prompt; the prompt keeps its id, and so its group.
 
-    All outcomes get the tag `hint` with the value `tag`. Outcomes without a hint lack the tag `hint`.
+    Outcomes of the new prompt get the tag `hint` with the value `tag`; without a hint they lack this tag.
     """
     *before, last = prompt.messages
-    last = replace(last, parts=(*last.parts, Part(template.replace("{hint}", hint), said=True)))
+    last = replace(last, parts=(*last.parts, Part(template.replace("{hint}", hint), quoted=True)))
     return replace(prompt, messages=(*before, last), tags={**prompt.tags, TAG: tag})
 
 
@@ -39,7 +39,7 @@ def without_hint(prompt: Prompt) -> Prompt:
 
 
 def wanting_hint(prompt: Prompt, attempt: str, *, tag: str) -> Prompt:
-    """Mark a prompt as wanting a hint by the tag `WANTED`, and store its failed answer in a column."""
+    """Mark a prompt with the tag `WANTED` to request a hint, and store its failed answer in a column."""
     columns = {**prompt.columns, ATTEMPT: attempt}
     return replace(prompt, columns=columns, tags={**prompt.tags, WANTED: tag})
 
@@ -50,7 +50,7 @@ def sentences(text: str) -> list[str]:
 
 
 def tiers(value: Any, cuts: int) -> list[str]:
-    """List hints from a column's value, weakest first: a list of texts, or `cuts` growing parts of a text."""
+    """List hints, weakest first: the texts of a list, or `cuts` prefixes of a text with growing length."""
     match value:
         case str():
             parts = sentences(value)

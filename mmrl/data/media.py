@@ -35,7 +35,7 @@ class MediaError(RowError):
 
 
 def held_or_named(text: str) -> bytes | str:
-    """Decode a `data:` URL or plain base64 to bytes; return a path without its prefix `file://`.
+    """Decode a `data:` URL or plain base64 to bytes; return other text as a path, without `file://`.
 
     Raises `MediaError` for other URLs, since nothing is downloaded.
     """
@@ -51,7 +51,7 @@ def held_or_named(text: str) -> bytes | str:
 def locate(name: str, root: Path, max_bytes: int = MAX_FILE_BYTES) -> Path:
     """Resolve the path of a file inside `root`; symbolic links are followed.
 
-    Raises `MediaError` if the path leaves the root, is no file, or the file is larger than `max_bytes`.
+    Raises `MediaError` if the path leaves the root, is not a file, or the file is larger than `max_bytes`.
     """
     try:
         folder = root.resolve()
@@ -115,8 +115,8 @@ def as_rgb(image: Any, name: str, *, transparent: bool = False) -> Any:
     """Convert a PIL image to upright 8-bit RGB on a white background.
 
     16-bit grey is scaled so that its white becomes 255. 32-bit integers and floating point numbers raise
-    `MediaError`, because files do not define their white. Animations and documents give their first frame or
-    page.
+    `MediaError`, because files do not define which value is white. Animations and documents give their first
+    frame or page.
 
     Args:
         image: The image.
@@ -208,32 +208,38 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
 
 
 @contextmanager
-def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any]:
-    """Open a file as a PyAV container with a video stream; errors inside the block become a `MediaError`.
+def opened_container(source: Path | bytes, name: str, formats: str, wanted: str) -> Iterator[Any]:
+    """Open a file or bytes as a PyAV container of allowed `formats` (names of ffmpeg, with commas).
 
-    Formats that refer to other files are refused.
+    Formats that refer to other files are refused. Errors inside the block become a `MediaError`.
     """
     import av
 
     def refuse(url: str, flags: int, options: dict) -> Any:
         raise PermissionError(f"it refers to another file, '{url}'")
 
-    options = {"format_whitelist": CONTAINERS}
+    options = {"format_whitelist": formats}
     errors = (av.error.FFmpegError, OSError, ValueError, OverflowError, MemoryError)
-    wanted = f"a video as {CONTAINERS.replace(',', ', ')}"
     # `metadata_errors`: titles in other encodings than UTF-8 are common.
     with (
-        decoding(str(path), wanted, errors),
-        path.open("rb") as file,
+        decoding(name, f"{wanted} as {formats.replace(',', ', ')}", errors),
+        io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file,
         av.open(file, io_open=refuse, container_options=options, metadata_errors="replace") as container,
     ):
+        yield container
+
+
+@contextmanager
+def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any]:
+    """Open a file as a PyAV container with a video stream; errors inside the block become a `MediaError`."""
+    with opened_container(path, str(path), CONTAINERS, "a video") as container:
         if not container.streams.video:
             raise MediaError(f"'{path}' holds no video stream")
         codec = container.streams.video[0].codec_context
         if codec is None:
             raise MediaError(f"'{path}' holds a video in a codec that this build of ffmpeg does not know")
         check_size(str(path), codec, max_pixels)  # a damaged header can claim any size
-        codec.options = {"max_pixels": str(max_pixels)}  # and a stream can grow later
+        codec.options = {"max_pixels": str(max_pixels)}  # and later frames of a stream can be larger
         yield container
 
 
@@ -244,7 +250,7 @@ def is_turned(frame: Any) -> bool:
 
 
 def upright(pixels: Tensor, frame: Any) -> Tensor:
-    """Rotate and mirror pixels (height, width, 3) by the display matrix of their frame."""
+    """Rotate and mirror the pixels (height, width, 3) of a frame according to its display matrix."""
     a, b, c, d = _display_matrix(frame)  # x goes to a x + c y, y to b x + d y
     if abs(b) > abs(a):  # rotated by 90 degrees: swap the axes, then mirror
         pixels, a, d = pixels.transpose(0, 1), c, b

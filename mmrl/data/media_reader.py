@@ -34,7 +34,7 @@ class MediaReader:
 
     @classmethod
     def of_data(cls, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
-        """Make a reader with the video sampling options of a data set; ignore its other options."""
+        """Create a reader from a data set's options for video sampling; other options are ignored."""
         names = {field.name for field in fields(FrameSampling)}
         sampling = {"max_frames": 64, **{name: value for name, value in options.items() if name in names}}
         return cls(FrameSampling(**sampling), None if root is None else MediaRoot(root))
@@ -75,7 +75,7 @@ def image_in_memory(value: Any, place: str) -> Media | None:
 
 
 def video_in_memory(value: Any, place: str) -> Media | None:
-    """Convert a list of images of equal size to a video, with `LISTED` frames per second; else None."""
+    """Convert a list of images of equal size to a video (`LISTED` frames per second); None for others."""
     if not isinstance(value, list | tuple) or not value or not all(map(is_image, value)):
         return None
     frames = film(value)

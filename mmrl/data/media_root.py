@@ -37,7 +37,7 @@ class MediaRoot:
 
     @classmethod
     def of_rows(cls, source: Path, root: str, cache_bytes: int = CACHE_BYTES) -> MediaRoot:
-        """Make a media root: the folder `root` if given, else `source`, or its parent if it is a file."""
+        """Create a media root: the folder `root` if given, else `source`, or its folder if it is a file."""
         return cls(Path(root) if root else source if source.is_dir() else source.parent, cache_bytes)
 
     def medium(self, ref: MediaRef, place: str, sampling: FrameSampling) -> Media:
@@ -88,8 +88,8 @@ class MediaRoot:
         return self._decoded.get(key, lambda: MODALITIES[kind].load(path, str(path), sampling))
 
 
-# `Media.load` is an object of these classes. Objects for the same medium are equal, so that a prompt that is
-# rebuilt from its row finds cached results about its media.
+# `Media.load` is an object of one of the next two classes. Objects for the same medium are equal, so that
+# cached results about a medium are found even if its prompt was rebuilt from its row.
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
         match item:
             case bytes():
                 path, data = None, item
-            case {**fields}:  # `Image` of `datasets` has both keys, of which one may be null
+            case {**fields}:  # in rows of `datasets.Image`, one of the two may be null
                 path, data = fields.get("path", fields.get(kind)), fields.get("bytes")
             case _:
                 path, data = item, None
@@ -188,6 +188,8 @@ def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
                 yield MediaRef(kind, path or "", data)
             case str(), None if path.strip():
                 yield MediaRef(kind, path)
+            case _ if (medium := MODALITIES[kind].from_value(item, place)) and type(medium.source) is bytes:
+                yield MediaRef(kind, "", medium.source)  # e.g. an array
             case _:
                 raise RowError(
                     f"wanted a path, bytes, or an object with `path` or `bytes` of the {kind} as `{place}`, "
@@ -196,7 +198,7 @@ def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
 
 
 def _file_names(value: Any) -> Iterator[MediaRef]:
-    """List the media whose paths are texts in a field; a text is a path if it has a media suffix."""
+    """List the media that a field names by path; a text with the suffix of a media file is a path."""
     data = b""
     match value:
         case {"path": str(path), "bytes": bytes(data)}:

@@ -1,4 +1,4 @@
-"""Readers of chat messages with images and videos, in the format of transformers and TRL."""
+"""Readers of chat messages with images, videos and sounds, in the format of transformers and TRL."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from mmrl.core.types import Media, Message, Part, Prompt
 from mmrl.data.fields import RowError, listed, mapping, plain, short, text, unpacked
 from mmrl.data.row_fields import has_content
 
-SOUND = "<audio>"  # placeholder for audio, which no model reads unless `MODALITIES` has that kind
 ROLES = ("system", "user", "assistant", "tool")
 READ = ("role", "content")  # keys of a message that are parsed
 # Keys of a message that chat templates read.
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
-NEUTRAL = {"weight": 1, "loss": True}  # with these values, keys that exclude turns from the loss do nothing
-CALL = ("id", "type", "index", "function")  # keys of a tool call, besides those of its function
+NEUTRAL = {"weight": 1, "loss": True}  # values at which keys for the loss of a turn have no effect
+CALL = ("id", "type", "index", "function")  # keys of a tool call, besides the keys of its function
 ASKED = ("prompt", "question")  # columns with the question; if both are empty, `messages` has it
-NAMES = ("path", "url")  # keys of a part that can hold its file, besides the name of its kind
+NAMES = ("path", "url")  # keys of a part that can name its file, besides its kind (`image`)
 Slot = tuple[str, Media | None]  # a placeholder's kind, and the medium if the part contains it
 # Creates a medium from its kind, its value in the row, and its name for errors.
 ReadMedia = Callable[[str, Any, str], Media]
@@ -59,9 +58,9 @@ def read_messages(
 ) -> tuple[Message, ...]:
     """Read a prompt (a text or messages), and insert media at the placeholders in its messages.
 
-    A placeholder is a part `{"type": "image"}` or a mark <image> in a text, and likewise for videos. Without
-    placeholders, the media come first in the first user message, as in TRL. Raises `RowError` for a prompt
-    without a user message, and if the numbers of placeholders and media differ.
+    A placeholder is a part `{"type": "image"}` or a mark <image> in a text, and likewise for videos and
+    sounds. Without placeholders, the media come first in the first user message, as in TRL. Raises `RowError`
+    for a prompt without a user message, and if the numbers of placeholders and media differ.
 
     Args:
         value: A text, which is one user message, or messages with `role` and `content`. The content is a
@@ -124,7 +123,7 @@ def _calls(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _without_null(value: Any) -> Any:
-    """Drop keys whose value is null: a row of parquet has every key of every other row."""
+    """Drop keys whose value is null, because a row of parquet has the keys of all rows."""
     match value:
         case Mapping():
             return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
@@ -134,8 +133,10 @@ def _without_null(value: Any) -> Any:
 
 
 def plain_part(part: Any) -> Any:
-    """Convert a part of OpenAI's types `image_url` and `video_url` to an image or video; others stay."""
+    """Convert a part of OpenAI's types `image_url`, `video_url` and `input_audio`; keep other parts."""
     match part:
+        case {"type": "input_audio", "input_audio": {"data": str(data), "format": str(form)}}:
+            return {"type": "audio", "audio": f"data:audio/{form};base64,{data}"}
         case {"type": str(kind), **rest} if kind in {f"{known}_url" for known in MODALITIES}:
             keys = {key: item for key, item in rest.items() if item is not None and key != "text"}
             address, own = keys.pop(kind, None), kind.removesuffix("_url")
@@ -150,9 +151,9 @@ def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
     content = plain_part(content)
     match content:
         case str():
-            return _check_sound(content), [(kind, None) for kind in media_marks().findall(content)]
+            return content, [(kind, None) for kind in media_marks().findall(content)]
         case {"type": "text", "text": str(words), **rest} if not has_content(rest):
-            return _check_sound(words), [(kind, None) for kind in media_marks().findall(words)]
+            return words, [(kind, None) for kind in media_marks().findall(words)]
         case {"type": str(kind), **rest} if kind in MODALITIES:
             # Rows of parquet have every key that a part of any row has, most of them null.
             payload = {key: item for key, item in rest.items() if item is not None and key != "text"}
@@ -170,17 +171,10 @@ def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
     raise RowError(f"wanted a text, or parts of the types {types} as `{name}`, got {short(content)}")
 
 
-def _check_sound(words: str) -> str:
-    """Return a text; raises `RowError` if it has an audio mark and no model reads audio."""
-    if SOUND in words and "audio" not in MODALITIES:
-        raise RowError(f"the text marks {SOUND}, but no model here hears: {short(words)}")
-    return words
-
-
 def _filled(
     read: Iterable[tuple[str, str, list[Slot], dict[str, Any]]], media: Sequence[Media]
 ) -> tuple[Message, ...]:
-    """Create messages; each slot without its own medium gets the next of the `media` of its kind."""
+    """Create messages; a slot without a medium gets the next medium of its kind from `media`."""
     left = {kind: [medium for medium in media if medium.kind == kind] for kind in MODALITIES}
     wanted = {kind: 0 for kind in left}
     messages = []
@@ -200,7 +194,7 @@ def _filled(
 
 def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
     """Insert media at the marks of a text, such as <image>; without marks, media come first."""
-    marks = media_marks().findall(_check_sound(words))
+    marks = media_marks().findall(words)
     if not marks:
         return (*(Part(media=medium) for medium in media), Part(words))
     kinds = [medium.kind for medium in media]
@@ -268,7 +262,7 @@ def same_words(turns: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def holds_media(turns: Sequence[Any]) -> bool:
-    """Whether a part of messages contains an image or a video, and not only a placeholder."""
+    """Whether any part of the messages contains a medium itself, and not only a placeholder."""
     contents = [turn.get("content") for turn in turns]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     places = ("type", "text")

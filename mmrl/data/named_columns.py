@@ -22,8 +22,8 @@ SCORING = ("reward", "metric", "group_filter")  # kinds whose code reads columns
 def named_columns(config: Config | EvaluateConfig) -> NamedColumns:
     """Find the columns that rewards, engines, filters and other pieces of a run read by name.
 
-    These are the parameters of functions in TRL's form and of an environment's `reset`, the string constants
-    in the code of other rewards, and the words in options. A function with `**columns` takes all columns.
+    These columns are the parameters of functions in TRL's form and of an environment's `reset`, the string
+    constants in the code of other rewards, and the words in options. A function with `**columns` takes all.
     """
     words, taken, every = set[str](), set[str](), False
     for mark, value, place in held_fields(config):
@@ -68,7 +68,7 @@ def _nested(options: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _taken(target: Any) -> list[str] | None:
-    """List the parameters of a function in TRL's form or an environment's `reset`; None: all columns."""
+    """List the columns that a function in TRL's form or an environment's `reset` takes; None: all."""
     if getattr(target, "takes_columns", False):
         return None
     trl = isinstance(target, FunctionType) and is_trl(target)

@@ -10,6 +10,7 @@ from mmrl.config import objects
 from mmrl.config.loading import ConfigError
 from mmrl.data.fields import RowError
 from mmrl.data.media import as_rgb, is_image, to_image
+from mmrl.data.sound import plain_sounds
 
 
 def put_rows(name: str, data: Any, split: str) -> str:
@@ -18,7 +19,7 @@ def put_rows(name: str, data: Any, split: str) -> str:
     Args:
         name: The name, such as "train_dataset".
         data: A dataset of `datasets`, also streamed or with a single split, or an iterable of rows. Images of
-            PIL, arrays and tensors (see `mmrl.data.media.to_image`) are stored as PNG.
+            PIL, arrays and tensors (see `mmrl.data.media.to_image`) are stored as PNG, decoded sounds as WAV.
         split: Name of the split if the data have none; also part of the id of rows without an id.
     """
     match data:
@@ -35,7 +36,7 @@ def put_rows(name: str, data: Any, split: str) -> str:
             )
         case _:
             try:
-                data = list(data)  # an iterator is read once, and rows are read several times
+                data = list(data)  # an iterator ends after one pass, but rows are read again
             except TypeError as error:
                 raise ConfigError(
                     f"'{name}' must be a dataset, an iterable of dictionaries, or a path, not {data!r}"
@@ -74,7 +75,9 @@ def loose_rows(name: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def plain(value: Any) -> Any:
-    """Replace all images inside a value by PNG bytes; other content does not change."""
+    """Replace all images inside a value by PNG bytes, and decoded sounds by WAV bytes."""
+    if sound := plain_sounds(value, "a sound"):
+        return sound
     match value:
         case Mapping():
             return {str(key): plain(inner) for key, inner in value.items()}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from mmrl.config.binding import Pieces
+from mmrl.config.consistency import evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import find
-from mmrl.config.schema import Piece, as_piece
+from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece
 from mmrl.core.types import Prompt, PromptError
-from mmrl.data.dataset_io import bad_rows_error
+from mmrl.data.row_fields import CHECK, NAMED, NamedColumns
+from mmrl.data.row_files import bad_rows_error, log_dropped
 from mmrl.data.row_prompts import chosen, uids_of
 
 log = logging.getLogger("mmrl")
@@ -47,7 +50,7 @@ class PromptCheck:
         self.seen.add(prompt.uid)
 
     def rest(self, prompts: Sequence[Prompt], drop: bool, place: str) -> Sequence[Prompt]:
-        """Check all prompts that were not checked yet; return the good ones if `drop`, else raise."""
+        """Check all prompts that were not checked yet; drop the bad prompts if `drop`, else raise."""
         bad: dict[int, str] = {}
         for at, uid in enumerate(uids_of(prompts)):
             if uid not in self.seen:
@@ -57,21 +60,57 @@ class PromptCheck:
                     bad[at] = str(error)
         if bad and not drop:
             raise ConfigError(str(bad_rows_error(place, list(bad.values()), ADVICE)))
-        for line in bad.values():
-            log.warning("dropped %s", line)
+        log_dropped(place, [*bad.values()], len(prompts))
         return chosen(prompts, [at for at in range(len(prompts)) if at not in bad]) if bad else prompts
 
 
-def prompt_check(policy: Piece) -> PromptCheck | None:
+def prompt_check(policy: Piece, engines: Sequence[Piece] = ()) -> PromptCheck | None:
     """Create the prompt check of a policy without loading its weights; None if the policy defines none.
 
-    This does not report a missing or unusable model: the policy raises that error when it is built.
+    If the check has a method `check_engine`, this method gets the innermost engine, and raises `ConfigError`
+    for options that the model cannot take. A missing or unusable model is not reported: the policy raises
+    that error when it is built.
     """
     make = getattr(find("policy", policy.name).target, "prompt_check", None)
     if make is None:
         return None
     try:
-        return PromptCheck(make(policy.options))
+        check = make(policy.options)
     except (ValueError, OSError, ImportError) as error:
         log.info("prompts are not read with the model yet: %s", error)
         return None
+    if engines and hasattr(check, "check_engine"):
+        check.check_engine(engines[0])
+    return PromptCheck(check)
+
+
+def checked_prompts(
+    pieces: Pieces, data: Piece, place: str, named: NamedColumns, check: PromptCheck | None
+) -> Sequence[Prompt]:
+    """Read a data set; pieces read the columns in `named`, and unreadable prompts count as bad rows."""
+    tokens = NAMED.set(named), CHECK.set(check)
+    try:
+        prompts = pieces.prompts(data, place)
+    finally:
+        NAMED.reset(tokens[0])
+        CHECK.reset(tokens[1])
+    if check is not None:
+        prompts = pieces.made[place] = check.rest(prompts, drops(data), place)
+    return prompts
+
+
+def engines_of(config: Config | EvaluateConfig) -> Mapping[str, Sequence[Piece]]:
+    """Map the dotted path of each data set to the engines that answer its prompts, innermost first."""
+    training = {"data": config.rollout.engine} if isinstance(config, Config) else {}
+    return {"evaluation.data": evaluation_of(config).evaluation.engine, **training}
+
+
+def check_engines(policy: Piece, engines: Sequence[Piece]) -> None:
+    """Raise `ConfigError` if a model cannot make the results of an engine, such as images of a given size."""
+    if has_size(engines):
+        prompt_check(policy, engines)
+
+
+def has_size(engines: Sequence[Piece]) -> bool:
+    """Whether the innermost engine has options for the size of the images or videos that it makes."""
+    return bool(engines) and hasattr(find("engine", engines[0].name).target, "size_from")

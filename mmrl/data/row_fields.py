@@ -17,10 +17,9 @@ from mmrl.data.row_files import DataRow
 
 log = logging.getLogger("mmrl")
 
-# A column, or alternatives, of which the first with content is read.
+# The name of a column, or alternative names: the first column with content is read.
 Column = str | tuple[str, ...]
 ALWAYS = ("id", "split")  # read from every row
-SOUND = "no model here hears; leave out what asks about sound"
 ONCE = "the row asks in more than one column; keep the one that is meant"
 SHOWN = "this data set shows no media of that column"
 PAIRS = "`vision.preference_pairs` reads pairs, a rejected answer in each row"
@@ -32,14 +31,14 @@ KTO = (
 # Columns of the model's input in rows of TRL, LLaMA-Factory, ms-swift, verl, LLaVA and OpenAI: a run that
 # ignored them would train on other prompts. The values advise the user.
 ASKING: dict[str, str] = {
-    **dict.fromkeys(("audio", "audios", "input_audio"), SOUND),
     **dict.fromkeys(("prompt", "messages"), ONCE),
     **dict.fromkeys(media_columns(), SHOWN),
     **dict.fromkeys(("tools", "functions"), "give tools to the run's engine, by `tools`"),
     **dict.fromkeys(("rejected_images", "chosen_images"), "both answers of a pair are about the same images"),
     **dict.fromkeys(("conversations", "conversation", "instruction", "input", "query", "history"), TOOLKIT),
+    "input_audio": "sounds are in the columns `audio` and `audios`",
     "system": "put it before the question, as a message of the role `system`",
-    "chat_template_kwargs": "give the policy such a chat template",
+    "chat_template_kwargs": "set `policy.chat_template_kwargs`, for all rows",
 }
 # Columns of answers and their labels, which rewards can read by name.
 JUDGING: dict[str, str] = {
@@ -131,7 +130,7 @@ class RowFields:
 
 
 def warn_unread(columns: Mapping[str, int], source: Any, advice: str = "") -> None:
-    """Log the columns that nothing reads, each with its number of rows; log nothing without columns."""
+    """Log the columns that nothing reads, each with its number of rows; do nothing if there are none."""
     if columns:
         names = ", ".join(f"{name} ({count})" for name, count in sorted(columns.items()))
         more = advice and f"; {advice}"

@@ -6,6 +6,7 @@ parquet file by its row group and number. The files must not change while a run 
 
 from __future__ import annotations
 
+import logging
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,10 +19,12 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.data.fields import RowError
 
+log = logging.getLogger("mmrl")
+
 BOM = b"\xef\xbb\xbf"  # byte order mark, with which some editors begin files
 PLACE = re.compile(r"(:\d+|\[\d+\])$")  # line or row number at the end of `DataRow.place`
 GROUP_BYTES = 16 << 20  # larger row groups of parquet are not decoded for single rows
-GROUP_ROWS = 1 << 14  # row groups of more rows are not either: repeated values are compressed in files
+GROUP_ROWS = 1 << 14  # row groups of more rows are not decoded either: repeated values are compressed
 # Cache of the last decoded row groups of all files, as tables of pyarrow.
 GROUPS: ByteLRU[Any] = ByteLRU(4 * GROUP_BYTES, lambda table: table.nbytes)
 SHOWN = 10  # most bad rows that an error lists
@@ -51,7 +54,7 @@ class RowFile(Protocol):
 
 
 class Found(NamedTuple):
-    """Location of a row: its file, its offset or number there, and its line for error messages."""
+    """Location of a row: the file, the offset or row number in the file, and the line for errors."""
 
     file: RowFile
     at: int
@@ -62,7 +65,7 @@ class Found(NamedTuple):
 class DataRow:
     """One row of a dataset: its file and line, its split, and its columns, or the `fault` of a bad row.
 
-    For a data set that declares its columns, `columns` are these, and `others` the rest.
+    For a data set that declares its columns, `columns` has the declared columns and `others` the rest.
     """
 
     place: str
@@ -74,11 +77,11 @@ class DataRow:
 
     @property
     def all(self) -> dict[str, Any]:
-        """All columns, which rewards get by name."""
+        """All columns of the row, which rewards get by name."""
         return {**self.columns, **self.others}
 
     def renamed(self, columns: Mapping[str, str] | None) -> dict[str, Any]:
-        """Return all `columns`, plus those that the option renames: {our name: name in the file}."""
+        """Return `columns` plus copies under new names; the option maps {new name: name in the file}."""
         return {**self.columns, **{ours: self.columns.get(name) for ours, name in (columns or {}).items()}}
 
     @property
@@ -92,7 +95,7 @@ Convert = Callable[[Any, int, DataRow], DataRow]
 
 
 class Unchanged:
-    """Files with their sizes and times of modification, to detect changes."""
+    """The sizes and modification times of files, to detect that a file has changed."""
 
     def __init__(self, paths: Iterable[str | Path]) -> None:
         self.stamps = tuple((path, self._stamp(path)) for path in paths)
@@ -132,7 +135,7 @@ class LineFile:
                 at += len(line)
 
     def row(self, found: Found) -> DataRow:
-        """Read the row at the offset in `found`."""
+        """Read the row at the byte offset in its location `found`."""
         self.files.check()
         with self.path.open("rb") as file:
             file.seek(found.at)
@@ -161,7 +164,7 @@ class TableFile:
         self.files = Unchanged(item["filename"] for item in self.table.cache_files)
 
     def row(self, found: Found) -> DataRow:
-        """Read the row with the number in `found`."""
+        """Read the row with the row number in its location `found`."""
         self.files.check()
         row = DataRow(f"{self.source}[{found.at}]", self.split, found=found)
         return self.convert(self.table[found.at : found.at + 1], 0, row)
@@ -197,3 +200,11 @@ class GroupFile:
     def _group(self, group: int) -> Any:
         with self.open(self.path) as file:
             return file.read_row_group(group)
+
+
+def log_dropped(source: str | Path, lines: Sequence[str], total: int) -> None:
+    """Log every dropped row, and how many of all rows were dropped."""
+    for line in lines:
+        log.warning("dropped %s", line)
+    if lines:
+        log.warning("%s: %d of %d rows are left out", source, len(lines), total)

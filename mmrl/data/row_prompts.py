@@ -28,12 +28,12 @@ class Places:
         self.files: list[RowFile] = []
         # Per row: index of its file, offset or number in the file, line, and number in the dataset.
         self.rows = array("i"), array("q"), array("i"), array("i")
-        self.names, self.ends = bytearray(), array("q")  # all ids concatenated, and the end of each
+        self.names, self.ends = bytearray(), array("q")  # all ids concatenated, and the end of each id
         self.kept: dict[int, Prompt] = {}  # prompts of rows that cannot be read again
         self.alive: WeakValueDictionary[int, Prompt] = WeakValueDictionary()
 
     def add(self, prompt: Prompt, found: Found | None, number: int) -> int:
-        """Append the location of the next row, or its prompt if it has no location; return its index."""
+        """Append a row by its location `found`, or if None by its prompt; return the index of the row."""
         index = len(self.ends)
         if found is None:
             self.kept[index] = prompt
@@ -44,7 +44,7 @@ class Places:
             where = len(self.files) - 1, found.at, found.line
         for column, value in zip(self.rows, (*where, number), strict=True):
             column.append(value)
-        self.names += prompt.uid.encode("utf-8", "surrogatepass")  # file names may not be UTF-8
+        self.names += prompt.uid.encode("utf-8", "surrogatepass")  # an id may be a file name, not in UTF-8
         self.ends.append(len(self.names))
         return index
 
@@ -78,7 +78,7 @@ class Places:
 class RowPrompts(Sequence[Prompt]):
     """The prompts of a dataset, or some of them, read from the files on access.
 
-    While a prompt is referenced anywhere, its index returns the same object. Slices are lazy, too.
+    As long as a prompt is referenced anywhere, indexing returns the same object. Slices are lazy, too.
     """
 
     def __init__(self, places: Places, indices: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ class ByUid(Mapping[str, Prompt]):
 
     @cached_property
     def place(self) -> Mapping[str, int]:
-        """Index of each id in the list."""
+        """Index of each prompt id in the list of prompts."""
         return {uid: place for place, uid in enumerate(uids_of(self.prompts))}
 
     def __getitem__(self, uid: str) -> Prompt:

@@ -16,8 +16,8 @@ LONGEST = 1 << 27  # most characters of a cell
 def separated_rows(path: Path, split: str) -> Iterator[DataRow]:
     """Read the rows of a CSV or TSV file; its first line names the columns. Empty cells become None.
 
-    A row with more or fewer cells than names has a fault. Columns without a name, such as the index of
-    pandas, are skipped. Raises `SourceError` for a duplicate name or another separator.
+    A row with more or fewer cells than column names gets a `fault`. Columns without a name, such as the index
+    of pandas, are skipped. Raises `SourceError` for a duplicate name or another separator.
     """
     if not path.is_file():
         raise SourceError(f"there is no file '{path}'")

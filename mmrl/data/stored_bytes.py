@@ -1,7 +1,7 @@
-"""Storage of the encoded media in rows: a temporary file instead of memory.
+"""Storage of the encoded media of rows in a temporary file instead of memory.
 
 Otherwise every process of a machine would keep all images of a parquet file in memory. Equal bytes are stored
-once, because rows are read several times.
+only once, because the same rows are read several times.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ByteFile:
         return self.file.fileno()
 
     def put(self, data: bytes) -> StoredBytes | BytesInMemory:
-        """Store bytes in memory up to the limit, then in the file."""
+        """Store bytes in memory up to `limit`, then in the file; return an object to read them from."""
         key = hashlib.sha256(data).digest()
         with self.lock:
             if key not in self.stored:

@@ -1,4 +1,4 @@
-"""Readers of files with one prompt per line, and of recorded images and videos."""
+"""Readers of prompt files (one prompt per line) and of datasets with image or video files as answers."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def line_uid(row: DataRow, path: Path) -> str:
 
 @dataclass(frozen=True)
 class RecordedAnswers(Sequence):
-    """Recorded images or videos of one prompt, with scores; each is decoded on every access."""
+    """Images or videos of one prompt, listed in a dataset with their scores; decoded on every access."""
 
     files: tuple[Any, ...]  # paths, or bytes inside rows (`Media.source`)
-    scores: Scores  # of each file, by the name of the reward
+    scores: Scores  # scores of each file, by the name of the reward
     load: Callable[[Any], Outcome]
     size: Callable[[Any], tuple[int, ...]]  # frames, height and width of a file, without decoding
 
@@ -65,7 +65,7 @@ class RecordedAnswers(Sequence):
         return replace(self.load(self.files[at]), recorded=self.scores[at])
 
     def sizes(self) -> list[tuple[int, ...]]:
-        """Read frames, height and width of every answer."""
+        """Read the number of frames, height and width of every recorded answer."""
         return [self.size(file) for file in self.files]
 
 
@@ -79,7 +79,7 @@ def recorded_prompts(
     bad_rows: str,
     reads: Sequence[Column],
 ) -> Sequence[Prompt]:
-    """Read one prompt per line (`prompt` or `caption`) with its recorded images or videos.
+    """Read one prompt per line (`prompt` or `caption`), with image or video files as recorded answers.
 
     One error names all bad rows, missing files included.
 

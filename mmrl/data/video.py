@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mmrl.core.types import Frames
-from mmrl.data.media import MediaError, opened_video, upright
+from mmrl.data.media import CONTAINERS, MediaError, opened_container, opened_video, upright
+from mmrl.data.sound import read_track
 
 LATEST = 1 << 62  # a time after all frames; seeking to it finds the last key frame
 
@@ -32,6 +33,7 @@ class FrameSampling:
         total_pixels: Maximal pixels of all frames together. 0: no limit.
         start: Second at which sampling begins; None: the start of the video.
         end: Second at which sampling ends; None: the end of the video.
+        load_audio_from_video: Read the sound track, too, from the first sampled frame on.
     """
 
     frames_per_second: float = 2.0
@@ -42,13 +44,15 @@ class FrameSampling:
     total_pixels: int = 0
     start: float | None = None
     end: float | None = None
+    load_audio_from_video: bool = False
 
 
 def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
     """Decode the sampled frames of a video, upright.
 
-    Variable frame rates, rotated videos and files without a duration are read as a player shows them. Raises
-    `MediaError` for a damaged file, and for a file that ends before the duration in its header.
+    `Frames.sound` is None for a video without a sound track. Variable frame rates, rotated videos and files
+    without a duration are read as a player shows them. Raises `MediaError` for a damaged file, and for a file
+    that ends before the duration in its header.
     """
     from av.video.reformatter import VideoReformatter
 
@@ -84,7 +88,12 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
         raise MediaError(
             f"'{path}' changes its size: its frames have {sorted(sizes)} as height and width; encode it anew"
         )
-    return Frames(torch.stack(images), torch.tensor(times, dtype=torch.float64), duration)
+    sound = None
+    if sampling.load_audio_from_video:
+        with opened_container(path, str(path), CONTAINERS, "a video") as container:
+            end = math.inf if sampling.end is None else zero + sampling.end
+            sound = read_track(container, str(path), zero + times[0], end)
+    return Frames(torch.stack(images), torch.tensor(times, dtype=torch.float64), duration, sound)
 
 
 def load_video(source: Path | bytes, name: str, sampling: FrameSampling | None = None) -> Frames:
@@ -94,7 +103,7 @@ def load_video(source: Path | bytes, name: str, sampling: FrameSampling | None =
 
 
 def _times_within(path: Path, duration: float, sampling: FrameSampling) -> list[float]:
-    """Compute the seconds of the sampled frames of a video that lasts `duration`."""
+    """Compute the times in seconds of the frames to sample from a video that lasts `duration`."""
     begin, end = sampling.start or 0.0, duration if sampling.end is None else sampling.end
     if not 0 <= begin < end or begin >= duration:
         raise MediaError(
@@ -104,9 +113,9 @@ def _times_within(path: Path, duration: float, sampling: FrameSampling) -> list[
 
 
 def sampled_size(path: Path, sampling: FrameSampling) -> tuple[int, int, int, float]:
-    """Return the number of frames, height, width and seconds of `read_video`, without decoding.
+    """Return (frames, height, width, seconds) of a video as `read_video` samples it, without decoding.
 
-    For rotated videos, height and width are swapped.
+    For rotated videos, height and width are swapped compared with `read_video`.
     """
     with opened_video(path) as container:
         _, duration = _timing(path, container)
@@ -116,21 +125,21 @@ def sampled_size(path: Path, sampling: FrameSampling) -> tuple[int, int, int, fl
 
 
 def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[float]:
-    """Compute the seconds of the sampled frames, from `begin` at equal distances."""
+    """Compute the times in seconds of the sampled frames, at equal distances from `begin` on."""
     step = sampling.multiple_of
     count = min(
         max(round((end - begin) * sampling.frames_per_second), sampling.min_frames), sampling.max_frames
     )
     count = max(step, round(count / step) * step)
-    if count < sampling.min_frames:  # rounding to a multiple may leave the bounds
+    if count < sampling.min_frames:  # rounding to a multiple may exceed the bounds
         count += step
     if count > sampling.max_frames:
         count = max(step, count - step)
-    return [begin + (end - begin) * i / count for i in range(count)]  # the last is one step before `end`
+    return [begin + (end - begin) * i / count for i in range(count)]  # the last is a step before `end`
 
 
 def _timing(path: Path, container: Any) -> tuple[float, float]:
-    """Return first second and duration of the frames, from the stream, the container or the packets."""
+    """Return (start, duration) of the frames in seconds, from the stream, container or packets."""
     stream = container.streams.video[0]
     zero = float(stream.start_time * stream.time_base) if stream.start_time else 0.0
     if stream.duration:
@@ -151,14 +160,14 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
 
 
 def _last_end(container: Any) -> float:
-    """Return the second at which the last remaining packet ends; 0 if packets have no times."""
+    """Return the end time of the last remaining packet in seconds; 0 if packets have no times."""
     packets = (packet for packet in container.demux(container.streams.video[0]) if packet.pts is not None)
     ends = (float((packet.pts + (packet.duration or 0)) * packet.time_base) for packet in packets)
     return max(ends, default=0.0)
 
 
 def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]:
-    """Pair every frame with the second until which it is displayed."""
+    """Pair every frame with the time in seconds until which the frame is displayed."""
     timed = (frame for frame in frames if frame.time is not None)
     for frame, following in pairwise(chain(timed, [None])):
         if following is not None:

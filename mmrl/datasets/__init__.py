@@ -1,1 +1,1 @@
-"""Data sets around other data sets."""
+"""Data sets that work for any modality."""

@@ -1,4 +1,4 @@
-"""Data sets of other data sets: a mixture."""
+"""The data set `mixture`, which concatenates other data sets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ReadData = Callable[[], Sequence[Prompt]]
 def mixture(*, data: tuple[ReadData, ...], sources: tuple[str, ...]) -> list[Prompt]:
     """Concatenate several data sets; the column `source` names the data set of each row.
 
-    Ids get the name as a prefix: `gui/row-3`. A reward applies to the rows of one data set by `where:
-    {source: gui}`, so one run, and one batch, may have several tasks. The sampler draws from all rows alike.
+    Ids get this name as a prefix: `gui/row-3`. With `where: {source: gui}`, a reward scores only the rows of
+    one data set, so one run, even one batch, can have several tasks. The sampler draws from all rows alike.
 
     Args:
         data: The data sets.

@@ -9,9 +9,9 @@ from mmrl.core.types import Message, Part, Prompt
 
 @data
 def episodes(*, count: PositiveInt = 64) -> list[Prompt]:
-    """Make `count` empty prompts, for environments whose `reset` states the task.
+    """Create empty prompts, for environments whose method `reset` states the task.
 
-    The environments draw a new start for the same prompts in every step. Rewards in TRL's form get messages.
+    In every step, an environment draws a new start state for a prompt. Rewards in TRL's form get messages.
 
     Args:
         count: Number of prompts.

@@ -1,4 +1,4 @@
-"""Input and output of checks: a small collection of rollouts, and findings."""
+"""Input of checks (the rollouts of a few prompts) and their output (findings)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mmrl.core.types import Prompt, Rollouts, Unit
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check: the fault, advice, and its place (file and row of data).
+    """Result of a check: the fault, advice, and the location (file and row) for a fault in data.
 
-    A finding that is not `grave` only informs.
+    A finding with `grave=False` is only information.
     """
 
     what: str
@@ -39,18 +39,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examined:
-    """One small collection of rollouts with the pieces of its run: the input of checks at the start.
+    """Input of checks at the start: the rollouts of a few prompts, and the pieces of the run.
 
-    During the first step of training it has no `batch` and no `memory`, and `again` and `ask` return nothing.
+    During the first training step, `batch` and `memory` are empty, and `again` and `ask` return nothing.
 
     Args:
-        batch: The rows as the policy trains on them.
+        batch: The training batch of the rollouts.
         micro_batch_steps: Steps per micro-batch.
-        untouched: Trained parameters without a gradient.
+        untouched: Names of trained parameters without a gradient.
         memory: Estimated bytes by component.
-        again: Repeats the collection with other options of the policy; returns None if it lacks these
-            options.
-        ask: Samples rollouts, one per prompt, with the random streams of the step.
+        again: Function that samples the rollouts again with other options of the policy; returns None if the
+            policy does not have these options.
+        ask: Function that samples one rollout per prompt, with the random streams of the step.
     """
 
     config: Config
@@ -69,14 +69,14 @@ class Examined:
 
     @property
     def rows(self) -> Batch:
-        """The batch; raises ValueError without one."""
+        """The training batch; raises ValueError if there is none."""
         if self.batch is None:
             raise ValueError("the first step of a run has no batch to examine; `mmrl doctor` makes one")
         return self.batch
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The distinct prompts of the collection."""
+        """The distinct prompts of the examined rollouts."""
         return list({row.prompt.uid: row.prompt for row in self.rollouts}.values())
 
     def replay(self, batch: Batch | None = None, *, row_by_row: bool = False) -> Tensor:
@@ -98,17 +98,22 @@ class Examined:
         return self.replay(batch) * batch.mask.cpu()
 
 
+LOSSY = "video_pruning_rate"  # option of engines that drop video tokens
+
+
 def lossy_pieces(config: Config) -> list[str]:
-    """List the caches and transforms that make the rollout engine less exact than the policy, by name."""
-    return [
+    """List the caches, transforms and options that make the rollout engine less exact than the policy."""
+    named = [
         f"{kind} {as_piece(piece, kind).name}"
         for engine in config.rollout.engine
         for kind in ("transform", "cache")
         for piece in as_list(engine.options.get(kind) or [])
     ]
+    rates = [engine.options.get(LOSSY) for engine in config.rollout.engine]
+    return named + [f"{LOSSY} {rate}" for rate in rates if rate]
 
 
 def spelled(names: Sequence[str], limit: int = 3) -> str:
-    """List the first `limit` names in quotes, and the number of the others."""
+    """Format the first `limit` names in quotes, with the number of the remaining names."""
     shown = ", ".join(f"'{name}'" for name in names[:limit])
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from glob import has_magic
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from mmrl.config import objects
 from mmrl.config.binding import Pieces
 from mmrl.config.consistency import evaluation_of
+from mmrl.config.engine_checks import makes
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import find, is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields
@@ -23,18 +25,19 @@ from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import FORMS, Rows
 from mmrl.data.fields import RowError
 from mmrl.data.named_columns import named_columns
-from mmrl.data.readable import drops, with_inner
-from mmrl.data.row_fields import NAMED, TOOLKIT
+from mmrl.data.readable import PromptCheck, drops, engines_of, has_size, prompt_check, with_inner
+from mmrl.data.row_fields import CHECK, NAMED, TOOLKIT
+from mmrl.diagnostics.reward_inputs import check_reward_inputs
 from mmrl.runtime.checkpoint import model_folder
 
-FIRST = 20  # number of rows that are read
-OPENED = 4  # number of images, and of videos, that are decoded
+FIRST = 20  # number of first rows to read
+OPENED = 4  # number of images, and of videos, to decode
 # Arguments that `rewards.adapters.from_trl` passes to every reward, whatever the columns.
 OFFERED = ("prompts", "completions", "completion_ids", "trainer_state", "target")
 
 
 def check_inputs(config: Config | EvaluateConfig) -> None:
-    """Raise `ConfigError` that names all missing files, folders and columns; no weights are loaded."""
+    """Raise one `ConfigError` for all missing files, folders and columns; loads no weights."""
     if findings := list(_absent(config)):
         raise ConfigError("; ".join(findings))
     start = str(model_folder(config.init_from)) if isinstance(config, Config) and config.init_from else ""
@@ -44,50 +47,97 @@ def check_inputs(config: Config | EvaluateConfig) -> None:
                 check_folders(options, **({"start": start} if start and place == "policy" else {}))
             except (ValueError, OSError) as error:
                 raise ConfigError(f"{place}: {error}") from error
-    evaluated = evaluation_of(config).evaluation.rewards
-    rewards = {
-        "data": ("rewards", _given(config).get("rewards", ())),
-        "evaluation.data": ("evaluation.rewards" if config.evaluation.rewards else "rewards", evaluated),
-    }
+        if check_run := getattr(target, "check_run", None):
+            try:
+                check_run(options, config)
+            except ValueError as error:
+                raise ConfigError(f"{place}: {error}") from error
+    checks = {place: _prompt_check(config, place) for place in dict(_data(config))}
+    rewards = _rewards(config)
     for place, data in _data(config):
         if findings := list(_columns(place, data, *rewards[place])):
             raise ConfigError("; ".join(findings))
-    check_first_rows(config)
+    check_first_rows(config, checks)
 
 
-def check_first_rows(config: Config | EvaluateConfig) -> None:
-    """Read the first rows of every local data set and decode their first media.
+def _prompt_check(config: Config | EvaluateConfig, place: str) -> PromptCheck | None:
+    """Create the prompt check of a data set, which includes sizes that the engine sets.
 
-    Raises `ConfigError` for rows or media that cannot be used.
+    Return None if the check would have to download files of a text model.
+    """
+    engines, model = engines_of(config)[place], str(config.policy.options.get("model", ""))
+    local = bool(model) and Path(model).expanduser().is_dir()
+    return prompt_check(config.policy, engines) if local or has_size(engines) else None
+
+
+def _rewards(config: Config | EvaluateConfig) -> dict[str, tuple[str, Sequence[Piece]]]:
+    """Map the key of each data set, such as `data`, to the key of its rewards and the rewards."""
+    evaluated = evaluation_of(config).evaluation.rewards
+    return {
+        "data": ("rewards", _given(config).get("rewards", ())),
+        "evaluation.data": ("evaluation.rewards" if config.evaluation.rewards else "rewards", evaluated),
+    }
+
+
+def check_first_rows(config: Config | EvaluateConfig, checks: Mapping[str, PromptCheck | None]) -> None:
+    """Read the first rows of every local data set; check that the model and the rewards can use them.
+
+    Raises `ConfigError` if they cannot. `checks` maps the key of each data set to its prompt check.
     """
     token = NAMED.set(named_columns(config))
     try:
         for outer, data in _data(config):
             for place, piece in with_inner(outer, data):
-                prompts = _first_prompts(place, piece)
+                check = checks[outer] if piece is data else None
+                prompts = _first_prompts(place, piece, check)
                 if not drops(data):
                     _open_media(place, prompts)
                 if piece is data and prompts and place == "data":
                     _check_answers(config, prompts)
+                    check_references(config, prompts, FIRST)
+                if piece is data and not drops(data):
+                    at, rewards = _rewards(config)[place]
+                    text = makes(config.policy, engines_of(config)[place]) == "text"
+                    check_reward_inputs(text, partial(checks.get, place), prompts, rewards, at)
     finally:
         NAMED.reset(token)
 
 
-def _first_prompts(place: str, piece: Piece) -> Sequence[Prompt]:
-    """Read the first prompts of a local data set with the option `limit`; return () for other data sets."""
+def check_references(config: Config | EvaluateConfig, prompts: Sequence[Prompt], sample: int) -> None:
+    """Raise `ConfigError` if a reference cannot read one of the first `sample` prompts."""
+    for name, piece in _given(config).get("references", {}).items():
+        if check_prompts := getattr(find("reference", piece.name).target, "check_prompts", None):
+            try:
+                check_prompts(piece.options, islice(prompts, sample))
+            except ValueError as error:
+                raise ConfigError(f"references.{name}: {error}") from error
+
+
+def _first_prompts(place: str, piece: Piece, check: PromptCheck | None) -> Sequence[Prompt]:
+    """Return the first prompts of a local data set that has the option `limit`; () for other data sets."""
     path, limit = piece.options.get("path"), piece.options.get("limit") or FIRST
     exists = isinstance(path, str) and (objects.is_object(path) or Path(path).exists())
     if not exists or "limit" not in find("data", piece.name).options:
         return ()
     try:
         first = Piece(piece.name, {**piece.options, "limit": min(limit, FIRST)})
-        return Pieces(Stream()).make("data", first, place=place)
+        token = CHECK.set(check)
+        try:
+            prompts = Pieces(Stream()).make("data", first, place=place)
+        finally:
+            CHECK.reset(token)
+        return check.rest(prompts, drops(piece), place) if check else prompts
     except (RowError, OSError) as error:
         raise ConfigError(f"{place}: {error}") from error
 
 
 def _open_media(place: str, prompts: Sequence[Prompt]) -> None:
-    """Decode the first images and videos; raise `ConfigError` if one is broken."""
+    """Decode the first recorded answers, images and videos; raise `ConfigError` if one is broken."""
+    for row in prompts[:OPENED]:
+        try:
+            _ = next(iter(row.answers), None)
+        except (RowError, OSError) as error:
+            raise ConfigError(f"{place}: row '{row.uid}': {error}") from error
     opened: Counter[str] = Counter()
     for row, medium in ((prompt, medium) for prompt in prompts for medium in prompt.media):
         opened[medium.kind] += 1
@@ -110,7 +160,7 @@ def _check_answers(config: Config | EvaluateConfig, prompts: Sequence[Prompt]) -
 
 
 def _given(config: Config | EvaluateConfig) -> dict[str, Any]:
-    """Map each place of a configuration that holds pieces to its value."""
+    """Map each configuration key that holds pieces to its value."""
     return {place: value for _, value, place in held_fields(config)}
 
 
@@ -120,7 +170,7 @@ def _data(config: Config | EvaluateConfig) -> list[tuple[str, Piece]]:
 
 
 def _models(config: Config | EvaluateConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Yield place, class and options of the policy, the references, and their inner policies."""
+    """Yield (key, class, options) of the policy, the references, and policies nested in them."""
 
     def within(kind: str, piece: Piece, place: str) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
         yield place, find(kind, piece.name).target, piece.options
@@ -150,11 +200,11 @@ def _absent(config: Config | EvaluateConfig) -> Iterator[str]:
 
 
 def _is_local(name: str) -> bool:
-    """Whether a model can only be a local folder, not `owner/name` on the hub."""
+    """Whether a model name can only mean a local folder, not `owner/name` on the hub."""
     path = Path(name)
     if objects.is_object(name):
         return False
-    # `a/b` is local too if `a` is a folder.
+    # `a/b` is also local if `a` is an existing folder.
     return (
         path.is_absolute()
         or name[0] in ".~"
@@ -164,8 +214,8 @@ def _is_local(name: str) -> bool:
     )
 
 
-def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> Iterator[str]:
-    """Yield sentences about columns that TRL rewards or the prompt template read but no row has."""
+def _columns(place: str, data: Piece, at: str, rewards: Sequence[Piece]) -> Iterator[str]:
+    """Yield sentences about columns that TRL rewards or the prompt template read, but the data lack."""
     options, takes = data.options, find("data", data.name).options
     if "columns" not in takes:  # only data sets with this option pass columns to rewards
         return
@@ -176,7 +226,7 @@ def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> It
     lacks = f"that the first rows of {place} do not have; they have {', '.join(sorted(names))}"
     for i, piece in enumerate(rewards):
         for name in _required(piece):
-            # Rewards get the media of a prompt under every media name, whichever column contains them.
+            # Rewards get the media under every media name (`image`, `images`), whatever the column is called.
             if name not in names and not (name in media and names & media):
                 yield f"{at}[{i}]: '{piece.name}' takes the column '{name}' {lacks}"
     match options.get("prompt", takes["prompt"].default if "prompt" in takes else ""):
@@ -190,7 +240,7 @@ def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> It
 
 
 def _first_columns(options: Mapping[str, Any]) -> set[str]:
-    """Return the names of the columns of the first rows; empty if they cannot be read."""
+    """Return the column names of the first rows; empty if the rows cannot be read."""
     path = Path(str(options.get("path", "")))
     if not path.is_dir() and path.suffix not in FORMS:
         return set()
@@ -202,7 +252,7 @@ def _first_columns(options: Mapping[str, Any]) -> set[str]:
 
 
 def _required(piece: Piece) -> list[str]:
-    """List the required column arguments of a TRL reward."""
+    """List the data columns that a TRL reward requires as arguments."""
     target = inspect.unwrap(find("reward", piece.name).target)
     if not is_trl(target):
         return []

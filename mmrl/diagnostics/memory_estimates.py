@@ -23,14 +23,20 @@ from mmrl.runtime.low_bit import scales_of
 from mmrl.runtime.modules import loading_onto
 
 PROMPTS = 8  # number of prompts whose lengths are measured
-SIDE = 64  # side of the weight matrix that measures the state of an optimizer
+SIDE = 64  # side of the test matrix for the size of optimizer states
+# GPUs, keyed by memory in GiB, and the usable fraction: CUDA and fragmentation take the rest.
+CARDS = {
+    8: "RTX 4060", 12: "RTX 3060", 16: "RTX 4080", 24: "RTX 4090", 40: "A100 40 GB", 48: "L40S",
+    80: "H100", 141: "H200",
+}  # fmt: skip
+USABLE = 0.9
 
 
 @memory_estimate
 def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate the memory of weights, gradients, optimizer state, references, and other models.
 
-    A second model or a teacher is assumed to be as large as the policy.
+    An additional trained model or a teacher is assumed to be as large as the policy.
     """
     module = policy.module
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers(), *scales_of(module))}
@@ -51,7 +57,7 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
         elif holds == "a model that learns":
             mover = as_piece(piece.options.get("optimizer", "adamw"), f"references.{name}.optimizer")
             references += weights + sizes + state(mover)
-        else:
+        elif holds:
             others += weights
     return {
         "weights": weights,
@@ -61,34 +67,49 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
     } | ({"models that do not learn": others} if others else {})
 
 
+@memory_estimate
+def reward_models(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
+    """Estimate the memory of reward models in this process, from the rewards' function `model_bytes`.
+
+    `model_bytes` gets all options of the reward, including defaults, and the configuration of the run.
+    """
+    total = 0.0
+    for piece in config.rewards:
+        entry = find("reward", piece.name)
+        if "workers" not in piece.options and (count := getattr(entry.target, "model_bytes", None)):
+            defaults = {name: option.default for name, option in entry.options.items()}
+            total += count({**defaults, **piece.options}, config)
+    return {"reward models": total}
+
+
 SHARDED = ("weights", "learning/gradients", "optimizer", "references")  # components that FSDP2 shards
 
 
 def sharded(config: Config, module: nn.Module, memory: Mapping[str, float], world: int) -> dict[str, float]:
-    """Estimate the memory of one FSDP2 process: shards, one whole layer, and all weights if it samples."""
+    """Estimate one FSDP2 process's memory: its shards, one full layer, and all weights if it samples."""
     shares = {name: size / world if name in SHARDED else size for name, size in memory.items()}
     blocks = [block for part in module.modules() if isinstance(part, nn.ModuleList) for block in part]
     layers = [sum(p.nbytes for p in block.parameters()) for block in blocks]
     shares["learning/a layer"] = max([*layers, *(p.nbytes for p in module.parameters())])
     if not sampled_elsewhere(config):
-        shares["rollouts/whole weights"] = memory["weights"] * (1 - 1 / world)  # the shard is counted already
+        shares["rollouts/whole weights"] = memory["weights"] * (1 - 1 / world)  # all but its shard
     return shares
 
 
 def sampled_elsewhere(config: Config) -> bool:
-    """Whether other processes sample, so that this one needs no memory for rollouts."""
+    """Whether other processes sample the rollouts, so that this process needs no memory for them."""
     engines = [find("engine", piece.name).target for piece in config.rollout.engine]
     return any(getattr(engine, "answers_elsewhere", False) for engine in engines)
 
 
 def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
-    """Measure the bytes of optimizer state per weight, with default options."""
+    """Measure the bytes of optimizer state per weight for an optimizer with default options."""
     weight = nn.Parameter(torch.zeros(SIDE, SIDE))
     weight.grad = torch.ones_like(weight)
     optimizer = make([("weight", weight)])
     optimizer.step()
     leaves = tree_leaves(optimizer.state_dict())
-    # Step counters are scalars: one per parameter, not per weight.
+    # Ignore step counters, which are scalars: one per parameter, not per weight.
     return sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor) and t.ndim) / weight.numel()
 
 
@@ -96,14 +117,14 @@ def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
 
 
 def in_use(kind: str, config: Config, on: str = "") -> list[Entry]:
-    """List the pieces of a kind that apply to a run: core pieces, and pieces of packages that it uses."""
+    """List the pieces of a kind that belong to mmrl itself or to the packages that a run uses."""
     named = [config.policy, config.data, *config.rollout.engine, *config.rewards]
     scopes = {"", *(piece.name.rpartition(".")[0] for piece in named if ":" not in piece.name)}
     return [entry for entry in pieces(kind, on) if entry.scope in scopes]
 
 
 def estimate_memory(config: Config, world: int = 1, shards: bool = False) -> Mapping[str, float]:
-    """Estimate the memory of a run in bytes by component, from some prompts and a policy without weights.
+    """Estimate the memory of a run, as bytes by component, from some prompts and an empty policy.
 
     Args:
         config: The run.
@@ -115,8 +136,16 @@ def estimate_memory(config: Config, world: int = 1, shards: bool = False) -> Map
     with loading_onto(None, empty=True):
         policy = builder.make_field(config, "policy")
     rollout = replace(config.rollout, num_prompts=math.ceil(config.rollout.num_prompts / world))
-    memory = estimate_with(replace(config, rollout=rollout), policy, list(data[:PROMPTS]))
+    prompts = [*data[:PROMPTS], *largest_size(data)]
+    memory = estimate_with(replace(config, rollout=rollout), policy, prompts)
     return sharded(config, policy.module, memory, world) if shards else memory
+
+
+def largest_size(data: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompt that requests the largest image or video, as a list; empty without sizes."""
+    sized = (prompt for prompt in data if prompt.size)
+    area = lambda prompt: max(1, prompt.size.num_frames) * prompt.size.height * prompt.size.width
+    return [prompt for prompt in [max(sized, key=area, default=None)] if prompt]
 
 
 def estimate_with(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapping[str, float]:
@@ -129,7 +158,7 @@ def estimate_with(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapp
 
 
 def peak(memory: Mapping[str, float]) -> float:
-    """Return the largest memory in use at once.
+    """Return the peak memory in bytes.
 
     A component `phase/name`, such as "rollouts/cache", exists in one phase of a step; others always exist.
     """
@@ -139,6 +168,11 @@ def peak(memory: Mapping[str, float]) -> float:
         phases[phase if slash else ""] += size
     always = phases.pop("", 0.0)
     return always + max(phases.values(), default=0.0)
+
+
+def smallest_card(needed: float) -> int:
+    """Return the memory in GiB of the smallest GPU in `CARDS` with `needed` usable bytes; 0 if none."""
+    return min((size for size in CARDS if needed <= USABLE * size * 2**30), default=0)
 
 
 def room() -> tuple[float, str]:

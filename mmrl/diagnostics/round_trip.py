@@ -1,4 +1,4 @@
-"""Checks of rewards with targets as answers: a target must get full marks in its own row only."""
+"""Checks that rewards give full marks to a target as the answer to its own row, and only there."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mmrl.rewards.answers import FormOfData
 from mmrl.runtime.reward_calls import matches
 from mmrl.runtime.scoring import Scoring, called, shown, to_float
 
-SAMPLE = 200  # number of rows that are checked when a run starts
-WRONG_SHARE = 0.05  # largest fraction of rows whose own target earns less than full marks
-ALIKE_SHARE = 0.5  # largest fraction of rows that give full marks to the targets of other rows
-OTHERS = 3  # number of other rows' targets that are tried as answers to a row
+SAMPLE = 200  # number of rows to check when a run starts
+WRONG_SHARE = 0.05  # maximum fraction of rows whose own target gets less than full marks
+ALIKE_SHARE = 0.5  # maximum fraction of rows in which targets of other rows get full marks
+OTHERS = 3  # number of targets of other rows to try as answers to a row
 NEAR = 1e-6  # tolerance for rounding
-SHOWN = 3  # number of rows that a message names
+SHOWN = 3  # number of rows to name in a message
 SECONDS = 60.0  # timeout of an asynchronous reward
 
 
@@ -34,12 +34,13 @@ class RoundTrip:
     """Result of checking one reward with the targets of the data.
 
     Args:
-        place: Place of the reward in the configuration, with its name.
+        place: Configuration key and name of the reward.
         rows: Number of rows with a target that the reward reads.
-        wrong: A sentence for each row whose own target does not earn full marks.
-        alike: A sentence for each row that gives full marks to all tried targets of other rows.
-        compared: Largest number of other targets that were tried for a row.
+        wrong: A sentence for each row whose own target does not get full marks.
+        alike: A sentence for each row in which all tried targets of other rows get full marks.
+        compared: Maximum number of targets of other rows that were tried for a row.
         unfit: A sentence for each row whose target has another form than the reward reads.
+        where: The reward's option `where` if no row of the data matches it, else None.
     """
 
     place: str
@@ -48,10 +49,13 @@ class RoundTrip:
     alike: Sequence[str]
     compared: int
     unfit: Sequence[str] = ()
+    where: Mapping[str, Any] | None = None
 
     def lines(self) -> Iterator[str]:
-        """Yield sentences about the faults, with the names of the first rows."""
-        if not self.rows:
+        """Yield sentences about the faults; each names the first faulty rows."""
+        if self.where:
+            yield f"{self.place}: no row has {dict(self.where)} (`where`), so it gives no reward"
+        elif not self.rows:
             yield (
                 f"{self.place}: no row has a target that it reads, so it gives no reward; name the column of "
                 "the target (`columns` of the data); a recorded answer, as `messages` end with, is none"
@@ -68,7 +72,7 @@ class RoundTrip:
 
     @property
     def fails(self) -> bool:
-        """Whether there are too many faults to train."""
+        """Whether too many rows are faulty, so that the run must not train."""
         wrong = len(self.wrong) > WRONG_SHARE * self.rows
         return wrong or (self.compared > 1 and len(self.alike) > ALIKE_SHARE * self.rows)
 
@@ -81,22 +85,24 @@ def check_targets(
     sample: int = 0,
     form: FormOfData | None = None,
 ) -> list[str]:
-    """Check every reward that reads targets; return sentences about the rows where it fails.
+    """Check each reward that reads targets; return sentences about the rows in which the check fails.
 
     Rewards that need a missing package or another process are skipped.
 
     Args:
         prompts: The data.
         rewards: Pieces of the rewards.
-        place: Place of the rewards in the configuration, such as `rewards`.
+        place: Configuration key of the rewards, such as `rewards`.
         sample: Number of rows to check, evenly spaced; 0: all rows.
-        form: Form of the targets, if it was inferred before.
+        form: Answer form of the targets, if it was inferred before.
 
     Raises:
-        ConfigError: A reward is wrong for more than 5 % of the rows, or gives full marks to other targets in
-            more than half of the rows.
+        ConfigError: The target does not get full marks in more than 5 % of the rows, or targets of other
+            rows get full marks in more than half of the rows.
     """
     trips = list(round_trips(prompts, rewards, place, sample=sample, form=form))
+    if not all(trip.where for trip in trips) or len(trips) < len(rewards):
+        trips = [trip for trip in trips if not trip.where]  # fine: other rewards apply
     if failed := [line for trip in trips if trip.fails for line in trip.lines()]:
         raise ConfigError(
             "; ".join(failed) + ". Nothing right is learned from such rows: mend their targets, or choose "
@@ -113,22 +119,31 @@ def round_trips(
     sample: int = 0,
     form: FormOfData | None = None,
 ) -> Iterator[RoundTrip]:
-    """Yield the result of every reward whose right answers can be derived from the targets."""
+    """Yield the check result of every reward for which targets can be written as right answers."""
     pieces, form = Pieces(Stream()), form or FormOfData(prompts)
-    step = max(1.0, len(prompts) / sample) if sample else 1.0
-    rows: list[Prompt] = []
+    rows: Sequence[Prompt] = ()
     for i, piece in enumerate(rewards if len(prompts) else ()):
         bound = pieces.name("reward", piece, f"{place}[{i}]")
+        where = bound.call.get("where")
+        if where and not any(matches(row, where) for row in prompts):
+            yield RoundTrip(f"{place}[{i}] '{bound.name}'", 0, (), (), 0, where=where)
+            continue
         if not bound.entry.own_answer or "workers" in bound.call or not _installed(bound):
             continue
         if inspect.isclass(bound.entry.target) and not hasattr(bound.entry.target, "grade_texts"):
-            continue  # constructing it may load a model
+            continue  # its constructor may load a model
         if leaves_form(bound.entry, bound.options):
             bound.options["form"] = form()
-        rows = rows or [prompts[int(at * step)] for at in range(int(len(prompts) / step))]
-        if (where := bound.call.get("where")) and not any(matches(row, where) for row in rows):
-            continue
+        rows = rows or sampled(prompts, sample)
+        if where and not any(matches(row, where) for row in rows):
+            continue  # no matching row in the sample
         yield round_trip(bound, rows, f"{place}[{i}] '{bound.name}'")
+
+
+def sampled(prompts: Sequence[Prompt], sample: int) -> list[Prompt]:
+    """Select up to `sample` prompts, evenly spaced; 0: all."""
+    step = max(1.0, len(prompts) / sample) if sample else 1.0
+    return [prompts[int(at * step)] for at in range(int(len(prompts) / step))]
 
 
 def _installed(bound: Bound) -> bool:
@@ -137,7 +152,7 @@ def _installed(bound: Bound) -> bool:
 
 
 def round_trip(bound: Bound, prompts: Sequence[Prompt], place: str) -> RoundTrip:
-    """Grade the target of each row as the answer to this row, and to other rows."""
+    """Grade the target of each row as the answer to its own row and to other rows."""
     grader = Grader(bound)
     where = bound.call.get("where")
     rows, wrong = [], []
@@ -169,14 +184,14 @@ def round_trip(bound: Bound, prompts: Sequence[Prompt], place: str) -> RoundTrip
 
 
 def _alike(grader: Grader, rows: Sequence[tuple[Prompt, OwnAnswer]]) -> tuple[list[str], int]:
-    """Return sentences on rows that give full marks to all tried other targets, and the number tried."""
-    # Neighbours in this order are similar, such as 3 and -3.
+    """Return sentences on rows where all tried targets of other rows get full marks, and the number tried."""
+    # Sort the targets so that similar ones, such as 3 and -3, are neighbours.
     texts = {_key(own.texts[0]): own.texts[0] for _, own in rows}
     order = sorted(texts, key=lambda key: ("".join(filter(str.isalnum, key)), key))
     place = {key: i for i, key in enumerate(order)}
     count = len(order)
     apart = list(dict.fromkeys(by for by in (1, count // 3, 2 * count // 3) if 0 < by < count))[:OTHERS]
-    for by in range(2, min(count, OTHERS + 1)):  # if there are few targets, try the others too
+    for by in range(2, min(count, OTHERS + 1)):  # with few targets, try all others
         apart += [by] if by not in apart and len(apart) < OTHERS else []
     left, first = list(rows), {}
     for by in apart:
@@ -199,19 +214,19 @@ def _key(text: str) -> str:
 
 @dataclass(frozen=True)
 class Grader:
-    """Grader of answers with one reward, outside of a run and without a model."""
+    """Scorer of answers with one reward, outside of a run and without a model."""
 
     bound: Bound
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """All options with their values; an option with a schedule has its first value."""
+        """Values of all options, with defaults; a scheduled option has its first value."""
         defaults = {name: option.default for name, option in self.bound.entry.options.items()}
         given = defaults | self.bound.options
         return {name: getattr(value, "first", value) for name, value in given.items()}
 
     def own(self, prompt: Prompt) -> OwnAnswer | None:
-        """Return a prompt's target written as an answer; None without a target that the reward reads."""
+        """Return a prompt's target, written as a right answer; None if the reward cannot read the target."""
         return self._with_options(self.bound.entry.own_answer, prompt)
 
     def _with_options(self, function: Any, *arguments: Any) -> Any:
@@ -236,7 +251,7 @@ class Grader:
         return [None if value is None else to_float(value) for value in values]
 
     def marks(self, pairs: Sequence[tuple[Prompt, str]]) -> list[float | Exception | None]:
-        """Return the reward of each answer, None if it does not apply, or the error that it raises."""
+        """Return the reward of each answer, None if the reward does not apply, or the error it raises."""
         try:
             return list(self._called(pairs)) if pairs else []
         except Exception as error:  # one answer raises, so grade them one by one

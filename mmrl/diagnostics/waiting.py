@@ -1,4 +1,4 @@
-"""Advice to prefetch rollouts, from the timing of the first steps."""
+"""Advice to prefetch rollouts, based on the timing of the first steps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mmrl.config.registry import find
 from mmrl.config.schema import Config
 from mmrl.diagnostics.memory_estimates import sampled_elsewhere
 
-STEPS = 3  # number of steps before the advice; the first step, in which engines start, does not count
-SHARE = 1 / 3  # smallest ratio of rollout time to learning time that justifies a lag of one step
+STEPS = 3  # number of steps before the advice; the timing of the first, in which engines start, is ignored
+SHARE = 1 / 3  # minimum ratio of rollout time to learning time for the advice
 
 
 def could_ask_ahead(config: Config) -> bool:
-    """Whether other processes sample the rollouts and could do so while the policy learns."""
+    """Whether other processes sample the rollouts and could also do so while the policy learns."""
     size = config.rollout
     last = find("engine", size.engine[-1].name).target
     one_round = not size.max_staleness and size.max_rounds == 1
@@ -22,7 +22,7 @@ def could_ask_ahead(config: Config) -> bool:
 
 
 def advise_asking_ahead(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence on the waiting times of learner and workers in the first steps, or "".
+    """Return advice to prefetch, with the waiting times of learner and workers; "" if it would not help.
 
     `records` have `time/rollout`, `time/learn` and `step_time` in seconds.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections import Counter
@@ -18,7 +19,8 @@ from mmrl.core.modalities import MODALITIES
 from mmrl.core.plain_text import each_text, parted
 from mmrl.core.protocols import Policy
 from mmrl.core.rng import Stream
-from mmrl.core.types import Frames, Message, Outcome, Part, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Frames, Message, Outcome, Part, Prompt, Rollouts, Sound, Trajectory
+from mmrl.data.sound import as_wav
 from mmrl.runtime.json_client import JsonClient, png
 
 
@@ -27,12 +29,12 @@ class ChatCompletions(JsonClient):
     """Request answers as chat completions from a server, such as OpenAI, vLLM or SGLang.
 
     Use it for judges (the reward `judge`), or with the policy `vision.recorded_answers` to evaluate a served
-    model. Images are sent as PNG, videos as frames with their times. Rows are off-policy and have no notes.
-    Servers find special tokens in any text, so text that looks like such a token gets a space: < |im_end|>.
-    Redirects are not followed, and proxies are not used.
+    model. Images are sent as PNG, videos as frames with their times, sounds as WAV. Rows are off-policy and
+    have no per-step records (`notes`). Servers parse special tokens in any text, so text that looks like one
+    gets a space: < |im_end|>. Redirects are not followed, and proxies are not used.
 
     Args:
-        policy: Encodes answers as rows; a judge needs none.
+        policy: Encodes answers as rows; a judge needs no policy.
         url: Address of the server with the API version, such as http://localhost:8000/v1.
         model: Name of the model on the server.
         api_key_env: Name of the environment variable with the API key; empty: none.
@@ -42,7 +44,7 @@ class ChatCompletions(JsonClient):
         extra: Further fields of the request, such as `{chat_template_kwargs: {enable_thinking: false}}`.
         request_timeout: Seconds until the whole answer to a request must have arrived.
         request_retries: Most retries of a request after a timeout, or if the server is busy or broken.
-        wait: Seconds before the first retry; doubled before each further one.
+        wait: Seconds before the first retry; doubled before each further retry.
     """
 
     notes: frozenset[str] = frozenset()
@@ -83,7 +85,7 @@ class ChatCompletions(JsonClient):
         self.parallel, self.extra = parallel, dict(extra or {})
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry of `prompts`, in order."""
+        """Sample one answer for every entry of `prompts`, in order."""
         counts: Counter[str] = Counter()  # number of entries of each prompt so far
         requests: list[dict[str, Any]] = []
         sent: dict[tuple[Message, ...], list[dict[str, Any]]] = {}
@@ -123,19 +125,19 @@ class ChatCompletions(JsonClient):
         )
 
     def _row(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Create the row of an answer; without a policy it has no steps."""
+        """Create the training row of an answer; without a policy the row has no steps."""
         if self.policy is None:
             return Trajectory(prompt, prompt.uid, (outcome,), None, 0, on_policy=False)
         return self.policy.encode(prompt, outcome)
 
 
 def _message(turn: Message) -> dict[str, Any]:
-    """Convert a message to OpenAI's form: a text, or parts of the types text and image_url."""
+    """Convert a message to OpenAI's form: a text, or a list of parts with a type such as image_url."""
     content = [item for part in turn.parts for item in _part(part)]
     if not any(part.media for part in turn.parts):
         content = "".join(part.text for part in turn.parts)
     keys = turn.keys
-    for call in keys.get("tool_calls", ()):  # OpenAI's form has arguments as JSON in a text
+    for call in keys.get("tool_calls", ()):  # OpenAI expects the arguments as a JSON string
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return {"role": turn.role, "content": content, **keys}
 
@@ -153,6 +155,13 @@ def image_parts(frames: Frames) -> list[dict[str, Any]]:
 
 
 def video_parts(frames: Frames) -> list[dict[str, Any]]:
-    """Convert the frames of a video to content parts: for each frame its time, then its image."""
+    """Convert a video to content parts: the time and image of each frame, and finally the sound."""
     times = [{"type": "text", "text": f"Video at {time:.2f} s:"} for time in frames.times.tolist()]
-    return [part for pair in zip(times, image_parts(frames), strict=True) for part in pair]
+    parts = [part for pair in zip(times, image_parts(frames), strict=True) for part in pair]
+    return parts + (sound_parts(frames.sound) if frames.sound else [])
+
+
+def sound_parts(sound: Sound) -> list[dict[str, Any]]:
+    """Convert a sound to a content part of OpenAI's form, as 16-bit WAV."""
+    data = base64.b64encode(as_wav(sound, bits=16)).decode()
+    return [{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}]

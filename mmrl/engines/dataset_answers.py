@@ -1,4 +1,4 @@
-"""Engines that use recorded answers of the data set, or answers to other prompts, as rollouts."""
+"""Engines whose rollouts are answers recorded in the data set, or answers to other prompts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, reading
 class Offline:
     """Use recorded answers as rollouts: demonstrations, or the rows of preference pairs.
 
-    The answers of a prompt are used in order, starting again after the last. With `shuffle`, every step draws
-    a new order, so that a random subset of many answers is compared (GDRO, arXiv 2601.02036, ranks 6 of 16).
+    The answers of a prompt are used in order, and again from the first after the last. With `shuffle`, every
+    step draws a new order, so that a random subset is compared (GDRO, arXiv 2601.02036, ranks 6 of 16).
     """
 
     notes: frozenset[str] = frozenset()
     reads_answers = True
     needs_answers = True  # every prompt must have a recorded answer
+    makes = ""  # the data decide between texts and images
 
     def __init__(self, policy: Policy, *, stream: Stream, shuffle: bool = False) -> None:
         self.policy, self.stream, self.shuffle = policy, stream, shuffle
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Encode one recorded answer for every entry of `prompts`."""
-        following: dict[str, int] = {}  # number of the next answer to each prompt
+        following: dict[str, int] = {}  # index of the next answer to each prompt
         rows = []
         for prompt in prompts:
             count = len(prompt.answers)
@@ -51,9 +52,9 @@ class Offline:
 
 @engine
 class WithDemos:
-    """Replace the last `per_group` rollouts of every prompt by its recorded answers, marked as off-policy.
+    """Replace the last `per_group` rollouts of a prompt by its recorded answers, marked as off-policy.
 
-    A prompt without recorded answers keeps all its rollouts. Replaced rollouts are never generated.
+    A prompt without recorded answers keeps all its rollouts. Replaced rollouts are never sampled.
     """
 
     notes: frozenset[str] = frozenset()  # a demonstration was not sampled: it has no log-probabilities
@@ -63,7 +64,7 @@ class WithDemos:
         self.engine, self.policy, self.per_group = engine, engine.policy, per_group
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Sample the remaining rollouts with the wrapped engine, and append the demonstrations."""
+        """Append demonstrations, and sample only the other rollouts with the wrapped engine."""
         counts = Counter(prompt.uid for prompt in prompts)
         distinct = {prompt.uid: prompt for prompt in prompts}
         shown = {
@@ -108,7 +109,7 @@ class WithMismatched:
                 row = self.policy.encode(distinct[uid], first[following])
                 last = row.outcomes[-1]
                 tags = {**last.tags, "unrelated": "yes"}
-                # Without `recorded`: those rewards belong to the other prompt.
+                # `recorded` is left out, because these rewards belong to the other prompt.
                 outcome = Outcome(last.text, last.image, last.video, last.times, last.end, tags=tags)
                 mismatched.append(replace(row, outcomes=(outcome,)))
         return (*rows, *mismatched)

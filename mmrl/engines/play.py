@@ -1,4 +1,4 @@
-"""An engine that plays games of several roles with one policy, or against a frozen one."""
+"""An engine that plays games of several roles with one policy, or against a frozen policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Match:
     """The state of one game about a prompt."""
 
     prompt: Prompt
-    index: int  # number of the game among those about this prompt
+    index: int  # number of the game among the games about this prompt
     round: int  # round of the step; a later round may draw the prompt again
     state: Any
     turns: list[Turn] = field(default_factory=list)
@@ -55,26 +55,31 @@ class PendingTurn:
 
 @engine(copies_policy=True, sets_tags={EPISODE, TURN, "game", FINISH, CHANGED})
 class Play:
-    """Play games about prompts: every rollout is a game, every turn of it a row.
+    """Play games about prompts: every rollout is a game, and every turn of a game is a row.
 
-    Rows have the tags `episode` and `game` (the name of the game), `turn` (from 0), `role`, and those that
+    Rows have the tags `episode` and `game` (the name of the game), `turn` (from 0), `role`, and the tags that
     the rules set. The reward `precomputed` with `at: every` reads the rewards that the rules record, such as
     `payoff`. All games advance together, in one batch of turns. A game that reaches `max_turns` ends
-    unfinished: its rows have `finish: turns`, and the rules give payoffs as at any end. The column `read` of
-    completions has the prompt of a turn. Any engine can be wrapped; its random draws depend on step, prompt,
-    game, turn and player. Replay engines do not store these rows.
+    unfinished: its rows have the tag `finish: turns`, and the rules compute payoffs as for a finished game.
+    The column `read` of completions has the prompt of a turn. Any engine can be wrapped; its random draws
+    depend on step, prompt, game, turn and player. Replay engines do not store these rows.
 
     Args:
         engine: The engine that answers a turn.
         game: The rules.
         max_turns: Largest number of turns of a game, over all players.
-        frozen: Roles of a frozen policy, whose turns give no rows. It uses a copy of the engine, which
-            must be `vision.generate` or a dataclass around it, such as `vision.with_tools`.
+        frozen: Roles of a frozen policy; turns of these roles give no rows. The policy uses a copy of the
+            engine, which must be `vision.generate` or a dataclass around it, such as `vision.with_tools`.
         policy: The frozen policy; by default the run's policy before training. Evaluations must name it.
     """
 
     notes: frozenset[str] = frozenset()
     row_per_turn: ClassVar[bool] = True  # so that pieces for turns find an outcome per turn
+
+    @staticmethod
+    def copies_engine(options: Mapping[str, Any]) -> bool:
+        """Whether a frozen policy plays, with a copy of the wrapped engine."""
+        return bool(options.get("frozen"))
 
     def __init__(
         self,
@@ -98,7 +103,7 @@ class Play:
         self.counts: Counter[str] = Counter()
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Play a game for every entry; all games advance together."""
+        """Play a game for every entry of `prompts`; all games advance together, turn by turn."""
         counters: dict[str, count[int]] = defaultdict(count)
         matches = []
         for prompt in prompts:
@@ -123,7 +128,7 @@ class Play:
         }
 
     def _pending(self, match: Match) -> list[PendingTurn]:
-        """List the next turns of a game; empty at its end, or if they exceed `max_turns`."""
+        """List the next turns of a game; empty at the end of the game, or if they exceed `max_turns`."""
         players, listed = list(self.game.acting(match.state)), []
         if match.num_turns + len(players) > self.max_turns:
             return []
@@ -176,7 +181,7 @@ class Play:
         which += f"which `max_turns` cut after {number} turns" if unfinished else f"of {number} turns"
         try:
             recorded = list(self.game.record(match.state, match.turns))
-        except Exception as error:  # rules can raise any error for a game that was cut
+        except Exception as error:  # rules may raise any error for an unfinished game
             raise ValueError(f"`record` or `payoff` failed for {which}: {error!r}") from error
         if len(recorded) != number or not all(
             math.isfinite(value) for rewards in recorded for value in rewards.values()
@@ -212,7 +217,7 @@ class Play:
 
 
 def with_policy(engine: Engine, policy: Callable[[], Policy] | None) -> Engine:
-    """Copy an engine and its inner engines for another policy, which is loaded here and stays frozen."""
+    """Load a policy, freeze it, and return a copy of an engine (with its inner engines) that uses it."""
     if policy is None:
         raise ConfigError(
             "`frozen` of play needs the policy that plays these roles: set `policy: {name: vision.tokens, "
@@ -226,6 +231,8 @@ def with_policy(engine: Engine, policy: Callable[[], Policy] | None) -> Engine:
                 f"vision.generate or a dataclass around it, not {type(layers[-1]).__name__}"
             )
         layers.append(layers[-1].engine)
+    if getattr(layers[-1], "answers_elsewhere", False):
+        raise ConfigError("`frozen` of play needs `vision.generate`: servers hold one policy")
     loaded, device = policy(), next(engine.policy.module.parameters()).device
     loaded.module.requires_grad_(False).to(device)
     copied = replace(layers.pop(), policy=loaded)

@@ -1,13 +1,13 @@
-"""An engine that runs the engines before it in Ray actors, each of which has its own model.
+"""An engine that runs the preceding engines of the configuration in Ray actors, each with its own model.
 
-A rollout depends only on its prompt, the random streams and the weights. Every request contains all of these,
+A rollout depends only on its prompt, the random streams and the weights. Every request contains these inputs,
 so that an actor that dies can be restarted and get the same request again.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
@@ -27,12 +27,13 @@ from mmrl.runtime.content_hash import of_tensors
 from mmrl.runtime.distributed import place_of
 from mmrl.runtime.fsdp import is_shard
 from mmrl.runtime.ray_actors import Actors, check_environments
+from mmrl.runtime.requests import taken
 from mmrl.runtime.workers import Workers, object_in
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """A request to a worker: engines, prompts, and the inputs of random streams and schedules."""
+    """A request to a worker: engines, prompts, and the state of random streams and schedules."""
 
     engines: tuple[Piece, ...]
     prompts: tuple[Prompt, ...]
@@ -47,7 +48,7 @@ class RolloutReply:
     """The reply of a worker: rows, the index of each row's prompt in the request, and metrics of engines."""
 
     rows: Rollouts
-    places: tuple[int | None, ...]  # None: the engine changed the prompt, which is sent in the row
+    places: tuple[int | None, ...]  # None: the engine changed the prompt; the row contains the new prompt
     metrics: Mapping[str, float]
     seconds: float  # working time
 
@@ -64,7 +65,7 @@ class Worker:
         self.chains: dict[str, tuple[Engine, Pieces]] = {}  # engines of training and evaluation
 
     def rollout(self, request: RolloutRequest, version: int, weights: bytes) -> RolloutReply:
-        """Answer prompts with the weights of a version, which are loaded if they are new."""
+        """Answer a request with the weights of `version`, which are loaded if they are new."""
         began = time.monotonic()
         if version != self.version:
             self._load(weights)
@@ -86,7 +87,7 @@ class Worker:
         if (key := repr(listed)) not in self.chains:
             pieces = Pieces(self.stream)
             engine: Any = self.policy
-            pieces.trained = self.piece
+            pieces.policies["policy"] = self.piece
             for i, piece in enumerate(listed):
                 engine = pieces.make("engine", piece, engine, place=f"engine[{i}]")
             self.chains[key] = engine, pieces
@@ -116,19 +117,19 @@ class Servers:
         self.policy, self.version, self.weights, self.seen = policy, 0, None, ""
         parts = recipe.policy, recipe.seed, recipe.stage
         self.actors = Actors(Worker, parts, workers, "the workers of `ray_workers`")
-        self.busy, self.since = 0.0, 0.0  # working time of all workers in seconds, and the start time
+        self.busy, self.since = 0.0, 0.0  # working seconds of all workers since the time `since`
 
     def publish(self) -> None:
         """Publish the trained weights in Ray's object store, if they changed.
 
-        A hash detects changes, which identities and versions of tensors do not show: FSDP2 gathers into the
-        same tensors, and a reference that samples is swapped in as `.data`.
+        A hash detects changes. `id()` and `_version` of the tensors would miss some: FSDP2 gathers into the
+        same tensors, and the weights of a reference that samples are assigned to `.data`.
         """
         import ray
         from safetensors.torch import save
 
         weights = trained(self.policy.module)
-        if any(map(is_shard, weights.values())):  # they were published before sharding
+        if any(map(is_shard, weights.values())):  # `send` published the gathered weights before
             return
         if (seen := of_tensors(weights.values())) == self.seen:
             return
@@ -142,14 +143,14 @@ _SERVERS: WeakValueDictionary[tuple, Servers] = WeakValueDictionary()  # shared 
 @engine(packages={"ray": "ray"})
 @dataclass(eq=False)
 class RayWorkers:
-    """Run the engines before this one in Ray actors, on this machine or on others.
+    """Run the engines that precede this engine in Ray actors, on this machine or on others.
 
     Every actor has the model and the engines of the configuration, and gets the trained weights after each
     update. Groups are divided among actors. Random draws depend on seed, step, prompt and answer number, so
-    answers equal those of a single process up to rounding, which depends on the batch. Ray restarts a worker
-    that dies, and its request is sent again. List engines with a memory, such as `with_replay`, after this
-    one. An evaluation with the same settings shares the workers of the training. Environments of answers must
-    be picklable.
+    answers equal the answers of a single process up to rounding, which depends on the batch. Ray restarts a
+    worker that dies, and its request is sent again. List engines with a memory, such as `with_replay`, after
+    this engine. An evaluation with the same settings shares the workers of the training. Environments of
+    answers must be picklable.
 
     Ray sends Python objects as pickles and trusts everyone who reaches its ports: use a private network.
 
@@ -157,11 +158,11 @@ class RayWorkers:
         num_workers: Number of actors.
         num_cpus: CPU cores of an actor; a whole number is also its number of threads.
         num_gpus: GPUs of an actor; may be a fraction.
-        resources: Further resources of an actor by the names of the cluster: `{rollout_node: 1}`.
+        resources: Custom Ray resources of an actor, such as `{rollout_node: 1}`.
         runtime_env: Ray's `runtime_env` of the actors: packages, variables, a working folder.
         address: Address of a cluster; empty: `RAY_ADDRESS`, or else a new cluster on this machine.
-        timeout: Most seconds for the rollouts of one round.
-        max_restarts: Most restarts of an actor before the run fails.
+        timeout: Maximum seconds for the rollouts of one sampling round.
+        max_restarts: Maximum number of restarts of an actor before the run fails.
     """
 
     engine: Engine
@@ -176,7 +177,7 @@ class RayWorkers:
     address: str = ""
     timeout: PositiveFloat = 1800.0
     max_restarts: NonNegativeInt = 3
-    notes: ClassVar[frozenset[str]] = frozenset()  # the wrapped engines declare their own
+    notes: ClassVar[frozenset[str]] = frozenset()  # the wrapped engines declare their notes
     answers_elsewhere: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -197,16 +198,13 @@ class RayWorkers:
         key = (id(self.policy), self.recipe.seed, self.recipe.stage, repr((self.recipe.policy, workers)))
         self.servers = _SERVERS.get(key) or Servers(self.policy, self.recipe, workers)
         _SERVERS[key] = self.servers
-        self.begun: tuple[list[Prompt], list[list[Prompt]], list[Any]] | None = None
+        self.begun: deque[tuple[int, list[Prompt], list[list[Prompt]], list[Any]]] = deque()
         self.sums: Counter[str] = Counter()  # metrics of workers, summed over rows
         self.rows = 0
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry of `prompts`; rows are in the order of prompts, and groups stay together."""
-        if self.begun is None or [*map(id, self.begun[0])] != [*map(id, prompts)]:
-            self.ask(prompts)
-        assert self.begun is not None  # `ask` set it
-        (_, shares, requests), self.begun = self.begun, None
+        _, _, shares, requests = taken(self.begun, self.stream.step, prompts, self.ask)
         try:
             answers: list[RolloutReply] = self.servers.actors.collect(requests, self.timeout)
         except TimeoutError as error:
@@ -227,20 +225,24 @@ class RayWorkers:
         return trained(self.policy.module).values()
 
     def send(self) -> None:
-        """Publish the current weights."""
+        """Publish the current trained weights to the workers."""
         self.servers.actors.start()
         self.servers.since = self.servers.since or time.monotonic()
         self.servers.publish()
 
+    def rest(self) -> None:
+        """Do nothing: workers keep their model."""
+
     def ask(self, prompts: Sequence[Prompt]) -> None:
-        """Start rollouts with the current weights, step and round; `rollout` collects them."""
+        """Start rollouts with the current weights and random streams; `rollout` returns them later."""
         self.send()
         actors = self.servers.actors
         shares = [share for share in divided(prompts, self.num_workers) if share]
         moment = self.stream.step, self.stream.round, self.stream.purpose, self.recipe.clock()
         requests = [(RolloutRequest(self.recipe.engines, tuple(share), *moment),) for share in shares]
         weights = self.servers.version, self.servers.weights
-        self.begun = list(prompts), shares, actors.begin(requests, *weights, method="rollout")
+        begun = actors.begin(requests, *weights, method="rollout")
+        self.begun.append((self.stream.step, list(prompts), shares, begun))
 
     def pop_metrics(self) -> Mapping[str, float]:
         """Return metrics of the workers' engines (means over rows), restarts, and busy seconds per worker."""

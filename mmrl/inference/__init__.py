@@ -1,1 +1,1 @@
-"""Inference: find the model that a user names, answer questions, and export models."""
+"""Inference: look up models, answer questions, and export models."""

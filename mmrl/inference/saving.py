@@ -1,4 +1,4 @@
-"""Export of models: merges adapters, and writes transforms and caches as JSON."""
+"""Export of models: merged adapters, and transforms and caches as JSON files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from mmrl.runtime.modules import DTYPES, RECORD, applied_transforms, twin
 from mmrl.runtime.weights import load_whole
 
 LOW_BIT = ("Linear4bit", "Linear8bitLt")
-# `model_type` in the config of a folder with transforms. transformers refuses unknown types and shows them in
-# its error, so the type tells how to load the folder.
+# `model_type` in the `config.json` of a folder with transforms. transformers refuses the unknown type and
+# shows it in the error message, so the type explains how to load the folder.
 PRUNED = "mmrl_pruned: load this folder with mmrl.load_pruned(folder) or mmrl.load_engine(folder)"
 
 
@@ -41,7 +41,7 @@ class Exportable(Protocol):
 
 
 def export(session: Session, source: ModelSource, folder: Path, *, overwrite: bool = False) -> list[str]:
-    """Write the model of a session to a folder for which `load_engine(folder)` gives the same answers.
+    """Export the model of a session to a folder; `load_engine(folder)` then gives the same answers.
 
     The adapter is merged into the weights. Without transforms, or with structured pruning only, the result is
     a folder of transformers or diffusers. With other transforms, load it with `mmrl.load_pruned` or
@@ -49,7 +49,7 @@ def export(session: Session, source: ModelSource, folder: Path, *, overwrite: bo
 
     Returns: Descriptions of the merged adapter, the transforms and the caches.
 
-    Raises: ConfigError: If the folder is not empty, and `overwrite` is off or no export wrote it.
+    Raises: ConfigError: If the folder is not empty, unless `overwrite` is set and it is an earlier export.
     """
     policy, options, written = session.policy, source.config.policy.options, []
     if not isinstance(policy, Exportable):
@@ -88,7 +88,7 @@ def write_export_card(source: ModelSource, written: Sequence[str], folder: Path,
     held_out: dict[str, float] = {}
     for record in run.records[:step]:
         held_out |= {name: value for name, value in record.items() if name.startswith("eval_")}
-    if step >= run.done:  # the final evaluation comes after the last step
+    if step >= run.done:  # the final evaluation is of this checkpoint
         held_out |= {f"eval_{metric}": value for metric, value in run.metrics.items()}
         for metric, (low, high) in run.intervals.items():
             held_out |= {f"eval_{metric}/low": low, f"eval_{metric}/high": high}
@@ -96,7 +96,7 @@ def write_export_card(source: ModelSource, written: Sequence[str], folder: Path,
 
 
 def save_cache(cache: str | Mapping[str, Any], folder: Path) -> str:
-    """Write a cache's options as JSON, with a copy of its codebook; return the name of the cache."""
+    """Write the options of a cache as JSON, and copy its codebook; return the name of the cache."""
     piece = as_mapping(cache)
     if codebook := piece.get("codebook"):
         piece["codebook"] = Path(codebook).name
@@ -109,9 +109,9 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
     """Write a model with its transforms to a folder.
 
     If all transforms only change weights (`structured_pruning`), the result is an ordinary folder of
-    transformers. Otherwise, the transforms are written as JSON and the untransformed model to the folder
-    `weights`; transformers refuses the `config.json`. Pruned heads, FFN units and layers are listed one by
-    one. Low-bit weights are dequantised; quantising them again gives the same codes.
+    transformers. Otherwise, the transforms are written as JSON, and the untransformed model to the subfolder
+    `weights`; transformers cannot load the folder. The JSON lists all pruned heads, FFN units and layers.
+    Low-bit weights are dequantised first; loading quantises them again to the same codes.
     """
     folder, done = Path(folder), applied_transforms(model)
     ordinary = all(transform["name"] in STORED for transform in done)
@@ -129,7 +129,7 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     record = {
         "dtype": str(widest).removeprefix("torch."),
-        # Loading must not quantise the scales a second time (`double`).
+        # With `double`, loading would quantise the scales a second time.
         "transforms": [{**x, "double": False} if x.get("double") else x for x in done],
     }
     (folder / TRANSFORMS).write_text(json.dumps(record) + "\n")
@@ -144,7 +144,7 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
 
 
 def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.Module:
-    """Load a folder that `save_transformed` wrote with transforms; logits are equal bit for bit."""
+    """Load a folder that `save_transformed` wrote with transforms; logits are bit for bit the same."""
     from transformers import AutoModelForImageTextToText
 
     folder = Path(expanded(str(folder)))
@@ -153,7 +153,7 @@ def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.
         record = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot read '{path}', which `mmrl export` writes: {error}") from error
-    # The widest dtype represents narrower weights exactly; `layer_cast` casts them back.
+    # Load in the widest dtype, which represents all weights exactly; `layer_cast` casts them back.
     model = load_whole(
         AutoModelForImageTextToText,
         folder / WEIGHTS,
@@ -173,7 +173,7 @@ def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.
 
 @torch.no_grad()
 def _dequantised(linear: nn.Module) -> nn.Module:
-    """Dequantise a low-bit linear layer by multiplying it with unit vectors."""
+    """Convert a low-bit linear layer to an ordinary one; unit vectors as inputs give its weights."""
     out = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
     ones = torch.eye(linear.in_features, device=linear.weight.device)  # each row is a unit vector
     bias = 0.0 if linear.bias is None else linear.bias.detach()
@@ -184,5 +184,5 @@ def _dequantised(linear: nn.Module) -> nn.Module:
 
 
 def _tuples(value: Any) -> Any:
-    """Convert JSON lists to tuples, the type that options of transforms have."""
+    """Convert JSON lists to tuples at any depth, because options of transforms are tuples."""
     return tuple(map(_tuples, value)) if type(value) is list else value

@@ -1,9 +1,9 @@
-"""Sessions with a model: texts, images and videos in, texts or images out."""
+"""Sessions that answer questions with a loaded model: text, images and videos in, text or images out."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,29 +20,29 @@ from mmrl.data.messages import ReadMedia, no_media, prompt_of
 
 @runtime_checkable
 class ReadsMedia(Protocol):
-    """Interface of a policy whose prompts may have images and videos."""
+    """Interface of a policy that reads images and videos in prompts."""
 
     def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> ReadMedia:
         """Return the function that reads images and videos for prompts.
 
         Args:
-            options: Options of a data set; only those about videos, such as `max_frames`, are used.
-            root: Folder to which paths are relative and in which they must stay; None allows any path.
+            options: Options of a data set, of which only video options such as `max_frames` are used.
+            root: Folder that contains all media files, to which paths are relative; None allows any path.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of a model after a question, and the replies of tools.
+    """Result of `Session.converse`: the turns of the model after a question, with tool replies.
 
     Args:
         text: The answer, which is the last turn.
-        messages: All turns after the question, as for transformers' `apply_chat_template`, with PIL images.
+        messages: All turns after the question, in the format of `apply_chat_template`, with PIL images.
         images: Images from tools, in order.
-        finish: Reason of the end: `stop`, `length`, `turns`, `images`, `context` or `tool_error`.
+        finish: Why the conversation ended: `stop`, `length`, `turns`, `images`, `context` or `tool_error`.
         environment: The environment of the conversation, if any.
-        rewards: Maps names to recorded rewards, such as `get_reward` of the environment.
+        rewards: Maps names to recorded rewards, such as the result of the environment's `get_reward`.
     """
 
     text: str
@@ -54,11 +54,11 @@ class Conversation:
 
 
 class Session:
-    """A loaded engine that answers questions of users with `answer`, and prompts with `rollout`.
+    """A loaded engine with methods that answer a user's questions (`answer`) or prompts (`rollout`).
 
     Args:
         engine: The engine.
-        data: Data set options in the model's configuration; only those about videos are used.
+        data: Options of the data set in the model's configuration, of which only video options are used.
     """
 
     def __init__(self, engine: Engine, data: Mapping[str, Any] | None = None) -> None:
@@ -66,7 +66,7 @@ class Session:
         self.data, self._asked = data or {}, 0
 
     def media_reader(self, root: Path | None = None) -> ReadMedia:
-        """Return the function that reads images and videos for the policy; see `ReadsMedia`."""
+        """Return the policy's function that reads images and videos for prompts; see `ReadsMedia`."""
         reads = isinstance(self.policy, ReadsMedia)
         return self.policy.media_reader(self.data, root) if reads else no_media
 
@@ -74,19 +74,25 @@ class Session:
         """Return one rollout per prompt, in order."""
         return self.engine.rollout(prompts)
 
+    def check(self, prompt: Prompt) -> None:
+        """Raise `PromptError` if a prompt requests an image or video size that the engine cannot generate."""
+        for engine in _engines_in(self.engine):
+            if (result_size := getattr(engine, "result_size", None)) is not None:
+                result_size(prompt)
+
     def answer(self, prompt: Any, images: Any = None, videos: Any = None) -> Any:
         """Answer a question; for a list of questions, return a list of answers.
 
         A vision-language model returns a text. A flow model returns a PIL image, or the frames of a video as
-        a list of PIL images. Random numbers depend on the seed and the number of earlier questions, so the
-        same sequence of calls returns the same answers.
+        a list of PIL images. Random numbers depend on the seed and on how many questions came before, so
+        the same sequence of calls returns the same answers.
 
         Args:
             prompt: A text, or messages in the format of transformers' `apply_chat_template`: `[{"role":
                 "user", "content": ...}]`. A list of texts or of messages is answered as a batch.
             images: Images of the question: paths, PIL images or arrays (height, width, 3) uint8. For a list
-                of questions, a list of such lists. Images fill placeholders, or else precede the text.
-            videos: Paths of videos, in the same way.
+                of questions, one such list per question. Images replace placeholders or precede the text.
+            videos: Paths of videos, in the same form as images.
 
         Raises: RowError: If an argument has another type, or a file is missing or broken.
         """
@@ -104,7 +110,7 @@ class Session:
             prompt: A text, or messages.
             images: Images of the question.
             videos: Videos of the question.
-            columns: Columns of a data row, with which an environment is reset.
+            columns: Columns of a data row, passed to the `reset` of an environment.
 
         Raises:
             RowError: As in `answer`, and for models that generate images.
@@ -119,7 +125,7 @@ class Session:
         videos: Any = None,
         columns: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rollouts:
-        """Return one rollout per question; `images` and `videos` have an entry per question."""
+        """Return one rollout per question; `images` and `videos` have one entry per question."""
         questions, read = [], self.media_reader()
         media = _per_prompt(images, len(prompts), "images"), _per_prompt(videos, len(prompts), "videos")
         for question, shown, filmed in zip(prompts, *media, strict=True):
@@ -130,7 +136,7 @@ class Session:
         return self.one_each(questions)
 
     def one_each(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Return one rollout per prompt, in order, without the rows that engines add for training.
+        """Return one rollout per prompt, in order; drop the additional rows that engines add for training.
 
         Raises RowError for an engine that plays games, because a game has no single answer.
         """
@@ -142,17 +148,21 @@ class Session:
         waiting: dict[str, list[Trajectory]] = defaultdict(list)
         for row in self.rollout(prompts):
             waiting[row.prompt.uid].append(row)
-        # Engines put additional rows, such as drafts or a greedy answer, after the answers of a prompt.
+        # Engines put additional rows, such as drafts or a greedy answer, after the answers to a prompt.
         return tuple(waiting[prompt.uid].pop(0) for prompt in prompts)
 
 
-def _game_of(engine: Any) -> Game | None:
-    """Return the game of an engine or of an engine that it wraps; None without a game."""
+def _engines_in(engine: Any) -> Iterator[Any]:
+    """Yield an engine and the engines nested in it."""
     while engine is not None:
-        if isinstance(game := getattr(engine, "game", None), Game):
-            return game
+        yield engine
         engine = getattr(engine, "engine", None)
-    return None
+
+
+def _game_of(engine: Any) -> Game | None:
+    """Return the game of an engine or of an engine nested in it; None without a game."""
+    games = (getattr(one, "game", None) for one in _engines_in(engine))
+    return next((game for game in games if isinstance(game, Game)), None)
 
 
 def as_conversation(row: Trajectory) -> Conversation:
@@ -161,7 +171,7 @@ def as_conversation(row: Trajectory) -> Conversation:
     if last.text is None:
         raise RowError("this model makes images, so it holds no conversation; ask it by `answer`")
     messages = row.turns or (Message("assistant", (Part(last.text),)),)
-    # Replies of tools become content blocks, turns of the model become text.
+    # Tool replies become lists of content blocks, and turns of the model become text.
     written = [
         {
             "role": message.role,
@@ -179,8 +189,8 @@ def as_conversation(row: Trajectory) -> Conversation:
 
 
 def as_answer(outcome: Outcome) -> Any:
-    """Return an outcome's text, its image as a PIL image, or the frames of its video as PIL images."""
-    if outcome.text is not None:
+    """Convert an outcome to its PIL image, the list of images of a video, or else its text."""
+    if outcome.text is not None and outcome.image is None:
         return outcome.text
     images = images_of(outcome)
     return images if outcome.video is not None else images[0]
@@ -194,7 +204,7 @@ def images_of(outcome: Outcome) -> list[Any]:
 
 
 def _are_several(prompt: Any) -> bool:
-    """Whether a prompt is a list of texts or of conversations; raise RowError for an invalid prompt."""
+    """Whether `prompt` holds several prompts (texts or conversations); raise RowError if it is invalid."""
     match prompt:
         case str() | [Mapping(), *_]:
             return False

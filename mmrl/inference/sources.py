@@ -1,4 +1,4 @@
-"""Look-up of the engine configuration of a model, given as a file, run, checkpoint, folder or hub id."""
+"""Look-up of a model's configuration, given a file, run, checkpoint, model folder or hub id."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from mmrl.config.sweep import setting_of
 from mmrl.runtime.checkpoint import MODEL, finished, step_of
 from mmrl.runtime.stages import last_finished
 
-ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # files of peft and of diffusers
-PIPELINE = "model_index.json"  # file that marks a pipeline of diffusers
-# Files and folders that `mmrl export` writes: transforms, untransformed weights, cache of the engine.
+ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # adapters of peft, of diffusers
+PIPELINE = "model_index.json"  # file in every pipeline folder of diffusers
+# Names that `mmrl export` writes: file of transforms, folder of untransformed weights, file of the cache.
 TRANSFORMS, WEIGHTS, CACHE = "transforms.json", "weights", "kv_cache.json"
-STORED = ("structured_pruning",)  # transforms that are already part of the saved weights
+STORED = ("structured_pruning",)  # transforms that saved weights already include
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Configuration of an engine, and the location of its policy's weights."""
+    """Configuration from which a model is loaded, and the location of its weights."""
 
     config: Config | EvaluateConfig
-    weights: Path | None = None  # model folder to load into the policy; None: load nothing
+    weights: Path | None = None  # folder of weights to load into the policy; None: no other weights
     run: Path | None = None  # folder of the training run, if any
     step: int = 0  # step of the checkpoint
 
@@ -40,12 +40,12 @@ class ModelSource:
 
     @property
     def engines(self) -> Sequence[Piece]:
-        """The configured engines; for a training run those of its rollouts."""
+        """The configured engines; for a training run, the engines of its rollouts."""
         return self._parts[1]
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """Options of the data set, such as `max_frames` of videos."""
+        """Options of the configured data set, such as `max_frames` for videos."""
         data = self._parts[2]
         return _innermost(data.options) if data else {}
 
@@ -59,7 +59,7 @@ class ModelSource:
 
 
 def _innermost(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options of the innermost data set if data sets are nested."""
+    """Return the options of the innermost data set, for data sets that wrap another one."""
     inner = options.get("data")
     return _innermost(inner) if isinstance(inner, Mapping) else options
 
@@ -103,6 +103,8 @@ def _resolve(source: Any, overrides: Sequence[str]) -> ModelSource:
     path = Path(expanded(str(source)))
     if path.is_dir():
         run = _run_of(path)
+        if run is None:
+            _check_model(path)
         return _checkpoint(*run, overrides) if run else _model(str(path), overrides)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         kind = Config if "rollout" in read(path, overrides) else EvaluateConfig
@@ -124,7 +126,7 @@ def _parsed(raw: dict[str, Any]) -> Config | EvaluateConfig:
 
 
 def _option(source: ModelSource, name: str, value: Any) -> dict[str, Any]:
-    """Return the change of the configuration that sets an option of the first engine with this option."""
+    """Return a configuration change that sets an option, in the first engine that has this option."""
     taken = {i: find("engine", piece.name).options for i, piece in enumerate(source.engines)}
     at = next((i for i, options in taken.items() if name in options), None)
     if at is None:
@@ -141,9 +143,9 @@ def _option(source: ModelSource, name: str, value: Any) -> dict[str, Any]:
 
 
 def _run_of(folder: Path) -> tuple[Path, Path] | None:
-    """Return the folder of a run and the model folder of its last or the given checkpoint; None otherwise.
+    """Return the run folder and the model folder of the given or last checkpoint; None for other folders.
 
-    For a run in stages, its last finished stage is used.
+    For a run with stages, both folders belong to the last finished stage.
     """
     if stage := last_finished(folder):
         return stage.parent, stage / MODEL
@@ -164,12 +166,12 @@ def _run_of(folder: Path) -> tuple[Path, Path] | None:
 
 
 def _checkpoint(run: Path, model: Path, overrides: Sequence[str]) -> ModelSource:
-    """Return the configuration of a run, with the weights of a checkpoint for its policy."""
+    """Return the configuration of a run, with a policy that loads the weights of a checkpoint."""
     raw = read(run / "config.yaml")
     options = as_mapping(raw["policy"])
-    # Adapters for several roles are in separate subfolders.
+    # Adapters of several roles are in one subfolder each.
     adapted = any(next(model.glob(f"{inside}{name}"), None) for name in ADAPTERS for inside in ("", "*/"))
-    # A full checkpoint replaces the base model, so that the base model need not exist any more.
+    # A checkpoint of all weights replaces the base model, which then does not need to exist any more.
     replaces = "model" in options and not adapted and not options.get("transform")
     if replaces:
         raw = merge(raw, {"policy": {"model": str(model)}})
@@ -180,11 +182,23 @@ def _checkpoint(run: Path, model: Path, overrides: Sequence[str]) -> ModelSource
 # ---- models without a configuration
 
 
+def _check_model(folder: Path) -> None:
+    """Raise `ConfigError` for a folder that holds neither a model nor an adapter."""
+    names = ("config.json", PIPELINE, TRANSFORMS, *ADAPTERS, f"*/{ADAPTERS[1]}")
+    if not any(next(folder.glob(name), None) for name in names):
+        raise ConfigError(
+            f"'{folder}' holds neither a run (config.yaml and a checkpoint) nor a model (config.json, "
+            f"{PIPELINE} or {ADAPTERS[0]}); name another folder"
+        )
+
+
 def _model(name: str, overrides: Sequence[str]) -> ModelSource:
-    """Return the preset for a model folder or hub id, with the transforms and the cache of an export."""
+    """Return the preset configuration for a model folder or hub id, plus exported transforms and cache."""
     folder, policy, engine = _folder(name), {"model": name}, {}
     if folder is not None:
-        if (folder / ADAPTERS[1]).is_file() and not (folder / PIPELINE).is_file():
+        # If only a second network has an adapter, its file is in a subfolder.
+        adapted = next((file for at in ("", "*/") for file in folder.glob(at + ADAPTERS[1])), None)
+        if adapted and not (folder / PIPELINE).is_file():
             raise ConfigError(
                 f"'{name}' holds an adapter of diffusers, which does not name its base model; name the run "
                 "it comes from, or a configuration whose policy has `model`, `lora_rank` and `adapter`"
@@ -197,7 +211,7 @@ def _model(name: str, overrides: Sequence[str]) -> ModelSource:
 
 
 def _folder(name: str) -> Path | None:
-    """Return the folder of a model; download a hub model only if it contains files of mmrl or peft."""
+    """Return a model's local folder, or None; download a hub model only if it has files of mmrl or peft."""
     if Path(name).is_dir():
         return Path(name)
     if not any(_on_hub(name, file) for file in (ADAPTERS[0], TRANSFORMS, CACHE)):
@@ -208,7 +222,7 @@ def _folder(name: str) -> Path | None:
 
 
 def names_pipeline(name: str) -> bool:
-    """Whether a folder or a hub model is a pipeline of diffusers."""
+    """Whether a name is the folder or hub id of a pipeline of diffusers."""
     folder = Path(expanded(name))
     return (folder / PIPELINE).is_file() if folder.is_dir() else _on_hub(name, PIPELINE)
 
@@ -217,7 +231,7 @@ def _on_hub(name: str, file: str) -> bool:
     """Whether a hub repository has a file; if so, the file is downloaded into the local cache."""
     from transformers.utils import cached_file
 
-    # Do not raise for a missing file or model: loading the model gives a better error message.
+    # Do not raise for a missing file or model here: loading the model later gives a better error message.
     quiet = ("missing_entries", "connection_errors", "gated_repo")
     return cached_file(name, file, **{f"_raise_exceptions_for_{what}": False for what in quiet}) is not None
 
@@ -257,7 +271,7 @@ def _cache(folder: Path) -> dict[str, Any]:
 
 
 def _registered(kind: str, piece: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that a piece in a model folder belongs to the library, because a folder must not choose code."""
+    """Return a piece from a model folder; raise if it is not of mmrl, as a folder must not import code."""
     match piece:
         case {"name": str(name)} if re.fullmatch(r"\w+\.\w+", name):
             find(kind, name)

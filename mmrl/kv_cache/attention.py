@@ -34,12 +34,12 @@ def attend_merged(
     query: Tensor, prefix: Pair, own: Pair, groups: RowGroups, scaling: float,
     prefix_mask: Tensor | None = None, own_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention of every row's newest tokens to its prompt and to its own tokens: (N, H, t, D).
+    """Attend from every row's newest tokens to its prompt and its own tokens; return (N, H, t, D).
 
     Args:
         query: Queries: N rows, H query heads, t new tokens, D channels.
         prefix: Keys and values of P prompts of S tokens, (P, h, S, D) each.
-        own: Keys and values of the rows' own tokens, (N, h, T, D) each; the last t are those of the queries.
+        own: Keys and values of the rows' own tokens, (N, h, T, D) each; the last t are the query tokens.
         groups: Which prompt each row answers.
         scaling: Factor of the scores.
         prefix_mask: Added to the scores of prompt tokens, (P, 1, 1 or t, S).
@@ -54,7 +54,7 @@ def attend_merged(
         prefix_mask = groups.tile(prefix_mask, repeats)
     causal = own_mask is None and num > 1
     if causal and length != num:
-        # The kernel's causal mask aligns the first query with the first key; here the last ones must align.
+        # The kernel's causal mask aligns the first query and key; here the last query and key must align.
         own_mask, causal = causal_mask(num, length, query), False
     # With one new token, the query heads that share a key head are queries of one product: (N h, 1, H/h, D).
     # With several, each query head gets a view of its key head (no copy), so that the kernel's causal mask
@@ -78,7 +78,7 @@ def attend_one_token(
     query: Tensor, prefix: Pair, own: Pair, groups: RowGroups, scaling: float, prefix_mask: Tensor | None,
     own_mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute `attend_merged` for one new token per row, without gradients, in few operator calls."""
+    """Attend like `attend_merged`, for one new token per row, without gradients, in few operator calls."""
     rows, heads, _, size = query.shape
     query = query.reshape(rows, prefix[0].shape[1], -1, size)  # query heads grouped by key head
     if _is_fused(query, prefix[1], prefix_mask, own_mask):
@@ -105,10 +105,10 @@ def attend_padded(
     query: Tensor, prefix: Pair, own: Pair, groups: RowGroups, scaling: float, prefix_mask: Tensor | None,
     own_mask: Tensor, *, window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Compute `attend_merged` for rows whose own tokens are padded on the left, without gradients.
+    """Attend like `attend_merged`, for rows whose own tokens are padded on the left, without gradients.
 
-    `own_mask` (rows, 1, 1 or new tokens, own tokens) hides the padding and tokens outside a sliding `window`
-    (0: none); `prefix_mask` is for folded queries. The newest tokens attend to each other causally.
+    `own_mask` (rows, 1, 1 or new tokens, own tokens) hides the padding, and tokens outside a sliding `window`
+    (0: none). `prefix_mask` has the query order of `RowGroups.fold`. New tokens attend causally.
     """
     rows, heads, num, _ = query.shape
     kv_heads, older = prefix[0].shape[1], own[0].shape[2] - num
@@ -142,7 +142,7 @@ def attend_padded(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Attention to one part of the keys; `fold` and `unfold` reshape queries and outputs for its product."""
+    """Attention to one part of the keys; `fold` and `unfold` reshape queries and outputs for this part."""
 
     fold: Callable[[Tensor], Tensor]
     unfold: Callable[[Tensor], Tensor]
@@ -151,7 +151,7 @@ class _Part:
     causal: bool = False
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to this part alone; return the output and the log-sum-exp of the scores, per query."""
+        """Attend to this part of the keys alone; return output and log-sum-exp of the scores per query."""
         query = self.fold(query)
         if _is_fused(query, values, self.mask):
             out, norm = _with_norm(query, keys, values, self.mask, self.scaling, self.causal)
@@ -201,7 +201,7 @@ class _Part:
 
 
 def _prefix_part(groups: RowGroups, kv_heads: int, num: int, mask: Tensor | None, scaling: float) -> _Part:
-    """Return the attention part of the prompts, in which all rows of a prompt share one product."""
+    """Return the part of attention to the prompts; one matrix product serves all rows of a prompt."""
     return _Part(
         fold=lambda x: groups.fold(x.unflatten(1, (kv_heads, -1)).flatten(2, 3)),
         unfold=lambda x: groups.unfold(x).unflatten(2, (-1, num)).flatten(1, 2),
@@ -287,9 +287,9 @@ def causal_mask(num: int, length: int, like: Tensor, window: int = 0) -> Tensor:
 
 
 def additive_mask(hidden: Tensor, like: Tensor) -> Tensor:
-    """Convert a bool mask of hidden keys to an additive mask.
+    """Convert a bool mask (True: hidden key) to an additive mask.
 
-    Its values are finite, so a query that can attend to no key of a part gives the part weight 0, not NaN.
+    The values are finite: if all keys of a part are hidden, its weight in the merged attention is 0, not NaN.
     """
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
         hidden, torch.finfo(like.dtype).min

@@ -25,11 +25,11 @@ _RECORDED: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None
 
 
 def register(base: str) -> str:
-    """Register an attention function that reads cache layers, and tensors with `base`; return its name.
+    """Register an attention function for cache layers that passes tensors to `base`; return its name.
 
-    It uses the mask function of `base`, because transformers silently omits the masks of a name without a
-    registered mask function. UNMASKED has none on purpose: shared prefixes know their padding, and creating a
-    mask in each step would cost time.
+    The mask function of `base` is registered too, because transformers silently omits masks otherwise. The
+    name UNMASKED gets no mask function on purpose: shared prefixes know their padding, and creating a mask in
+    each step would cost time.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -79,7 +79,7 @@ def read_shared_prefix(config: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def record_keys(config: Any) -> Iterator[list[Tensor]]:
-    """Yield a list of the keys passed to the model's attention, if it uses the masks of sdpa or eager."""
+    """Yield a list that collects the keys passed to attention, if its masks are sdpa's or eager's."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
     base = config.get_text_config(decoder=True)._attn_implementation or "sdpa"
@@ -99,7 +99,7 @@ def attend(
     base: str, module: nn.Module, query: Tensor, key: Tensor | CacheLayer, value: Tensor | CacheLayer,
     attention_mask: Tensor | None, scaling: float | None = None, **others: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attend from queries (rows, heads, tokens, channels) to a cache layer, or to tensors with `base`."""
+    """Attend from queries (rows, heads, tokens, channels) to a cache layer, or use `base` for tensors."""
     match key:
         case CacheLayer() as layer:
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -111,6 +111,8 @@ def attend(
             layer.recipe.score(layer, query[::repeats], scaling)
             key, value = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (key, value))
         case Tensor():
+            if together := others.pop("sequence_parallel", None):
+                return together.attend(query, key, value, scaling)
             recorded = _RECORDED.get()
             if recorded is not None and all(others.get(name) is None for name in UNSUPPORTED):
                 recorded.append(key)

@@ -86,7 +86,7 @@ class CodedBlock:
         return packed, scale, low, low.mT
 
     def dots(self, query: Tensor) -> Tensor:
-        # Requires one scale per channel. Groups have different scales, so each gets its own scaled query.
+        # Requires one scale per channel. Groups have different scales, so queries are scaled for each group.
         groups = self.codes.packed.shape[2]
         packed, scale, _, low = self._flat
         each = self._rotate(query).flatten(0, 1)
@@ -112,8 +112,8 @@ class CodedBlock:
         return self._rotate(out)
 
     def _mix_by_token(self, weights: Tensor) -> Tensor:
-        # A token has one scale for each of `kinds` groups of channels, and its attention weight is multiplied
-        # by it. So every group of channels needs a separate product: blocks are (R, h, E, kinds).
+        # A token has a scale for each of `kinds` groups of channels. Attention weights are multiplied by
+        # these scales, so every group of channels needs a separate product: blocks are (R, h, E, kinds).
         codes, kinds = self.codes, self.codes.scale.shape[-1]
         weights = weights.unflatten(-1, (codes.packed.shape[2], -1)).transpose(2, 3)
         scale, low = (x.to(weights.dtype).movedim(-1, 3) for x in (codes.scale, codes.low))

@@ -32,8 +32,13 @@ def attention_types(text: Any) -> list[str]:
 
 
 def only_attends(text: Any) -> bool:
-    """Whether all layers of a text model have full or sliding-window attention."""
-    return set(attention_types(text)) <= {"full_attention", "sliding_attention"}
+    """Whether all layers of a text model are attention layers: full, sliding-window or chunked."""
+    return set(attention_types(text)) <= {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def stores_nothing(layer: Any) -> bool:
+    """Whether a cache layer belongs to a model layer that reuses keys and values of an earlier layer."""
+    return type(layer).__name__ == "DummyLayer"  # by name: transformers 5.17 lacks this class
 
 
 def exact_cache(config: Any) -> Any:
@@ -45,6 +50,7 @@ def exact_cache(config: Any) -> Any:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
     dynamic, supported = DynamicCache(config=config), {DynamicLayer, DynamicSlidingWindowLayer}
+    supported |= {type(layer) for layer in dynamic.layers if stores_nothing(layer)}
     other = {type(layer).__name__ for layer in dynamic.layers if type(layer) not in supported}
     if other := sorted(other - {LinearAttentionLayer.__name__}):
         raise ValueError(
@@ -127,15 +133,17 @@ def warn_of_larger(cache: Any, config: Any, tokens: int, dtype: torch.dtype) -> 
 
 
 def share_prefix(filled: Any, recorded: list[Tensor], mask: Tensor) -> Any | None:
-    """Convert a filled DynamicCache of prompts to a cache whose prompts are shared by rows.
+    """Convert a filled DynamicCache of prompts to a cache in which several rows share a prompt.
 
-    `mask` (prompts, tokens) is 0 for padding. Returns None if the keys that attention read (`recorded`) are
-    not those of the cache: such a model has its own attention, and every row needs a copy of its prompt.
+    `mask` (prompts, tokens) is 0 for padding. Returns None if attention read other keys (`recorded`) than the
+    keys in the cache: such a model has its own attention, and every row needs a copy of its prompt.
     """
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     read = {key.untyped_storage()._cdata for key in recorded}  # views share a storage
-    layers = filled.layers
+    layers = list(filled.layers)
+    while layers and stores_nothing(layers[-1]):
+        layers.pop()
     # Exact types, because a derived class may store something else.
     plain = layers and {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
     if not plain or not all(
@@ -170,7 +178,7 @@ class PromptCache:
 
     @property
     def own_layers(self) -> list[QuantizedLayer] | list[SharedPrefixLayer]:
-        """The layers with keys and values; a pruned model appends others that record removed tokens."""
+        """The layers with keys and values; a pruned model appends layers that record removed tokens."""
         return self.layers[: self.num_layers]
 
     @property
@@ -254,10 +262,10 @@ class PromptCache:
         raise ValueError("this cache belongs to one batch of prompts; make another one for the next")
 
     def rows_as_prompts(self, rows: Tensor, count: Tensor) -> PromptCache:
-        """Return a cache whose prompts are rows of this cache, prompt and own tokens joined; has gradients.
+        """Return a cache in which rows of this cache (prompt and own tokens) become shared prompts.
 
-        Only for caches of `share_prefix`. `rows` (n,) are indices of rows. The first `count[i]` own tokens of
-        row i are used, the others are padding. Both tensors are on the device of the cache.
+        Only for caches of `share_prefix`; gradients are kept. `rows` (n,) are indices. The first `count[i]`
+        own tokens of row i are used, all later ones are padding. Both tensors are on the device of the cache.
         """
         layout: PromptLayout = self.layers[0].layout
         owner, added = layout.groups.owner[rows], self.layers[0].length - layout.length

@@ -16,7 +16,7 @@ from mmrl.kv_cache.row_groups import RowGroups
 from mmrl.kv_cache.tails import GrowingTail, ResidualWindow
 
 Tail = GrowingTail | ResidualWindow
-Stored = tuple[list[Part], list[Part], Tail]  # prompts: parts of keys and of values; tail: later tokens
+Stored = tuple[list[Part], list[Part], Tail]  # key parts and value parts of prompts; tail of later tokens
 
 
 class Recipe:
@@ -41,7 +41,7 @@ class Recipe:
         raise NotImplementedError
 
     def score(self, layer: QuantizedLayer, query: Tensor, scaling: float) -> None:
-        """Score the prompt tokens in `layer.pending` by their queries; store them after the last layer."""
+        """Score the prompt tokens in `layer.pending` with prompt queries; store them after the last layer."""
         raise NotImplementedError
 
     def calibrate(self, scores: Tensor, slots: Tensor) -> Tensor:
@@ -61,11 +61,11 @@ class SplitRecipe(Recipe):
     visual: bool = True  # whether all quantised tokens are visual
 
     def encode(self, tokens: Tensor, slots: Tensor, side: Side) -> Block:
-        """Quantise tokens (prompts, heads, groups * n, channels) with the slots (prompts, groups, n)."""
+        """Quantise tokens (prompts, heads, groups * n, channels) at the slots (prompts, groups, n)."""
         raise NotImplementedError
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Store prompts as one part of exact tokens and one part of quantised tokens."""
+        """Store the keys and values of prompts in two parts: exact tokens and quantised tokens."""
         exact, coded = layout.slots["exact"], layout.slots["coded"]
         flat = coded.flatten(1)
 
@@ -126,7 +126,7 @@ class SharedPrefixLayer(CacheLayer):
 
     @property
     def length(self) -> int:
-        """Number of slots: those of the prompt and of the tokens after it."""
+        """Number of slots (token positions) of the prompt and of the tokens after the prompt."""
         return self.tail.length
 
     @property
@@ -140,7 +140,7 @@ class SharedPrefixLayer(CacheLayer):
         return self, self
 
     def select(self, rows: Tensor, prompts: Tensor | None) -> None:
-        """Select rows by index, and prompts too unless None."""
+        """Select rows by index, and also prompts by index unless `prompts` is None."""
         if prompts is not None:
             self.keys, self.values = self.keys[prompts], self.values[prompts]
         self.tail.select(rows)
@@ -182,7 +182,7 @@ class QuantizedLayer(CacheLayer):
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes, without the slots of shared parts, which layers may have in common."""
+        """Memory in bytes, without the slots of shared parts, since several layers may use the same slots."""
         blocks, pending = (part.block for part in self.shared_parts()), self.pending or ()
         return sum(x.nbytes for x in (*blocks, *pending, *([self.tail] if self.tail else [])))
 
@@ -200,7 +200,7 @@ class QuantizedLayer(CacheLayer):
             self.length += keys.shape[2]
             return (self, self) if self.fused else self.dense()
         if self.layout.length:
-            repeats = len(keys) // len(self.layout.real)  # a later layer; the first one began the layout
+            repeats = len(keys) // len(self.layout.real)  # a later layer; the first layer set up the layout
         else:
             repeats = self.layout.begin(len(keys), keys.shape[2], keys.device)
         self.length = keys.shape[2]
@@ -236,9 +236,9 @@ class QuantizedLayer(CacheLayer):
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """Attend from queries (rows, heads, tokens, channels) to all stored tokens.
 
-        Returns (rows, tokens, heads, channels). The scores of all parts are concatenated for one softmax. All
-        rows of a prompt are folded into one product until the softmax, so the prompt is read once. `mask` is
-        the model's.
+        Returns (rows, tokens, heads, channels). The scores of all parts are concatenated for one softmax. The
+        queries of all rows of a prompt are folded into one matrix product, so the prompt is read once. `mask`
+        is the attention mask of the model.
         """
         rows, heads, num, size = query.shape
         groups, (keys, values) = self.layout.groups, self.parts()

@@ -30,7 +30,7 @@ def placeholder_ids(config: Any) -> list[int]:
 
 
 def media_ids(config: Any) -> list[int]:
-    """List the ids of a model's placeholder tokens and of the tokens that it writes around media."""
+    """List the ids of a model's placeholder tokens and of the tokens that surround media."""
     names = {name for modality in MODALITIES.values() for name in modality.borders}
     borders = {token for name in names if (token := getattr(config, name, None)) is not None}
     return sorted({*placeholder_ids(config), *borders})
@@ -56,8 +56,8 @@ class Part:
     """Stored tokens with their slots: (rows, n), or (rows, heads, n) if heads store different tokens.
 
     A `shared` part has one row per prompt. Any other part has one row per row of the batch; its slots are
-    (1, n) if all rows have the same. Parts with the same `name` have the same slots in every layer; without a
-    name they may differ. `visual` marks parts that store visual tokens only.
+    (1, n) if they are equal for all rows. Parts with the same `name` have the same slots in every layer;
+    without a name slots may differ. `visual` marks parts that store visual tokens only.
     """
 
     block: Block
@@ -79,7 +79,7 @@ class Part:
 
 
 class PromptLayout:
-    """Visual tokens and padding of a batch of prompts, and the rows that answer them, for all layers.
+    """Visual tokens, padding and rows of a batch of prompts, shared by all cache layers.
 
     `visual` and `real` (not padding) are masks (prompts, tokens). A repeated prompt is stored once.
     """
@@ -171,7 +171,7 @@ class PromptLayout:
     def hidden(
         self, parts: list[Part], mask: Tensor | None, num: int, total: int, heads: tuple[int, int]
     ) -> Tensor | None:
-        """Return which tokens of concatenated parts the `num` newest of `total` tokens must not attend to.
+        """Return a mask of the stored tokens that the `num` newest of `total` tokens must not attend to.
 
         `mask` is the model's mask, bool or additive, for all heads or per head. `heads` are the number of
         key-value heads and the number of query heads per key-value head. Returns a bool mask that broadcasts
@@ -198,7 +198,7 @@ class PromptLayout:
         return hidden
 
     def _is_full(self, part: Part) -> bool:
-        # Cached by name until rows or slots change; appended tokens leave no entry empty.
+        # The cached value stays valid until rows or slots change: appended tokens leave no entry empty.
         if part.name not in self._full or not part.name:
             self._full[part.name] = bool((part.slots >= 0).all())
         return self._full[part.name]
@@ -207,7 +207,7 @@ class PromptLayout:
 def visible_slots(
     slots: list[Tensor], mask: Tensor | None, num: int, total: int, heads: tuple[int, int]
 ) -> Tensor:
-    """Return which slots (rows, heads or 1, n) the `num` newest of `total` tokens attend to."""
+    """Return a mask of the slots (rows, heads or 1, n) that the `num` newest of `total` tokens attend to."""
     wide_heads = max(x.shape[1] for x in slots)
     wide = torch.cat([x.expand(-1, wide_heads, -1) for x in slots], -1)[:, :, None, None]
     stored = wide >= 0

@@ -1,8 +1,8 @@
 """Matrix products of queries and attention weights with packed codes, for fused attention.
 
-There are `M` blocks of `n` tokens with `D` channels; callers fold scales into the other factor. On a CPU
+Codes come in blocks of tokens with channels; callers multiply queries or weights by the scales. On a CPU
 codes are unpacked piece by piece, to floats or, for few float32 queries, to bytes for integer products. For
-integer products the other factor x is written in fixed point with digits to base 256,
+integer products the queries or weights x are written in fixed point with digits to base 256,
 
     x = unit * (d0 + 256 * d1 + 65536 * d2),    each d in -128..127,
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mmrl.core import onednn
 
-MAX_FLOATS = 1 << 18  # floats unpacked at once: with their codes they about fill an L2 cache
+MAX_FLOATS = 1 << 18  # floats unpacked at once; with their codes they roughly fill an L2 cache
 MAX_CODES = 1 << 22  # codes unpacked to bytes at once: calls cost more than cache misses
 MIN_TOKENS = 256  # fewest tokens of a block for byte products, which take one call per block
 MIN_ONEDNN = 1 << 16  # fewest elements of a block for one oneDNN call per block
@@ -29,7 +29,7 @@ MAX_QUERIES = 12  # most queries of a block for byte products; with more, float 
 DIGITS, BASE = 3, 256
 MAX_UNITS = (1 << 23) - 0x8100  # fixed-point value of a row's maximum; its highest digit is at most 127
 OFFSET = 0x8080  # makes the two lower digits signed, see `split_digits`
-MIN_UNITS = 1 << 21  # if the int32 sums allow fewer units than this, floats are multiplied instead
+MIN_UNITS = 1 << 21  # float products are used if int32 sums allow fewer fixed-point units than this
 TINY = 1e-36  # fixed-point unit of a row of zeros
 
 
@@ -174,8 +174,8 @@ def split_digits(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
     Returns units (blocks, Q, 1) and digits (blocks, 3 Q, k), lowest first. A row's maximum is `most` units.
     """
     unit = x.abs().amax(-1, keepdim=True).mul_(1 / most).add_(TINY)
-    # Adding 0x80 to a digit above 127 carries into the next digit; flipping the highest bit subtracts it
-    # again, so that each byte is a signed digit. Half a unit turns truncation into rounding.
+    # Split an integer into bytes that are signed digits, -128 to 127: add 0x80 to each byte (a byte above 127
+    # then carries into the next) and flip each byte's highest bit, which subtracts 0x80. The 0.5 rounds.
     whole = (x / unit).add_(OFFSET + 0.5).to(torch.int32).bitwise_xor_(_constant(OFFSET, x.device))
     digits = (whole.unsqueeze(1) >> _constant((0, 8, 16), x.device)).to(torch.int8)
     return unit, digits.flatten(1, 2)

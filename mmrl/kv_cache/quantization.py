@@ -59,10 +59,10 @@ def bounds(
     `valid` marks the numbers that count and broadcasts to `x`. A constant group keeps its constant. Rules:
 
     - "range": minimum and maximum (KIVI, arXiv 2402.02750);
-    - "shrunk": "range", at one bit scaled towards zero, by 0.5 for keys and 0.3 for values (CalibQuant,
+    - "shrunk": as "range", but one-bit ranges are multiplied by 0.5 for keys and 0.3 for values (CalibQuant,
       arXiv 2502.14882, as in its code);
-    - "centred": "range", at one bit scaled towards its midpoint, so that the mean stays (our variant);
-    - "quantile": "range", at one bit without a fifth of the numbers at each end (CalibQuant, first version);
+    - "centred": as "range", but one-bit ranges shrink towards their midpoint, which stays (our variant);
+    - "quantile": as "range", but one-bit ranges omit a fifth of the numbers at each end (first CalibQuant);
     - "fitted": least squared error, by a few rounds of assigning codes and fitting levels (ours). Keys of
       more than one bit get "range", because cutting their outliers changes answers.
     """
@@ -198,8 +198,8 @@ def dequantize(codes: Codes) -> Tensor:
 def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an orthonormal symmetric matrix (size, size) that spreads outliers over channels.
 
-    It is a Walsh-Hadamard matrix, or block-diagonal if the size is no power of two. Rotating queries and keys
-    preserves their products; weighted sums of values are rotated back (AKVQ-VL, arXiv 2501.15021).
+    It is a Walsh-Hadamard matrix, or a block diagonal of them if the size is no power of two. Rotating
+    queries and keys preserves their products; sums of values are rotated back (AKVQ-VL, arXiv 2501.15021).
     """
     block = size & -size  # the largest power of two that divides the size
     hadamard = torch.ones(1, 1, dtype=torch.float64)
@@ -217,9 +217,9 @@ def rotate(x: Tensor) -> Tensor:
 def calibrate(scores: Tensor, valid: Tensor, *, drop: float = 3.0, guard: bool = True) -> Tensor:
     """Compress visual attention scores linearly, so that the largest drops by `drop` nats (CalibQuant).
 
-    `scores` (..., n) are already divided by sqrt(head size), before mask and softmax; the smallest score
-    stays. If they span less than `drop`, the published formula reverses their order; `guard` makes them equal
-    instead (our reading).
+    `scores` (..., n) are already divided by sqrt(head size), before mask and softmax; the smallest score does
+    not change. If the scores span less than `drop`, the published formula reverses their order; `guard` makes
+    them equal instead (our reading).
     """
     valid = valid.expand(scores.shape)
     least = scores.masked_fill(~valid, torch.inf).amin(-1, keepdim=True)

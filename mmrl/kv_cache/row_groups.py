@@ -54,7 +54,7 @@ class RowGroups:
 
     @cached_property
     def _places(self) -> tuple[Tensor, int, bool]:
-        """Each row's index in its group, the largest group, and whether groups are equal and in order."""
+        """Each row's index in its group, the largest group size, and whether groups are equal and sorted."""
         place = rank_equal(self.owner.cpu()).to(self.owner.device)
         largest = int(place.max()) + 1
         even = torch.arange(self.count, device=self.owner.device).repeat_interleave(largest)
@@ -85,5 +85,5 @@ class RowGroups:
         return out.flatten(0, 1) if even else out[self.owner, place]
 
     def tile(self, mask: Tensor, times: int) -> Tensor:
-        """Repeat a mask (prompts, 1, t, n) for folded queries: for every row, and `times` heads per row."""
+        """Repeat a mask (prompts, 1, t, n) for folded queries: `times` heads of every row of a prompt."""
         return mask.repeat(1, 1, times if self.alone else self._places[1] * times, 1)

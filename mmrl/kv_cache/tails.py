@@ -220,7 +220,7 @@ class ResidualWindow:
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Append keys and values (rows, heads, tokens, channels).
 
-        Older tokens are quantised first, so the step that fills the window still reads it exactly.
+        Older tokens are quantised first, so the step that fills the window still reads its tokens exactly.
         """
         codec, residual = self.codec, self.codec.residual_length
         # Loops, because many tokens appended at once may fill several windows.

@@ -22,36 +22,36 @@ Count = Literal["learned", "drawn"]
 
 
 def _rows(batch: Batch, count: Count) -> float:
-    """Return the number of rows to divide by; 1 without rows."""
+    """Return the number of rows that the loss is divided by; 1 without rows."""
     return (batch.totals.rows if count == "learned" else batch.totals.drawn) or 1.0
 
 
 @aggregation
 def sequence_mean(batch: Batch, *, count: Count = "learned") -> Tensor:
-    """Average over the steps of a row, then over rows (GRPO)."""
+    """Average losses over the steps of a row, then over rows (GRPO)."""
     return batch.mask / batch.mask.sum(-1, keepdim=True).clamp(min=1) / _rows(batch, count)
 
 
 @aggregation
 def step_mean(batch: Batch) -> Tensor:
-    """Average over all steps of the update, on all processes (DAPO, arXiv 2503.14476)."""
+    """Average losses over all steps of the update, on all processes (DAPO, arXiv 2503.14476)."""
     return batch.mask / (batch.totals.steps or 1.0)  # one divisor: long rows weigh more
 
 
 @aggregation
 def fixed_length(batch: Batch, *, max_completion_length: PositiveInt, count: Count = "learned") -> Tensor:
-    """Divide by rows times a constant length (Dr. GRPO, arXiv 2503.20783)."""
+    """Divide the summed losses by rows times a constant length (Dr. GRPO, arXiv 2503.20783)."""
     # No division by the length of a row, so no length bias.
     return batch.mask / (_rows(batch, count) * max_completion_length)
 
 
 @aggregation
 def length_weighted(batch: Batch, *, count: Count = "learned") -> Tensor:
-    """Sum over the steps of a row, then average over rows (LUSPO, arXiv 2602.05261; seq-mean-token-sum)."""
+    """Sum losses over a row's steps, then average over rows (LUSPO, arXiv 2602.05261; seq-mean-token-sum)."""
     return batch.mask / _rows(batch, count)
 
 
 @aggregation(unit=Unit.GROUP)  # divides by groups, so micro-batches must not split them
 def group_mean(batch: Batch) -> Tensor:
-    """Average over the steps of a row, sum over the rows of a group, and average over groups."""
+    """Average losses over the steps of a row, sum over the rows of a group, and average over groups."""
     return batch.mask / batch.mask.sum(-1, keepdim=True).clamp(min=1) / (batch.totals.groups or 1.0)

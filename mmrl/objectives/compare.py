@@ -137,11 +137,12 @@ def wpo(
 ) -> Tensor:
     """Weight the comparison of a group by the likelihood of its rows (WPO, arXiv 2406.11827).
 
-    The weight is the product, over rows with an advantage, of exp(mean of logp - log sum_k p_k^2), without
-    gradient; it is about 1 for rows that the policy would sample. This is TRL's `use_weighting`.
+    The weight is the product of exp(mean over steps of logp - log sum_k p_k^2) over the rows with an
+    advantage, where k is a token of the vocabulary. The weight has no gradient, and is about 1 for rows that
+    the policy would sample. This is TRL's `use_weighting`.
 
     Args:
-        compare: The weighted comparison.
+        compare: The comparison whose loss is weighted.
         max_weight: Upper bound of the weight, as in TRL.
     """
     new, index = batch.others["new"], group_index([batch.group])
@@ -149,7 +150,7 @@ def wpo(
     moved = (batch.advantage * batch.mask != 0).any(-1)
     weights = group_sum(torch.where(moved, surprise, 0.0), index).exp().clamp(max=max_weight)
     loss = implicit_reward.new_zeros(())
-    for group, weight in enumerate(weights):  # a comparison returns one number for all its groups
+    for group, weight in enumerate(weights):  # one by one: a comparison returns one sum for all groups
         inside = (index == group).to(batch.mask.dtype)[:, None]
         part = batch.replace(mask=batch.mask * inside, advantage=batch.advantage * inside)
         loss = loss + weight * compare(implicit_reward * inside, part)
@@ -189,11 +190,11 @@ def plackett_luce(
     top1: bool = False,
     level: Level = "row",
 ) -> Tensor:
-    """Plackett-Luce ranking loss: implicit rewards ranked as the rewards (GDRO, arXiv 2601.02036).
+    """Plackett-Luce ranking loss: rank implicit rewards in the order of rewards (GDRO, arXiv 2601.02036).
 
     Each row is compared with the rows ranked below it: the loss is minus the mean log-softmax of their scores
-    under softmax(reward / tau). It reads plain rewards: `advantage: [total]`. Our reading: equal rewards rank
-    in the order of the rows, and groups of equal rewards are left out.
+    under softmax(reward / tau). The loss reads rewards: set `advantage: [total]`. Our reading: equal rewards
+    rank in the order of the rows, and groups of equal rewards are left out.
 
     Args:
         beta: Scale of implicit rewards, above 0.

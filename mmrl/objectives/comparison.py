@@ -25,7 +25,7 @@ from mmrl.objectives.policy_gradient import needs_of
 
 
 def row_share(batch: Batch) -> Tensor:
-    """Return 1 / length of each row: (N, 1)."""
+    """Return 1 / number of steps of each row: (N, 1)."""
     return 1.0 / batch.mask.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -51,7 +51,7 @@ def mean_log_ratio(new: StepOutput, batch: Batch, *, against: str = "ref") -> Te
 def mean_logp(new: StepOutput, batch: Batch) -> Tensor:
     """Log-probability, divided by the row's number of steps (SimPO, arXiv 2405.14734).
 
-    Its sum over a row is the mean log-probability, also DisCO's log-likelihood score (arXiv 2505.12366).
+    The sum over a row is the mean log-probability, which is also DisCO's score (arXiv 2505.12366).
     """
     return new.logp * row_share(batch)
 
@@ -60,10 +60,10 @@ def mean_logp(new: StepOutput, batch: Batch) -> Tensor:
 def ld_log_ratio(
     new: StepOutput, batch: Batch, *, ld_alpha: Probability = 0.5, against: str = "ref"
 ) -> Tensor:
-    """Log-ratio whose steps beyond the shortest row of the group weigh less (LD-DPO, arXiv 2409.06411).
+    """Log-ratio with less weight on steps beyond the group's shortest row (LD-DPO, arXiv 2409.06411).
 
     Args:
-        ld_alpha: Weight of these steps, TRL's `ld_alpha`: 1 is `log_ratio`, 0 ignores them.
+        ld_alpha: Weight of these steps (TRL's `ld_alpha`). 1: as in `log_ratio`. 0: ignore them.
         against: Name of the other policy.
     """
     place, length = batch.mask.cumsum(-1), batch.mask.sum(-1)
@@ -82,7 +82,7 @@ def f_divergence(
     alpha: PositiveFloat = 0.5,
     against: str = "ref",
 ) -> Tensor:
-    """Implicit reward f'(ratio) under another divergence than the reverse KL (f-DPO, arXiv 2309.16240).
+    """Implicit reward f'(ratio) for another divergence than the reverse KL (f-DPO, arXiv 2309.16240).
 
     u is the ratio of the whole row; f'(u) is divided equally among its steps. The reverse KL, f' = log u, is
     `log_ratio`. Exponents are clamped to at most 20.
@@ -125,11 +125,11 @@ class Comparison:
 
     @property
     def needs(self) -> Needs:
-        """The union of the needs of all pieces in the options."""
+        """The combined requirements of the pieces in the options, such as outputs of a reference."""
         return needs_of(self.implicit_reward, self.compare, self.penalty, self.aggregation)
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Return the weight (N, T) of every step in the penalties, including the division."""
+        """Return the weight (N, T) of every step in the penalties; the weighted sum is added to the loss."""
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -138,12 +138,12 @@ class Comparison:
         seen = batch.replace(others={**batch.others, "new": new.detach()})
         loss = sum(compare.weight * compare(implicit_reward, seen) for compare in as_list(self.compare))
         for penalty in as_list(self.penalty):
-            loss = loss + (penalty(new, batch) * batch.weight).sum()  # comparisons include their own division
+            loss = loss + (penalty(new, batch) * batch.weight).sum()  # comparisons are divided already
         return loss, diagnose_groups(_beta(as_list(self.compare)[0]) * implicit_reward, batch)
 
 
 def _beta(compare: Bound) -> float:
-    """Return the option `beta` of a comparison, or of the comparison that it wraps; 1 without one."""
+    """Return the option `beta` of a comparison, or of the comparison that it wraps; 1 if there is none."""
     options = {name: option.default for name, option in compare.entry.options.items()} | compare.options
     return _beta(options["compare"]) if "compare" in options else options.get("beta", 1.0)
 
@@ -171,7 +171,7 @@ def diagnose_groups(reward: Tensor, batch: Batch) -> dict[str, Tensor]:
         return (group_sum(total * rows, index) / group_sum(rows, index).clamp(min=1)).sum() / groups
 
     chosen, rejected = mean_of(merit > 0), mean_of(merit < 0)
-    agrees = group_sum(merit * total, index) > 0  # covariance; for a pair: chosen above rejected
+    agrees = group_sum(merit * total, index) > 0  # covariance; a pair: chosen above rejected
     metrics = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected}
     metrics["accuracies"] = agrees.to(total.dtype).sum() / groups
     if "unrelated" in batch.notes:

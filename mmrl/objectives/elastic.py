@@ -22,17 +22,17 @@ def elastic_clip(
     epsilon_high: NonNegativeFloat | None = None,
     dual: Annotated[float, Range(1)] | None = None,
 ) -> Tensor:
-    """Clipped surrogate with clip ranges per step from the advantage chain (HAPO, ETR).
+    """Clipped surrogate with a clip range per step, which advantage functions set (HAPO, ETR).
 
     The advantage functions `variance_width` and `entropy_width` record factors of the ranges. `entropy_width`
-    also records a factor of advantages: it applies to steps of high entropy outside of half the range, and to
-    other steps inside of it. Steps without records have the ranges of the options, as in `clip`. Log-ratios
-    are clamped to [-20, 20].
+    also records a factor of advantages. This factor applies to a step of high entropy if its ratio is outside
+    of half the clip range, and to other steps if their ratio is inside. Steps without recorded factors use
+    the ranges of the options, as in `clip`. Log-ratios are clamped to [-20, 20].
 
     Args:
         epsilon: Lower clip range of the ratio, and the upper one if `epsilon_high` is null.
         epsilon_high: Upper clip range.
-        dual: Upper bound of the loss of a negative advantage, in multiples of its size, at least 1.
+        dual: Upper bound of the loss for a negative advantage A, in multiples of |A|; at least 1.
     """
 
     def note(name: str, missing: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Pieces that read the outputs of a flow policy: means, velocities and targets, (N, T, ...).
 
-N rows, T steps; they average over all axes after (N, T), in float64. `std`, `dt` and `time` are (N, T): the
+N rows, T steps. All axes after (N, T) are averaged, in float64. `std`, `dt` and `time` are (N, T): the
 standard deviation of a stochastic step, its (negative) time change, and its start, 1 (noise) to 0 (data).
 """
 
@@ -30,7 +30,7 @@ def _distance(name: str, new: StepOutput, other: StepOutput) -> Tensor:
 
 
 def _counted(values: Tensor, batch: Batch) -> Tensor:
-    """Set steps outside the mask to 1, to avoid divisions by 0."""
+    """Return `values` with 1 at steps outside the mask, to avoid divisions by 0."""
     return torch.where(batch.mask > 0, values.double(), 1.0)
 
 
@@ -48,8 +48,8 @@ def gaussian_kl(
     Args:
         coef: Weight of the penalty.
         against: Name of the other policy.
-        kl_dt: True: s is std, which gives the exact divergence, the older form; Flow-CPS needs it. False: s
-            is std / sqrt(-dt), as in the code since July 2025.
+        kl_dt: True: s is std, which gives the exact divergence (the older form, needed for Flow-CPS). False:
+            s is std / sqrt(-dt), as in the code since July 2025.
     """
     variance = _counted(new.extra["std"], batch).square()
     if not kl_dt:
@@ -68,7 +68,7 @@ def velocity_mse(
     weighting: Literal["uniform", "elbo"] = "uniform",
     noise_level: PositiveFloat = 0.7,
 ) -> Tensor:
-    """Mean squared distance of velocities to another policy's (AWM, arXiv 2509.25050; DiffusionNFT).
+    """Mean squared distance between the velocities of two policies (AWM, arXiv 2509.25050; DiffusionNFT).
 
     Args:
         coef: Weight of the penalty.
@@ -115,10 +115,10 @@ def diffusion_nft(
     Args:
         beta: Strength of the mirrored velocity, above 0.
         max_advantage: Size of the advantage at which r reaches 0 or 1.
-        adv_mode: As in the released code. `all`: use advantages unchanged. `positive_only` (`negative_only`):
-            set those below (above) 0 to 0. `one_only`: set positive ones to 1 and others to 0. `binary`: take
-            the sign.
-        against: Policy that sampled; in the paper a moving average: `rollout: {policy: ema}`.
+        adv_mode: As in the released code. `all`: no change. `positive_only`: set negative advantages to 0.
+            `negative_only`: set positive advantages to 0. `one_only`: set positive advantages to 1, others to
+            0. `binary`: take the sign.
+        against: The policy that sampled; in the paper a moving average of weights, `rollout: {policy: ema}`.
     """
     velocity, target = new.extra["velocity"].double(), new.extra["target"].double()
     old = batch.by(against, new).extra["velocity"].double()
@@ -154,7 +154,7 @@ def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> 
 
 @step_weight(others={"old"}, of_others={"dt"})
 def by_step_size(batch: Batch) -> Tensor:
-    """Divide by the squared mean of sqrt(-dt) of a row, the second form of GRPO-Guard (arXiv 2510.22319)."""
+    """Weigh steps by 1 / (row mean of sqrt(-dt))^2, the second form of GRPO-Guard (arXiv 2510.22319)."""
     mean = masked_mean((-batch.others["old"].extra["dt"]).sqrt(), batch.mask, -1)
-    mean = torch.where(mean > 0, mean, 1.0)  # rows without a step
+    mean = torch.where(mean > 0, mean, 1.0)  # for rows without a step
     return (1 / mean.square())[:, None].expand_as(batch.mask)

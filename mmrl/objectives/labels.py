@@ -27,15 +27,15 @@ def kto(
     undesirable_weight: NonNegativeFloat = 1.0,
     level: Level = "row",
 ) -> Tensor:
-    """KTO loss: each row alone, desirable or undesirable by the sign of its advantage (arXiv 2402.01306).
+    """KTO loss: label each row desirable or undesirable by the sign of its advantage (arXiv 2402.01306).
 
-    A desirable row costs 1 - sigmoid(beta g - delta) with g its implicit reward, an undesirable one 1 -
-    sigmoid(delta - beta g); a group costs the mean of its labelled rows.
+    With g the implicit reward of a row, the loss of a desirable row is 1 - sigmoid(beta g - delta), and of an
+    undesirable row 1 - sigmoid(delta - beta g). The loss of a group is the mean over its labelled rows.
 
     Args:
         beta: Scale of implicit rewards, above 0.
         delta: beta times z_0 of the paper, the mean implicit reward of mismatched answers; negative values
-            count as 0. Our reading: its value in the step before, `{name: last_metric, metrics:
+            count as 0. Our reading: use the value of the step before, `{name: last_metric, metrics:
             [rewards/unrelated]}`.
         desirable_weight: Weight of rows of positive advantage.
         undesirable_weight: Weight of rows of negative advantage.
@@ -58,15 +58,15 @@ def bco_pair(
     delta: float = 0.0,
     level: Level = "row",
 ) -> Tensor:
-    """BCO loss: classify chosen and rejected rows, each alone (arXiv 2404.04656; MPO, arXiv 2411.10442).
+    """BCO loss: classify each row as chosen or rejected (arXiv 2404.04656; MPO, arXiv 2411.10442).
 
-    A group costs the sum of -log sigmoid(+-(beta g - delta)) over its rows, where g is the implicit reward.
-    This is the quality loss of MPO.
+    The loss of a group is the sum of -log sigmoid(+-(beta g - delta)) over its rows, where g is the implicit
+    reward. This is the quality loss of MPO.
 
     Args:
         beta: Scale of implicit rewards, above 0.
-        delta: Shift of the reward: its running mean, `{name: running_mean}`, which TRL omits since 1.0. Our
-            reading: the value of the step before.
+        delta: Shift of the reward, its running mean `{name: running_mean}`; TRL omits it since 1.0. Our
+            reading: use the value of the step before.
         level: Label rows (`row`) or single steps (`step`).
     """
     reward, label = labelled(beta * implicit_reward, batch, level)
@@ -82,7 +82,7 @@ def nca_pair(
 ) -> Tensor:
     """NCA loss: raise the chosen row above 0 and limit the size of both rows (arXiv 2402.05369).
 
-    A pair costs -log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log sigmoid(-r_l), where r is beta times the
+    The loss is -log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log sigmoid(-r_l), where r is beta times the
     implicit reward of the chosen row w and the rejected row l.
     """
     reward, label = labelled(beta * implicit_reward, batch, level)

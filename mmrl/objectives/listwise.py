@@ -30,7 +30,7 @@ def aot(
 
     Chosen rows have positive advantages, rejected ones negative. The loss raises the distribution of chosen
     rewards above that of rejected ones; for a pair it is `sigmoid`. Our reading: rows are sorted within their
-    group (TRL's `aot_unpaired`: a micro-batch); values of the smaller side are repeated.
+    group (TRL's `aot_unpaired`: in a micro-batch); values of the smaller side are repeated.
 
     Args:
         beta: Scale of implicit rewards, above 0.
@@ -62,7 +62,7 @@ def pairs_of_rows(implicit_reward: Tensor, batch: Batch) -> tuple[Tensor, Tensor
 
 
 def mean_over_pairs(loss: Tensor, first: Tensor, batch: Batch) -> Tensor:
-    """Average pair losses (P,) over each group, then over groups; `first` (P,) are the pairs' first rows."""
+    """Average pair losses (P,) over each group, then over groups; `first` (P,): first row of each pair."""
     index = group_index([batch.group])
     num_groups = int(index.max()) + 1
     total, count = (group_sum(part, index[first], num_groups) for part in (loss, torch.ones_like(loss)))

@@ -16,7 +16,7 @@ from mmrl.objectives.surrogates import step_ratio
 
 @penalty
 def k1(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
-    """KL estimator k1, the log-ratio: unbiased, but its gradient is that of the log-probability."""
+    """KL estimator k1, the log-ratio: unbiased, but its gradient is the gradient of log pi alone."""
     return coef * step_ratio(new, batch, against=against)
 
 
@@ -28,7 +28,7 @@ def kl_abs(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, aga
 
 @penalty
 def k2(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
-    """KL estimator k2, half the squared log-ratio: its on-policy gradient is that of the KL."""
+    """KL estimator k2, half the squared log-ratio: its on-policy gradient is the gradient of the KL."""
     return coef * 0.5 * step_ratio(new, batch, against=against).square()
 
 
@@ -44,7 +44,7 @@ def k3(
 ) -> Tensor:
     """KL estimator k3, exp(-d) + d - 1 of the log-ratio d: unbiased and never negative (GRPO).
 
-    d is clamped to at least -20, since exp(-d) can overflow float32; the ratio to `old` to at most exp(20).
+    As exp(-d) can overflow float32, d is clamped to at least -20, and the ratio to `old` to at most exp(20).
 
     Args:
         coef: Weight of the penalty (TRL's `beta`).
@@ -67,16 +67,18 @@ def entropy_bonus(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.0
     return -coef * new.extra["entropy"]
 
 
-@penalty(extra={"reverse_kl"}, of_others={"hidden"})
-def reverse_kl(
+@penalty(unit=Unit.ROW, extra={"divergence"}, of_others={"hidden"})
+def distillation(
     new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 1.0, against: str = "teacher"
 ) -> Tensor:
-    """KL from the policy to a teacher over the whole vocabulary, at every step (arXiv 2306.13649).
+    """Divergence from a teacher's distribution at every step (GKD, arXiv 2306.13649).
 
-    On answers of the policy this is on-policy distillation. Unlike `k2`, its gradient has no variance from
-    the sampled token. `against` names a reference with its own model (`vision.teacher`).
+    On answers of the policy this is on-policy distillation. The options of the teacher select the divergence:
+    forward, reverse or Jensen-Shannon (`beta`), over the vocabulary or over likely tokens. Unlike `k2`, the
+    gradient has no variance from the sampled token. `against` names a reference with its own model, such as
+    `vision.teacher` or `vision.served_teacher`.
     """
-    return coef * new.extra["reverse_kl"]
+    return coef * new.extra["divergence"]
 
 
 # ---- imitation
@@ -87,13 +89,13 @@ def sft(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.5) -> Tenso
     """Raise the log-probability of the best row of every group (GDRO, arXiv 2601.02036).
 
     `coef` is gamma of the paper. For a flow policy this is the matching error of the best image, and
-    `group_mean` sums it as the paper does. The best row is the first one of the largest mean advantage. Our
+    `group_mean` sums it as the paper does. The best row is the first with the largest mean advantage. Our
     reading: a group of equal advantages has no best row.
     """
     index, counted = group_index([batch.group]), batch.mask.sum(-1) > 0
     merit = masked_mean(batch.advantage, batch.mask, -1)
     most, least = (group_extreme(merit, index, counted, largest) for largest in (True, False))
-    rows = torch.arange(len(merit), dtype=torch.float64, device=merit.device)  # int64 has no infinity
+    rows = torch.arange(len(merit), dtype=torch.float64, device=merit.device)  # not int64: needs infinity
     candidates = counted & (merit == most) & (most - least > EQUAL)
     best = candidates & (rows == group_extreme(rows, index, candidates, largest=False))  # first of equals
     return -coef * new.logp * best[:, None]

@@ -22,9 +22,9 @@ class PolicyGradient:
     """Minimise the weighted sum of a surrogate and penalties over all steps.
 
     Args:
-        surrogate: Loss of a step from log-ratio and advantage.
+        surrogate: Function that returns the loss of every step from log-ratio and advantage.
         aggregation: Function that returns the weight of every step in the loss.
-        ratio: Log-ratio of a step to the policy that sampled it.
+        ratio: Function that returns the log-ratio of every step to the policy that sampled it.
         step_weight: Functions that return further factors of the weights.
         penalty: Per-step penalties, added to the surrogate.
     """
@@ -37,13 +37,13 @@ class PolicyGradient:
 
     @property
     def needs(self) -> Needs:
-        """The union of the needs of all pieces in the options."""
+        """The combined requirements of the pieces in the options, such as outputs of a reference."""
         return needs_of(self.ratio, self.surrogate, self.aggregation, self.step_weight, self.penalty)
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Return the weight (N, T) of every step in the loss, including the division."""
+        """Return the weight (N, T) of every step; the weighted sum of the losses is the loss."""
         weight = self.aggregation(batch)
-        for step_weight in as_list(self.step_weight):  # after the division: a weight of 2 must count twice
+        for step_weight in as_list(self.step_weight):  # after the division, so a weight of 2 counts twice
             weight = weight * step_weight(batch)
         return weight
 
@@ -58,7 +58,7 @@ class PolicyGradient:
 
 
 def needs_of(*pieces: Callable | tuple[Callable, ...]) -> Needs:
-    """Return the union of the needs of pieces and tuples of pieces."""
+    """Return the combined requirements of pieces and of tuples of pieces."""
     return reduce(Needs.__or__, (piece.needs for several in pieces for piece in as_list(several)), Needs())
 
 
@@ -78,7 +78,7 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
             ).sum() / steps
     if "logp" in batch.notes:
         old, noted = batch.by("old", new).logp, batch.notes["logp"]
-        known = batch.mask * ~noted.isnan()  # (N, T); demonstrations have no notes
+        known = batch.mask * ~noted.isnan()  # (N, T); demonstrations have no records
         known = known * batch.notes.get("replayed", torch.full_like(known, torch.nan)).isnan()
         gap = torch.where(known > 0, old - noted.nan_to_num(), 0.0)
         metrics["sampling/sampling_logp_difference/mean"] = gap.abs().sum() / steps
@@ -109,7 +109,7 @@ def _moments(gap: Tensor, known: Tensor, batch: Batch) -> dict[str, Tensor]:
 def clipped_share(surrogate: Callable, log_ratio: Tensor, new: StepOutput, batch: Batch) -> dict[str, Tensor]:
     """Compute the fraction of steps whose gradient is clipped, for ratios below and above 1.
 
-    Steps of advantage 0 count as not clipped. Empty for a surrogate that does not depend on the ratio.
+    Steps of advantage 0 count as not clipped. Returns {} if the surrogate does not depend on the ratio.
     """
     with torch.enable_grad():
         leaf = log_ratio.detach().requires_grad_()

@@ -29,7 +29,7 @@ def sequence_ratio(
 ) -> Tensor:
     """Mean log-ratio of the row for each of its steps, at most 10 (GSPO, arXiv 2507.18071).
 
-    `level: token` has the same value, but the gradient of a step is that of its own log-probability
+    `level: token` has the same value, but the gradient of a step comes from its own log-probability
     (GSPO-token), so that advantages may differ between steps. Use it with `sequence_mean`: `step_mean` would
     weight rows by length.
     """
@@ -59,8 +59,8 @@ def geometric_ratio(
 ) -> Tensor:
     """Mean clipped log-ratio of the row: a geometric mean of clipped ratios (GMPO, arXiv 2507.20673).
 
-    The log-ratio of a step is clipped on the side that its advantage pushes it to, as in PPO but in log
-    space; a clipped step has no gradient. Use it with `unclipped` and `sequence_mean`.
+    The log-ratio of a step is clipped in the direction in which its advantage pushes it, as in PPO but in
+    log space. A clipped step has no gradient. Use it with `unclipped` and `sequence_mean`.
 
     Args:
         epsilon: Lower clip range of the log-ratio, and the upper one where `epsilon_high` is null.
@@ -120,15 +120,15 @@ def clip(
     delta: PositiveFloat | None = None,
     dual: Annotated[float, Range(1)] | None = None,
 ) -> Tensor:
-    """Clipped surrogate: the larger loss of the ratio and the clipped ratio (PPO, GRPO, arXiv 2402.03300).
+    """Clipped surrogate: the larger loss, with plain or with clipped ratio (PPO, GRPO, arXiv 2402.03300).
 
     Args:
         epsilon: Lower clip range of the ratio, and the upper one if `epsilon_high` is null.
         epsilon_high: Upper clip range (DAPO's clip-higher, 0.28).
         delta: Upper bound of the unclipped ratio, larger than 1 + epsilon_high (two-sided clipping,
             INTELLECT-2).
-        dual: Upper bound of the loss of a negative advantage, in multiples of its size, at least 1
-            (dual-clip PPO).
+        dual: Upper bound of the loss for a negative advantage A, in multiples of |A|; at least 1 (dual-clip
+            PPO).
     """
     advantage = batch.advantage
     ratio = _ratio(log_ratio)
@@ -161,7 +161,7 @@ def cispo(
     clip_max: PositiveFloat = 5.0,
     clip_min: Annotated[NonNegativeFloat, AtMost("clip_max")] = 0.0,
 ) -> Tensor:
-    """REINFORCE weighted by the clipped, detached ratio: no gradient vanishes (CISPO, arXiv 2506.13585).
+    """REINFORCE weighted by the clipped, detached ratio: no step is dropped (CISPO, arXiv 2506.13585).
 
     The default bound is from arXiv 2510.13786.
     """
@@ -223,7 +223,7 @@ def off_policy_mask(
     threshold: NonNegativeFloat = 0.5,
     against: str = "old",
 ) -> Tensor:
-    """Mask negative steps of answers that drifted from the sampling policy (arXiv 2512.02556).
+    """Mask negative-advantage steps of answers that drifted from the sampling policy (arXiv 2512.02556).
 
     Off-policy sequence masking of DeepSeek-V3.2: a step of negative advantage has loss 0 if the mean of log
     old - log new over its answer is above `threshold`. Divisors and penalties do not change.

@@ -1,4 +1,4 @@
-"""Objectives of critics: regression of values or probabilities on the targets of the advantage chain."""
+"""Losses of critics: regress values or success probabilities on targets from advantage functions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mmrl.core.step_table import Batch, StepOutput
 @objective
 @dataclass(frozen=True, kw_only=True)
 class ValueRegression:
-    """Half the squared error between a critic's values and the targets of its chain (PPO's value loss).
+    """Half the squared error between a critic's values and their targets (PPO's value loss).
 
-    Targets usually come from `lambda_returns`. The metrics are the means of values, targets and squared
-    errors.
+    The critic's advantage functions compute the targets, usually `lambda_returns`. The metrics are the means
+    of values, targets and squared errors.
 
     Args:
         cliprange_value: Clip range for the change of a value since the rollout. The loss is the larger error
@@ -35,12 +35,12 @@ class ValueRegression:
 
     @property
     def needs(self) -> Needs:
-        """The current values and, with clipping, the values at the time of the rollout."""
+        """The needed outputs: current values and, with clipping, the values at the time of the rollout."""
         old = {} if self.cliprange_value is None else {"old": frozenset({"value"})}
         return Needs(outputs=frozenset({"value"}), others=old) | self.aggregation.needs
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Return the weight (N, T) of every step in the loss, including the division."""
+        """Return the weight (N, T) of every step; the weighted sum of the losses is the loss."""
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -60,12 +60,12 @@ class ValueRegression:
 @objective
 @dataclass(frozen=True, kw_only=True)
 class ValueCrossEntropy:
-    """Cross-entropy between a critic's success probabilities and the targets of its advantage chain.
+    """Cross-entropy between a critic's success probabilities and their targets.
 
-    Use it for `vision.critic` with `probability: true`. Targets are rewards from 0 to 1 or their means, such
-    as from `value_targets`. It trains the verifier of PAV (arXiv 2410.08146) and V_0 (arXiv 2602.03584;
-    without its ranking loss over prompts). The metrics are the means of probabilities, targets, squared
-    errors (Brier score) and cross-entropy.
+    Use it for `vision.critic` with `probability: true`. The critic's advantage functions compute the targets:
+    rewards from 0 to 1 or their means, such as from `value_targets`. This loss trains the verifier of PAV
+    (arXiv 2410.08146) and V_0 (arXiv 2602.03584; without its ranking loss over prompts). The metrics are the
+    means of probabilities, targets, squared errors (Brier score) and cross-entropy.
 
     Args:
         aggregation: Function that returns the weight of every step in the loss.
@@ -75,7 +75,7 @@ class ValueCrossEntropy:
 
     @property
     def needs(self) -> Needs:
-        """The current logits of the critic."""
+        """The needed output: the current logits of the critic."""
         return Needs(outputs=frozenset({"value_logit"})) | self.aggregation.needs
 
     def weigh(self, batch: Batch) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -132,8 +133,8 @@ class WithDifficultyHints:
         parts = [part for text in texts for part in sentences(text)]
         count = int(self.max_hint * self.difficulty(prompt.uid) * len(parts))
         hinted = int(self.share * len(group))
-        if not count or not hinted:
-            return group
+        if not count or not hinted:  # an empty tag, because the advantage reads it in every step
+            return [replace(entry, tags={**entry.tags, TAG: ""}) for entry in group]
         self.lengths.append(count / len(parts))
         shown = with_hint(prompt, " ".join(parts[:count]), tag="partial", template=self.hint_template)
         return [*group[: len(group) - hinted], *[shown] * hinted]

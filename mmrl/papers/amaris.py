@@ -245,7 +245,7 @@ class Rubric(Judging):
             similar="\n".join(f"- {item}" for item in ranked[: self.similar]) or "none",
             most=self.max_criteria,
         )
-        return Prompt(f"rubric/{self.rounds}", (Message("user", (Part(text, said=True),)),))
+        return Prompt(f"rubric/{self.rounds}", (Message("user", (Part(text, quoted=True),)),))
 
     def _read_change(self, written: str) -> dict[str, Any] | None:
         """Parse an edit; None unless it is complete and can be applied."""

@@ -2,25 +2,27 @@
 
 Title: DeepVideo-R1: Video Reinforcement Fine-Tuning via Difficulty-aware Regressive GRPO
 Formula: difficulty = mean reward of the latest `window` prompts - mean reward of the prompt.
-Our reading: sizes of noise and hints; departs: answers to plain prompts are learned from too. The loss is
-in `reg_grpo`.
+Our reading: sizes of noise and hints, the request for thoughts; departs: answers to plain prompts are learned
+from too. The loss is in `reg_grpo`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from mmrl.config.binding import Bound
 from mmrl.config.loading import ConfigError
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Probability
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability
 from mmrl.config.registry import sampler
+from mmrl.core.answer_text import tagged
 from mmrl.core.protocols import Sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
-from mmrl.core.types import Prompt, Rollouts
+from mmrl.core.types import Part, Prompt, Rollouts
 from mmrl.data.hints import TAG, sentences, with_hint
 from mmrl.vision.media.prompts import add_gaussian_noise, map_frames
 
@@ -33,15 +35,17 @@ class DifficultyAugmentation:
 
     arXiv 2506.07464. The difficulty of a prompt is the mean reward of the latest `window` prompts asked
     plainly, minus that of its own answers. In the second round an easy prompt (below 0) shows noisy frames,
-    and a hard one (above 0) gives the first sentences of its solution as a hint; both grow with the
-    difficulty. Its name gets the ending `#noise` or `#hint`, so that its answers are a group of their own.
-    It wraps the sampler before it and needs `rollout.max_rounds` of 2 or more.
+    and a hard one (above 0) gives the first sentences of a solution as a hint; both grow with the difficulty.
+    The solution is in a column, or with `num_thoughts` the policy writes it: it is asked with the right
+    answer given, and the text of the highest `reward` is taken. The name of a changed prompt gets the ending
+    `#noise` or `#hint`, so that its answers are a group of their own. The sampler wraps the one before it and
+    needs `rollout.max_rounds` of 2 or more.
 
     Our reading: noise is `max_noise` times the difficulty over -`max_reward`, in units of pixels scaled to
-    [-1, 1]; a hint has `max_hint` times the difficulty over `max_reward` of the sentences, rounded. Departs:
-    answers to the plain prompts are learned from too, where the paper drops them; hints are read from a
-    column, where the paper samples reasoning with the answer given; a prompt that would not change makes
-    room for a new one.
+    [-1, 1]; a hint has `max_hint` times the difficulty over `max_reward` of the sentences, rounded; of a
+    solution of the policy it has only what is inside <think>, if it has that. Departs: answers to the plain
+    prompts are learned from too, where the paper drops them; a prompt that would not change makes room for a
+    new one.
 
     Args:
         sampler: The wrapped sampler.
@@ -51,6 +55,9 @@ class DifficultyAugmentation:
         max_hint: Largest share of the solution that is given.
         hint_column: Column of the data with solutions, such as `solution`; empty: hard prompts stay.
         hint_template: Line after the question; `{hint}` is the hint.
+        num_thoughts: Solutions that the policy writes for a hard prompt, in place of a column; 0: none.
+        reward: Chooses among them.
+        answer_template: Line after the question that asks for them; `{answer}` is the target.
     """
 
     def __init__(
@@ -64,9 +71,20 @@ class DifficultyAugmentation:
         max_hint: Probability = 0.5,
         hint_column: str = "",
         hint_template: str = "Hint: {hint}",
+        num_thoughts: NonNegativeInt = 0,
+        reward: Callable[[], Bound] | None = None,
+        answer_template: str = "The right answer is {answer}. Explain step by step how to find it.",
     ) -> None:
         if "{hint}" not in hint_template:
             raise ConfigError(f"'hint_template' must contain {{hint}}, not be {hint_template!r}")
+        if num_thoughts and (reward is None or hint_column or "{answer}" not in answer_template):
+            raise ConfigError(
+                "`num_thoughts` needs a `reward` that chooses among them, {answer} in `answer_template`, and "
+                "no `hint_column`"
+            )
+        self.num_thoughts, self.reward, self.answer_template = num_thoughts, reward, answer_template
+        self.ask: Callable[[Sequence[Prompt]], Rollouts] | None = None
+        self.tell: Callable[[Any], list[Any]] | None = None
         self.sampler, self.stream, self.window = sampler, stream, window
         self.max_reward, self.max_noise, self.max_hint = max_reward, max_noise, max_hint
         self.hint_column, self.hint_template = hint_column, hint_template
@@ -89,11 +107,17 @@ class DifficultyAugmentation:
             self.waiting, self.step = {prompt.uid: prompt for prompt in plain}, self.stream.step
             self._check_column(plain)
             return plain
-        changed = [prompt for prompt in map(self._changed, self.waiting.values()) if prompt][:num_prompts]
+        solutions = self._solutions()
+        changed = [self._changed(prompt, solutions.get(uid)) for uid, prompt in self.waiting.items()]
+        changed = [prompt for prompt in changed if prompt][:num_prompts]
         self.waiting, self.difficulty = {}, {}
         again = [prompt for prompt in changed for _ in range(num_generations)]
         missing = num_prompts - len(changed)
         return again + (self.sampler.draw(missing, num_generations) if missing else [])
+
+    def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
+        """Set the functions that answer prompts with the policy, and that gather from all processes."""
+        self.ask, self.tell = ask, tell
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
         """Update difficulties with the prompts that had neither noise nor hints."""
@@ -135,14 +159,36 @@ class DifficultyAugmentation:
                 f"{', '.join(known) or 'none'}"
             )
 
-    def _changed(self, prompt: Prompt) -> Prompt | None:
+    def _solutions(self) -> dict[str, Any]:
+        """Return the solutions of hard prompts: from the column, or sampled with the right answer given."""
+        hard = [prompt for uid, prompt in self.waiting.items() if self.difficulty.get(uid, 0.0) > 0]
+        if not (self.num_thoughts and hard):
+            return {prompt.uid: prompt.columns.get(self.hint_column) for prompt in hard}
+        if self.ask is None or self.tell is None or self.reward is None:
+            raise ConfigError("`num_thoughts` asks the engine of a run, which it was not given by `connect`")
+        asked = [prompt for prompt in hard for _ in range(self.num_thoughts)]
+        outcomes = [row.outcomes[-1] for row in self.ask([self._explaining(prompt) for prompt in asked])]
+        best: dict[str, tuple[float, str]] = {}
+        for prompt, outcome, value in zip(asked, outcomes, self.reward()(asked, outcomes), strict=True):
+            text = outcome.text or ""
+            if value is not None and (prompt.uid not in best or value > best[prompt.uid][0]):
+                best[prompt.uid] = float(value), " ".join(tagged(text, "think")) or text
+        return self.tell({uid: text for uid, (_, text) in best.items()})[0]  # equal hints on all processes
+
+    def _explaining(self, prompt: Prompt) -> Prompt:
+        """Append the target and the request to explain it to the last message."""
+        *before, last = prompt.messages
+        text = "\n" + self.answer_template.replace("{answer}", str(prompt.target))
+        last = replace(last, parts=(*last.parts, Part(text, quoted=True)))
+        return replace(prompt, uid=f"{prompt.uid}#thought", messages=(*before, last))
+
+    def _changed(self, prompt: Prompt, solution: Any) -> Prompt | None:
         """Make the noisy prompt or the one with a hint; None where nothing would change."""
         away = self.difficulty.get(prompt.uid, 0.0) / self.max_reward
         noise = self.max_noise * min(max(-away, 0.0), 1.0)
         if noise and prompt.media:
             self.drawn["noise"].append(noise)
             return self._noisy(prompt, noise)
-        solution = prompt.columns.get(self.hint_column)
         parts = sentences(str(solution)) if solution else []
         count = round(self.max_hint * min(max(away, 0.0), 1.0) * len(parts))
         if not count:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from mmrl.config.ranges import PositiveInt, PositiveShare
 from mmrl.config.registry import engine
 from mmrl.core.protocols import Engine
 from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.diffusion.engines.denoise import Denoise
+from mmrl.diffusion.engines.denoise import Denoise, DenoisingPlan
 from mmrl.diffusion.flow_math import noised
 from mmrl.diffusion.steps import segments_of
 
@@ -42,11 +44,11 @@ class PartialNoise:
                 "rows of `diffusion.partial_noise` differ in their noise alone, so the engine it wraps must "
                 "not have `same_noise`"
             )
-        self.first_step()  # raises now if the stochastic steps begin too early
+        self.first_step(engine.times)  # raises now if the stochastic steps begin too early
 
-    def first_step(self) -> int:
+    def first_step(self, times: Tensor) -> int:
         """Find the step whose time is nearest to `eta`; a schedule may move it."""
-        first = int((self.engine.times[:-1] - self.eta).abs().argmin())
+        first = int((times[:-1] - self.eta).abs().argmin())
         if self.engine.solver is not None and self.engine.low < first:
             raise ValueError(
                 f"with `eta` {self.eta} denoising starts at step {first}, but the engine's stochastic steps "
@@ -56,7 +58,6 @@ class PartialNoise:
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Noise the first recorded answer of every entry, and denoise it."""
-        first, shape = self.first_step(), self.engine.shape
         recorded = {}
         for prompt in {prompt.uid: prompt for prompt in prompts}.values():
             if not prompt.answers:
@@ -64,20 +65,22 @@ class PartialNoise:
                     f"prompt '{prompt.uid}' has no recorded image or video; the engine "
                     "`diffusion.partial_noise` starts from it"
                 )
-            latents = recorded[prompt.uid] = self.policy.encode(prompt, prompt.answers[0]).steps.path[-1]
-            if latents.shape != shape:
-                raise ValueError(
-                    f"the recorded answer of prompt '{prompt.uid}' has latents of {tuple(latents.shape)}, "
-                    f"but the engine makes {tuple(shape)}; set its `height`, `width` and `num_frames` to "
-                    "those of the answer, or resize the answer where the data are read"
-                )
-        plans = []
-        for plan in self.engine.plans(prompts):
-            clean = recorded[plan.prompt.uid]
-            # The time of the schedule, not `eta` itself, so that the network's time is the true one.
-            start = noised(clean, plan.start.to(clean), self.engine.times[first])
-            plans.append(replace(plan, start=start))
-        return self.engine.follow(plans, first)
+            recorded[prompt.uid] = self.policy.encode(prompt, prompt.answers[0]).steps.path[-1]
+        return self.engine.follow(
+            [self.partly_noised(plan, recorded[plan.prompt.uid]) for plan in self.engine.plans(prompts)]
+        )
+
+    def partly_noised(self, plan: DenoisingPlan, clean: Tensor) -> DenoisingPlan:
+        """Start a plan from noised latents `clean` (*L)."""
+        if clean.shape != plan.start.shape:
+            raise ValueError(
+                f"the recorded answer of prompt '{plan.prompt.uid}' has latents of {tuple(clean.shape)}, "
+                f"but the engine makes {tuple(plan.start.shape)}; set its `height`, `width` and `num_frames` "
+                "to those of the answer, or resize the answer where the data are read"
+            )
+        first = self.first_step(plan.times)
+        # The time of the schedule, not `eta` itself, so that the network's time is the true one.
+        return replace(plan, start=noised(clean, plan.start.to(clean), plan.times[first]), first=first)
 
 
 @engine(scope="diffusion")

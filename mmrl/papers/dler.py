@@ -3,21 +3,24 @@
 Title: DLER: Doing Length pEnalty Right - Incentivizing More Intelligence per Token via Reinforcement
 Learning
 Formula: limit = shortest + (longest - shortest) (1 - acc); the reward beyond it is 0.
-Our reading: the formula, and that acc is a running mean of the prompt's reward.
+Our reading: the formula, that acc is a running mean of the prompt's reward, and what merging keeps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from mmrl.advantages.shape import column_of
-from mmrl.config.ranges import AtMost, PositiveInt, ShareBelowOne
-from mmrl.config.registry import advantage
+from mmrl.builders.merge_weights import MergeWeights
+from mmrl.config.loading import ConfigError
+from mmrl.config.ranges import AtMost, PositiveInt, PositiveShare, ShareBelowOne
+from mmrl.config.registry import advantage, builder
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Rollouts
 
@@ -78,3 +81,38 @@ class DifficultyLimit:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the running means."""
         self.means = dict(state["means"])
+
+
+@builder
+@dataclass(kw_only=True)
+class UpdateSelectiveMerge(MergeWeights):
+    """Merge a trained model into its base, keeping only the largest updates of every tensor (DLER).
+
+    arXiv 2510.15110, for a model whose accuracy fell while its answers became short; only the abstract is
+    known. Our reading: of every tensor, the `share` of entries that training moved farthest are the trained
+    model's, all others the base's. Tensors are written in the precision of the base.
+
+    Args:
+        models: Two folders: the base, then the trained model.
+        weights: Must stay empty.
+        share: Fraction of the entries that keep their update.
+    """
+
+    share: PositiveShare = 0.5
+
+    def __post_init__(self) -> None:
+        if len(self.models) != 2 or self.weights:
+            raise ConfigError("`models` must name the base and the trained model; there are no `weights`")
+        super().__post_init__()
+
+    def combine(self, name: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """Take the trained entries that moved farthest, and those of the base elsewhere."""
+        base, trained = tensors
+        if not base.is_floating_point():
+            return super().combine(name, tensors, weights)  # which raises if they differ
+        wide = torch.promote_types(base.dtype, torch.float32)
+        moved = (trained.to(wide) - base.to(wide)).abs().flatten()
+        kept = moved.topk(math.ceil(self.share * len(moved))).indices
+        merged = base.flatten().clone()
+        merged[kept] = trained.flatten()[kept].to(base.dtype)
+        return merged.view_as(base)

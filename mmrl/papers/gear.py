@@ -2,24 +2,86 @@
 
 Title: GEAR: A General Evaluation Framework for Abductive Reasoning
 Formula: p(source) ~ max(velocity, 0) + floor; velocity: moving average of changes of its mean reward.
-Our reading: everything, since only the abstract was read; sources take the place of the paper's objectives.
+Our reading: everything, since only the abstract was read; sources take the place of the paper's objectives;
+hypotheses predict by a function of the user.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import PositiveFloat, ShareBelowOne
-from mmrl.config.registry import sampler
+from mmrl.config.registry import import_name, reward, sampler
+from mmrl.core.answer_text import tagged
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
-from mmrl.core.types import Prompt, Rollouts
+from mmrl.core.types import Outcome, Prompt, Rollouts
 from mmrl.samplers.candidates import evenness, reward_of
 from mmrl.samplers.sources import Sources, sources_of
+
+Predictions = Sequence[Any]  # of one hypothesis, an entry for each input; None: no valid output
+
+
+@reward
+class AbductionScore:
+    """Score the hypotheses of an answer without a right one: consistency, generalizability or diversity.
+
+    GEAR (arXiv 2509.24096, abstract; formulas are our reading). A hypothesis is consistent if it predicts all
+    pairs of the column `observed`, a list of [input, output]. `consistency`: fraction of consistent
+    hypotheses. `generalizability`: fraction of the inputs in the column `held_out` for which they have an
+    output, averaged over consistent hypotheses. `diversity`: fraction of held-out inputs on which two of them
+    disagree, averaged over pairs; 0 without a pair.
+
+    Args:
+        predict: Function `package.module:function` of a hypothesis (text) and a list of inputs, which returns
+            a list of outputs, None where there is none. It runs in this process: never execute text in it.
+        score: What is returned.
+        tag: Tag of a hypothesis; an answer may have several.
+    """
+
+    def __init__(
+        self,
+        *,
+        predict: str,
+        score: Literal["consistency", "generalizability", "diversity"] = "consistency",
+        tag: str = "hypothesis",
+    ) -> None:
+        try:
+            self.predict: Callable[[str, list[Any]], Predictions] = import_name(predict)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"`predict` must be package.module:function, not '{predict}'") from error
+        self.score, self.tag = score, tag
+
+    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
+        """Compute the score of every answer; 0 without a consistent hypothesis."""
+        return [self._scored(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
+
+    def _scored(self, prompt: Prompt, outcome: Outcome) -> float:
+        if missing := {"observed", "held_out"} - set(prompt.columns):
+            raise ValueError(f"abduction_score: prompt '{prompt.uid}' has no column '{min(missing)}'")
+        inputs, outputs = zip(*prompt.columns["observed"], strict=True)
+        hypotheses = tagged(outcome.text or "", self.tag)
+        consistent = [text for text in hypotheses if list(self.predict(text, [*inputs])) == [*outputs]]
+        if not consistent:
+            return 0.0
+        if self.score == "consistency":
+            return len(consistent) / len(hypotheses)
+        predicted = [self.predict(text, list(prompt.columns["held_out"])) for text in consistent]
+        if self.score == "generalizability":
+            return mean([value is not None for values in predicted for value in values])
+        pairs = [zip(*pair, strict=True) for pair in combinations(predicted, 2)]
+        return mean([one != other for pair in pairs for one, other in pair])
+
+
+def mean(values: Sequence[bool]) -> float:
+    """Return the fraction of true values; 0 without values."""
+    return sum(values) / len(values) if values else 0.0
 
 
 @sampler

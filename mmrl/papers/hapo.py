@@ -79,6 +79,7 @@ class WithEntropyTemperature:
     pivot: Probability = 0.8
     notes: ClassVar[frozenset[str]] = frozenset()
     scale: EntropyScale | None = field(default=None, init=False)
+    in_process: ClassVar[str] = "sets the temperature of every token by its entropy"
 
     def __post_init__(self) -> None:
         self.policy = self.engine.policy

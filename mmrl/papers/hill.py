@@ -128,7 +128,7 @@ class WithHinter:
             "solution": columns.get(self.solution_column) or "",
             "columns": columns,
         }
-        parts = (*(Part(media=medium) for medium in prompt.media), Part(self.question(words), said=True))
+        parts = (*(Part(media=medium) for medium in prompt.media), Part(self.question(words), quoted=True))
         tags = {name: word for name, word in prompt.tags.items() if name != WANTED}
         return replace(
             prompt,
@@ -226,6 +226,8 @@ class WithHintReliance:
     """
 
     notes: frozenset[str] = frozenset()
+
+    in_process: ClassVar[str] = "scores whole answers at the engine's temperature"
 
     def __init__(self, engine: Generate) -> None:
         self.engine, self.policy = engine, engine.policy

@@ -23,7 +23,7 @@ from mmrl.core.answer_text import tagged
 from mmrl.core.answers import exact_text
 from mmrl.core.rng import Stream
 from mmrl.core.types import CHANGED, Part, Prompt, Rollouts, Trajectory
-from mmrl.vision.engines.generate import Generate
+from mmrl.vision.decoding.continuing import ContinuingEngine
 
 Role = Literal["draft", "distil", "refine"]
 # Marks of chat templates and tags, which a draft must not bring into a prompt.
@@ -57,7 +57,7 @@ class Attempt:
         if not text:
             return replace(self.prompt, uid=uid)
         *before, last = self.prompt.messages
-        asked = replace(last, parts=(*last.parts, Part(text, said=True)))
+        asked = replace(last, parts=(*last.parts, Part(text, quoted=True)))
         return replace(self.prompt, uid=uid, messages=(*before, asked))
 
 
@@ -68,14 +68,14 @@ class WithDrafts:
 
     Parallel, distil, refine and sequential refinement of arXiv 2510.01123. In every round the policy answers
     a prompt several times; of the drafts, short notes are made, which stand after the question in the next
-    round and are made anew each time; the answers read the last ones. It wraps `vision.generate`. The answers
-    to a prompt share drafts and notes (`shared`), so that they answer the same prompt and are compared as
-    ever; otherwise, and in evaluations, every answer has drafts of its own. The tags `role` (draft, distil or
-    refine) and `round` tell rows apart, the tag `workspace` is the same for answers that read the same notes.
-    Where drafts are not shared, the rows of an answer are an episode with the tag `turn` for the round.
-    Answers record `tokens_total` and `tokens_sequential`: tokens in and out of all calls, and of those that
-    cannot run at the same time. `replay` keeps none of these rows. Our readings: the texts, and that drafts
-    without an answer are left out.
+    round and are made anew each time; the answers read the last ones. It wraps `vision.generate` or
+    `vision.vllm`. The answers to a prompt share drafts and notes (`shared`), so that they answer the same
+    prompt and are compared as ever; otherwise, and in evaluations, every answer has drafts of its own. The
+    tags `role` (draft, distil or refine) and `round` tell rows apart, the tag `workspace` is the same for
+    answers that read the same notes. Where drafts are not shared, the rows of an answer are an episode with
+    the tag `turn` for the round. Answers record `tokens_total` and `tokens_sequential`: tokens in and out of
+    all calls, and of those that cannot run at the same time. `replay` keeps none of these rows. Our readings:
+    the texts, and that drafts without an answer are left out.
 
     Args:
         rounds: Drafts of every round before the answers; `[1, 1]` with `distil: last` is sequential
@@ -97,7 +97,7 @@ class WithDrafts:
         template: Text after the question, with `{workspace}`.
     """
 
-    engine: Generate
+    engine: ContinuingEngine
     _: KW_ONLY
     stream: Stream
     rounds: tuple[PositiveInt, ...] = (4,)

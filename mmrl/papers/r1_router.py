@@ -3,25 +3,28 @@
 Title: Learning to Route Queries Across Knowledge Bases for Step-wise Retrieval-Augmented Reasoning
 Formula: step: cos(sub-questions) / 2 + [the retriever is right] / 2; end: recall of the words of the
 answer.
-Our reading: none in this file.
+Our reading: the released code trains on one step of a recorded solution at a time (`vision.stepwise`). In the
+loop (`vision.with_retrievers`) turn t is compared with recorded step t; a turn after the last one earns 0.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.config.ranges import NonNegativeInt, PositiveInt
-from mmrl.config.registry import data, reward
+from mmrl.config.registry import data, engine, reward
 from mmrl.core.answer_text import tagged
 from mmrl.core.answers import words_of
+from mmrl.core.episodes import TURN, turn_number
 from mmrl.core.plain_text import PlainText
+from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, listed, mapping, short, text, uid_of
@@ -32,6 +35,7 @@ from mmrl.data.video import FrameSampling
 from mmrl.rewards.adapters import per_outcome
 from mmrl.rewards.answers import own_block
 from mmrl.rewards.text_models import load_text_model
+from mmrl.vision.engines.with_tools import WithTools
 from mmrl.vision.media.prompts import answers_of
 
 NO_RETRIEVER = "none"
@@ -47,6 +51,10 @@ class RouteReward:
     the embeddings of both sub-questions, plus 0.5 if exactly one retriever is named and it is the target's
     first. A missing block, an unknown retriever or `none` beside another gives 0; a prompt with another
     target None. Case does not matter.
+
+    In conversations of `vision.with_retrievers`, with `at: every`, the target of turn t is element t of the
+    column `steps`, a list of such targets. A turn after the last step earns 0, and a turn with an `answer`
+    block None.
 
     Args:
         model: Model of transformers that embeds sub-questions, in safetensors.
@@ -75,14 +83,15 @@ class RouteReward:
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
         """Compute the reward of every outcome; None where the target is no retrieval step."""
-        targets = [_target(prompt) for prompt in prompts]
+        targets = [_target(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
         steps = [self._step(outcome.text or "") for outcome in outcomes]
-        read = [(step[0], target[0]) for step, target in zip(steps, targets, strict=True) if step and target]
+        pairs = zip(steps, targets, strict=True)
+        read = [(step[0], target[0]) for step, target in pairs if step and target and target[1]]
         texts = list(dict.fromkeys(text for both in read for text in both))
         vectors = dict(zip(texts, self.embed(texts), strict=True)) if texts else {}
         rewards: list[float | None] = []
         for step, target in zip(steps, targets, strict=True):
-            if target is None or step is None:
+            if target is None or step is None or not target[1]:
                 rewards.append(None if target is None else 0.0)
                 continue
             cosine = float(vectors[step[0]] @ vectors[target[0]])
@@ -119,8 +128,14 @@ class RouteReward:
         return torch.cat(vectors).cpu()
 
 
-def _target(prompt: Prompt) -> tuple[str, list[str]] | None:
-    match prompt.target:
+def _target(prompt: Prompt, outcome: Outcome) -> tuple[str, list[str]] | None:
+    """Return the sub-question and the retrievers of a step; no retriever after the last step."""
+    wanted: Any = prompt.target
+    if TURN in outcome.tags and not tagged(outcome.text or "", "answer"):
+        steps = listed(prompt.columns.get("steps"), "steps")
+        turn = turn_number(outcome.tags)
+        wanted = _route(steps[turn]) if turn < len(steps) else {"query": "", "retriever": []}
+    match wanted:
         case {"query": str(query), "retriever": [*retrievers]}:
             return query.lower().strip(), [str(name).lower().strip() for name in retrievers]
     return None
@@ -156,6 +171,57 @@ def _f1_and_recall(answer: str, target: str) -> tuple[float, float]:
     words, wanted = words_of(answer), words_of(target)
     shared = (Counter(words) & Counter(wanted)).total()
     return (2 * shared / (len(words) + len(wanted)), shared / len(wanted)) if shared else (0.0, 0.0)
+
+
+def routes(text: str) -> list[Call | CallError]:
+    """Parse the retrievers that a turn names, as calls with its sub-question; or its tool calls."""
+    query, named = (tagged(text, tag)[:1] for tag in ("sub-question", "ret"))
+    if not query or not named:
+        return parse_calls(text)
+    names = ("_".join(name.lower().split()) for name in named[0].split(","))
+    return [Call(name, {"query": query[0].strip()}) for name in names]
+
+
+def none(query: str) -> str:
+    """Retrieve nothing, because everything that the answer needs is known.
+
+    Args:
+        query: None.
+    """
+    return "Nothing is left to retrieve. Answer the question."
+
+
+@engine(scope="vision")
+@dataclass(eq=False)
+class WithRetrievers(WithTools):
+    """Let the policy ask sub-questions, choose a retriever for each, and answer (R1-Router).
+
+    arXiv 2505.22095. A turn names a retriever in the blocks `sub-question` and `ret`, or by a tool call; the
+    next turn reads what it found. `Text Image Retriever` calls the tool `text_image_retriever`; `none` tells
+    the policy to answer. A turn without a retriever is the answer. Otherwise as `vision.with_tools`.
+
+    Args:
+        tool: The retrievers, such as `vision.search` and `vision.search_images`, with the retrievers' names
+            as `label`.
+        max_turns: Maximal number of policy turns; the paper has three retrievals before the answer.
+        max_completion_length: Maximal number of tokens that the policy samples in a conversation.
+        max_images: Maximal number of images and videos from tools in a conversation.
+        only_n_most_recent_images: How many of the latest images from tools stay in the prompt; 0: all.
+        max_context: Maximal tokens of a conversation, read and sampled; 0: the model's number of positions.
+        max_reply_chars: Maximal characters of the texts that a tool returns at once; the rest is cut off.
+        max_image_pixels: Maximal pixels of an image that a tool returns.
+        turn_outcomes: Make an outcome of every turn, which `route_reward` with `at: every` scores.
+        score_target: Record the probability of the right answer before every turn.
+        opener: Text before the right answer.
+    """
+
+    _: KW_ONLY
+    turn_outcomes: bool = True
+    parse: ClassVar = staticmethod(routes)
+
+    def __post_init__(self) -> None:
+        self.tool = (*self.tool, none)
+        super().__post_init__()
 
 
 QUESTIONS = ("problem", "prompt", "question")

@@ -23,11 +23,11 @@ from mmrl.config.ranges import NonNegativeFloat, PositiveInt, Probability, Tags
 from mmrl.config.registry import advantage, engine, sampler
 from mmrl.config.schema import ConfigError
 from mmrl.core.protocols import Engine, Sampler
-from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable, name_id
+from mmrl.core.reward_table import EQUAL, Collection, GroupStatistics, RewardTable, name_id
 from mmrl.core.rng import Stream
 from mmrl.core.types import CHANGED, Prompt, Rollouts
 from mmrl.data.hints import TAG, with_hint
-from mmrl.engines.replay import RECALLED, REPLAY, ByPrompt, among
+from mmrl.engines.replay import MAX_BYTES, RECALLED, REPLAY, ByPrompt, among
 from mmrl.samplers.answers import ReadsAnswers
 
 TEMPLATES = {
@@ -191,6 +191,7 @@ class WithContrast(ByPrompt):
         per_group: Stored answers that join a group.
         capacity: Right, and wrong, answers that are stored of every prompt.
         learn_from_replay: Learn from stored answers too, not only compare with them.
+        max_bytes: Largest size of the stored conversations with their media; the oldest are dropped first.
     """
 
     def __init__(
@@ -204,18 +205,20 @@ class WithContrast(ByPrompt):
         per_group: PositiveInt = 2,
         capacity: PositiveInt = 4,
         learn_from_replay: bool = False,
+        max_bytes: PositiveInt = MAX_BYTES,
     ) -> None:
-        super().__init__(engine, stream, train_prompts, of, above, capacity)
+        super().__init__(engine, stream, train_prompts, of, above, capacity, max_bytes)
         self.per_group, self.learn_from_replay = per_group, learn_from_replay
 
-    def replay_before(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
+    def replay_before(self, collection: Collection) -> tuple[Tensor, RewardTable]:
         """Return that all rows stay (N,), and the stored rows that join them."""
+        table = collection.table
         right, drawn = self.right(table), [torch.zeros(0, dtype=torch.int64)]
         for uid in dict.fromkeys(table.uids):
             of_group = right[among(table.uids, [uid])]
             if of_group.all() or not of_group.any():
                 drawn.append(self.draw(uid, not of_group[0], self.per_group))
         (back,) = self.bring_back(torch.cat(drawn))
-        self.store(table, torch.ones(len(table), dtype=torch.bool))
+        self.store(collection, torch.ones(len(table), dtype=torch.bool))
         back = back.replace(learn=back.learn & self.learn_from_replay)
         return torch.ones(len(table), dtype=torch.bool), back

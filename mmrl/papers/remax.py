@@ -9,7 +9,6 @@ Our reading: a group whose greedy answer has no reward is not learned from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 
 import torch
@@ -18,7 +17,7 @@ from mmrl.config.ranges import Tag, Tags
 from mmrl.config.registry import advantage, engine
 from mmrl.core.reward_table import GroupStatistics, RewardTable
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.vision.engines.generate import Generate
+from mmrl.vision.decoding.continuing import GreedyEngine
 
 TAG = "greedy"
 
@@ -29,12 +28,12 @@ class WithGreedy:
 
     This answer is tagged `greedy`, comes on top of those asked for, and is off-policy; `greedy_baseline`
     compares the others with it and takes it out of learning. Evaluations get none. It wraps
-    `vision.generate`.
+    `vision.generate` or `vision.vllm`.
     """
 
     notes: frozenset[str] = frozenset()
 
-    def __init__(self, engine: Generate) -> None:
+    def __init__(self, engine: GreedyEngine) -> None:
         self.engine, self.policy = engine, engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
@@ -42,8 +41,6 @@ class WithGreedy:
         rows = self.engine.rollout(prompts)
         if self.engine.stream.purpose != "train":
             return rows
-        greedy = copy(self.engine)  # with the same model and cache
-        greedy.temperature = 0.0
         distinct = {prompt.uid: prompt for prompt in prompts}
         return (
             *rows,
@@ -53,7 +50,7 @@ class WithGreedy:
                     outcomes=tuple(replace(o, tags={**o.tags, TAG: "yes"}) for o in row.outcomes),
                     on_policy=False,
                 )
-                for row in greedy.rollout(list(distinct.values()))
+                for row in self.engine.greedily().rollout(list(distinct.values()))
             ),
         )
 

@@ -23,7 +23,7 @@ from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
 from mmrl.vision.decoding.branching import Branch, Grown
-from mmrl.vision.engines.generate import Generate
+from mmrl.vision.decoding.continuing import ContinuingEngine
 
 
 @engine(scope="vision", sets_tags={CHANGED})
@@ -35,7 +35,7 @@ class WithExits:
     it, reads the exit text and answers. Places are drawn uniformly and differ, so that an answer with fewer
     tokens than entries gives fewer rows; rows are in the order of places, as `serial_decay` wants them.
     Tokens of the exit text are not learned; `with_replay` and its relatives remember no exits, only whole
-    answers. Evaluations get answers of the wrapped engine, `vision.generate`.
+    answers. Evaluations get answers of the wrapped engine, `vision.generate` or `vision.vllm`.
 
     Args:
         engine: The wrapped engine.
@@ -44,7 +44,7 @@ class WithExits:
         batch_size: The most rows at once, as whole groups; 0: that of the wrapped engine.
     """
 
-    engine: Generate
+    engine: ContinuingEngine
     _: KW_ONLY
     stream: Stream
     exit_text: str = "\n\nTime is up. The final answer is"
@@ -70,11 +70,11 @@ class WithExits:
             first = len(branches)
             if places:
                 prompt, read = chain.steps.prompt, chain.steps.ids[: places[-1]]
-                branches.append(Branch(prompt, torch.zeros(0), read))
+                branches.append(Branch(prompt, torch.zeros(0), read, scored=False))
                 for place in places:
                     generator = self.stream.generator("exit", chain.prompt.uid, place)
                     uniform = torch.rand(self.max_exit_length, generator=generator)
-                    branches.append(Branch(prompt, uniform, text, first, place))
+                    branches.append(Branch(prompt, uniform, text, first, place, scored=False))
             exits.append(list(range(first + 1, len(branches))))
         grown = self.engine.grow(branches, batch_size=self.batch_size)
         rows: list[Trajectory] = []
@@ -99,11 +99,8 @@ class WithExits:
             unknown = after.new_full((text,), torch.nan)
             return torch.cat([noted[:place].to(after), unknown, after[place + text :]])
 
-        notes = {
-            "token": made.ids,
-            "logp": joined(chain.notes["logp"], made.logp),
-            "entropy": joined(chain.notes["entropy"], made.entropy),
-        }
+        after = {name: note for name, note in made.notes.items() if name != "token"}
+        notes = {"token": made.ids} | {name: joined(chain.notes[name], after[name]) for name in after}
         chosen = torch.ones_like(made.ids, dtype=torch.bool)
         chosen[place : place + text] = False
         row = self.engine.row(chain.prompt, chain.steps.prompt, notes, made.stopped, chosen)

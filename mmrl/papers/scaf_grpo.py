@@ -19,7 +19,7 @@ from mmrl.config.registry import advantage, engine
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.hints import TAG, without_hint
-from mmrl.vision.engines.generate import Generate
+from mmrl.vision.decoding.continuing import ContinuingEngine
 
 GIVEN_HINT = ("logp", "entropy")  # notes that hold for the prompt with its hint only
 
@@ -31,12 +31,12 @@ class WithoutHints:
     arXiv 2510.19807. The tokens stay those that were sampled with the hint of `with_hints`; their
     log-probabilities are those without it, of the policy before the update, so that the ratio begins at 1.
     The log-probabilities and entropies that the engine noted of such a row are dropped, and the row is
-    off-policy. Rewards see the prompt with its hint. It wraps `vision.generate`.
+    off-policy. Rewards see the prompt with its hint. It wraps `vision.generate` or `vision.vllm`.
     """
 
     notes: frozenset[str] = frozenset()
 
-    def __init__(self, engine: Generate) -> None:
+    def __init__(self, engine: ContinuingEngine) -> None:
         self.engine, self.policy = engine, engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:

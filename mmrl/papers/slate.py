@@ -81,6 +81,8 @@ class WithStepCandidates(WithTools):
         max_image_pixels: The most pixels of an image, or of all of a video, that a tool returns; more are an
             error of the tool.
         turn_outcomes: Of evaluations: make an outcome of every turn instead of the last alone.
+        score_target: Not of conversations that part.
+        opener: Goes with `score_target`.
     """
 
     _: KW_ONLY
@@ -129,7 +131,7 @@ class WithStepCandidates(WithTools):
 
     def _advance(self, live: list[Conversation], counts: Mapping[str, int]) -> list[Trajectory]:
         """Hold conversations to their ends; returns the candidates of all turns."""
-        turns, rows = self.engine.turns(), []
+        turns, rows = self.engine.converse(), []
         for turn in range(self.max_turns):
             candidates = [[copied(talk, i) for i in range(counts[talk.prompt.uid])] for talk in live]
             turns.part(
@@ -139,7 +141,7 @@ class WithStepCandidates(WithTools):
                     for new in sampled
                 }
             )
-            self._choose([talk for sampled in candidates for talk in sampled], turn, turns.begin)
+            self._choose([talk for sampled in candidates for talk in sampled], turn, turns)
             last = turn + 1 == self.max_turns
             made = [[self._candidate(talk, turn, last) for talk in sampled] for sampled in candidates]
             made = self._scored(made)

@@ -25,7 +25,7 @@ from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts, Trajectory
 from mmrl.vision.decoding.branching import Branch, Grown
-from mmrl.vision.engines.generate import Generate
+from mmrl.vision.decoding.continuing import ContinuingEngine
 
 
 @engine(scope="vision", sets_tags={"branch"})
@@ -37,7 +37,7 @@ class WithBranches:
     every token which part of the tree it belongs to: equal numbers in rows of one prompt are the same tokens,
     which `tree_values` credits once. The tag `branch` tells which state a row's last part starts from. A part
     that ends its answer has no continuations, so that there can be fewer rows than were asked for.
-    Evaluations get answers of the wrapped engine, `vision.generate`, whose settings hold.
+    Evaluations get answers of the wrapped engine, `vision.generate` or `vision.vllm`, whose settings hold.
 
     Args:
         engine: The wrapped engine.
@@ -47,7 +47,7 @@ class WithBranches:
         batch_size: The most rows at once, as whole trees; 0: that of the wrapped engine.
     """
 
-    engine: Generate
+    engine: ContinuingEngine
     _: KW_ONLY
     stream: Stream
     branching: Annotated[tuple[PositiveInt, ...], DividesGenerations()] = (6, 6)
@@ -66,7 +66,7 @@ class WithBranches:
             raise ValueError(
                 f"`vision.with_branches` parts answers after {last} tokens at last ({len(self.branching)} "
                 f"times `segment_length` {self.segment_length}), but they end after {longest}; set "
-                "`max_completion_length` of `vision.generate` higher, or `segment_length` lower"
+                "`max_completion_length` of the wrapped engine higher, or `segment_length` lower"
             )
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
@@ -131,7 +131,7 @@ class WithBranches:
             node[: branch.start] = float(parent - first)
             branch = branches[parent]
             parent = branch.parent
-        notes = {"token": made.ids, "logp": made.logp, "entropy": made.entropy, "node": node}
+        notes = {**made.notes, "node": node}
         row = self.engine.row(prompt, branches[number].encoded, notes, made.stopped)
         answer = row.outcomes[-1]
         return replace(row, outcomes=(replace(answer, tags={**answer.tags, "branch": state}),))

@@ -24,9 +24,9 @@ from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
 from mmrl.data.row_prompts import ByUid
+from mmrl.vision.decoding.continuing import ContinuingEngine
 from mmrl.vision.decoding.decoding import GenerationRequest
-from mmrl.vision.decoding.token_steps import Suffix
-from mmrl.vision.engines.generate import Generate
+from mmrl.vision.decoding.token_steps import continued
 from mmrl.vision.models.processor import EncodedPrompt
 
 UNFINISHED = "unfinished"  # tag of answers that go on in the next step; an engine sets it
@@ -96,14 +96,14 @@ class WithWindow:
     next step. Only the tokens of this step are learned; those before it were learned when they were sampled,
     have no notes, and are prefilled with the prompt. An answer ends for good at the engine's
     `max_completion_length`. `with_replay` and its relatives remember answers of one window only.
-    Evaluations get whole answers of the wrapped engine, `vision.generate`.
+    Evaluations get whole answers of the wrapped engine, `vision.generate` or `vision.vllm`.
 
     Args:
         engine: The wrapped engine.
         window: The most tokens of an answer that are sampled in a step.
     """
 
-    engine: Generate
+    engine: ContinuingEngine
     _: KW_ONLY
     stream: Stream
     window: PositiveInt
@@ -127,7 +127,7 @@ class WithWindow:
             left = min(self.window, self.engine.max_completion_length - len(ids))
             # Of this step and this row alone, so that a draw depends on no other row.
             uniform = torch.rand(left, generator=self.stream.generator(prompt.uid, index))
-            requests.append(GenerationRequest(prompt, index, _after(read, ids), uniform))
+            requests.append(GenerationRequest(prompt, index, continued(read, ids), uniform))
         rows = self.engine.answer(requests)
         return tuple(map(self._joined, rows, encoded, begun))
 
@@ -135,7 +135,7 @@ class WithWindow:
         """Make the row of the whole answer so far; the tokens of earlier steps are not learned again."""
         begun = len(before["token"])
         notes = {"token": torch.cat([before["token"].to(row.notes["token"]), row.notes["token"]])}
-        for name in ("logp", "entropy"):
+        for name in sorted({"logp", "entropy"} & row.notes.keys()):
             notes[name] = torch.cat([row.notes[name].new_full((begun,), torch.nan), row.notes[name]])
         chosen = torch.arange(len(notes["token"])) >= begun
         stopped = row.outcomes[-1].tags["finish"] == "stop"
@@ -151,14 +151,6 @@ class WithWindow:
 def _without_begun(prompt: Prompt) -> Prompt:
     columns = {name: value for name, value in prompt.columns.items() if name != BEGUN}
     return replace(prompt, columns=columns) if BEGUN in prompt.columns else prompt
-
-
-def _after(prompt: EncodedPrompt, ids: Tensor) -> EncodedPrompt:
-    """Append the tokens (T,) of an answer to a prompt."""
-    if not len(ids):
-        return prompt
-    positions = torch.cat([prompt.positions, Suffix.answer(prompt, ids).positions], 1)
-    return EncodedPrompt(prompt.uid, torch.cat([prompt.ids, ids]), positions, prompt.media)
 
 
 @advantage

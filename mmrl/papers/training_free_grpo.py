@@ -86,7 +86,7 @@ class WithExperience(ReadsAnswers):
         """Put the experiences before prompts."""
         if not self.experiences:
             return list(prompts)
-        text = Part(self.template.replace("{experiences}", numbered(self.experiences.values())), said=True)
+        text = Part(self.template.replace("{experiences}", numbered(self.experiences.values())), quoted=True)
         return [before_question(prompt, text) for prompt in prompts]
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
@@ -243,7 +243,7 @@ class ByPolicy:
         last = replace(
             groups[0].prompt,
             uid=f"{groups[0].prompt.uid}#changes",
-            messages=(Message("user", (Part(text, said=True),)),),
+            messages=(Message("user", (Part(text, quoted=True),)),),
         )
         changes = changes_in(self._answers([last])[0], experiences)
         self.counts["experiences/changes"] += len(changes or ())
@@ -267,7 +267,7 @@ class ByPolicy:
         shown = (f"Score {reward:.3g}: {text[: self.max_letters]}" for text, reward in (*best, *worst))
         text = EXTRACT.format(count=self.max_rules, answers=numbered(shown))
         *before, last = group.prompt.messages
-        extended = replace(last, parts=(*last.parts, Part(text, said=True)))
+        extended = replace(last, parts=(*last.parts, Part(text, quoted=True)))
         return replace(group.prompt, uid=f"{group.prompt.uid}#rules", messages=(*before, extended))
 
 

@@ -26,12 +26,12 @@ from mmrl.config.registry import advantage, engine
 from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN
 from mmrl.core.reward_table import RewardTable, name_id
-from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Prompt, Rollouts, Trajectory
 from mmrl.vision.engines.with_tools import WithTools
 from mmrl.vision.tools.conversation import INSTEAD, Conversation, copied
 
 
-@engine(scope="vision", sets_tags={EPISODE, TURN, "state", "finish", "branch", CHANGED})
+@engine(scope="vision", sets_tags={EPISODE, TURN, "state", "finish", "branch"})
 @dataclass(eq=False)
 class WithTurnBranches(WithTools):
     """Hold conversations with tools as a tree: after its first turns, each goes on several times.
@@ -58,6 +58,8 @@ class WithTurnBranches(WithTools):
         max_image_pixels: The most pixels of an image, or of all of a video, that a tool returns; more are an
             error of the tool.
         turn_outcomes: Make an outcome of every turn, all of which rewards score, instead of the last alone.
+        score_target: Not of conversations that part.
+        opener: Goes with `score_target`.
     """
 
     _: KW_ONLY
@@ -112,14 +114,14 @@ class WithTurnBranches(WithTools):
 
     def _grow(self, live: list[Conversation], begun: dict[str, int]) -> list[Conversation]:
         """Hold conversations to their ends, and part them after their first turns; returns the leaves."""
-        turns, leaves = self.engine.turns(), []
+        turns, leaves = self.engine.converse(), []
         for turn in range(self.max_turns):
             if 0 < turn <= len(self.branching):
                 parted = [(talk, self._children(talk, turn, begun[talk.prompt.uid])) for talk in live]
                 turns.part({_key(new): _key(talk) for talk, children in parted for new in children})
                 live = [child for _, children in parted for child in children]
             self.counts["turns"] += len(live)
-            self._choose(live, turn, turns.begin)
+            self._choose(live, turn, turns)
             self._reply([talk for talk in live if not talk.finish], turn + 1 == self.max_turns)
             leaves += [talk for talk in live if talk.finish]
             live = [talk for talk in live if not talk.finish]

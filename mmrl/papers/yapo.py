@@ -165,7 +165,7 @@ class Steered:
         return self.steering(output, steering_sign)  # pyright: ignore
 
 
-@transform(scope="vision")
+@transform(scope="vision", trains=True)
 def steering(
     model: nn.Module, *, layer: NonNegativeInt, scale: float = 1.0, sae: str = "", weights: str = ""
 ) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,20 @@ from mmrl.core.plain_text import each_text, whole
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.types import Rollouts
 from mmrl.data.fields import short
-from mmrl.reporting.thumbnails import of_outcome, of_prompt, of_tools
+from mmrl.reporting.thumbnails import of_outcome, of_prompt, of_tools, sound_of_prompt
 from mmrl.runtime.files import remove, replacing
 
 PREDICTIONS = "predictions"  # file stem of a single evaluation, or folder of several evaluations
-IMAGES = 8  # number of prompts of a training step with thumbnails
-THUMBNAILS = 512  # number of prompts of `mmrl evaluate` with thumbnails
-CORRECT = b"correct"  # metadata key: name of the reward that the column `correct` is based on
+IMAGES = 8  # number of prompts per training step that get thumbnails
+THUMBNAILS = 512  # number of prompts that get thumbnails in `mmrl evaluate`
+CORRECT = b"correct"  # metadata key of the reward name on which the column `correct` is based
 TEXT, NUMBER, JPEG = (str, "text"), ((int, float), "number"), (bytes, "JPEG")
 # Types of the columns; `reward/NAME` is a number, other columns are logged values of any type.
 TYPES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("uid", "prompt", "target", "completion", "split"), TEXT),
     **dict.fromkeys(("length", "reward", "on_policy", "advantage"), NUMBER),
     **dict.fromkeys(("seen", "made"), JPEG),
+    "heard": (bytes, "WAV"),
     "correct": (bool, "truth value"),
     "media": (list, "list"),
     "shown": (list, "list"),
@@ -37,14 +38,14 @@ TYPES: dict[str, tuple[Any, str]] = {
 
 
 def keeps_images(step: int, max_steps: int, num: int) -> bool:
-    """Whether a step's completions are stored with thumbnails: true for `num` evenly spaced steps."""
+    """Whether the completions of a step are stored with thumbnails: true for `num` evenly spaced steps."""
     return step in {round(i * (max_steps - 1) / max(num - 1, 1)) for i in range(num)}
 
 
 def write_completions(
     path: Path, rollouts: Rollouts, table: RewardTable, advantage: Sequence[float], *, images: bool = False
 ) -> None:
-    """Write the rollouts of this process as parquet, one row each, atomically.
+    """Write the rollouts of this process atomically to a parquet file, one row per rollout.
 
     Args:
         path: File to write.
@@ -61,19 +62,22 @@ def write_completions(
     write_columns(path, columns | thumbnails(rollouts, set(uids[:IMAGES] if images else ())))
 
 
-def write_predictions(path: Path, measured: Measured, *, world: int = 1, images: int = IMAGES) -> None:
-    """Write the answers of an evaluation as parquet, one row each, atomically.
+def write_predictions(
+    path: Path, measured: Measured, *, world: int = 1, images: int = IMAGES, notes: Collection[str] = ()
+) -> None:
+    """Write the answers of an evaluation atomically to a parquet file, one row per answer.
 
-    With several processes each writes its own rows, e.g. to
-    `predictions-00000-of-00002.parquet`. The column `correct` is based on the reward that `judge_of` returns,
-    whose name is stored in the file's metadata; if there is no such reward, the column is missing.
+    With several processes, each one writes its own file, e.g. `predictions-00000-of-00002.parquet`. The
+    column `correct` is based on the reward that `judge_of` returns, whose name is stored in the file's
+    metadata. Without such a reward, there is no column `correct`.
 
     Args:
         path: Path of the file if there is one process.
         measured: The evaluation on all processes.
         world: Number of processes.
-        images: Number of prompts with the lowest rewards whose rows get thumbnails of the prompt (`seen`),
-            the answer (`made`) and the images from tools (`shown`).
+        images: Number of prompts whose rows get thumbnails of the prompt (`seen`), the answer (`made`) and
+            the images from tools (`shown`): the prompts with the lowest rewards.
+        notes: Names of the engine's per-step values to write, as columns `note/NAME`.
     """
     table, rollouts = measured.table, measured.rollouts
     own, rank = path, table.rank
@@ -82,6 +86,7 @@ def write_predictions(path: Path, measured: Measured, *, world: int = 1, images:
     columns, judge = columns_of(rollouts, table), judge_of(table, measured.correct)
     columns["split"] = [row.prompt.split for row in rollouts]
     columns["media"] = [[medium.name for medium in row.prompt.media] for row in rollouts]
+    columns |= {f"note/{name}": [row.notes[name].tolist() for row in rollouts] for name in sorted(notes)}
     rank_by = columns["reward"]
     if judge:
         judged = columns[f"reward/{judge}"]
@@ -91,28 +96,28 @@ def write_predictions(path: Path, measured: Measured, *, world: int = 1, images:
     worst = list(dict.fromkeys(rollouts[i].prompt.uid for i in order))[:images]
     write_columns(own, columns | thumbnails(rollouts, set(worst)), {CORRECT: judge.encode()} if judge else {})
     if rank == 0:
-        for old in parts_of(path):  # files of another number of processes would duplicate rows
+        for old in parts_of(path):  # leftover files of another process count would duplicate rows
             if old != own and not old.stem.endswith(f"-of-{world:05d}"):
                 remove(old)
 
 
 def evaluation_file(folder: Path) -> Path:
-    """Return the path of the predictions of an evaluation in its output folder."""
+    """Return the path of the predictions file in the output folder of an evaluation."""
     return folder / f"{PREDICTIONS}.parquet"
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Return the path of the predictions of an evaluation after `step` steps of a training run."""
+    """Return the path of the predictions file for the evaluation after `step` steps of a training run."""
     return folder / PREDICTIONS / f"step-{step:06d}.parquet"
 
 
 def setting_file(folder: Path, setting: str) -> Path:
-    """Return the path of the predictions of one of several settings; `/` in its name becomes `%2F`."""
+    """Return the path of the predictions file for one of several settings; `/` in its name becomes `%2F`."""
     return folder / PREDICTIONS / f"{quote(setting, safe=' +=,@()')}.parquet"
 
 
 def drop_predictions(folder: Path, step: int) -> None:
-    """Remove the predictions after `step`: a resumed run writes them again."""
+    """Remove the predictions files after `step`, which a resumed run writes again."""
     for path in (folder / PREDICTIONS).glob("step-*.parquet"):
         number = path.stem.split("-")[1]
         if number.isdecimal() and int(number) > step:
@@ -120,17 +125,17 @@ def drop_predictions(folder: Path, step: int) -> None:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """List the existing files of a predictions path: the file itself, or one file per process."""
+    """List the existing files for a predictions path: the file itself, or one file per process."""
     return sorted(
         part for part in (path, *path.parent.glob(f"{path.stem}-*-of-*{path.suffix}")) if part.is_file()
     )
 
 
 def judge_of(table: RewardTable, chosen: str = "") -> str:
-    """Return the name of the reward that marks correct answers (all values are 0 or 1), or "".
+    """Return the name of the reward that tells right (1) from wrong answers (0); "" if there is none.
 
-    It is the `chosen` reward, or otherwise the first among the rewards with the largest weight. Rewards with
-    a smaller weight, such as format or length, do not count.
+    All values of this reward must be 0 or 1. It is the `chosen` reward, or else the first such reward among
+    those with the largest weight. Rewards with a smaller weight, such as format or length, do not count.
     """
     weights = {name: abs(table.weights.get(name, 0.0)) for name in table.scored}
     most = max(weights.values(), default=0.0)
@@ -143,7 +148,7 @@ def judge_of(table: RewardTable, chosen: str = "") -> str:
 
 
 def columns_of(rollouts: Rollouts, table: RewardTable) -> dict[str, list]:
-    """Return columns with the prompts, targets, answers, rewards and logged values of this process."""
+    """Return parquet columns with prompts, targets, answers, rewards and logged values of this process."""
     mine = table.select(table.mine)
     columns: dict[str, list] = {
         "uid": [row.prompt.uid for row in rollouts],
@@ -166,13 +171,16 @@ def columns_of(rollouts: Rollouts, table: RewardTable) -> dict[str, list]:
 def thumbnails(rollouts: Rollouts, uids: set[str]) -> dict[str, list]:
     """Return columns with thumbnails of prompts (`seen`), answers (`made`) and tool images (`shown`).
 
-    Rows of prompts that are not in `uids` have None; a column without any thumbnail is left out.
+    The column `heard` has the sounds of prompts. Rows whose prompt is not in `uids` have None. A column
+    with None only is left out.
     """
     prompts = {row.prompt.uid: row.prompt for row in rollouts if row.prompt.uid in uids}
     of_prompts = {uid: of_prompt(prompt) for uid, prompt in prompts.items()}
+    of_sounds = {uid: sound_of_prompt(prompt) for uid, prompt in prompts.items()}
     inside = [row.prompt.uid in uids for row in rollouts]
     columns = {
         "seen": [of_prompts.get(row.prompt.uid) for row in rollouts],
+        "heard": [of_sounds.get(row.prompt.uid) for row in rollouts],
         "made": [of_outcome(r.outcomes[-1]) if i else None for r, i in zip(rollouts, inside, strict=True)],
         "shown": [of_tools(row.shown) if i else None for row, i in zip(rollouts, inside, strict=True)],
     }
@@ -202,7 +210,7 @@ def check_row(row: Mapping[str, Any], place: str, required: Sequence[str]) -> No
 def check_type(
     name: str, value: Any, place: str, wanted: tuple[Any, str] | None = None, *, optional: bool = False
 ) -> None:
-    """Raise ConfigError unless a value has the type of its column, or the type `wanted`."""
+    """Raise ConfigError unless a value has the type `wanted`, by default the type of its column `name`."""
     wanted = wanted or TYPES.get(name, NUMBER if name.startswith("reward/") else (object, ""))
     if not isinstance(value, wanted[0]) and not (optional and value is None):
         raise ConfigError(f"{place}: '{name}' must be a {wanted[1]}, not {short(value)}")
@@ -215,7 +223,7 @@ def write_columns(
     import pyarrow
     from pyarrow import parquet
 
-    # Types of columns that may be empty.
+    # Types of columns in which all values can be None.
     types = {"target": pyarrow.string(), "completion": pyarrow.string(), "correct": pyarrow.bool_()}
     types |= {"media": pyarrow.list_(pyarrow.string())}
     columns = each_text(columns, whole)  # file names may not be UTF-8

@@ -34,14 +34,14 @@ class Console:
 
     def __init__(self, title: str, max_steps: int, quiet: bool = False) -> None:
         self.title, self.max_steps, self.quiet = title, max_steps, quiet
-        self.live, self.printed = None, -math.inf  # live display of rich; time of the last line about a step
+        self.live, self.printed = None, -math.inf  # live display of rich; time of the last line on a step
         self.first: Mapping[str, float] = {}
         self.last: Mapping[str, float] = {}
         self.warnings: list[str] = []
         self.working, self.spoke = "", time.monotonic()  # progress inside the step; time of the last line
 
     def begin(self, step: int, first: Mapping[str, float] | None = None) -> None:
-        """Start the display at a step; `first` has the metrics of the first step of a resumed run."""
+        """Start the display at a step; for a resumed run, `first` has the metrics of its very first step."""
         self.first = first or {}
         if self.quiet or not on_terminal():
             return
@@ -59,7 +59,7 @@ class Console:
         self.task = self.progress.add_task(self.title, total=self.max_steps, completed=step)
         self.live = Live(get_renderable=self.panel, refresh_per_second=4)
         self.live.start()
-        atexit.register(self.end)  # restores the cursor of the terminal when a run fails
+        atexit.register(self.end)  # restores the terminal's cursor if the run fails
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a finished step."""
@@ -73,13 +73,13 @@ class Console:
             self.say(f"{self.title} {step + 1}/{self.max_steps}  {values}  eta {left:.0f} s")
 
     def work(self, work: str, done: int, total: int) -> None:
-        """Show progress inside a step: below the progress bar, or as a line after 30 s without output."""
+        """Show progress inside a step: below the progress bar, or as a printed line after 30 s of silence."""
         self.working = f"{work} {done}/{total}"
         if self.live is None and time.monotonic() > self.spoke + SILENCE:
             self.say(f"{self.title}: {self.working}")
 
     def panel(self) -> Group:
-        """Build the live display: progress bar, table of the last and first values, and last warnings."""
+        """Return the live display: progress bar, table of last and first metric values, and last warnings."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -99,12 +99,12 @@ class Console:
         return Group(self.progress, *working, *([table] if table.row_count else []), *warnings)
 
     def warn(self, text: str) -> None:
-        """Print a warning, and show it below the table."""
+        """Print a warning, and show it below the live table of metrics."""
         self.warnings.append(text)
         self.say(f"warning: {text}")
 
     def say(self, text: str) -> None:
-        """Print a line without breaking the table."""
+        """Print a line without breaking the live table of metrics."""
         if self.live is not None:
             self.live.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif not self.quiet:
@@ -126,7 +126,7 @@ class ProgressLines:
         self.quiet = os.environ.get("RANK", "0") != "0"  # only the first process prints
 
     def __call__(self, work: str, done: int, total: int) -> None:
-        """Print progress, unless a line was printed only a moment ago."""
+        """Print progress, unless the last line was printed less than 5 s ago (30 s without a terminal)."""
         now = time.monotonic()
         if not self.quiet and now > self.spoke + (PAUSE if sys.stderr.isatty() else SILENCE):
             self.spoke = now

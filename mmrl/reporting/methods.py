@@ -1,4 +1,4 @@
-"""Published methods: the files of `configs/methods`, their comments, and the pieces that they name."""
+"""Published methods: the files in `configs/methods`, with their comments and the pieces they use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmrl.config.schema import as_plain
 PAPER = re.compile(r"(?<![\d.\w/])(\d{2}(?:0[1-9]|1[0-2])\.\d{5})(?![\d.]*\d)")  # an id of arXiv since 2015
 READING = re.compile(r"\bour readings?\b", re.IGNORECASE)
 DIFFERS = "Differs from GRPO: "
-# Methods that people ask for by name, in the order of tables; all others are grouped by family.
+# The best-known methods, which come first in tables, in this order; other methods are grouped by family.
 ASKED_FOR = (
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "gdpo", "ppo",
     "gigpo", "on_policy_distillation", "dpo", "tempsamp_r1", "urpa", "flow_grpo", "flow_grpo_fast",
@@ -33,7 +33,7 @@ class Method:
     Args:
         path: Path of the file; the name of its folder is the family.
         comment: The comment lines at the head of the file, as one text.
-        raw: The configuration in the file, with the files that it includes.
+        raw: The configuration in the file, merged with the files that it includes.
     """
 
     path: Path
@@ -42,38 +42,38 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The name of the file without its ending."""
+        """The name of the method: its file name without the ending."""
         return self.path.stem
 
     @property
     def family(self) -> str:
-        """The folder of the file, such as `grpo` or `flow`."""
+        """The family of the method: the folder of its file, such as `grpo` or `flow`."""
         return self.path.parent.name
 
     @property
     def papers(self) -> list[str]:
-        """The distinct arXiv ids in the comment."""
+        """The distinct arXiv ids in the comment of the method's file."""
         return list(dict.fromkeys(PAPER.findall(self.comment)))
 
     @property
     def differs(self) -> str:
-        """What differs from GRPO, without the sentences about our reading of the paper."""
+        """The method's differences from GRPO, without the sentences about our reading of the paper."""
         parts = sentences(self.comment.partition(DIFFERS)[2])
         return " ".join(text for text in parts if not READING.search(text))
 
     @property
     def readings(self) -> list[str]:
-        """The sentences of the comment about our reading of the paper."""
+        """The sentences about our reading of the paper, from the comment of the method's file."""
         before, _, after = self.comment.partition(DIFFERS)
         return [*readings(before), *readings(after)]
 
     def pieces(self) -> list[Entry]:
-        """List the distinct pieces that the method names."""
+        """List the distinct pieces that the method's configuration uses."""
         named = dict.fromkeys(named_in(self.raw, ""))
         return [entry for kind in sorted(HOMES) for entry in pieces(kind) if (kind, entry.full_name) in named]
 
     def pieces_read_by_us(self) -> list[Entry]:
-        """List the pieces whose docstring mentions our reading of a paper."""
+        """List the method's pieces whose docstring mentions our reading of a paper."""
         return [entry for entry in self.pieces() if readings(inspect.getdoc(entry.target) or "")]
 
 
@@ -86,7 +86,7 @@ def all_methods() -> tuple[Method, ...]:
 
 
 def tables(family: str | None = None) -> dict[str, list[Method]]:
-    """Group methods for tables: first those that people ask for by name, then the others by family."""
+    """Group methods for tables: the best-known methods (`ASKED_FOR`) first, then the others by family."""
     chosen = [method for method in all_methods() if family in (None, method.family)]
     by_name = [method for method in chosen if method.name in ASKED_FOR]
     grouped = {"asked for by name": sorted(by_name, key=lambda method: ASKED_FOR.index(method.name))}
@@ -97,7 +97,7 @@ def tables(family: str | None = None) -> dict[str, list[Method]]:
 
 
 def comment_of(text: str) -> str:
-    """Join the comment lines of a file to one text."""
+    """Join all comment lines of a YAML file to one text."""
     return " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
 
 
@@ -107,12 +107,12 @@ def readings(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into sentences: after a full stop before a capital letter or a name in code."""
+    """Split a text into sentences: at a stop that is followed by a capital letter or a backtick."""
     return [part for part in re.split(r"(?<=[.!?])\s+(?=[A-Z`])", " ".join(text.split())) if part]
 
 
 def named_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) for every text in a configuration; its key determines the kind."""
+    """Yield (kind, name) of possible pieces: each text in a configuration; its key determines the kind."""
     kind = PLACES.get(key, key)
     match value:
         case str():

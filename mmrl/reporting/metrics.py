@@ -16,20 +16,20 @@ from mmrl.core.episodes import join_episodes
 from mmrl.core.protocols import Tracker
 from mmrl.core.reward_table import EQUAL, Measured, RewardTable, name_id
 from mmrl.core.tensor import group_count, group_index, group_mean, group_range, group_std, group_sum
-from mmrl.core.types import Rollouts
+from mmrl.core.types import VERSION, Rollouts
 from mmrl.runtime.files import flush, write_whole
 
 log = logging.getLogger("mmrl")
 
-EVALUATION = "evaluation.json"  # file with the last evaluation of a run
+EVALUATION = "evaluation.json"  # file with the metrics of a run's last evaluation
 VISUALIZATIONS = "visualizations.html"  # HTML fragments: visualizations of the last evaluation
 
 
 def describe_rewards(table: RewardTable) -> dict[str, float]:
-    """Compute the reward metrics of a training step, over the episodes that the policy sampled."""
+    """Compute the reward metrics of a training step over the episodes that the policy sampled."""
     table = on_policy_rows(join_episodes(table))
     index = group_index([table.group])  # (rows,) index of each row's group
-    # A group with a failed reward has no valid entry: the sum of its other rewards has no meaning.
+    # A group with a failed reward has no valid entry; its reward is NaN, not the sum of the other rewards.
     reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
     valid = ~reward.isnan()  # (rows,)
     extent = group_range(reward, index, valid)
@@ -41,7 +41,7 @@ def describe_rewards(table: RewardTable) -> dict[str, float]:
         metrics[f"{key}/mean"], metrics[f"{key}/std"] = mean_and_std(answers)
         valid = ~answers.isnan()
         several = valid & (group_count(index, valid) > 1)
-        # Every group with two values or more has the same weight.
+        # Average over groups: each group with at least two values has the same weight.
         spread, share = group_std(answers.nan_to_num(), index, valid), 1 / group_count(index, several)
         spread = torch.where(spread > EQUAL, spread, 0.0)
         total = share[several].sum()
@@ -58,7 +58,7 @@ def on_policy_rows(table: RewardTable) -> RewardTable:
 
 
 def mean_and_std(values: Tensor) -> tuple[float, float]:
-    """Return the mean (NaN without values) and standard deviation (0 below two values), ignoring NaN."""
+    """Return mean (NaN if empty) and standard deviation (0 for one value or none), ignoring NaN."""
     valid = values[~values.isnan()]
     return float(valid.mean()), float(valid.std()) if len(valid) > 1 else 0.0
 
@@ -69,7 +69,7 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
     For each row, let `d_k` be weight times reward `k` minus its group mean, `d` the sum of `d_k` over `k`,
     and `a` the advantage (mean over positions) minus its group mean. Let `c` be the slope of `a` on `d`
     inside the group. The share of reward `k` is the sum of `c * a * d_k` over all rows, divided by the sum of
-    `c * a * d`: its fraction of the within-group variance of the advantage that the rewards explain. Shares
+    `c * a * d`. This is the fraction that `k` contributes to the explained variance within groups. Shares
     add up to 1; a reward with a negative share works against the other rewards. Our reading.
 
     Args:
@@ -77,7 +77,7 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
         credit: Advantages of these rows; rows without an advantage are left out.
 
     Returns:
-        A share for every weighted reward; empty if no group varies.
+        The share of every weighted reward; empty if no rewards differ within a group.
     """
     table = table.select(torch.isin(table.ids["row"][:, 0], credit.ids["row"][:, 0]))
     table, credit = join_episodes(table), join_episodes(credit)
@@ -86,7 +86,7 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
         return {}
     usable = learned.any(-1) & ~table.reward().isnan()  # (rows,)
     index = group_index([table.group])
-    # Advantage of each row (rows,): the mean over its positions.
+    # (rows,) advantage of each row: the mean over its positions.
     places = (credit.values[:, 0] * learned).sum(-1) / learned.sum(-1).clamp(min=1)
     weighted = [table.at_end(name).nan_to_num() * weight for name, weight in table.weights.items()]
 
@@ -107,7 +107,7 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
 
 
 def describe_speed(table: RewardTable, seconds: float) -> dict[str, float]:
-    """Compute the rollouts, and their tokens or denoising steps, per second of a training step."""
+    """Compute the throughput of a training step: rollouts, and tokens or denoising steps, per second."""
     table = on_policy_rows(join_episodes(table))
     counts = {"rollouts": float(len(table)), "steps": float(table.length.sum())}
     return {f"time/{name}_per_second": count / seconds for name, count in counts.items() if seconds > 0}
@@ -116,7 +116,7 @@ def describe_speed(table: RewardTable, seconds: float) -> dict[str, float]:
 def describe_lengths(table: RewardTable) -> dict[str, float]:
     """Compute the length metrics of a training step: tokens of texts, denoising steps of other media.
 
-    A text is clipped if its tag `finish` is `length`. The rows of an episode count as one text.
+    A text counts as clipped if its tag `finish` is `length`. All rows of an episode count as one text.
     """
     table = on_policy_rows(join_episodes(table))
     texts = _at_last(table, table.ids.get("text", torch.ones_like(table.ends))) == 1
@@ -143,7 +143,7 @@ def _at_last(table: RewardTable, column: Tensor) -> Tensor:
 
 
 def describe_measured(measured: Measured) -> dict[str, float]:
-    """Return the metrics of an evaluation as named in the journal: `eval_x`, `eval_x/low`, `eval_x/high`."""
+    """Return an evaluation's metrics and interval bounds: `eval_x`, `eval_x/low` and `eval_x/high`."""
     named = {f"eval_{name}": value for name, value in measured.metrics.items()}
     for name, (low, high) in measured.intervals.items():
         named |= {f"eval_{name}/low": low, f"eval_{name}/high": high}
@@ -151,16 +151,36 @@ def describe_measured(measured: Measured) -> dict[str, float]:
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
-    """Return the sum of a per-step engine record over the sampled rows that have it, and the step count."""
+    """Sum the values that the engine recorded as `name` over all sampled steps; also count these steps."""
     notes = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
     noted = [note[~note.isnan()] for note in notes]
     return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}
 
 
+def noted_ages(rollouts: Rollouts, step: int) -> dict[str, float]:
+    """Count the sampled tokens and those from older weights; sum up their ages and find the largest age.
+
+    The age of a token is the number of training steps since the weights that sampled it, as of `step`.
+    """
+    sampled = [row for row in rollouts if row.on_policy]
+    noted = [step - row.notes[VERSION].double() for row in sampled if VERSION in row.notes]
+    age = torch.cat([*noted, torch.zeros(1, dtype=torch.float64)])  # a 0, because `max` needs a value
+    counts = {"tokens": sum(row.length for row in sampled), "older": int((age > 0).sum())}
+    return {**counts, "sum": float(age.sum()), "max": float(age.max())}
+
+
+def describe_ages(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Merge the `noted_ages` of all processes into mean age, maximum age and fraction of older tokens."""
+    tokens, older, total = (sum(part[name] for part in parts) for name in ("tokens", "older", "sum"))
+    mean, share = total / max(1, tokens), older / max(1, tokens)
+    longest = max(part["max"] for part in parts)
+    return {"sampling/age/mean": mean, "sampling/age/max": longest, "sampling/age/older_share": share}
+
+
 class Meter:
     """Accumulator of the metrics of micro-batches.
 
-    Metrics are divided by totals of the whole update, so their sum over micro-batches is a mean.
+    Each micro-batch's metrics are already divided by totals of the update, so their sum is the mean.
     """
 
     def __init__(self) -> None:
@@ -168,25 +188,25 @@ class Meter:
         self.updates = 0  # the caller increments this after the last micro-batch of an update
 
     def add(self, metrics: Mapping[str, Tensor], counts: float) -> None:
-        """Add the metrics of a micro-batch, multiplied by `counts` (0 for a repeated micro-batch)."""
+        """Add the metrics of a micro-batch times `counts`, which is 0 for a repeated micro-batch."""
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, 0.0) + counts * value.detach().double().cpu()
 
     def take(self) -> dict[str, float]:
-        """Return the means over the updates since the last call, and reset."""
+        """Return the mean of each metric over the updates since the last call, and reset."""
         means = {name: float(value) / max(self.updates, 1) for name, value in self.sums.items()}
         self.sums, self.updates = {}, 0
         return means
 
 
 class Journal:
-    """JSON-lines file with a step in every record; a resumed run drops the records after its checkpoint."""
+    """JSON-lines file whose records have a step; a resumed run drops records after its checkpoint."""
 
     def __init__(self, folder: Path, name: str = "metrics.jsonl") -> None:
         self.path = folder / name
 
     def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Append a record and return it as `read` does; numbers that are not finite become null."""
+        """Append a record and return it as `read` would; non-finite numbers are written as null."""
         line = to_line(record)
         with self.path.open("a") as file:
             file.write(line)
@@ -205,7 +225,7 @@ class Journal:
             try:
                 records.append(from_line(line))
             except (ValueError, TypeError, AttributeError, KeyError):
-                if line.endswith(b"\n"):  # otherwise a crash interrupted the write
+                if line.endswith(b"\n"):  # else incomplete after a crash
                     log.warning("'%s': line %d is damaged and left out", self.path, number)
         return records
 
@@ -217,19 +237,19 @@ class Journal:
 
 
 def of_training(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the records of training steps: all except an evaluation before the first step."""
+    """Return the records of training steps, without an evaluation before the first step."""
     return [record for record in records if steps_taken(record)]
 
 
 def steps_taken(record: Mapping[str, Any]) -> int:
-    """Return the number of steps before a record was written; 0 for an evaluation before the first step."""
+    """Return the number of steps done when a record was written; 0 for an evaluation before training."""
     trained = any(not name.startswith("eval_") for name in record.keys() - {"step", "cheap"})
     return record["step"] + trained
 
 
 def to_line(record: Mapping[str, Any]) -> str:
     """Format a record as a line of JSON; numbers that are not finite become null."""
-    # `json.dumps` writes NaN and Infinity, which are not JSON; `parse_constant` replaces them.
+    # `json.dumps` writes NaN and Infinity, which are invalid JSON; `parse_constant` replaces them by null.
     finite = json.loads(json.dumps(record), parse_constant=lambda constant: None)
     return json.dumps(finite) + "\n"
 
@@ -250,7 +270,7 @@ class Trackers:
         self.pieces, self.opened = pieces, False
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int, say: Callable[[str], None]) -> None:
-        """Open every tracker at step `start`; `say` prints their messages on the console."""
+        """Open every tracker at step `start`; `say` prints the messages of trackers on the console."""
         for piece in self.pieces:
             if note := piece.open(folder, config, start):
                 say(note)
@@ -270,6 +290,6 @@ class Trackers:
 
 
 def write_measured(folder: Path, measured: Measured) -> None:
-    """Write the last evaluation with its intervals to `evaluation.json`."""
+    """Write the metrics and intervals of an evaluation to `evaluation.json`."""
     written = {"metrics": dict(measured.metrics), "intervals": dict(measured.intervals)}
     write_whole(folder / EVALUATION, json.dumps(written, indent=2))

@@ -19,7 +19,7 @@ from mmrl.config.plain import as_list, as_mapping
 from mmrl.config.schema import Config, Piece, as_plain
 from mmrl.reporting.methods import DIFFERS, Method, all_methods
 
-# Configuration keys that do not affect what a step learns; the hash leaves them out.
+# Configuration keys that do not affect a training step; the configuration hash ignores them.
 FREE = {
     "max_steps", "num_train_epochs", "save_steps", "save_total_limit", "report", "overwrite_output_dir",
     "output_dir", "metric_for_best_model", "greater_is_better", "push_to_hub", "hub_model_id",
@@ -29,14 +29,14 @@ PACKAGES = ("mmrl", "torch", "transformers", "diffusers", "peft", "accelerate")
 
 
 def config_hash(config: Config) -> str:
-    """Return the first 12 hex digits of the SHA-256 of the keys that affect training."""
+    """Return a hash (12 hex digits) of the configuration keys that affect training."""
     learned = {key: value for key, value in as_plain(config).items() if key not in FREE}
     text = json.dumps(learned, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def variant_of(config: Config) -> Method | None:
-    """Return the published method with a run's advantages and objective; of several the most similar."""
+    """Return the published method with the advantages and the objective of a run; if several, the closest."""
     raw = as_plain(config)
 
     def agreement(part: Any, whole: Any) -> int:
@@ -52,7 +52,7 @@ def variant_of(config: Config) -> Method | None:
 
 
 def short_pieces(value: Any) -> Any:
-    """Replace pieces without options by their names, at any depth of a configuration."""
+    """Replace every piece without options in a configuration by its name."""
     match value:
         case {"name": name} if len(value) == 1:
             return name
@@ -99,7 +99,7 @@ def render_card(
     training: Mapping[str, Any] | None = None,
     held_out: Mapping[str, float] | None = None,
 ) -> None:
-    """Write a model card: base model, transforms, cache, versions, and the training if it is known."""
+    """Write a model card with base model, transforms, cache, versions and, if known, the training."""
     base = str(policy.options.get("model") or policy.name).removeprefix(objects.PREFIX)
     pieces = [("transform", piece) for piece in policy.options.get("transform") or ()]
     for engine in engines:
@@ -122,7 +122,7 @@ def render_card(
 
 @cache
 def card_template() -> Template:
-    """Load the Markdown template of model cards; only the filter `cell` escapes, for table cells."""
+    """Load the Markdown template of model cards; text is not escaped, except by the filter `cell`."""
     folder = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(folder), trim_blocks=True, undefined=StrictUndefined)
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
@@ -132,7 +132,7 @@ def card_template() -> Template:
 
 @cache
 def installed_versions() -> Sequence[str]:
-    """Return the versions of the installed packages that a card lists."""
+    """Return name and version of the installed packages that model cards list."""
     versions = []
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):  # diffusers and peft may be missing
@@ -147,9 +147,9 @@ def one_line(piece: Mapping[str, Any]) -> str:
 
 
 def describe_method(config: Config) -> str:
-    """Describe a run's method with papers and differences from GRPO, or else its objective and chain.
+    """Describe a run's method: its papers and differences from GRPO, or else objective and advantages.
 
-    If the run has other rewards than the method, the method's differences in rewards are left out.
+    If the rewards of the run are not those of the method, differences in rewards are left out.
     """
     if (method := variant_of(config)) is None:
         return f"{config.objective.name} over the chain {', '.join(piece.name for piece in config.advantage)}"

@@ -1,4 +1,4 @@
-"""Comparison of several settings of a model: table, plots and page of quality against costs."""
+"""Comparison of settings of a model by quality and costs: table, plots and HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Estimate = tuple[float, float, float]  # value, lower and upper bound of its interval
-LEGEND = 17  # height of a line of the legend, in points
+LEGEND = 17  # height of one legend line, in points
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class SettingResult:
     """Metrics and costs of one setting."""
 
     changes: Mapping[str, Any]  # configuration keys that the setting changes, with their values
-    quality: Mapping[str, Estimate]  # estimates by metric
-    difference: Mapping[str, Estimate]  # difference to the first setting on the same prompts, by metric
+    quality: Mapping[str, Estimate]  # maps metrics to estimates
+    difference: Mapping[str, Estimate]  # maps metrics to differences from the first setting
     costs: Mapping[str, float]  # costs per prompt, by name
 
 
 @dataclass(frozen=True)
 class SettingsComparison:
-    """Results of all settings by name, and the metric that their costs are compared with."""
+    """Results of all settings, keyed by name, and the metric that is plotted against the costs."""
 
     rows: Mapping[str, SettingResult]
     metric: str
@@ -44,11 +44,11 @@ class SettingsComparison:
 
     @property
     def costs(self) -> list[str]:
-        """Names of the costs."""
+        """Names of the cost metrics of the compared settings."""
         return list(next(iter(self.rows.values())).costs)
 
     def optimal(self, cost: str) -> list[str]:
-        """List the settings on the Pareto front of the metric and a cost, cheapest first."""
+        """List the settings on the Pareto front of the plotted metric and a cost, cheapest first."""
         sign = 1 if self.greater_is_better else -1
         points = {
             name: (row.costs[cost], -sign * row.quality[self.metric][0])  # both to be minimised
@@ -59,7 +59,7 @@ class SettingsComparison:
 
 
 def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """List the points that no other dominates; smaller is better in both coordinates."""
+    """List the points that no other point dominates; smaller is better in both coordinates."""
 
     def dominated(point: tuple[float, float]) -> bool:
         return any(x <= point[0] and y <= point[1] and (x, y) != point for x, y in points.values())
@@ -68,7 +68,7 @@ def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def plain(compared: SettingsComparison) -> dict[str, Any]:
-    """Convert a comparison to JSON: numbers and the bounds of their intervals."""
+    """Convert a comparison to JSON values: estimates with their intervals, costs, and optimal settings."""
     settings = {}
     for name, row in compared.rows.items():
         written: dict[str, Any] = {"changes": as_plain(row.changes)}
@@ -85,7 +85,7 @@ def plain(compared: SettingsComparison) -> dict[str, Any]:
 
 
 def cells(compared: SettingsComparison) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and rows of the table; a star marks costs of settings on the Pareto front."""
+    """Return the titles and rows of the table; a star marks a cost if its setting is on the Pareto front."""
     first, reference = next(iter(compared.rows.items()))
     metrics = list(dict.fromkeys(metric for row in compared.rows.values() for metric in row.quality))
     titles = ["setting", *(title for m in metrics for title in (m, f"difference to {first}"))]
@@ -177,9 +177,9 @@ def draw_panel(axes: Axes, compared: SettingsComparison, cost: str, names: Seque
     for i, (name, row) in enumerate(rows.items()):
         (x, y), (_, low, high) = at[name], row.quality[compared.metric]
         colour, on_front = style_of(i)[0], name in best
-        # A hollow marker is larger: it stays visible around a filled one at the same point.
+        # Hollow markers are larger, so that they stay visible around a filled marker at the same point.
         style = {"markerfacecolor": colour if on_front else "#ffffff", "markersize": 5.5 if on_front else 8.0}
-        # The bounds of a bootstrap interval may both lie on one side of the value.
+        # A bootstrap interval can lie on one side of the value; the lengths must not be negative.
         lengths = [[max(0.0, y - low)], [max(0.0, high - y)]]
         marker = "os^D"[i // 8 % 4]
         points.append(
@@ -195,7 +195,7 @@ def draw_panel(axes: Axes, compared: SettingsComparison, cost: str, names: Seque
 
 
 def set_axes(axes: Axes, amounts: Sequence[float]) -> None:
-    """Choose a linear or logarithmic cost axis, and the ticks with their number format."""
+    """Set a linear or logarithmic cost axis, and the positions and number format of ticks."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.margins(x=0.1, y=0.1)

@@ -1,4 +1,4 @@
-"""Predictions of evaluations: reading, and comparison of two evaluations answer by answer."""
+"""Reading of predictions files, and comparison of two evaluations answer by answer."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class Predictions:
 
     path: Path
     rows: Sequence[Row]  # each row maps columns to values
-    judge: str  # reward that the column `correct` is based on; "" without that column
+    judge: str  # reward behind the column `correct`; "" without this column
 
     @property
     def rewards(self) -> list[str]:
-        """Names of the columns with a single reward, such as `reward/short_answer`."""
+        """Names of the columns with one reward each, such as `reward/short_answer`."""
         return [name for name in self.rows[0] if name.startswith("reward/")]
 
     @property
     def measures(self) -> list[str]:
-        """Names of the columns to rank answers by: the judge, the other rewards, and the weighted sum."""
+        """Columns by which answers can be ranked: the judge, the other rewards, and their weighted sum."""
         first = f"reward/{self.judge}"
         names = [first, *(name for name in self.rewards if name != first)] if self.judge else self.rewards
         return names if len(names) == 1 else [*names, "reward"]
 
 
 def find_predictions(path: Path) -> Path:
-    """Return the predictions file for a file name, or for the folder of an evaluation or a training run.
+    """Return the predictions file of a path: a file, or the folder of an evaluation or a training run.
 
-    For a training run it is the last evaluation. Raises ConfigError if there is no file, or several.
+    For a training run, the file belongs to the last evaluation. ConfigError if there is no file, or several.
     """
     if path.suffix == ".parquet":
         return path.with_name(SHARD.sub("", path.stem) + path.suffix)
@@ -65,9 +65,9 @@ def find_predictions(path: Path) -> Path:
 
 
 def read_predictions(path: Path) -> Predictions:
-    """Read a file of predictions, or the files of several processes.
+    """Read a predictions file, or all files if several processes wrote one each.
 
-    Raises ConfigError if a file is missing, empty or damaged, or a column has another type than written.
+    Raises ConfigError if a file is missing, empty or damaged, or a column has a wrong type.
     """
     parts, rows, judge = parts_of(path), [], ""
     many = int(parts[0].stem[-5:]) if parts and SHARD.search(parts[0].stem) else 1
@@ -94,17 +94,17 @@ class Joined:
 
     first: Predictions
     second: Predictions
-    measures: Sequence[str]  # columns that both have, first the one to order by
-    pairs: Sequence[tuple[Sequence[Row], Sequence[Row]]]  # the answers of both to each shared prompt
-    only_first: int  # number of prompts that are only in `first`
+    measures: Sequence[str]  # columns in both; rows are ordered by the first
+    pairs: Sequence[tuple[Sequence[Row], Sequence[Row]]]  # both evaluations' answers per shared prompt
+    only_first: int  # number of prompts only in `first`
     only_second: int
     other_targets: int  # number of prompts left out because their targets differ
-    other_words: int  # number of pairs whose prompts are worded differently
+    other_words: int  # number of pairs with different prompt texts
 
 
 @dataclass(frozen=True)
 class Change:
-    """Change of one measure between two evaluations, over the prompts that both answered."""
+    """Change of one measure between two evaluations, over the prompts in both."""
 
     name: str
     before: float  # mean in the first evaluation
@@ -115,19 +115,19 @@ class Change:
 
     @property
     def p(self) -> float:
-        """Two-sided p-value of the exact sign test; for one answer of 0 or 1 per prompt, McNemar's test.
+        """Two-sided p-value of the exact sign test (McNemar's test for one answer of 0 or 1 per prompt).
 
         Null hypothesis: a prompt that changed got better or worse with equal probability.
         """
         changed, fewer = self.better + self.worse, min(self.better, self.worse)
         tail = sum(math.comb(changed, k) for k in range(fewer + 1))
-        return min(1.0, 2 * tail / 2**changed)  # integers divide exactly, however large
+        return min(1.0, 2 * tail / 2**changed)  # integers of any size divide correctly
 
 
 def join(first: Predictions, second: Predictions, by: str | None = None) -> Joined:
     """Join two evaluations on the uids of their prompts; `by` names the reward to order by.
 
-    Raises ConfigError if they share no prompt or no reward.
+    Raises ConfigError if the evaluations share no prompt or no reward.
     """
     measures = [name for name in second.measures if name in first.measures]
     if not measures:
@@ -170,7 +170,7 @@ def by_prompt(predictions: Predictions) -> dict[str, list[Row]]:
 
 
 def value_of(rows: Sequence[Row], measure: str) -> float:
-    """Return the mean of a measure over the answers to a prompt; NaN if no answer has it."""
+    """Return the mean of a measure over the answers to a prompt; NaN if no answer has a value."""
     values = [float(v) for row in rows if (v := row.get(measure)) is not None and math.isfinite(v)]
     return sum(values) / len(values) if values else math.nan
 

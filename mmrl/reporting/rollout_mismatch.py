@@ -20,7 +20,7 @@ ROWS = (
 
 
 def conclude(means: Mapping[str, float]) -> dict[str, float]:
-    """Replace moments of importance weights by effective sample sizes, as fractions in (0, 1].
+    """Replace the moments of importance weights in metrics by effective sample sizes, as fractions (0, 1].
 
     `means` has `moments/{steps,rows}/{0,1,2}`: means of the weights to the power 0, 1 or 2. The effective
     fraction of `n` weights `w` is (sum w)^2 / (n sum w^2) (Kish).
@@ -36,7 +36,7 @@ def conclude(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def describe_mismatch(record: Mapping[str, Any], cheap: str) -> str:
-    """Return a sentence about the mismatch of a cheaper engine; "" if the step has no such metrics."""
+    """Return a sentence on the mismatch between a cheaper engine and the policy; "" without such metrics."""
     if not cheap or "sampling/kl" not in record:
         return ""
     share = record.get("sampling/ess/rows", math.nan)
@@ -48,13 +48,13 @@ def describe_mismatch(record: Mapping[str, Any], cheap: str) -> str:
 
 
 def mismatch_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return table rows of mismatch and time saved: title, first, mean and last value.
+    """Return table rows on mismatch and saved time: title, then first, mean and last value.
 
-    They are empty if the engine equals the policy and no second engine is timed.
+    There are none if the engine equals the policy and no second engine is timed.
     """
     finite = {name: [r[name] for r in records if math.isfinite(r.get(name, math.nan))] for name, _, _ in ROWS}
     kl = finite["sampling/kl"]
-    # A KL below 1e-4 nats per step is rounding.
+    # A mean KL below 1e-4 nats per step is only rounding error.
     if not finite["rollout/exact_seconds"] and (not kl or sum(kl) / len(kl) < 1e-4):
         return []
     return [

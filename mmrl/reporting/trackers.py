@@ -1,7 +1,7 @@
 """Trackers that send metrics to tensorboard, wandb and trackio through accelerate.
 
-Constructing a tracker checks that its package is installed, before any weight is loaded. The main process
-opens it when the first step is known, so that a resumed run continues its curves.
+The constructor checks that the package is installed, before any weights are loaded. The main process opens
+the tracker when the first step is known, so that a resumed run continues its curves.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mmrl.config.schema import ConfigError
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-ID = "tracker_id"  # file in the output folder with the run's id on dashboards
+ID = "tracker_id"  # file in the output folder with the run's dashboard id
 
 
 def run_id(folder: Path) -> str:
-    """Return the id of a run on dashboards, which is random and stored in the run's folder."""
+    """Return the dashboard id of a run: a random id, stored in the run's folder."""
     path = folder / ID
     if not path.exists():
         path.write_text(secrets.token_hex(4))
@@ -30,7 +30,7 @@ def run_id(folder: Path) -> str:
 
 
 class AccelerateTracker:
-    """Base class: a tracker of accelerate whose package may be missing.
+    """Base class of trackers that use a tracker of accelerate; its package can be missing.
 
     Args:
         required: Raise an error if the package is missing; otherwise print a line on the console.
@@ -40,7 +40,7 @@ class AccelerateTracker:
 
     def __init__(self, *, required: bool = True) -> None:
         spec = find_spec(self.package)
-        # A folder with the name of the package, such as wandb creates, has no origin.
+        # A local folder with the package's name, such as `wandb/`, is found as a package without origin.
         self.installed = spec is not None and spec.origin is not None
         self.tracker: GeneralTracker | None = None
         if required and not self.installed:
@@ -57,7 +57,7 @@ class AccelerateTracker:
         return line
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
-        """Start and return a tracker of accelerate, and a line for the console."""
+        """Start a tracker of accelerate; return the tracker and a line for the console."""
         raise NotImplementedError
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
@@ -84,7 +84,7 @@ class Tensorboard(AccelerateTracker):
     package = "tensorboard"
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
-        """Start a tracker that hides earlier events from step `step` on."""
+        """Start a tracker that hides already written events from `step` on."""
         from accelerate.tracking import TensorBoardTracker
 
         tracker = TensorBoardTracker("tensorboard", logging_dir=folder, purge_step=step or None)
@@ -96,12 +96,12 @@ class Tensorboard(AccelerateTracker):
 class Wandb(AccelerateTracker):
     """Send metrics to Weights & Biases.
 
-    A resumed run has the same id. For repeated steps the dashboard keeps the old values; the new are equal.
+    A resumed run has the same id. If it repeats steps, the dashboard keeps the old values, which are equal.
 
     Args:
         project: Project of the dashboard.
         run_name: Name of the run; by default the name of its folder.
-        mode: `online`; `offline`: write to `output_dir/wandb`, for `wandb sync`; `disabled`: send nothing.
+        mode: `online`: send. `offline`: write to `output_dir/wandb` for `wandb sync`. `disabled`: do nothing.
         required: Raise an error if the package is missing; otherwise print a line on the console.
     """
 
@@ -119,7 +119,7 @@ class Wandb(AccelerateTracker):
         self.project, self.run_name, self.mode = project, run_name, mode
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
-        """Start the run, or resume the run with the same id."""
+        """Start a run of wandb, or resume the run with the same id."""
         import wandb
         from accelerate.tracking import WandBTracker
 
@@ -131,7 +131,7 @@ class Wandb(AccelerateTracker):
             mode=self.mode,
             dir=str(folder),
             config=config,
-            settings=wandb.Settings(silent=True, console="off"),  # no capture of the console
+            settings=wandb.Settings(silent=True, console="off"),  # do not record console output
         )
         try:
             tracker.start()
@@ -147,7 +147,7 @@ class Wandb(AccelerateTracker):
 class Trackio(AccelerateTracker):
     """Send metrics to trackio, on this machine or in a Space of the Hugging Face Hub.
 
-    A resumed run has the same name. Steps that it repeats are on the dashboard twice, with equal values.
+    A resumed run has the same name. If it repeats steps, the dashboard shows them twice, with equal values.
 
     Args:
         project: Project of the dashboard.
@@ -165,7 +165,7 @@ class Trackio(AccelerateTracker):
         self.project, self.run_name, self.space_id = project, run_name, space_id
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
-        """Start the run, or resume the run with the same name."""
+        """Start a run of trackio, or resume the run with the same name."""
         from accelerate.tracking import TrackioTracker
 
         name = self.run_name or f"{folder.name}-{run_id(folder)}"

@@ -1,1 +1,1 @@
-"""Rewards that work with any modality. A reward scores all outcomes of a collection at once."""
+"""Rewards that work with any modality. A reward scores all outcomes of a sampling round at once."""

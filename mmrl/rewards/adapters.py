@@ -15,13 +15,13 @@ from mmrl.runtime.scoring import SCORING, Scoring
 
 
 def log_metric(name: str, value: float) -> None:
-    """Log a value of a run metric, which is averaged over the step; do nothing outside of a run."""
+    """Log a value of a metric, to be averaged over the training step; do nothing outside of a run."""
     if call := SCORING.get(None):
         call.log_metric(name, value)
 
 
 def policy_turns(outcomes: Sequence[Outcome]) -> list[tuple[list[str], list[str]]]:
-    """Return the texts of the turns that `policy_messages` returns, as (earlier, new) per outcome."""
+    """Return the texts of the policy's turns per scored outcome, as (earlier turns, new turns)."""
     both = policy_messages(outcomes)
     return [([turn.text for turn in before], [turn.text for turn in new]) for before, new in both]
 
@@ -29,9 +29,9 @@ def policy_turns(outcomes: Sequence[Outcome]) -> list[tuple[list[str], list[str]
 def policy_messages(outcomes: Sequence[Outcome]) -> list[tuple[list[Message], list[Message]]]:
     """Return the policy's turns up to each scored outcome, as (earlier turns, new turns).
 
-    Earlier turns are those up to the previous scored outcome of the same rollout. So counts over the new
-    turns add up to the conversation, whether a reward is called `at: last` or at every turn. Without a
-    conversation the text of the outcome itself is the new turn.
+    Earlier turns are the turns up to the previous scored outcome of the same rollout. So all new turns
+    together are the conversation, for rewards with `at: last` as well as at every turn. Without a
+    conversation, the text of the outcome is the only new turn.
     """
     scoring = SCORING.get(None) or Scoring()
     talks = scoring.turns or [()] * len(outcomes)
@@ -50,11 +50,11 @@ def policy_messages(outcomes: Sequence[Outcome]) -> list[tuple[list[Message], li
 
 @dataclass(frozen=True)
 class OwnAnswer:
-    """The right answer of a prompt, in all forms in which it may be written, for checks of rewards.
+    """The right answer of a prompt in all accepted spellings, to check a reward on it.
 
-    The reward must give each of `texts` at least `full`, and less to the answer of another prompt. For a
-    reward of images, a text is what the image shows. `unfit` explains how the target differs from the form
-    that the options require, if the reward accepts it nevertheless.
+    The check requires a reward of at least `full` for each of `texts`, and less for answers of other prompts.
+    For a reward of images, a text describes the image. `unfit` is a message about a target that has another
+    form than the options require, but that the reward accepts.
     """
 
     texts: tuple[str, ...]
@@ -63,7 +63,7 @@ class OwnAnswer:
 
 
 def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:
-    """Turn a function of one prompt and one outcome into a reward of a batch."""
+    """Turn a function that scores one prompt and outcome into a reward function for a batch."""
 
     @functools.wraps(measure)
     def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome], **options: Any) -> list[float | None]:
@@ -73,7 +73,7 @@ def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[floa
 
 
 def by_rollout(outcomes: Sequence[Outcome]) -> list[list[int]]:
-    """Group indices of outcomes, such as the turns of a conversation, by rollout, in order."""
+    """Group the indices of outcomes by rollout, in order, such as all turns of a conversation."""
     rows = (SCORING.get(None) or Scoring()).rows or range(len(outcomes))
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
@@ -82,7 +82,7 @@ def by_rollout(outcomes: Sequence[Outcome]) -> list[list[int]]:
 
 
 def comparable_outcomes(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Group the indices of outcomes to compare: same prompt, and same position in their rollouts.
+    """Group the indices of comparable outcomes: same prompt, and same position in their rollouts.
 
     The position counts the outcomes of a rollout that the reward scores. So a turn is compared with the same
     turn of other conversations, and a segment of a video with the same segment of other videos.
@@ -105,10 +105,10 @@ def from_trl(function: Callable) -> Callable:
     If the data row of a prompt has messages, prompt and completion are messages, as in TRL; the completion of
     a conversation with tools has all turns, calls and replies (see `completion_of`). Otherwise the prompt is
     a text, and the completion is the text of the last turn. Completions of image and video models are their
-    media. Columns are passed by name: all of them to a function with `**kwargs`, otherwise those that it
-    names. The media of the prompt are passed in the same way, as `image`, `images`, `video` and `videos`
-    (decoded when they are read). So are TRL's `completion_ids`, `trainer_state`
-    (which counts optimizer steps), `log_metric` and `log_extra`, and `environments` if answers have any.
+    media. Columns are passed by name: all columns to a function with `**kwargs`, otherwise only columns
+    that are parameters of the function. The media of the prompt are passed in the same way, as `image`,
+    `images`, `video` and `videos` (decoded when they are read), and so are TRL's `completion_ids`,
+    `trainer_state` (counts optimizer steps), `log_metric`, `log_extra` and, if any, `environments`.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -29,7 +29,7 @@ CURRENCIES = frozenset("$€£¥₹₩")  # an answer may omit the currency sign
 LISTED = re.compile(r"""\s*\[\s*['"].*['"]\s*\]\s*""", re.DOTALL)  # a list of texts, written as one text
 MATH = {FORM_PACKAGE: "math"}  # `packages` of rewards with the form `math`
 log = logging.getLogger("mmrl")
-_warned: set[str] = set()  # rewards that have logged a prompt without a target
+_warned: set[str] = set()  # names of rewards that already warned of a missing target
 
 
 def comparable(
@@ -74,8 +74,8 @@ def is_right(
 ) -> bool | None:
     """Whether an answer equals a target; None for an empty target.
 
-    A target of another form, such as "cow" with `number`, is compared by its words, and a target without
-    words by its characters. So every target equals itself.
+    If the target does not have the form, such as "cow" with `number`, the words are compared, or for a target
+    without words the characters. So every target equals itself.
     """
     answer, wanted = answer_part(text, tag), answer_part(target, tag)
     if form in ("exact", "text", "words") and len(answer) > 100 * (len(wanted) + 10):
@@ -96,7 +96,7 @@ def is_right(
 
 
 def _same_number(answer: str, wanted: str, tolerance: float) -> bool:
-    """Whether the last number of the answer is right; it may omit the unit of the target."""
+    """Whether the last numbers of answer and target are equal; the answer may omit the unit."""
     number, value = number_in(answer), number_in(wanted)
     if number is None and words_of(answer) == ["none"]:
         number, answer = Fraction(0), ""
@@ -118,7 +118,7 @@ def graded(
     tag: str = "answer",
     tolerance: float = 0.0,
 ) -> float | None:
-    """Return 1 for an answer that equals one of the prompt's targets, else 0; None without a target."""
+    """Return 1 if an answer equals one of the prompt's targets, else 0; None if the prompt has no target."""
     choices = choices_in(prompt.columns) if form == "choice" else None
     verdicts = [
         is_right(outcome.text or "", target, form, tag=tag, tolerance=tolerance, choices=choices)
@@ -149,7 +149,7 @@ PAIRED_TAG = re.compile(r"<([A-Za-z][\w-]*)>(?=.*?</\1>)", re.DOTALL)
 
 
 def own_text(prompt: Prompt, *, tag: str = "answer", form: AnswerForm | None = None) -> OwnAnswer | None:
-    """Return each target as a right answer: bare, and in the tags or the box that the prompt asks for."""
+    """Write each target as a right answer: plain, and in the tags or the box that the prompt mentions."""
     choices, unfit = choices_in(prompt.columns), ""
     question = prompt.text[-5000:]
     tags = {name.lower() for name in PAIRED_TAG.findall(question)} & {tag.lower(), "answer", "solution"}
@@ -165,7 +165,7 @@ def own_text(prompt: Prompt, *, tag: str = "answer", form: AnswerForm | None = N
 
 
 def own_block(prompt: Prompt, *, tag: str = "answer") -> OwnAnswer | None:
-    """Return each target as a right answer: a `tag` block after an empty think block."""
+    """Write each target as a right answer: a `tag` block after an empty think block."""
     parts = [answer_part(target, tag) for target in targets_of(prompt.target)]
     return OwnAnswer(tuple(f"<think></think><{tag}>{part}</{tag}>" for part in parts)) if parts else None
 
@@ -190,7 +190,7 @@ class FormOfData:
 
 
 def infer_form(prompts: Iterable[Prompt]) -> tuple[AnswerForm | None, str]:
-    """Infer the answer form that all targets of a data set share, and a sentence that explains it.
+    """Infer the common answer form of all targets of a data set; also return a sentence about it.
 
     The form is None if no target is a text, a number or a list of them. Formulas count as text, because the
     form `math` needs a package.

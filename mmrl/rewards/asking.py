@@ -1,8 +1,8 @@
-"""Questions to a judge model, and the parsing of its judgements: shared by all judge rewards."""
+"""Shared code of judge rewards: asks a judge model questions and parses its judgements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mmrl.config.binding import Pieces
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeInt
+from mmrl.config.schema import Config, as_piece
 from mmrl.core.answer_text import tagged
 from mmrl.core.protocols import Engine, Policy, WeighsWords
 from mmrl.core.rng import Stream
@@ -19,9 +21,8 @@ from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.data.fields import short
 from mmrl.data.templates import TextTemplate, quoted
 from mmrl.rewards.adapters import log_metric
-from mmrl.rewards.text_models import reward_device
 from mmrl.runtime.json_client import JsonClient
-from mmrl.runtime.modules import loading_onto
+from mmrl.runtime.modules import loading_onto, reward_device
 
 T = TypeVar("T")
 AGAIN = "Your judgement has no {tag} in the form that was asked for. End with <{tag}>...</{tag}>."
@@ -54,7 +55,7 @@ Answer B{{{{ " (the last " + made + " above)" if made else "" }}}}:
 
 @dataclass(frozen=True)
 class Unread:
-    """A judgement that could not be parsed, even after asking again: a failed reward, not a low one."""
+    """A judgement that could not be parsed, even after asking again; the reward then fails."""
 
     text: str
     wanted: str
@@ -64,7 +65,7 @@ class Unread:
 
 
 class Asker:
-    """Client of a judge, a frozen local model or a server; asks again if a judgement cannot be parsed."""
+    """Client of a judge model (frozen and local, or a server); repeats questions after unparsable replies."""
 
     def __init__(
         self,
@@ -83,7 +84,8 @@ class Asker:
         if (policy is None) != isinstance(self.engine, JsonClient):
             raise ConfigError(
                 "a judge is either a server (`engine: {name: chat_completions, ...}`) or a model of its own "
-                "(`policy: {name: vision.tokens, model: ..., frozen: true}` with `engine: vision.generate`)"
+                "(`policy: {name: vision.tokens, model: ..., frozen: true}` with `engine: vision.generate`, "
+                "or with `vision.vllm` and servers of its own)"
             )
 
     def ask(
@@ -93,7 +95,8 @@ class Asker:
 
         Args:
             prompts: The questions.
-            tag: Tag of the verdict at the end of a judgement.
+            tag: Tag of the verdict at the end of a judgement. Empty: `read` gets the whole judgement, and
+                questions are repeated unchanged, which only helps if the engine samples.
             wanted: Description of a verdict, for errors.
             read: Parses the text of the last `tag` block; returns None if it cannot.
         """
@@ -106,15 +109,17 @@ class Asker:
             rows = self.engine.rollout(list(open_questions.values()))
             texts = [row.outcomes[-1].text or "" for row in rows]
             for key, text in zip(list(open_questions), texts, strict=True):
-                # Ignore the thoughts before the judgement.
-                blocks = tagged(text.rpartition("</think>")[2], tag)
+                # Ignore the reasoning before the judgement.
+                judgement = text.rpartition("</think>")[2]
+                blocks = tagged(judgement, tag) if tag else [judgement]
                 value = read(blocks[-1].strip()) if blocks else None
                 log_metric("judge/unread", float(value is None))
                 verdicts[key] = Unread(text, wanted) if value is None else value
                 if value is None:
-                    written = Message("assistant", (Part(quoted(text)),))
-                    again = Message("user", (Part(AGAIN.format(tag=tag)),))
-                    messages = (*first[key].messages, written, again)
+                    messages = first[key].messages
+                    if tag:
+                        written = Message("assistant", (Part(quoted(text)),))
+                        messages = (*messages, written, Message("user", (Part(AGAIN.format(tag=tag)),)))
                     uid = f"{first[key].uid}/{turn + 1}"
                     open_questions[key] = replace(first[key], uid=uid, messages=messages)
                 else:
@@ -122,14 +127,15 @@ class Asker:
         return [verdicts[prompt.messages] for prompt in prompts]
 
     def weigh(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
-        """Compute, for each list of words, the probability that the judge's answer begins with one of them.
+        """Return, per prompt and list of words, the probability that the reply begins with one of the words.
 
-        Raises `ConfigError` for a server, which returns no probabilities.
+        Raises `ConfigError` for `chat_completions`, which returns no probabilities.
         """
         if not isinstance(self.engine, WeighsWords):
             raise ConfigError(
                 "a judge whose probabilities are read is a model of its own (`policy: {name: vision.tokens, "
-                "model: ..., frozen: true}` with `engine: vision.generate`), not a server"
+                "model: ..., frozen: true}` with `engine: vision.generate` or `vision.vllm`), not "
+                "`chat_completions`"
             )
         first = _distinct(prompts)
         weights = dict(zip(first, self.engine.first_words(list(first.values()), words), strict=True))
@@ -137,7 +143,7 @@ class Asker:
 
 
 def _distinct(prompts: Sequence[Prompt]) -> dict[tuple[Message, ...], Prompt]:
-    """Map the messages of prompts to the first prompt with these messages, in order."""
+    """Map each distinct sequence of messages to the first prompt that has it, in order."""
     first: dict[tuple[Message, ...], Prompt] = {}
     for prompt in prompts:
         first.setdefault(prompt.messages, prompt)
@@ -145,14 +151,11 @@ def _distinct(prompts: Sequence[Prompt]) -> dict[tuple[Message, ...], Prompt]:
 
 
 @dataclass(kw_only=True, eq=False)
-class Judging:
-    """Base class of judge rewards: their shared options, which `Judge` documents."""
+class Asking:
+    """Base class of rewards that ask a judge model: options of the model, documented by `Judge`."""
 
-    stream: Stream
     engine: Callable[..., Engine]
     policy: Callable[[], Policy] | None = None
-    tag: str = ""
-    reference: bool = True
     ask_again: NonNegativeInt = 2
     device: str = "auto"
 
@@ -160,19 +163,38 @@ class Judging:
         """Load the judge, or connect to its server."""
         return Asker(self.engine, self.policy, self.device, self.ask_again)
 
+    @staticmethod
+    def model_bytes(options: Mapping[str, Any], config: Config) -> float:
+        """Return the size of a local judge's weights in bytes, for memory estimates; 0 for a server."""
+        if options["policy"] is None:
+            return 0.0
+        with loading_onto(None, learns=False, empty=True):
+            piece = as_piece(options["policy"], "rewards.policy")
+            module = Pieces(Stream(config.seed), config.policy).make("policy", piece).module
+        return float(sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())))
+
+
+@dataclass(kw_only=True, eq=False)
+class Judging(Asking):
+    """Base class of judge rewards with their shared options, documented by `Judge`."""
+
+    stream: Stream
+    tag: str = ""
+    reference: bool = True
+
 
 # ---- the question
 
 
 def judge_template(source: str, known: set[str], needed: set[str], tag: str, name: str) -> TextTemplate:
-    """Create the template of a question; raise ConfigError if it does not ask for the verdict's `tag`."""
+    """Create the template of a question; raise ConfigError if its text does not contain <`tag`>."""
     if tag and f"<{tag}>" not in source:
         raise ConfigError(f"the template of '{name}' must ask for <{tag}>...</{tag}>, which is what is read")
     return TextTemplate(source, known, needed, f"the reward '{name}'")
 
 
 def judge_words(stream: Stream, prompt: Prompt, shown: Sequence[Outcome], reference: bool) -> dict[str, Any]:
-    """Collect the template variables that come from the prompt and from the media kind of the answers."""
+    """Return the template variables that depend on the prompt and on the kind of media in the answers."""
     mark = int(torch.randint(1 << 32, (), generator=stream.generator("judge", prompt.uid)))
     kinds = {medium.kind for outcome in shown for medium in media_of(outcome)}
     return {
@@ -185,9 +207,9 @@ def judge_words(stream: Stream, prompt: Prompt, shown: Sequence[Outcome], refere
 
 
 def judge_prompt(uid: str, prompt: Prompt, shown: Sequence[Outcome], text: str) -> Prompt:
-    """Make a question for a judge: the media of the prompt, then of the answers, then the text.
+    """Create a question for a judge: media of the prompt, then media of the answers `shown`, then text.
 
-    Where both have media, as for an edited image, labels say which were before and which after.
+    If prompt and answers have media, as for an edited image, labels mark them as before and after.
     """
     before, after = [Part(media=medium) for medium in prompt.media], [media_of(one) for one in shown]
     labelled = bool(before) and any(after)
@@ -196,7 +218,7 @@ def judge_prompt(uid: str, prompt: Prompt, shown: Sequence[Outcome], text: str) 
         name = "After:" if len(shown) == 1 else f"After, answer {chr(ord('A') + i)}:"
         parts += [Part(name)] if labelled and media else []
         parts += [Part(media=medium) for medium in media]
-    return Prompt(uid, (Message("user", (*parts, Part(text, said=True))),))
+    return Prompt(uid, (Message("user", (*parts, Part(text, quoted=True))),))
 
 
 def media_of(outcome: Outcome) -> tuple[Media, ...]:
@@ -214,7 +236,7 @@ def _frames(pixels: Tensor, times: Tensor | None) -> Frames:
 
 
 def answer_of(outcome: Outcome, tag: str) -> str:
-    """Return the text of an answer (or its last `tag` block), with special tokens and tags broken up."""
+    """Return the text of an answer (or its last `tag` block), with special tokens and tags made harmless."""
     text = outcome.text or ""
     blocks = tagged(text, tag) if tag else []
     return quoted((blocks[-1] if blocks else text).strip())
@@ -223,7 +245,7 @@ def answer_of(outcome: Outcome, tag: str) -> str:
 def reference_of(prompt: Prompt, *, recorded: bool = False) -> str | None:
     """Return the target of a prompt as a text; None if it is neither a text nor a number.
 
-    With `recorded`, the first recorded answer of the prompt is preferred to the target.
+    With `recorded`, return the first recorded answer of the prompt instead, if there is one.
     """
     if recorded and prompt.answers and prompt.answers[0].text:
         return prompt.answers[0].text
@@ -238,5 +260,5 @@ def reference_of(prompt: Prompt, *, recorded: bool = False) -> str | None:
 
 
 def is_empty(outcome: Outcome, tag: str) -> bool:
-    """Whether an answer has neither text nor media."""
+    """Whether an answer (or its last `tag` block) has no text, and the answer has no media."""
     return not answer_of(outcome, tag) and not media_of(outcome)

@@ -6,39 +6,33 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from mmrl.config.loading import nearest
 from mmrl.config.plain import as_list
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core import plain_text
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.frames import mean_over_frames
-from mmrl.rewards.text_models import reward_device
+from mmrl.runtime.clip_model import load_towers
 
 WEIGHT = 2.5  # factor of CLIPScore, arXiv 2104.08718
 PREFIX = "A photo depicts "
-CONFIG = "open_clip_config.json"
 
 
 @reward(packages={"open_clip": "clip"})
 class ClipScore:
     """Image-text similarity of a CLIP or SigLIP model: cosine, logit or CLIPScore (arXiv 2104.08718).
 
-    SigLIP is arXiv 2303.15343. An image is compared with the text in `against`. An outcome of text alone is a
-    caption and is compared with the prompt's only image.
+    SigLIP is arXiv 2303.15343. An image is compared with the text in `against`. An outcome with only text is
+    a caption, which is compared with the prompt's only image.
 
     A text that the model would truncate is split into sentences, and long sentences at commas and `and`;
-    fragments of fewer than three words count only if there is nothing else. Cosines of parts are clamped at 0
-    and pooled. An empty text has the cosine 0. Splitting and pooling are our reading.
+    fragments of fewer than three words count only if there is nothing else. The cosines of these parts are
+    clamped at 0 and pooled. An empty text has the cosine 0. Splitting and pooling are our reading.
 
     Args:
         model: Architecture of open_clip, a folder with open_clip's config JSON and weights, or
@@ -48,14 +42,14 @@ class ClipScore:
         divide_by: Divisor of the result; published trainings divide the logit by 30 or 100.
         against: What an image is compared with: `prompt`, `target`, or a column of the prompt.
         references: Column of reference captions. If set, the reward is RefCLIPScore: the harmonic mean of
-            CLIPScore and the cosine with the best reference. None for a prompt without references. A negative
-            cosine with the best reference counts as 0, as in the paper; the released code keeps it.
-        prefix: Text before every caption. Null is CLIPScore's own if `scale` is `clipscore` and the model is
-            not SigLIP, else none.
+            CLIPScore and the cosine with the best reference; None for a prompt without references. A negative
+            cosine with the best reference counts as 0, as in the paper (the code keeps negative values).
+        prefix: Text before every caption. Null: "A photo depicts " if `scale` is `clipscore` and the model is
+            not SigLIP, else no text.
         split: Split texts that are too long (`long`), or every text (`always`).
-        pool: Pool the parts of a text by `mean`, mean weighted by words (`length`), `min`, or `soft_min`.
+        pool: How to pool the parts of a text: `mean`, `length` (mean weighted by words), `min` or `soft_min`.
         tau: Temperature of `soft_min`, above 0, in units of the cosine.
-        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
+        frames: Number of evenly spaced frames of a video to score; the reward is the mean of their scores.
         batch_size: Images or texts per forward pass.
         device: Torch device; `auto` is the current GPU, or the CPU.
     """
@@ -98,7 +92,7 @@ class ClipScore:
         pairs = [self._pair(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
         keys = [_content_key(image) for image, _ in pairs]
         parts = [self._parts(text, self.always) for _, text in pairs]
-        references = []  # per prompt: the parts of all its reference captions
+        references = []  # for each prompt: the parts of its reference captions
         for prompt in prompts:
             captions = as_list(prompt.columns.get(self.references) if self.references else None)
             references.append([part for text in captions for part in self._parts(text, False)])
@@ -111,11 +105,11 @@ class ClipScore:
         ]
 
     def reads_whole(self, text: str) -> bool:
-        """Whether a caption fits the model's context, so that it is not split."""
+        """Whether a caption fits into the model's context, so that it is scored without splitting."""
         return not self.always and self.towers.fits(self.prefix + text)
 
     def _pair(self, prompt: Prompt, outcome: Outcome) -> tuple[Tensor, str]:
-        """Return the image, (3, height, width) uint8, and the text to compare."""
+        """Return the image, (3, height, width) uint8, and the text to compare it with."""
         if outcome.image is not None:
             columns = {"prompt": prompt.text, "target": prompt.target, **prompt.columns}
             if columns.get(self.against) is None:
@@ -145,7 +139,7 @@ class ClipScore:
         return [self.prefix + part for part in ([text] if whole else split_text(text, fits))]
 
     def _encode(self, encode: Callable[[Sequence], Tensor], distinct: Mapping[Any, Any]) -> dict[Any, Tensor]:
-        """Encode every distinct image or text once, in batches; map its key to a unit vector."""
+        """Encode distinct images or texts in batches; return a mapping of their keys to unit vectors."""
         inputs = list(distinct.values())
         chunks = [inputs[at : at + self.batch_size] for at in range(0, len(inputs), self.batch_size)]
         return dict(zip(distinct, (row for chunk in chunks for row in encode(chunk)), strict=True))
@@ -159,7 +153,7 @@ class ClipScore:
         cosines = [float(text @ image) for text in texts]
         if len(cosines) > 1 or self.scale == "clipscore":
             cosines = [max(cosine, 0.0) for cosine in cosines]
-        value = self._pooled(cosines, parts) if cosines else 0.0  # 0 for an empty text
+        value = self._pooled(cosines, parts) if cosines else 0.0  # an empty text has no parts
         if self.scale == "logit":
             value = self.towers.factor * value + (self.towers.bias or 0.0)
         elif self.scale == "clipscore":
@@ -187,7 +181,7 @@ def harmonic_mean(a: float, b: float) -> float:
 
 
 def _content_key(image: Tensor) -> tuple:
-    """Hash the content of an image, so that equal images are encoded once."""
+    """Return the shape and content hash of an image; equal images have equal keys."""
     if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] != 3:
         raise ValueError(
             "clip_score looks at images of (3, height, width) uint8, not at "
@@ -200,7 +194,7 @@ def _content_key(image: Tensor) -> tuple:
 # ---- long texts
 
 _SHORT = r"(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|Mt|Fig|No|vs|etc|approx|e\.g|i\.e|a\.m|p\.m|cf|ca)\."
-_LONGEST = 8  # characters before a full stop that are searched for an abbreviation
+_LONGEST = 8  # characters before a full stop that may hold an abbreviation
 _BULLET = re.compile(r"^\s*(?:[-*•–]|\d{1,3}[.)])\s+")
 
 
@@ -229,13 +223,13 @@ def split_sentences(text: str) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-# Separators by level: each level splits the parts that are still too long. A separator stays with the part
-# before it.
+# Patterns of separators: each pattern splits the parts that are still too long after the previous pattern. A
+# separator stays with the part before it.
 _LEVELS = (r"(?<=;)\s+", r"(?<=,)\s+|\s+(?=and\s)", r"\s+", r"(?<=.)(?=.)")
 
 
 def _cut(text: str, fits: Callable[[str], bool], levels: Sequence[str]) -> list[str]:
-    """Split a text that does not fit, and rejoin neighbouring parts while they fit (our reading)."""
+    """Split a text that does not fit the model; rejoin neighbouring parts while they fit (our reading)."""
     if fits(text):
         return [text]
     if not levels:
@@ -246,106 +240,3 @@ def _cut(text: str, fits: Callable[[str], bool], levels: Sequence[str]) -> list[
         joined = f"{parts[-1]}{glue}{piece}" if parts else piece
         parts[-1:] = [joined] if fits(joined) else [*parts[-1:], piece]
     return parts
-
-
-# ---- the model
-
-
-@dataclass
-class Towers:
-    """The two encoders of a CLIP model, with their image preprocessing and tokenizer."""
-
-    model: Any
-    prepare: Callable[[Any], Tensor]
-    tokenizer: Any
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        self.model.eval().requires_grad_(False)
-        self.length = self.tokenizer.context_length
-        inner = getattr(self.tokenizer, "tokenizer", None)  # None for open_clip's own tokenizer
-        self.words = plain_text.control_words(inner) if inner else plain_text.OPEN_CLIP
-        self.factor = float(self.model.logit_scale.exp())  # logits are factor * cosine + bias (SigLIP)
-        bias = self.model.logit_bias
-        self.bias = None if bias is None else float(bias)
-
-    def fits(self, text: str) -> bool:
-        """Whether the model reads a text without truncation."""
-        text = plain_text.parted(text, self.words)
-        short, long = (self.tokenizer([text], context_length=self.length + more)[0] for more in (0, 1))
-        # A truncated text ends with the end token, where the longer context has a word.
-        return bool((short == long[: self.length]).all())
-
-    @torch.no_grad()
-    def look(self, images: Sequence[Tensor]) -> Tensor:
-        """Encode images to unit vectors (images, dimensions) in float32."""
-        from PIL import Image
-
-        pixels = [self.prepare(Image.fromarray(image.cpu().permute(1, 2, 0).numpy())) for image in images]
-        return normalize(self.model.encode_image(torch.stack(pixels).to(self.device)).float(), dim=-1).cpu()
-
-    @torch.no_grad()
-    def read(self, texts: Sequence[str]) -> Tensor:
-        """Encode texts to unit vectors (texts, dimensions) in float32."""
-        texts = [plain_text.parted(text, self.words) for text in texts]
-        ids = self.tokenizer(texts, context_length=self.length).to(self.device)
-        return normalize(self.model.encode_text(ids).float(), dim=-1).cpu()
-
-
-# Rewards with the same model share it, e.g. the rewards of a training and of its evaluation.
-_LOADED: WeakValueDictionary[tuple, Towers] = WeakValueDictionary()
-
-
-def load_towers(model: str, pretrained: str | None, device: str) -> Towers:
-    """Load a model in float32, or share the loaded one; missing weights are an error."""
-    device = reward_device(device)
-    key = (model, pretrained, device)
-    towers = _LOADED.get(key)
-    if towers is None:
-        towers = _LOADED[key] = _load(model, pretrained, torch.device(device))
-    return towers
-
-
-def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
-    try:
-        import open_clip
-    except ImportError as error:
-        raise ImportError("clip_score needs open_clip: pip install 'mmrl[clip]'") from error
-    # open_clip's names of the model and of its weights; no weights if the model includes its own.
-    name, weights = model.removeprefix("local-dir:"), None
-    architectures = [name.lower() for name in open_clip.list_models()]
-    if name.startswith("hf-hub:") or Path(name).is_dir():
-        if pretrained is not None:
-            raise ValueError(
-                f"'{model}' brings its own weights; leave out `pretrained`, which is '{pretrained}'"
-            )
-        name = name if name.startswith("hf-hub:") else f"local-dir:{name}"
-    elif name.replace("/", "-").lower() in architectures:
-        weights = pretrained or "openai"
-    else:
-        hint = nearest(name.lower(), architectures) or f"a folder holds {CONFIG} and weights"
-        raise ValueError(
-            f"clip_score: '{model}' is neither a folder nor an architecture of open_clip; {hint}"
-        )
-    # open_clip only warns if weights that were trained with a quick GELU are loaded without it.
-    settings = open_clip.get_pretrained_cfg(name, weights) if weights else {}
-    try:
-        loaded, _, prepare = open_clip.create_model_and_transforms(
-            name,
-            pretrained=weights,
-            precision="fp32",
-            device=device,
-            force_quick_gelu=bool(settings.get("quick_gelu")),
-            require_pretrained=True,  # otherwise it only warns, and the weights are random
-            weights_only=True,  # so that a pickled file cannot run code
-        )
-        return Towers(loaded, prepare, open_clip.get_tokenizer(name), device)
-    # open_clip, the hub and torch raise many kinds of errors, all of which mean the same here.
-    except Exception as error:
-        raise ValueError(
-            f"clip_score cannot load '{model}'"
-            + (f" with the weights '{weights}'" if weights else "")
-            + f": {error}. "
-            "Name an architecture of open_clip with a tag or a file as `pretrained`, a folder that holds "
-            f"{CONFIG} and weights, or hf-hub:owner/name"
-        ) from error

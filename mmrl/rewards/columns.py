@@ -12,8 +12,8 @@ from mmrl.rewards.adapters import per_outcome
 def column_value(prompt: Prompt, outcome: Outcome, *, column: str) -> float | None:
     """Read a number from a column of the row, for use as a label; None if the row has no such column.
 
-    With `weight: 0`, pieces of the advantage chain read it by its name, e.g. as a predicted value
-    (`shrunk_mean`) or a difficulty (`scale_by`). Raises `ValueError` for a value that is no number.
+    Set `weight: 0`. Advantage functions then read the label by its name, e.g. as a predicted value
+    (`shrunk_mean`) or a difficulty (`scale_by`). Raises `ValueError` for a value that is not a number.
     """
     value = prompt.columns.get(column)
     if value is None:

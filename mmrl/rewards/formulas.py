@@ -1,6 +1,6 @@
 """Comparison of formulas by math-verify, in a child process that is killed after a timeout.
 
-The timeouts of math-verify itself use signals, which only work in the main thread; no reward runs there.
+The timeouts of math-verify use signals, which only work in the main thread. Rewards run in other threads.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def same_formula(answer: str, target: str) -> bool:
     if is_formula(answer) and is_formula(target):
         letters = [set(LETTERS.findall(text)) for text in (answer, target)]
         lower = [{letter.lower() for letter in each} for each in letters]
-        if letters[0] != letters[1] and lower[0] == lower[1]:  # R is not r; math-verify ignores case
+        if letters[0] != letters[1] and lower[0] == lower[1]:  # R is not r, but math-verify ignores case
             return False
         return bool(_ask("same", target.strip(), answer.strip()))
     return same_words(words_of(answer), words_of(target))
 
 
 def formula_key(text: str) -> str:
-    """Return the normal form of a formula, for votes; empty for a text that math-verify cannot parse."""
+    """Return the normal form of a formula, to compare votes; "" for a text that math-verify cannot parse."""
     return str(_ask("key", text.strip(), "") or "") if is_formula(text) else ""
 
 
@@ -76,8 +76,8 @@ def _same_number(answer: str, target: str) -> bool:
         return True
     for value, other, text in ((number, wanted, answer), (wanted, number, target)):
         places = re.fullmatch(r"\s*-?\d*\.(\d{4,})\s*", text)
-        # Only fractions without a finite decimal, whose denominator has a prime factor other than 2 and 5:
-        # 0.33333 is 1/3, but 0.12345 is not 0.123454.
+        # Accept a rounded decimal only for a fraction without a finite decimal, so a denominator with a prime
+        # factor other than 2 and 5: 0.33333 equals 1/3, but 0.12345 does not equal 0.123454.
         endless = 10 ** other.denominator.bit_length() % other.denominator
         if places and endless and round(other, len(places[1])) == value:
             return True
@@ -92,7 +92,7 @@ def _ask(kind: str, one: str, other: str) -> Any:
 
 
 class MathProcess:
-    """The child process that compares formulas; started for the first question, and again after a stop."""
+    """Child process that compares formulas; started for the first question, and again after it stopped."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -103,7 +103,7 @@ class MathProcess:
         with self.lock:
             first = self.process is None or self.process.poll() is not None
             if first:
-                # -P: do not import from the folder of this file, which has an http.py.
+                # -P: do not import from the folder of this file, whose http.py hides the standard module.
                 command = [sys.executable, "-P", str(Path(__file__).resolve().with_name("math_worker.py"))]
                 pipe = subprocess.PIPE
                 self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Rewards of images applied to frames of videos."""
+"""Application of image rewards to the frames of videos."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Scores = Sequence[float | None]
 
 
 def even_frames(video: Tensor, frames: int) -> Tensor:
-    """Select up to `frames` frames of a video (F, 3, height, width), evenly from the first to the last."""
+    """Select up to `frames` evenly spaced frames of a video (num_frames, 3, height, width)."""
     return video[linspace_indices(len(video), frames)]
 
 
@@ -24,10 +24,10 @@ def mean_over_frames(
     outcomes: Sequence[Outcome],
     frames: int,
 ) -> list[float | None]:
-    """Score outcomes by a function of images; a video gets the mean over `frames` even frames.
+    """Score images with `score`; for a video, average the scores of `frames` evenly spaced frames.
 
-    `score` maps prompts and outcomes with images to one value each. A video with a frame without a value
-    (None) has none. Outcomes without a video are passed on as they are.
+    `score` maps prompts and outcomes with images to one value per outcome. A video gets None if one
+    of its frames gets None. Outcomes without a video are passed to `score` unchanged.
     """
     owners: list[int] = []  # index of the outcome of every image
     images: list[Outcome] = []
@@ -48,3 +48,12 @@ def mean_over_frames(
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def frame_rate(prompt: Prompt, outcome: Outcome) -> float:
+    """Return the frames per second of a video, from the times of its first and last frame."""
+    times = outcome.times
+    if times is None or len(times) < 2 or not times[-1] > times[0]:
+        raise ValueError(f"the video of prompt '{prompt.uid}' has no times of its frames, or only one frame")
+    # Remove the float32 error of times, because rewards round values that they derive from the rate.
+    return round((len(times) - 1) / float(times[-1] - times[0]), 3)

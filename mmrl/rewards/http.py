@@ -22,9 +22,9 @@ class Http(JsonClient):
     """Get rewards from a server, by POST requests of JSON.
 
     A request is `{"outcomes": [...]}`. An outcome has "uid", "prompt", "target" and "columns" of its prompt,
-    and its own "text", "tags", "end" and "recorded"; an "image" is a PNG in base64, a "video" is a list of
+    and the fields "text", "tags", "end" and "recorded"; an "image" is a PNG in base64, a "video" is a list of
     PNGs with "times" in seconds. The response is `{"rewards": [...]}`, a finite number or null for each
-    outcome, in at most 64 MiB. Redirects are not followed, and proxies not used. `timeout`, `retries` and
+    outcome, in at most 64 MiB. Redirects and proxies are not used. `timeout`, `retries` and
     `on_error` apply to all requests together, as for any reward.
 
     Args:
@@ -62,9 +62,9 @@ class Http(JsonClient):
         return [None if value is None else float(value) for value in values]
 
     def ask(self, items: Sequence[Any], sent: str, wanted: str) -> list[Any]:
-        """Send items in batches as `{sent: [...]}`; return the values of the responses `{wanted: [...]}`.
+        """Send items in batches as `{sent: [...]}`; return the values from the responses `{wanted: [...]}`.
 
-        There is one value per item. Raises `ValueError` for a response of another form.
+        There is one value per item. Raises `ValueError` if a response has another form.
         """
 
         def ask(part: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The reward `judge`: a model scores every answer by itself."""
+"""The reward `judge`: a judge model scores each answer separately."""
 
 from __future__ import annotations
 
@@ -64,29 +64,29 @@ class Judge(Judging):
     answer; its reply ends with a score or a verdict between tags. If a reply cannot be parsed after
     `ask_again` repetitions, the reward fails: the run stops, or with `on_error: skip` the group is dropped.
     An empty answer gets 0 without asking the judge. The cost is one generation for every distinct answer of a
-    prompt. A local judge takes memory besides the policy, and again for an evaluation that uses it. The
+    prompt. A local judge needs memory besides the policy, and once more for evaluations that use it. The
     metric `judge/unread` is the fraction of replies that could not be parsed.
 
-    Three forms read the probabilities of a local judge's first word instead, at the cost of one forward pass.
+    Three forms read the probabilities of the judge's first word instead, at the cost of one forward pass.
     Their metric `judge/mass` is the total probability of the expected words; it is low for a judge that would
     not answer in this form.
 
     Args:
-        engine: Generates the judge's replies: `vision.generate` with a `policy`, or the server
-            `chat_completions`.
+        engine: Generates the judge's replies: `vision.generate` or `vision.vllm` with a `policy`, or the
+            server `chat_completions`.
         policy: Model of a local judge, such as `{name: vision.tokens, model: ..., frozen: true}`.
         form: `score`: a number in `scale` between <score> tags. `yes_no`: yes or no between <verdict> tags.
             Without tags: `p_yes`: P(yes) / (P(yes) + P(no)). `p_yes_of_all`: P(yes) among all words
             (Nemotron-Cascade, arXiv 2512.13607). `expected_score`: the mean of the whole numbers of `scale`,
             weighted by their probabilities; each must be one token.
-        scale: The lowest and the highest score; a number outside cannot be parsed.
-        tag: Show the judge only the last block of this tag in the answer; empty, or without a block: all of
-            it.
+        scale: The lowest and the highest score; a number outside counts as not parsed.
+        tag: Show the judge only the last block of this tag in the answer. It sees the whole answer if `tag`
+            is empty or the answer has no such block.
         reference: Show the judge the target, if there is one.
-        template: Template of jinja2 in place of the built-in one. It may read `question`, `answer`,
+        template: jinja2 template that replaces the built-in template. It can read `question`, `answer`,
             `reference`, `columns` (of the data), `low`, `high`, `mark` (a line around the answer, which no
-            answer can guess) and `made` ("image" or "video" for such an answer). It must ask for the tags of
-            `form`.
+            answer can guess) and `made` ("image" or "video" if the answer is one). The template must ask for
+            the tags of `form`.
         ask_again: Repetitions of a question after a reply that cannot be parsed.
         device: Torch device of a local judge; `auto` is the current GPU, or the CPU.
     """
@@ -102,7 +102,7 @@ class Judge(Judging):
         source, tag = self.template or POINTWISE + ASKS[self.form], TAGS.get(self.form, "")
         self.question = judge_template(source, variables, {"answer"}, tag, "judge")
         self.asker = self.make_asker()
-        self.words: list[tuple[str, ...]] = [YES, NO]  # the first words whose probabilities are read
+        self.words: list[tuple[str, ...]] = [YES, NO]  # first words of a reply whose probabilities are read
         self.marks = [1.0, 0.0]  # scores of these words
         if self.form == "expected_score":
             low, high = self.scale
@@ -110,7 +110,7 @@ class Judge(Judging):
             self.words = [(str(n), f" {n}") for n in numbers]
             self.marks = [(n - low) / (high - low) for n in numbers]
         if self.form not in TAGS:
-            self.asker.weigh((), self.words)  # raises if the judge cannot tell the words apart
+            self.asker.weigh((), self.words)  # raises if the first token cannot tell the words apart
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread]:
         """Compute the reward of every outcome, or `Unread` if the judgement cannot be parsed."""

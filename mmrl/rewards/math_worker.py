@@ -1,4 +1,4 @@
-"""Child process of `formulas`, which runs math-verify; it imports nothing of mmrl."""
+"""Child process that runs math-verify for `formulas`; it imports nothing from mmrl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _serve(questions: IO[str], answers: IO[str]) -> None:
     import math_verify
     import sympy
 
-    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # a tower of powers would take all memory
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # nested powers would use up all memory
 
     def parsed(text: str) -> list:
         marked = text if "$" in text or "\\boxed" in text else f"${text}$"

@@ -46,17 +46,17 @@ class PairwiseJudge(Judging):
     generations per answer.
 
     Equal answers tie and empty answers lose without asking the judge. A judgement that cannot be parsed
-    counts 1/2; if no judgement of an answer can be parsed, its reward fails, as for `judge`. An answer that
-    is alone gets no reward. Metrics: `pairwise_judge/consistency`, the fraction of pairs with equal verdicts
-    in both orders; `pairwise_judge/first`, how often the first position won if the verdicts differ (1/2: no
-    bias); and `judge/unread`.
+    counts 1/2; if no judgement of an answer can be parsed, its reward fails, as for `judge`. The only answer
+    of a group gets no reward. Metrics: `pairwise_judge/consistency` is the fraction of pairs with the same
+    verdict in both orders. `pairwise_judge/first` is how often the first position won if the verdicts differ
+    (1/2: no bias). `judge/unread` is as for `judge`.
 
     Args:
         engine: As for `judge`.
         policy: As for `judge`.
         against: `group`: the other answers of the group. `reference`: the recorded answer of the prompt,
             otherwise its target.
-        orders: Ask about a pair in `both` orders, or in one `random` order.
+        orders: `both`: show each pair in both orders. `random`: show each pair once, in a random order.
         tag: As for `judge`.
         reference: Show the target, if any, unless it is one of the two answers.
         template: As for `judge`, with `first` and `second` in place of `answer`, and no scale.
@@ -77,7 +77,7 @@ class PairwiseJudge(Judging):
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread | None]:
         """Compute the win rate of every outcome; None if there is no other answer."""
-        answers, pairs = list(outcomes), []  # references are appended after the outcomes
+        answers, pairs = list(outcomes), []  # answers: the outcomes, then the references
         for members in comparable_outcomes(prompts):
             if self.against == "group":
                 pairs += combinations(members, 2)
@@ -95,7 +95,7 @@ class PairwiseJudge(Judging):
     def _compare(
         self, prompts: Sequence[Prompt], answers: Sequence[Outcome], pairs: Sequence[tuple[int, int]]
     ) -> list[float | Unread]:
-        """Return 1 for each pair if the first answer is better, 0 if the second is, 1/2 for a tie."""
+        """Return a result per pair: 1 if the first answer is better, 0 if the second is, 1/2 for a tie."""
         numbers = {i: n for members in by_prompt(prompts).values() for n, i in enumerate(members)}
         questions, orders = [], []
         for i, j in pairs:
@@ -114,13 +114,13 @@ class PairwiseJudge(Judging):
             for swapped in swaps:
                 verdict = next(judged)
                 verdicts.append(1.0 - verdict if swapped and not isinstance(verdict, Unread) else verdict)
-            # Without a question, equal answers tie and an empty answer loses.
+            # If the judge was not asked, equal answers tie and an empty answer loses.
             empty = is_empty(answers[j], self.tag) - is_empty(answers[i], self.tag)
             results.append(_agreed(verdicts) if verdicts else 0.5 + empty / 2)
         return results
 
     def _orders(self, place: str) -> tuple[bool, ...]:
-        """Return whether to swap a pair, for each time it is shown: both orders, or one random order."""
+        """Return one flag for each time a pair is shown: whether the two answers are swapped."""
         if self.orders == "both":
             return False, True
         return (bool(torch.randint(2, (), generator=self.stream.generator("pairwise_judge", place))),)

@@ -27,10 +27,10 @@ from mmrl.rewards.answers import (
 @reward
 @per_outcome
 def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
-    """Return 1 if the answer consists of the wanted tag blocks in order, else 0.
+    """Return 1 if the answer consists of the blocks `tags` in this order, else 0.
 
-    `tags` lists the blocks, such as `think,answer`. If empty, the list is the outcome's tag `format`
-    (set for demonstrations without reasoning), else the prompt's column `format`, else `think,answer`. Case
+    `tags` lists the tags of the blocks, such as `think,answer`. If empty, the list is the outcome's tag
+    `format` (set for demonstrations without reasoning), the column `format`, or else `think,answer`. Case
     and surrounding space do not matter; an empty block counts as a block (TON, arXiv 2505.16854).
     """
     names = tags or outcome.tags.get("format") or prompt.columns.get("format") or "think,answer"
@@ -54,8 +54,8 @@ def think_format(prompt: Prompt, outcome: Outcome) -> float:
 def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
     r"""Return 1 if the last `tag` block of the answer equals a target up to case and space, else 0.
 
-    Without such a block the last \boxed{}, or otherwise the whole text is compared. Each of several targets
-    is right. Tags around a target are ignored, and 3.0 equals 3. None without a target.
+    Without such a block, the last \boxed{} is compared, or else the whole text. If there are several targets,
+    any of them is right. Tags around a target are ignored, and 3.0 equals 3. None without a target.
     """
     return graded("exact_match", prompt, outcome, "exact", tag=tag)
 
@@ -65,11 +65,11 @@ def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> flo
 def answer_cluster(
     prompt: Prompt, outcome: Outcome, *, tag: str = "answer", form: AnswerForm = "exact"
 ) -> float | None:
-    """Hash the answer to a number in [0, 1), equal for equal answers, for use as a label.
+    """Hash the answer to a number in [0, 1), as a label that is equal for equal answers.
 
     It hashes the last `tag` block of the answer, or the whole text without a block; None for an empty answer.
-    `form` defines equality as for `majority`, by default up to case and space. Set `weight: 0`: pieces such
-    as `semantic_entropy` and `consistency_mix` read which answers of a group agree.
+    `form` defines equality as for `majority`, by default up to case and space. Set `weight: 0`. Advantage
+    functions such as `semantic_entropy` and `consistency_mix` then see which answers of a group agree.
     """
     words = comparable(outcome.text or "", tag, form, choices_in(prompt.columns))
     return (name_id(words) >> 10) / 2**53 if words else None  # a float has 53 bits of precision
@@ -109,8 +109,8 @@ def precomputed(prompt: Prompt, outcome: Outcome, *, key: str) -> float | None:
 def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
     """Compute the word F1 of the last `tag` block and the best target (SQuAD, arXiv 1606.05250).
 
-    As in GraphRAG-R1 (arXiv 2507.23581): 0 without such a block or without words. True and False mean yes and
-    no; if either side is yes, no or noanswer, the other must be equal. None if the prompt has no target.
+    As in GraphRAG-R1 (arXiv 2507.23581): 0 without such a block or without words. True and False count as yes
+    and no. If one side is yes, no or noanswer, F1 is 0 unless both are equal. None without a target.
     """
     blocks = tagged(outcome.text or "", tag)
     targets = needed_targets("answer_f1", prompt)

@@ -1,4 +1,4 @@
-"""Text models of transformers in rewards: loading, and the reward `reward_model`."""
+"""Loading of transformers text models for rewards, and the reward `reward_model`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core.plain_text import PlainText
 from mmrl.core.types import Outcome, Prompt
+from mmrl.runtime.modules import reward_device
 from mmrl.runtime.weights import load_whole
 
 
@@ -18,7 +19,7 @@ def load_text_model(kind: str, model: str, device: str = "auto", **options: Any)
     """Load a tokenizer and a frozen model from safetensors.
 
     Args:
-        kind: Class of transformers, such as `AutoModel`.
+        kind: Name of a class of transformers, such as `AutoModel`.
         model: Folder or name of the model.
         device: Torch device; `auto` is the current GPU, or the CPU.
         options: Further arguments of `from_pretrained`.
@@ -31,22 +32,14 @@ def load_text_model(kind: str, model: str, device: str = "auto", **options: Any)
     return tokenizer, loaded.to(reward_device(device)).eval().requires_grad_(False)
 
 
-def reward_device(device: str) -> str:
-    """Resolve the device `auto` to the current GPU, or the CPU; return other names unchanged."""
-    if device != "auto":
-        return device
-    # With the index, because rewards run in other threads, which have another current device.
-    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-
-
 @reward
 class RewardModel:
     """Score answers with a text reward model: a sequence classifier with one label, as TRL trains it.
 
     The score is the logit. The model reads the texts of the prompt's messages and the answer, in its own chat
     template if it has one, otherwise concatenated. It gets no images or videos; a multimodal reward model can
-    run on another machine (`http`). Beside rule-based rewards, as in Skywork R1V2 (arXiv 2504.16656), the
-    right weight depends on the scale of its scores: see the metric `rewards/reward_model/std`.
+    run on another machine (`http`). If rule-based rewards are added, as in Skywork R1V2 (arXiv 2504.16656),
+    choose the weight by the scale of the scores: see the metric `rewards/reward_model/std`.
 
     Args:
         model: Folder or name of the model, in safetensors.
@@ -75,7 +68,7 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
-        """Compute the score of every answer."""
+        """Return the score of every answer."""
         texts = [self._text(*both) for both in zip(prompts, outcomes, strict=True)]
         scores: list[float] = []
         for at in range(0, len(texts), self.batch_size):

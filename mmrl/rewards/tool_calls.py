@@ -9,7 +9,7 @@ from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Message, Outcome, Prompt
 from mmrl.rewards.adapters import policy_messages
 
-CALL = "tool_call"  # tag of a call in JSON; blocks of other tags may hold any text
+CALL = "tool_call"  # tag of a block with a call in JSON
 ANSWERED = (
     "call",
     "stop",
@@ -17,7 +17,7 @@ ANSWERED = (
 
 
 def written_calls(turn: Message, tag: str) -> Sequence[Call | CallError]:
-    """List the calls of a turn: those that its engine parsed, otherwise those in blocks of the tag."""
+    """List the calls of a turn: the calls that the engine parsed, or else the calls in blocks of `tag`."""
     return parse_calls(turn.text, tag) if turn.calls is None or tag != CALL else turn.calls
 
 
@@ -32,8 +32,8 @@ def tool_calls(
 ) -> list[float]:
     """Count the tool calls of an answer, or of all turns of a conversation, for use as a label.
 
-    If the engine of a conversation parsed calls, these are counted, otherwise blocks `<tool_call>{"name":
-    ..., "arguments": {...}}</tool_call>`; malformed calls do not count. Set `weight: 0`. With `at: every`
+    Counts the calls that the engine of a conversation parsed, or else the blocks `<tool_call>{"name": ...,
+    "arguments": {...}}</tool_call>`; malformed calls do not count. Set `weight: 0`. With `at: every`
     each turn counts its own calls.
 
     Args:

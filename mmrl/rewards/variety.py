@@ -20,7 +20,7 @@ def repetition_penalty(
     ngram_size: PositiveInt = 3,
     max_penalty: Annotated[float, Range(high=0)] = -1.0,
 ) -> float:
-    """Return `max_penalty` times the fraction of repeated n-grams of words (open-rs, TRL's recipes).
+    """Return `max_penalty` times the fraction of repeated word n-grams (as in open-rs and TRL's recipes).
 
     The fraction is 1 - distinct n-grams / all n-grams, ignoring case. An answer of fewer than `ngram_size`
     words gets 0 (arXiv 2503.16219, which offers this reward without using it).
@@ -30,6 +30,6 @@ def repetition_penalty(
 
 
 def distinct_share(words: Sequence[str], size: int) -> float | None:
-    """Compute distinct-n: distinct n-grams over all n-grams of words; None for fewer than `size` words."""
+    """Compute the number of distinct word n-grams divided by all; None for fewer than `size` = n words."""
     ngrams = list(zip(*(words[i:] for i in range(size)), strict=False))
     return len(set(ngrams)) / len(ngrams) if ngrams else None

@@ -23,19 +23,19 @@ def majority(
     form: AnswerForm = "exact",
     confidence: str = "",
 ) -> list[float | None]:
-    """Return 1 for the majority answer of the group, a pseudo-label, else 0 (TTRL, arXiv 2504.16084).
+    """Return 1 if an answer equals the majority answer of its group, else 0 (TTRL, arXiv 2504.16084).
 
-    If several answers have the most votes, the first is the label. An empty answer does not vote and gets 0.
-    Our reading: a group without votes has no label, and its rewards are None. The metric `majority/share` is
-    the label's fraction of the votes. All outcomes of a prompt vote, so use it with engines that make one
-    outcome per rollout.
+    The majority answer is a pseudo-label; of several with equal votes it is the first. An empty answer does
+    not vote and gets 0. Our reading: a group without votes has no label, and its rewards are None. The metric
+    `majority/share` is the label's fraction of the votes. All outcomes of a prompt vote, so use it with
+    engines that make one outcome per rollout.
 
     Args:
-        tag: The last block of this tag is compared; without such a block the whole text is.
+        tag: The last block of this tag is compared, or the whole text if there is no such block.
         form: What must be equal. `exact`: texts up to case and space. `text`: also up to articles,
             punctuation and the spelling of numbers up to ten. `number`: the last numbers. `letter`: the
-            letters of a multiple choice. `choice`: the row's choices. `math`: the formulas.
-        confidence: Name of a number that the engine records for every answer, the weight of its vote
+            letters of a multiple choice. `choice`: the choices of the data row. `math`: the formulas.
+        confidence: Name of a number that the engine records for every answer, used as weight of its vote
             (SCOPE, arXiv 2512.15146); `vision.generate` records "confidence" with `confidence_top_k`. Answers
             without it, such as demonstrations, do not vote. Empty: every vote counts 1.
     """
@@ -51,7 +51,7 @@ def majority(
 
 
 def elect(votes: Sequence[Vote]) -> tuple[str, float]:
-    """Return the answer with most votes (first of equals) and its fraction; "" and 0 without votes."""
+    """Return the answer with the most votes (the first of equals) and its fraction; ("", 0) without votes."""
     totals: dict[str, float] = {}
     for answer, weight in votes:
         totals[answer] = totals.get(answer, 0.0) + weight
@@ -63,7 +63,7 @@ def elect(votes: Sequence[Vote]) -> tuple[str, float]:
 
 
 def vote_of(prompt: Prompt, outcome: Outcome, tag: str, form: AnswerForm) -> str:
-    """Normalize the answer of an outcome for a vote."""
+    """Return the normalized answer of an outcome, to count equal votes."""
     return comparable(outcome.text or "", tag, form, choices_in(prompt.columns))
 
 

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """A context that counts the bytes of newly allocated tensor storages: `live` now and `peak` at most.
+    """Context manager that counts bytes of new tensor storages: `live` (current) and `peak` (maximum).
 
-    Storages that exist before, temporary memory in kernels and weights in oneDNN's layout are not counted.
+    Not counted: storages from before, temporary memory in kernels, and weights in oneDNN's layout.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of the tensors in nested values; weights in oneDNN's layout have no storage."""
+    """Yield the storages of the tensors in nested values; skip weights in oneDNN's layout (no storage)."""
     for tensor in tree_leaves(tree):
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
             yield tensor.untyped_storage()

@@ -74,8 +74,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 def publish(unfinished: Path, folder: Path, warn: Callable[[str], None] = log.warning) -> None:
     """Rename a complete temporary folder, so that a checkpoint under its final name is always complete.
 
-    An existing checkpoint of the same run is replaced: it is broken, or the run would have resumed from it.
-    Any other non-empty folder of that name is moved aside.
+    An existing checkpoint of the same run is replaced, because it must be broken: the run did not resume
+    from it. Any other non-empty folder of that name is moved aside.
     """
     if folder.is_dir() and any(folder.iterdir()) and not of_run(folder):
         aside = next(
@@ -98,7 +98,7 @@ def discard(folder: Path) -> None:
 
 
 def tidy(output_dir: Path, warn: Callable[[str], None] = log.warning) -> None:
-    """Remove the temporary folders that a killed process left; warn of those that cannot be removed."""
+    """Remove the temporary folders of a killed process; `warn` gets a message if that fails."""
     for path in output_dir.glob("checkpoint-*.tmp"):
         _clear(path, remove, warn)
 
@@ -119,7 +119,7 @@ def finished(output_dir: Path) -> list[Path]:
 
 
 def of_run(folder: Path) -> bool:
-    """Return whether a checkpoint and its parent folder name the same run in their marker files."""
+    """Return whether a checkpoint belongs to the run of its output folder, by their marker files."""
     run = mark_of(folder.parent).get("run")
     return run is None or mark_of(folder).get("run", "") == run
 
@@ -132,10 +132,10 @@ def step_of(folder: Path) -> int:
 def prune(
     output_dir: Path, limit: int, step: int, keep: int = 0, warn: Callable[[str], None] = log.warning
 ) -> None:
-    """Remove checkpoints up to `step`, except the latest `limit` and the one of step `keep`.
+    """Remove checkpoints up to `step`, except the latest `limit` and the checkpoint of step `keep`.
 
-    With `limit` 0 nothing is removed. Later checkpoints stay and do not count: they are broken, or the run
-    would have resumed from them. `warn` gets a message for each checkpoint that cannot be removed.
+    With `limit` 0 nothing is removed. Checkpoints after `step` stay and do not count; they must be broken,
+    because the run did not resume from them. `warn` gets a message if a checkpoint cannot be removed.
     """
     reached = [folder for folder in finished(output_dir) if step_of(folder) <= step]
     for old in reached[limit:] if limit else ():
@@ -151,7 +151,7 @@ def _clear(path: Path, how: Callable[[Path], None], warn: Callable[[str], None])
 
 
 def model_folder(path: str) -> Path:
-    """Return the model folder for the path of a run (latest checkpoint), a checkpoint or a model folder."""
+    """Return the model folder of a run (its latest checkpoint) or of a checkpoint, or `path` itself."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"'init_from' is '{path}', which is no folder; name that of a run or of a model")

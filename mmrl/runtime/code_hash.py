@@ -57,7 +57,7 @@ class _Walk:
     """Traversal that describes code as JSON values; each function and class is described once."""
 
     home: str  # module of the hashed object
-    # Variables and attributes that the code reads: name, description, whether the type is plain.
+    # Variables and attributes that the code reads: name, description, whether the value has a plain type.
     values: list[tuple[str, Any, bool]] = field(default_factory=list)
     assigned: set[str] = field(default_factory=set)  # names that the code assigns to
     filled: set[str] = field(default_factory=set)  # names of containers that the code may change
@@ -88,7 +88,7 @@ class _Walk:
         return self._object(thing, depth)
 
     def _object(self, thing: Any, depth: int) -> Any:
-        """Describe a container by its items, other objects by class and, for user classes, attributes."""
+        """Describe a container by its items, or an object by its class (and attributes, if user-defined)."""
         match thing:
             case list() | tuple() | set() | frozenset() if depth < DEEPEST:
                 parts = [self.of(part, depth + 1) for part in thing]
@@ -102,7 +102,7 @@ class _Walk:
         return self.of(kind, depth + 1)
 
     def _own(self, module: str | None) -> bool:
-        """Whether to hash the code of a module: true for the home module and for modules of the user."""
+        """Whether to hash a module's code: true for the hashed object's own module and for user modules."""
         module = module or ""
         root, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None) or ""
         return module == self.home or not (
@@ -136,7 +136,7 @@ class _Walk:
         return [_of_code(code), described]
 
     def _changes(self, code: CodeType) -> None:
-        """Record outer variables and attributes that code assigns to, or whose content it may change."""
+        """Record the outer variables and attributes that a code object assigns to or may change in place."""
         steps = list(dis.get_instructions(code))
         stores_items = any(step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for step in steps)
         if code.co_name in ("__init__", "__post_init__"):
@@ -150,7 +150,7 @@ class _Walk:
     def _class(self, kind: type) -> Any:
         described: list[Any] = []
         for name, value in sorted(vars(kind).items()):
-            inner = getattr(value, "__func__", value)  # the function inside a staticmethod or classmethod
+            inner = getattr(value, "__func__", value)  # unwrap a staticmethod or classmethod
             for one in (inner.fget, inner.fset) if isinstance(inner, property) else (inner,):
                 if isinstance(one, FunctionType | type | functools.partial):
                     described.append([name, self.of(one, 1)])

@@ -1,4 +1,4 @@
-"""Hashes of the prompts, media and weights of a run, equal for any number of processes.
+"""Hashes of a run's prompts, media and weights, which do not depend on the number of processes.
 
 They are computed once when a run starts, in a few seconds.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mmrl.core.types import Media, Prompt, Readable
 from mmrl.runtime.fsdp import full
@@ -29,7 +30,7 @@ STRIDE = 1024  # sums per chunk
 
 
 def of_prompts(prompts: Sequence[Prompt], *, named: bool = True) -> dict[str, str]:
-    """Return one hash of all prompt texts (with their uids if `named`) and one of their media.
+    """Return a hash of all prompt texts (with their uids if `named`) and a hash of their media.
 
     A media file is hashed by its size and 16 KiB at each end, media in memory by all their bytes.
     """
@@ -78,6 +79,16 @@ def of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def of_files(paths: Iterable[Path]) -> str:
+    """Hash the names and contents of files (SHA-256), including all files inside of folders."""
+    content = hashlib.sha256()
+    for path in paths:
+        for inner in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if inner.is_file():
+                content.update(f"{inner.relative_to(path.parent)} {of_file(inner)}\n".encode())
+    return content.hexdigest()
+
+
 def _text(value: Any, sources: list) -> str:
     """Serialise any value as JSON that is equal in every process; append its media sources to `sources`."""
 
@@ -120,7 +131,9 @@ def _plain(value: Any, sources: list) -> Any:
         case object(tobytes=tobytes):  # numpy arrays, PIL images
             return [str(getattr(value, "dtype", "")), hashlib.sha256(tobytes()).hexdigest()]
         case _ if is_dataclass(value):
-            return [kind, {field.name: getattr(value, field.name) for field in fields(value)}]
+            held = {field.name: getattr(value, field.name) for field in fields(value)}
+            # An unset `size` is left out, so that runs from before prompts had sizes can be resumed.
+            return [kind, {name: inner for name, inner in held.items() if name != "size" or inner}]
         case Mapping():
             return dict(value)
         case Sequence():
@@ -139,14 +152,14 @@ def _plain(value: Any, sources: list) -> Any:
 def of_weights(thing: Any, leave: Iterable[Tensor] = ()) -> str:
     """Hash the parameters and saved buffers of a model, or of the models in an object's attributes.
 
-    Tensors in `leave` are left out. Returns "" if no tensor remains.
+    Tensors in `leave` and fake tensors, which have no data, are left out. Returns "" if no tensor remains.
     """
     left_out = {id(tensor) for tensor in leave}
     tensors: dict[int, Tensor] = {}  # by id, so that a shared tensor counts once
     for owner in (owner for model in _models(thing, 3) for owner in model.modules()):
         saved = {k: v for k, v in owner._buffers.items() if k not in owner._non_persistent_buffers_set}
         for tensor in (*owner._parameters.values(), *saved.values()):
-            if tensor is not None and id(tensor) not in left_out:
+            if tensor is not None and id(tensor) not in left_out and not isinstance(tensor, FakeTensor):
                 tensors[id(tensor)] = tensor
     return of_tensors(tensors.values()) if tensors else ""
 
@@ -164,9 +177,9 @@ def _models(thing: Any, depth: int) -> Iterator[nn.Module]:
 def of_tensors(tensors: Iterable[Tensor]) -> str:
     """Hash the bits of tensors to 64 hexadecimal digits, whatever their order and device.
 
-    The bits are read as 64-bit integers. In each chunk of `CHUNK` elements, every `STRIDE`-th integer is
-    summed modulo 2^64, and these sums are hashed. This runs at memory speed. It detects accidental changes,
-    not deliberate ones. Shards are gathered one at a time, so every process must call this function.
+    The bits are read as 64-bit integers. In each chunk of `CHUNK` elements, integers at a distance of
+    `STRIDE` are summed modulo 2^64, and these sums are hashed. This runs at memory speed. It detects
+    accidental changes, not deliberate ones. Every process must call it, since shards are gathered in turn.
     """
     return hashlib.sha256("\n".join(sorted(map(_of_tensor, tensors))).encode()).hexdigest()
 
@@ -175,7 +188,7 @@ def of_tensors(tensors: Iterable[Tensor]) -> str:
 def _of_tensor(tensor: Tensor) -> str:
     bits = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for chunk in full(tensor.detach()).reshape(-1).split(CHUNK):
-        whole = len(chunk) - len(chunk) % (8 * STRIDE)  # a multiple of rows of STRIDE int64, at any item size
+        whole = len(chunk) - len(chunk) % (8 * STRIDE)  # whole rows of STRIDE 64-bit integers
         for part in (chunk[:whole], chunk[whole:]):
             # Only aligned memory can be viewed as 64-bit integers; other memory is copied and padded.
             if part.storage_offset() * part.itemsize % 8 or len(part) * part.itemsize % (8 * STRIDE):

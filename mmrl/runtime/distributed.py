@@ -1,4 +1,4 @@
-"""Collectives and device placement with accelerate; with one process all of it is the identity."""
+"""Collectives and device placement with accelerate; on one process, collectives do nothing."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ T = TypeVar("T")
 class Processes:
     """The processes of a run: rank, device, collectives and data parallelism."""
 
-    known = False  # whether every process knows of the failure
-    placed = ""  # hashes of the weights before `place`; empty with one process
+    known = False  # whether all processes already know why the run fails
+    placed = ""  # hashes of all models' weights before `place` wraps them; empty with one process
     _watch: Watch | None = None  # set inside `watching`
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
@@ -114,7 +114,7 @@ class Processes:
             try:
                 reasons = self.all_gather_object(f"{type(error).__name__}: {error}" if error else "", doing)
             except Exception as gone:
-                if error is not None:  # the loss of another process must not hide this one's error
+                if error is not None:  # a lost other process must not hide this process's error
                     raise error from gone
                 raise
             failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
@@ -170,7 +170,7 @@ class Processes:
         }
 
     def rank_mean(self, totals: Totals) -> Totals:
-        """Average the loss divisors over processes: gradients are averaged too, so quotients are exact."""
+        """Average loss divisors over processes: gradients are averaged too, so loss / divisor stays exact."""
         return Totals(**self.means(asdict(totals)))
 
     def _all_bytes(self, data: bytes) -> list[bytes]:
@@ -188,21 +188,22 @@ class Processes:
     # ---- a step's rows
 
     def assign_prompts(self, prompts: Sequence[Prompt], table: RewardTable) -> tuple[list[Prompt], bool]:
-        """Return the prompts of this process, and whether their rows count.
+        """Select the prompts of this process; also return whether their rows count (False: only padding).
 
-        Groups stay whole: a group in the table stays on its process, any other goes to the least loaded
-        process. A process without work gets one prompt and False, since sharded models need it in every pass.
+        A group in `table` (earlier sampling rounds of the step) stays on its process; a new group goes to the
+        least loaded one. A process without work gets one prompt as padding, since sharded models need it in
+        every forward pass.
         """
         home = self.homes(Counter(prompt.uid for prompt in prompts), table)
         mine = [prompt for prompt in prompts if home[prompt.uid] == self.rank]
         return mine or [prompts[0]], bool(mine)
 
     def homes(self, counts: Mapping[str, int], table: RewardTable) -> dict[str, int]:
-        """Map prompt uids to ranks: the rank in the table, or else that of the least loaded process.
+        """Map prompt uids to ranks: the rank in the table, or else the rank of the least loaded process.
 
         `counts` maps each prompt uid to its number of rows.
         """
-        # Groups stay whole on one process, since advantages compare their rows.
+        # All rows of a prompt go to one process, since advantages compare them.
         home = dict(zip(table.uids, table.process.tolist(), strict=True))
         load = [sum(n for uid, n in counts.items() if home.get(uid) == rank) for rank in range(self.world)]
         for uid, count in counts.items():
@@ -224,7 +225,7 @@ class Processes:
         return table.replace(ids={**table.ids, "row": numbers})
 
     def joined(self, table: RewardTable) -> RewardTable:
-        """Rejoin the pieces of one table from all processes, sorted by row id."""
+        """Join the parts of a reward table from all processes, and sort the rows by their id."""
         numbers = torch.tensor(
             sum(self.all_gather_object(table.ids["row"][:, 0].tolist()), []), dtype=torch.int64
         )
@@ -244,7 +245,7 @@ class Processes:
     ) -> Iterator[tuple[T, float, bool]]:
         """Yield (micro-batch, weight, is last) equally often on every process; padding has weight 0.
 
-        Padding repeats the last micro-batch, or `stand_in` on a process without any.
+        Padding repeats the last micro-batch, or `stand_in` on a process without micro-batches.
         """
         most = max(self.all_gather_object(len(micros), "counting micro-batches"))
         repeated = micros[-1] if micros else cast(T, stand_in)
@@ -263,7 +264,7 @@ class Processes:
             raise ValueError(
                 "no parameter of the policy is trained; thaw a part of the model or give it an adapter"
             )
-        # Hash before data parallelism shards the weights or replaces them by those of one process.
+        # Hash now: data parallelism shards the weights, or replaces them by the weights of one process.
         self.placed += of_weights(policy) if self.world > 1 else ""
         if self.shards:  # FSDP2 moves and shards one layer at a time; a device need not hold the whole model
             check_shardable(policy.module)
@@ -284,7 +285,7 @@ class Processes:
 
     @contextmanager
     def sampling(self, engine: Engine) -> Iterator[None]:
-        """Give an engine the policy's weights: unsharded on this process, or sent to the engine's servers."""
+        """Provide an engine with the policy's weights: unshard them here, or send them to its servers."""
         if not isinstance(engine, SendsWeights):
             with self.unshard(engine.policy.module):
                 yield
@@ -295,9 +296,10 @@ class Processes:
                 stack.enter_context(gathered(engine.policy.module, only=only, everywhere=True))
             engine.send()
         yield
+        engine.rest()
 
     def compare(self, engine: Engine) -> None:
-        """Let an engine compare its servers' answers with a sharded policy; every process must call this."""
+        """Compare log-probabilities of an engine's servers with a sharded policy, on every process."""
         if self.shards and isinstance(engine, ComparesAnswers):
             engine.compare(self.pad_micro_batches)
 

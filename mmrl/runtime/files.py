@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -25,10 +26,13 @@ log = logging.getLogger("mmrl")
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; on exit it replaces `path` atomically, even in a kill or power cut."""
+def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
+    """Yield a temporary path for a file that replaces `path` atomically on exit, even in a power cut.
+
+    If several processes may write the same file at the same time, each needs its own `suffix`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.{suffix}")
     try:
         yield temporary
         flush(temporary)  # else the name may reach the disk before the content
@@ -62,8 +66,17 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that its owner alone can read; raise `ConfigError` if it belongs to another user."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    info = folder.lstat()
+    if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):  # a link may lead elsewhere
+        raise ConfigError(f"'{folder}' belongs to another user, or is a link; name another folder")
+    folder.chmod(0o700)
+
+
 def one_line(error: Exception, limit: int | None = None) -> str:
-    """Format the type of an error and the first `limit` characters of its message on one line."""
+    """Format an error on one line: its type and the first `limit` characters of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:limit]}"
 
 
@@ -81,7 +94,7 @@ def locked(folder: Path, processes: Processes) -> Iterator[None]:
 def hold(folder: Path, *, leave: bool = True) -> Iterator[None]:
     """Lock a folder for this process; raises `ConfigError` if another process has the lock.
 
-    The kernel releases the lock when the process ends in any way. `leave=False` removes the file on exit.
+    The kernel releases the lock however the process ends. `leave=False` deletes the lock file on exit.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
@@ -170,7 +183,7 @@ def upload(folder: Path, name: str, message: str, *, private: bool) -> str:
         repository = api.create_repo(name, private=private, exist_ok=True)
         name = getattr(repository, "repo_id", name)  # with the owner, if `name` has none
         api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message)
-    except Exception as error:  # the client raises its own errors and those of its transport
+    except Exception as error:  # errors of the client or of its HTTP library
         raise HubError(
             f"cannot upload '{folder}' to '{name}': {one_line(error, 200)}. The model is on disk; when "
             f"the hub can be reached and `hf auth login` was done, run: hf upload {name} {folder}"

@@ -25,13 +25,13 @@ def mark(folder: Path, by: str, **facts: Any) -> None:
 
 
 def mark_of(folder: Path) -> dict[str, Any]:
-    """Read the mark of a folder: only `by` if an earlier version made it, {} if it is not from mmrl."""
+    """Read a folder's marker file, or infer `by` from its content; {} if mmrl did not make the folder."""
     try:
         parsed = json.loads((folder / MARK).read_text(encoding="utf-8"))
         if isinstance(parsed, dict) and isinstance(parsed.get("by"), str):
             return parsed
     except (OSError, ValueError):
-        pass  # an unreadable mark proves nothing, but the folder's content may
+        pass  # without a readable mark, the content of the folder may show who made it
     by = next((by for by, proof in _PROOFS.items() if proof(folder)), "")
     return {"by": by} if by else {}
 
@@ -49,7 +49,7 @@ def check_writable(folder: Path) -> None:
     if not there.is_dir():
         raise ConfigError(f"'{folder}' cannot be a folder: '{there}' is no folder; name another")
     try:
-        with tempfile.TemporaryFile(dir=there):  # `os.access` lets root write everywhere, also into /proc
+        with tempfile.TemporaryFile(dir=there):  # for root, `os.access` is always true, even in /proc
             pass
     except OSError as error:
         reason = f"'{there}' takes no file ({error.strerror})"
@@ -62,8 +62,8 @@ def check_owner(folder: Path, by: str, writes: Iterable[str] | None = None) -> d
     Args:
         folder: Output folder of the command; it need not exist.
         by: The command: `train`, `evaluate`, `build` or `export`.
-        writes: Names of the files and folders that the command writes; other files may stay beside them.
-            None: the folder must be empty or made by this command.
+        writes: Names of files and folders that the command writes; the folder may hold other files. None:
+            the folder must be empty or made by this command.
     """
     check_writable(folder)
     owner, there = mark_of(folder), content(folder)
@@ -103,9 +103,9 @@ def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> I
     existed, unfinished = folder.is_dir(), folder / UNFINISHED
     try:
         with hold(folder, leave=False):
-            check_replaceable(folder, by, overwrite=overwrite, **facts)  # a process may have just finished
+            check_replaceable(folder, by, overwrite=overwrite, **facts)  # again, under the lock
             remove(unfinished)  # left by a killed process
-            new_folder = unfinished / "new" / folder.resolve().name  # builders may write its name
+            new_folder = unfinished / "new" / folder.resolve().name  # builders may write this name into files
             new_folder.parent.mkdir(parents=True)  # the caller creates the folder itself
             try:
                 yield new_folder
@@ -118,6 +118,22 @@ def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> I
     finally:
         if not existed and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
+
+
+@contextmanager
+def written_whole(output: Path) -> Iterator[Path]:
+    """Yield a temporary path to write; on exit its files, and files beside it, move to `output`'s folder.
+
+    After an error no file is moved, and existing files stay. Moved files replace files of the same name.
+    """
+    output = output.absolute()
+    there = next(folder for folder in output.parents if folder.is_dir())
+    with tempfile.TemporaryDirectory(dir=there, prefix=".mmrl-") as unfinished:
+        yield Path(unfinished) / output.name
+        for path in filter(Path.is_file, Path(unfinished).rglob("*")):
+            target = output.parent / path.relative_to(unfinished)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
 
 
 def _move(source: Path, target: Path) -> None:

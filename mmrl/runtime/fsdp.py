@@ -28,7 +28,7 @@ def is_shard(tensor: Tensor | None) -> bool:
 
 
 def _spread(data: Tensor, like: Tensor) -> Tensor:
-    """Shard the full tensor of process 0 as `like` is; other processes pass any tensor of its shape."""
+    """Shard process 0's full tensor as `like` is sharded; other processes pass any tensor of that shape."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(data.to(like.device), like.device_mesh, like.placements)
@@ -60,7 +60,7 @@ def check_shardable(module: nn.Module) -> None:
 
 
 def sharded_parts(module: nn.Module) -> list[Any]:
-    """List the submodules that FSDP2 shards, including those that are gathered at the moment."""
+    """List the submodules that FSDP2 shards, including submodules that are currently gathered."""
     if not torch.distributed.is_initialized():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -78,7 +78,7 @@ def gathered(
 ) -> Iterator[bool]:
     """Replace sharded parameters by full tensors in main memory of process 0 inside this context.
 
-    Every process must enter it. Yields whether this process has the full weights; without sharding all have.
+    Every process must enter it. Yields whether this process has the full weights (always without sharding).
 
     Args:
         module: The model.
@@ -156,7 +156,7 @@ def unsharded(module: nn.Module, *, again: bool = True) -> Iterator[None]:
 
 
 def widen(module: nn.Module, names: Collection[str]) -> None:
-    """Convert named parameters of a sharded model to float32 in place, shard by shard."""
+    """Convert the parameters in `names` of a sharded model to float32 in place, shard by shard."""
     chosen = {id(parameter) for name, parameter in module.named_parameters() if name in names}
     if chosen:
         # `_apply` also renews the flat buffers from which FSDP2 gathers.

@@ -9,23 +9,66 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from mmrl.runtime.modules import placement
+
+
+def quantized_linear(
+    linear: nn.Linear, nbits: int, *, kind: str = "nf4", double: bool = True, threshold: float = 6.0
+) -> nn.Module:
+    """Convert a linear layer to a bitsandbytes layer of 4 or 8 bits; the bias is not quantised.
+
+    `kind` (number format) and `double` (double quantisation) are for 4 bits; `threshold` is for 8 bits.
+    """
+    import bitsandbytes as bnb
+
+    sizes = linear.in_features, linear.out_features, linear.bias is not None
+    weight = linear.weight.detach().clone()
+    if nbits == 4:
+        form = {"compress_statistics": double, "quant_type": kind}
+        out = bnb.nn.Linear4bit(*sizes, compute_dtype=weight.dtype, device="meta", **form)
+        # The CPU fast path repacks the weights in the first call without gradients. It then computes in
+        # bfloat16 regardless of `compute_dtype`, and no gradient flows through packed weights.
+        out.support_avx512bf16_for_cpu = False
+    else:
+        out = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=threshold, device="meta")
+    if linear.bias is not None:
+        out.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
+    return quantize_into(out, weight).train(linear.training)
+
+
+def quantize_blocks(model: Any, nbits: int) -> Any:
+    """Quantise the linear layers in the blocks of a transformers model to 4 or 8 bits, in place.
+
+    Embeddings, layers outside of blocks, and modules that transformers keeps in float32 stay as they are.
+    """
+    exact = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    blocks = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+    for name, layer in dict(model.named_modules()).items():
+        inside = any(name.startswith(f"{block}.") for block in blocks)
+        if inside and type(layer) is nn.Linear and not exact & set(name.split(".")):
+            model.set_submodule(name, quantized_linear(layer, nbits))
+    return model
+
 
 def quantize_into(layer: Any, weight: Tensor) -> nn.Module:
     """Quantise a weight with the settings of a bitsandbytes linear layer, and store it in the layer.
 
-    A fake tensor is quantised to fake codes and scales.
+    The layer is moved to the device of `loading_onto`, where a model from main memory then takes only the
+    memory of its codes. A fake tensor is quantised to fake codes and scales.
     """
     if isinstance(weight, FakeTensor):
         layer.weight = _shapes(layer, weight)
         return layer
     layer.weight = type(layer.weight)(weight, requires_grad=False, **vars(layer.weight))
-    return layer.to(weight.device)  # bitsandbytes quantises when a layer is moved to its device
+    return layer.to(
+        placement().device or weight.device
+    )  # bitsandbytes quantises when a layer is moved to its device
 
 
 def _shapes(layer: Any, weight: Tensor) -> nn.Parameter:
     """Quantise a fake tensor; return its codes as a parameter with the scales as attributes.
 
-    It is an ordinary parameter, since a fake tensor cannot have a class of bitsandbytes.
+    The parameter is an `nn.Parameter`, since fake tensors cannot be of the classes of bitsandbytes.
     """
     from bitsandbytes import functional
     from bitsandbytes.nn.modules import Linear4bit

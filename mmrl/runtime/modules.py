@@ -154,8 +154,8 @@ def widest_dtype(model: nn.Module, folder: Path) -> torch.dtype:
 def copy_weights(model: nn.Module, saved: nn.Module) -> None:
     """Copy the weights of `saved`, a model of the same architecture, into `model` bit for bit.
 
-    A trained 16-bit weight takes the dtype of the saved weight: models for inference are loaded in 16 bits,
-    but checkpoints store trained weights in float32.
+    A trained 16-bit weight is converted to the dtype of the saved weight: models for inference are loaded in
+    16 bits, but checkpoints store trained weights in float32.
     """
     weights, trained = saved.state_dict(), {id(p): p for p in model.parameters() if p.requires_grad}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -178,7 +178,7 @@ def applied_transforms(model: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def record_transform(view: nn.Module, model: nn.Module, name: str, options: Mapping[str, Any]) -> nn.Module:
-    """Record on `view` that a transform of `model` made it; raise `ValueError` if `model` had it already."""
+    """Record in `view` the transform that made it from `model`; raise `ValueError` if applied before."""
     for done in applied_transforms(model):
         if done["name"] == name:
             raise ValueError(
@@ -205,9 +205,9 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 class Derived:
-    """A transformed copy of a model that shares its weights and follows them in training.
+    """A transformed copy of a model, which shares its weights and follows their changes in training.
 
-    If the transforms replaced weights (quantised, sliced), the copy is rebuilt after those weights change.
+    If a transform quantised or sliced weights, the copy is rebuilt when the original weights change.
     """
 
     def __init__(self, model: nn.Module, transforms: Sequence[Callable]) -> None:
@@ -217,7 +217,7 @@ class Derived:
         self._stamp: Any = None
 
     def __call__(self) -> nn.Module:
-        """Return the transformed copy, rebuilt if necessary."""
+        """Return the transformed copy of the model, rebuilt if the original weights require it."""
         if self.made is None and sharded_parts(self.model):
             raise ValueError(
                 "an engine's own transforms need whole weights on every process, but these are sharded; give "
@@ -228,14 +228,14 @@ class Derived:
             copied = {id(tensor) for tensor in (*derived.parameters(), *derived.buffers())}
             shared = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
             parameters = list(self.model.parameters())
-            # Weights missing in the copy were replaced; if it only has extra ones, any may have been read.
+            # Weights that the copy lacks were replaced. If it only has extra weights, any may be a source.
             replaced = [parameter for parameter in parameters if id(parameter) not in copied]
             self._read = replaced or (parameters if copied - shared else [])
             self._stamp = self._look()
         return self.made
 
     def _look(self) -> Any:
-        """Return a value that changes with the weights: in-place changes, new memory or new parameters."""
+        """Return a stamp that differs after weights change in place, move in memory, or are replaced."""
         identities = tuple(id(p) for p in self.model.parameters())
         return identities, tuple((p._version, p.data_ptr()) for p in self._read)
 
@@ -250,3 +250,23 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
+
+
+def reward_device(device: str) -> str:
+    """Resolve the device `auto` to the current GPU, or the CPU; return other names unchanged."""
+    if device != "auto":
+        return device
+    # Include the device index, because rewards run in threads with another current device.
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Enable gradient checkpointing; only checkpointed layers get training mode, so dropout stays off."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    # transformers 5.23 renamed the method. Reentrant checkpointing gives no gradient after frozen embeddings.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True

@@ -1,4 +1,4 @@
-"""Logits from the last hidden states of a language model, equal to those of its forward pass."""
+"""Logits from the last hidden states of a language model, as its forward pass computes them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from mmrl.config.loading import ConfigError
 
-# Vision-language models whose forward pass leaves out the logit scale of their language model, as in Granite
-# Vision. They were trained with it: vLLM applies it, as transformers 4.51 did.
+# Vision-language model types, such as Granite Vision's, whose forward pass omits the logit scale of the
+# language model. They were trained with this scale: vLLM applies it, as transformers 4.51 did.
 UNSCALED = ("llava_next", "aya_vision", "cohere2_vision")
 
 
@@ -45,12 +45,12 @@ class OutputHead:
 
 
 def forward_factor(model: Any) -> float:
-    """Factor from the logits of the forward pass to those of `OutputHead`; 1 for most models."""
+    """Return the factor that converts logits of the forward pass to logits of `OutputHead`, mostly 1."""
     return OutputHead(model).factor if model.config.model_type in UNSCALED else 1.0
 
 
 class _States:
-    """Stand-in for the output of a model without its head: only the last hidden states."""
+    """Stand-in for the output of a model without its head; it contains only the last hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -67,8 +67,8 @@ class _States:
 def check_head(model: Any) -> None:
     """Raise `ConfigError` unless `OutputHead` gives the same logits as the model's forward pass.
 
-    They may differ by `forward_factor`. Only the computation after the last layer runs, on artificial hidden
-    states.
+    A difference by `forward_factor` is allowed. Only the computation after the last layer runs, on artificial
+    hidden states.
     """
     core, head = model.base_model, OutputHead(model)
     weight = head.weight
@@ -83,15 +83,19 @@ def check_head(model: Any) -> None:
     width = getattr(head.linear, "in_features", weight.shape[1])
     hidden = torch.linspace(-2, 2, 3 * width, device=weight.device).view(1, 3, width)
     hidden = hidden.to(weight.dtype if weight.is_floating_point() else torch.float32)
+    core = core if isinstance(core, nn.Module) else core.get_decoder()  # a `base_model` may be a plain object
     before = vars(core).get("forward")
     core.forward = lambda *_, **__: _States(hidden)
     try:
-        wanted = model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=weight.device)).logits.float()
+        wanted = model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=weight.device)).logits
     finally:
         del core.forward
         if before is not None:
             core.forward = before
-    logits, wanted = head(hidden).float(), wanted * forward_factor(model)
+    own = head(hidden)[..., : wanted.shape[-1]]  # Janus has another head beside that of texts
+    hidden_tokens = wanted <= torch.finfo(wanted.dtype).min / 2  # Chameleon's forward pass hides image tokens
+    logits, wanted = (x.masked_fill(hidden_tokens, 0).float() for x in (own, wanted))
+    wanted = wanted * forward_factor(model)
     if not (logits - wanted).norm() <= 0.02 * wanted.norm():
         raise ConfigError(
             f"a model of type '{model.config.model_type}' does not take the logits of its head as they are; "

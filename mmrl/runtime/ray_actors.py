@@ -134,7 +134,7 @@ class Actors:
         given, own = self.workers, OWN in ray.cluster_resources()
         env = dict(given.runtime_env or {})
         if own:
-            # Actors of several pieces share the cores of this machine; none may wait for another to end.
+            # The actors of all pieces share the cores of this machine, so that none waits for another to end.
             threads = str(max(1, int(given.num_cpus)))
             env["env_vars"] = {"OMP_NUM_THREADS": threads, **env.get("env_vars", {})}
         options = {
@@ -183,9 +183,9 @@ def _shown(resources: Mapping[str, float]) -> str:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value for another process; of a tensor that is a view, only the elements of the view.
+    """Pickle a value for another process; for a tensor view, pickle only the elements of the view.
 
-    Ray's own serialization is not used: it sends the whole storage of a view, and maps arrays read-only, so
+    Ray's own serialization is not used: it sends the whole storage of a view, and makes arrays read-only, so
     that rewards and environments could not change them.
     """
     from ray import cloudpickle

@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Scored:
-    """Result of a request: values, logged metrics, and on failure the error's class, text and trace."""
+    """Result of a request: values and logged metrics, or the class, message and traceback of an error."""
 
     values: list
     call: Scoring
@@ -58,7 +58,7 @@ class RewardWorker:
         try:
             values = called(self.reward, asked.prompts, asked.outcomes, asked.call, asked.seconds)
             return Scored(values, asked.call)
-        # SystemExit too: it would end the actor, but it does not end a run in its own process.
+        # Also SystemExit, which would end the actor; without actors it would not end the run either.
         except BaseException as error:
             kind = "" if isinstance(error, NotNumbers) else type(error).__name__
             return Scored([], asked.call, (kind or "NotNumbers", str(error), traceback.format_exc()))
@@ -121,7 +121,7 @@ class RayReward(RemoteReward):
 
 
 def shared(prompts: Sequence[Prompt], number: int) -> list[list[int]]:
-    """Split prompt indices among `number` actors by group; each group goes to the actor with the fewest."""
+    """Split prompt indices among `number` actors; each group goes to the actor with the fewest prompts."""
     shares: list[list[int]] = [[] for _ in range(number)]
     for places in by_prompt(prompts).values():
         min(shares, key=len).extend(places)
@@ -136,7 +136,7 @@ def with_actors(rewards: Sequence[Bound]) -> list[Bound]:
             case Elsewhere() as source:
                 parts = source.piece, source.policy, source.stream.seed, source.stream.stage
                 workers = bound.call["workers"]
-                # The key has the name: rewards run concurrently, each with its own timeout.
+                # The key has the reward's name, because concurrent rewards must not share actors.
                 key = repr((bound.name, parts, workers))
                 what = f"the actors of the reward '{bound.name}'"
                 actors = _ACTORS.get(key) or Actors(RewardWorker, parts, workers, what)

@@ -125,7 +125,7 @@ def _applies(bound: Bound, prompt: Prompt, outcome: Outcome, final: bool) -> boo
 
 
 def matches(prompt: Prompt, where: Mapping[str, Any]) -> bool:
-    """Whether a prompt has the wanted value, or one of several, in every column named in `where`."""
+    """Whether a prompt has the value, or one of the list of values, that `where` names for each column."""
 
     def fits(value: Any, wanted: Any) -> bool:
         return value in wanted if isinstance(wanted, list | tuple) else value == wanted
@@ -159,7 +159,7 @@ def _with_retries(
 def checked(
     bound: Bound, result: Result, prompts: list[Prompt], outcomes: list[Outcome]
 ) -> tuple[Tensor, list[int]]:
-    """Convert a reward's values to (outcomes,) float64 with NaN for None; also list the faulty outcomes."""
+    """Convert values to float64 (outcomes,), NaN for None; also return the indices of faulty outcomes."""
     if result.failure:
         what, numbers, broken = result.failure, [math.nan] * len(outcomes), list(range(len(outcomes)))
     else:

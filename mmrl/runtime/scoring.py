@@ -20,10 +20,10 @@ from mmrl.core.types import Message, Outcome, Prompt, TrainerState
 
 
 def handed(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> tuple[list[Prompt], list[Outcome]]:
-    """Copy the arguments of a reward, so that its changes to them reach no other reward.
+    """Copy the arguments of a reward, so that its changes in place do not reach other rewards.
 
-    Lists, dictionaries, sets, tensors and arrays are copied. The pixels and times of outcomes and objects of
-    other classes are shared.
+    Lists, dictionaries, sets, tensors and arrays are copied. Pixels and times of outcomes are shared, and so
+    are objects of other classes.
     """
     return [_copy(prompt) for prompt in prompts], [_copy(outcome) for outcome in outcomes]
 
@@ -62,7 +62,7 @@ class Scoring:
     deadline: float = math.inf  # value of `time.monotonic` at which the caller stops waiting
 
     def about(self, rows: Sequence[int]) -> Scoring:
-        """Restrict the context to the outcomes with the given indices."""
+        """Return the context of the reward call, restricted to the outcomes with these indices."""
         turns = [self.turns[i] for i in rows] if self.turns else ()
         own = [self.rows[i] for i in rows] if self.rows else ()
         return replace(self, tokens=[self.tokens[i] for i in rows], turns=turns, rows=own)
@@ -155,7 +155,7 @@ def one_each(result: Any, count: int) -> list:
 
 
 def to_float(value: Any) -> float:
-    """Convert a number, tensor or array of one element to float; NaN for anything else or too large."""
+    """Convert a number, or a tensor or array of one element, to float; NaN for any other value."""
     try:
         match value:
             case Real() | Decimal():

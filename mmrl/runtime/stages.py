@@ -72,7 +72,7 @@ def begun(home: Path) -> list[Path]:
 
 
 def check_alone(folder: Path) -> None:
-    """Raise `ConfigError` if the output folder of a run holds stages."""
+    """Raise `ConfigError` if the output folder of a single run contains a multi-stage run."""
     if records := read_stages(folder):
         raise ConfigError(
             f"'{folder}' holds the stages {', '.join(record.folder for record in records)}; name another "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """Convert a nested state to JSON; add its tensors to `tensors`, keyed by path (no copy on the CPU)."""
+    """Convert a nested state to JSON; add its tensors to `tensors` by path, without copying on the CPU."""
     match value:
         case Tensor():
             tensors[path] = value.detach().cpu().contiguous()
@@ -27,7 +27,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory with another or are views of a larger one, for safetensors."""
+    """Copy each tensor that shares memory with another or is a view of a larger one, for safetensors."""
     seen: set[int] = set()
     own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -21,8 +21,8 @@ from types import FrameType, TracebackType
 from mmrl.runtime.links import Links
 
 PERIOD = 0.25  # seconds between two reads of the store
-GRACE = 30.0  # seconds that a process has to end by itself after another failed
-SOON = 5.0  # the same if the other process was lost
+GRACE = 30.0  # seconds that a process has to end by itself after another process failed
+SOON = 5.0  # seconds that a process has to end by itself after another was lost
 FAREWELL = 5.0  # seconds that a failed process waits for the others to read the reason
 KEY = "failed"
 LATE = "did not come to"  # marks messages about a process that hangs

@@ -37,8 +37,8 @@ def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
     """Load a model of transformers or diffusers from safetensors files that contain every weight.
 
     Raises `ValueError` if weights are missing, have other shapes, hold NaN or integers, or cannot be read;
-    transformers would use random or rounded values instead. Also raises it for a folder with an adapter
-    beside the model, which transformers would apply. Unused weights are logged.
+    transformers would use random or rounded values instead. The error is also raised if the folder has an
+    adapter beside the model, which transformers would apply. Unused weights are logged.
 
     Args:
         kind: Class of the model.
@@ -70,7 +70,7 @@ def load_whole(kind: Any, source: str | Path, **options: Any) -> nn.Module:
 
 
 def _check_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, str], place: str) -> None:
-    """Raise the errors of `load_whole`, given the loading report and the dtypes in the files."""
+    """Raise `ValueError` if the loading report or the dtypes in the files show a fault of the weights."""
     if getattr(model, "peft_config", None):
         raise ValueError(
             f"'{place}' holds an adapter (adapter_config.json) beside a model; keep each in a folder of its "

@@ -18,7 +18,7 @@ from mmrl.core.protocols import Stateful
 
 @dataclass(frozen=True)
 class Workers:
-    """Ray actors that run a piece: their number, resources, environment and cluster."""
+    """Settings of the Ray actors that run a piece: number, resources, environment and cluster."""
 
     num: PositiveInt = 1  # number of actors per process of the run
     num_cpus: NonNegativeFloat = 1.0  # CPU cores per actor; whole numbers also set its threads
@@ -41,8 +41,7 @@ class Workers:
 def workers_of(entry: Entry, options: Mapping[str, Any], given: Mapping[str, Any], place: str) -> Workers:
     """Parse the setting `workers` of a reward.
 
-    Raises `ConfigError` for a reward that actors cannot rebuild, or of which several would compute different
-    values.
+    Raises `ConfigError` for a reward that actors cannot rebuild, or whose values would depend on the actor.
     """
     workers = convert(given, Workers, f"{place}.workers")
     named = f"{place}: '{entry.full_name}'"
@@ -66,7 +65,7 @@ def workers_of(entry: Entry, options: Mapping[str, Any], given: Mapping[str, Any
 
 
 def object_in(value: Any) -> str:
-    """Return the name of a Python object of this program in a configuration value, or "" if there is none."""
+    """Find the name of a Python object of this program in a configuration value; "" if it has none."""
     match value:
         case str() if objects.is_object(value):
             return value

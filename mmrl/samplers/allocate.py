@@ -19,7 +19,7 @@ from mmrl.samplers.prior_value import PriorValue
 
 @sampler
 class Allocate:
-    """Divide the rollouts of a step unevenly over its prompts, by their estimated pass rates.
+    """Divide the rollouts of a step unevenly over its prompts, according to estimated pass rates.
 
     The wrapped sampler chooses the prompts. Every prompt gets `at_least` rollouts; each further rollout goes
     to the prompt with the largest gain, until the budget of the step is spent:
@@ -33,11 +33,11 @@ class Allocate:
 
     Our readings: the rules use results of earlier steps, not results inside a step. Pass rates are means over
     all rollouts of a prompt, shrunk to the prior, which is Beta(1, 1) without a column. Predictions of a
-    second model are not shrunk, as in V_0; our model is trained with the policy, V_0 is trained before it.
+    value model are not shrunk, as in V_0. Our value model is trained during the run; V_0 is trained before.
 
     Args:
         rule: Definition of the gain of a further rollout, see above.
-        of: Name of the reward, clamped to [0, 1]; "": the weighted sum.
+        of: Name of the reward, clamped to [0, 1]; "": the weighted sum of all rewards.
         prior_column: Column with a predicted pass rate per prompt, such as V_0's; "": 1/2 for all.
         value_model: Critic in `references` with `probability: true` that predicts pass rates instead of a
             column; "": none.
@@ -70,7 +70,7 @@ class Allocate:
         self.sampler, self.of, self.gain = sampler, of, GAINS[rule]
         self.value_model = value_model
         self.values: Callable[[Sequence[Prompt]], list[float]] | None = None
-        self.floor = rollout_cost if rule == "v05" else -math.inf  # gains must be above it
+        self.floor = rollout_cost if rule == "v05" else -math.inf  # smaller gains give no rollout
         self.exploration, self.at_least, self.at_most = exploration, at_least, at_most
         self.value = PriorValue(prior_column, prior_count)
         self.given: dict[str, int] = {}  # number of rollouts by uid in the last step
@@ -91,11 +91,11 @@ class Allocate:
         return [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
 
     def connect_value_model(self, values: Callable[[Sequence[Prompt]], list[float]]) -> None:
-        """Set the function that estimates the value of prompts with the second model `value_model`."""
+        """Set the function that estimates the value of prompts with the critic `value_model`."""
         self.values = values
 
     def _predict(self, prompts: Sequence[Prompt]) -> None:
-        """Predict the pass rates of prompts with the second model, if there is one."""
+        """Predict the pass rates of prompts with the value model, if there is one."""
         if not self.value_model or not prompts:
             return
         if self.values is None:
@@ -109,7 +109,7 @@ class Allocate:
         self.value.predicted = {p.uid: rate for p, rate in zip(prompts, predicted, strict=True)}
 
     def divide(self, prompts: Sequence[Prompt], budget: int) -> list[int]:
-        """Divide `budget` rollouts over prompts by gain; of equal gains the prompt with fewest wins."""
+        """Divide `budget` rollouts over prompts by gain; ties go to the prompt with fewest rollouts."""
         counts = [self.at_least] * len(prompts)
         for total in range(sum(counts), budget):
             gains = [
@@ -123,7 +123,7 @@ class Allocate:
         return counts
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Add the rewards of a round to the pass rates."""
+        """Update the estimated pass rates with the rewards of a sampling round."""
         reward = reward_of(table, self.of)
         if not len(table):
             return
@@ -132,16 +132,16 @@ class Allocate:
             self.value.add(table.uids[row], [float(reward[row].clamp(0.0, 1.0))])
 
     def pop_metrics(self) -> Mapping[str, float]:
-        """Report the fewest and the most rollouts that a prompt got at the last draw."""
+        """Return the smallest and the largest number of rollouts of a prompt in the last draw."""
         given = list(self.given.values()) or [0]
         return {"sampler/rollouts_min": float(min(given)), "sampler/rollouts_max": float(max(given))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the pass rates of prompts, and the rollouts of the last step."""
+        """Return the pass rates of prompts, and the numbers of rollouts of the last step."""
         return {"value": self.value.state_dict(), "given": dict(self.given)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the pass rates and the rollouts of the last step."""
+        """Restore the pass rates, and the numbers of rollouts of the last step."""
         self.value.load_state_dict(state["value"])
         self.given = dict(state["given"])
 

@@ -1,4 +1,4 @@
-"""Base class of samplers that read the answers of all processes."""
+"""A base class for samplers that read answers to earlier prompts, gathered from all processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mmrl.core.types import Prompt, Rollouts
 
 
 class ReadsAnswers:
-    """Base class of samplers that read the answers of all processes."""
+    """Base class of samplers that need the answer texts of rows on all processes."""
 
     tell_all: Callable[[Any], list[Any]] | None = None  # None: there are no other processes
 
     def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
-        """Set the function `tell`, which gathers values from all processes."""
+        """Store `tell`, which gathers values from all processes; `ask` is not used."""
         self.tell_all = tell
 
     def texts(self, rollouts: Rollouts, table: RewardTable) -> list[str]:

@@ -1,4 +1,4 @@
-"""Shared code of samplers with a memory: prompts by uid, draws without repetition, results of a round."""
+"""Shared code of samplers with a memory: prompts by uid, draws without repetition, rewards per prompt."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mmrl.data.row_prompts import uids_of
 
 @dataclass
 class Candidates:
-    """The prompts of a run, and those already used in the current step.
+    """The prompts of a run, and which of them were used in the current step.
 
-    Later rounds of a step replace groups that a filter dropped, so they use other prompts. Used prompts come
-    again only if there are no others.
+    Later sampling rounds of a step replace groups that a filter dropped, so they use other prompts. Used
+    prompts come again only if there are no others.
     """
 
     data: Sequence[Prompt]
@@ -37,7 +37,7 @@ class Candidates:
         return len(self.data)
 
     def begins(self) -> bool:
-        """Whether this is the first draw of a step; then marks all prompts as unused."""
+        """Return whether this is the first draw of a step; if so, mark all prompts as unused."""
         if self.step == self.stream.step:
             return False
         self.step = self.stream.step
@@ -47,8 +47,8 @@ class Candidates:
     def highest(self, scores: Tensor, num: int, name: str, among: Tensor | None = None) -> list[int]:
         """Choose up to `num` indices by the highest scores (M,), and mark them as used.
 
-        Ties are broken at random. Indices outside `among` (M,) bool, and then those used in this step, come
-        last; a score of -inf is never chosen.
+        Ties are broken at random. Indices outside the mask `among` (M,) come after the others, and indices
+        used in this step come last. A score of -inf is never chosen.
         """
         num = min(num, int((scores > -math.inf).sum()))
         order = torch.randperm(len(scores), generator=self.stream.generator(name, "ties"))
@@ -71,7 +71,7 @@ class Candidates:
         return self.highest(keys.clamp(min=-1e300), num, name, among=weights > 0)
 
     def fitting(self, saved: Tensor) -> Tensor:
-        """Copy a saved column (M, ...); raises ValueError if its length differs from the data."""
+        """Copy a saved tensor (M, ...); raises ValueError unless M is the number of prompts in the data."""
         if len(saved) != len(self):
             raise ValueError(
                 f"the sampler's saved memory is about {len(saved)} prompts, but the data have {len(self)}; "
@@ -98,7 +98,7 @@ class Candidates:
 
 
 def reward_of(table: RewardTable, of: str) -> Tensor:
-    """Return the reward `of` of each row, or the weighted sum if `of` is empty: (N,), NaN if unknown."""
+    """Return the reward named `of` of each row (N,), or the weighted sum if empty; NaN if unknown."""
     return table.at_end(of) if of else table.reward()
 
 

@@ -17,11 +17,11 @@ from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.hints import TAG, TEMPLATE, check_hints, tiers, wanting_hint, with_hint
 from mmrl.samplers.answers import ReadsAnswers
 
-PATIENCE = 10  # most steps with failures but no second round, before an error is raised
+PATIENCE = 10  # steps with failures but without a second round that are allowed before an error
 
 
 def rewards_of(table: RewardTable, of: str) -> list[float]:
-    """Return the reward `of` of every row, or the weighted sum if `of` is empty."""
+    """List the reward named `of` of every row, or the weighted sum of rewards if `of` is empty."""
     return (table.at_end(of) if of else table.reward()).tolist()
 
 
@@ -39,9 +39,9 @@ class WithHints(ReadsAnswers):
     """Repeat failed prompts with hints, from the weakest to the strongest (Scaf-GRPO, arXiv 2510.19807).
 
     A prompt fails if none of its answers has a reward above `threshold`. With `when: next_round` it comes
-    again in the next rounds of the step, `num_hinted` times per hint, until an answer succeeds; this needs
-    `rollout.max_rounds` of 2 or more and a `group_filter` that drops failed groups, such as `varied`. Plain
-    and hinted answers share an id and form one group, in which the advantage `first_success` replaces a
+    again in the next sampling rounds of the step, `num_hinted` times per hint, until an answer succeeds; this
+    needs `rollout.max_rounds` of 2 or more and a `group_filter` that drops failed groups, such as `varied`.
+    Plain and hinted answers share an id and form one group, in which the advantage `first_success` replaces a
     failure as in the paper. With `when: next_time` all rollouts have the next hint when the prompt is drawn
     again, until it succeeds. The policy learns the answers given the hint, unless `vision.without_hints` is
     the last engine.
@@ -55,10 +55,10 @@ class WithHints(ReadsAnswers):
         hint_column: Column of the data with the hints; an empty cell means no hints.
         written: Number of hints to write for a prompt instead of a column; HiLL's code: 4.
         hint_template: Text after the question; `{hint}` is the hint.
-        cuts: Number of hints that one text is cut into.
-        when: Time of the next hint. `next_round`: in the same step. `next_time`: in the prompt's next draw.
-        num_hinted: Rollouts per hint in a round.
-        hints_per_round: Hints of a prompt per round; Scaf-GRPO has 12 in all.
+        cuts: Number of hints into which a single text is split.
+        when: Time of the next hint. `next_round`: in the same step. `next_time`: at the prompt's next draw.
+        num_hinted: Rollouts per hint in a sampling round.
+        hints_per_round: Hints of a prompt per sampling round; Scaf-GRPO has 12 in all.
         start: Steps without hints at the start; Scaf-GRPO: 50.
         of: Name of the reward that must be above `threshold`; empty: the weighted sum.
         threshold: Largest reward that counts as a failure.
@@ -94,7 +94,7 @@ class WithHints(ReadsAnswers):
         self.start, self.of, self.threshold = start, of, threshold
         self.asked: dict[str, Prompt] = {}  # prompts of this step, without hints
         self.failed: dict[str, Failed] = {}  # failed prompts of this step with hints left
-        self.level: dict[str, int] = {}  # number of insufficient hints by id, for `next_time`
+        self.level: dict[str, int] = {}  # number of hints by uid that were not enough, for `next_time`
         self.ignored = 0  # steps with failures since the last second round, for `next_round`
         self.counts = {"hints/prompts": 0.0, "hints/solved": 0.0}
 
@@ -142,7 +142,7 @@ class WithHints(ReadsAnswers):
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hint levels of prompts; checkpoints are never written between rounds."""
+        """Return the hint levels of prompts; checkpoints are never written between sampling rounds."""
         return {"level": dict(self.level), "ignored": self.ignored}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,7 +150,7 @@ class WithHints(ReadsAnswers):
         self.level, self.ignored = dict(state["level"]), state["ignored"]
 
     def _expect_a_round(self) -> None:
-        """Count steps with failures but without a second round; raises after `PATIENCE` of them."""
+        """Count steps with failures but without a second sampling round; raise after `PATIENCE` of them."""
         self.ignored += 1
         if self.ignored > PATIENCE:
             raise ConfigError(
@@ -171,7 +171,7 @@ class WithHints(ReadsAnswers):
         return with_hint(prompt, hint, tag=str(level), template=self.hint_template)
 
     def _next(self, failed: Failed) -> list[Prompt]:
-        """Return a failed prompt with each of its next hints, and update the counts."""
+        """Return a copy of a failed prompt for each of its next hints, and update the counts."""
         self.counts["hints/prompts"] += failed.shown == 0
         first, most = failed.shown, len(self._hints(failed.prompt))
         failed.shown = min(first + self.hints_per_round, most)

@@ -20,7 +20,7 @@ from mmrl.samplers.uniform import Uniform
 
 @sampler
 class SelectedByDifficulty(Uniform):
-    """Draw a fixed selection of prompts of suitable difficulty (Time-R1, arXiv 2503.13377).
+    """Select prompts of suitable difficulty once, and draw only from them (Time-R1, arXiv 2503.13377).
 
     The difficulty is the score of an untrained model from 0 (never solved) to 1 (always solved), such as the
     IoU of its answer. Selected prompts come once per epoch.

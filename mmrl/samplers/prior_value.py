@@ -15,7 +15,7 @@ class PriorValue:
     """Running pass rates of prompts, shrunk to a prior with the weight of `prior_count` rollouts.
 
     The prior is a column of the data, in place of the value model of V_0 (arXiv 2602.03584). Predictions of a
-    second model are used without shrinkage.
+    model, such as a critic, are used without shrinkage.
     """
 
     def __init__(self, column: str = "", prior_count: float = 2.0) -> None:
@@ -45,7 +45,7 @@ class PriorValue:
         self.sums[uid] = more
 
     def rate(self, prompt: Prompt) -> float:
-        """Estimate the pass rate: the posterior mean of Beta(1, 1) with `prior_count` 2 and no column."""
+        """Estimate the pass rate of a prompt; by default the posterior mean with the prior Beta(1, 1)."""
         if prompt.uid in self.predicted:
             return self.predicted[prompt.uid]
         count, total, _ = self.sums.get(prompt.uid, (0.0, 0.0, 0.0))
@@ -56,12 +56,12 @@ class PriorValue:
     def bias(self, prompt: Prompt) -> float:
         """Estimate the squared error of the prior, in units of a reward from -1 to 1 (V_0.5's Delta^2).
 
-        It is max(0, (mean - prior)^2 - 1 / n) over the n rollouts so far, and 0 without any.
+        It is max(0, (mean - prior)^2 - 1 / n) over the n rollouts so far, and 0 without rollouts.
         """
         count, total, _ = self.sums.get(prompt.uid, (0.0, 0.0, 0.0))
         if not count:
             return 0.0
-        # r in [0, 1] is 2 r - 1 in [-1, 1], so distances are twice as large.
+        # A reward r in [0, 1] becomes 2 r - 1 in [-1, 1], so distances double.
         return max(0.0, (2 * (total / count - self.prior(prompt))) ** 2 - 1 / count)
 
     def spread(self, prompt: Prompt) -> float:

@@ -1,4 +1,4 @@
-"""Random draws of prompts, by the probabilities of their sources."""
+"""Random draws of prompts from sources (splits or values of a column) with given probabilities."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Sources:
     """The prompts of a run, grouped by source, with draws without repetition."""
 
     def __init__(self, data: Sequence[Prompt], stream: Stream, named: Sequence[str], name: str) -> None:
-        self.candidates, self.name = Candidates(data, stream), name  # `named` has the source of every prompt
+        self.candidates, self.name = Candidates(data, stream), name  # `named`: the source of every prompt
         self.names = tuple(dict.fromkeys(named))
         numbers = {source: i for i, source in enumerate(self.names)}
         self.source = torch.tensor([numbers[source] for source in named])  # (M,)
 
     def draw(self, probabilities: Tensor, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Draw sources by probabilities (S,), and for each drawn source a uniform prompt.
+        """Draw sources with probabilities (S,), and for each drawn source a random prompt.
 
         A source whose prompts were all used in this step passes its probability to the others. If too few
         unused prompts are left, all prompts may come again.

@@ -23,7 +23,7 @@ class Uniform:
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Draw the next prompts, `num_generations` entries each; no prompt comes twice in one draw."""
-        chosen: dict[int, None] = {}  # ordered set: a draw may span two epochs
+        chosen: dict[int, None] = {}  # an ordered set, since a draw that spans two epochs may repeat a prompt
         while len(chosen) < min(num_prompts, len(self.data)):
             epoch, place = divmod(self.drawn, len(self.data))
             if self.shuffle and epoch != self._epoch:

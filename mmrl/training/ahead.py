@@ -1,13 +1,15 @@
-"""Rollout requests one step ahead, so that workers sample while the policy learns.
+"""Requests for the rollouts of later training steps, so that workers sample while the policy learns.
 
-The lag is always one step: the tokens of a step are sampled with the weights from the start of the previous
-step. So results do not depend on the speed of workers, and the objective can correct for the lag.
+With `rollout.max_staleness: k`, the rollouts of step t are requested at the start of step t - k, with the
+weights of that time (of step 0 for the first k steps). So results do not depend on the speed of workers, and
+the objective can correct for the lag.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -15,50 +17,92 @@ from torch import Tensor
 
 from mmrl.core.protocols import AsyncEngine
 from mmrl.core.reward_table import RewardTable
-from mmrl.core.types import Clock, Prompt
+from mmrl.core.types import VERSION, Prompt, Rollouts
 from mmrl.runtime.fsdp import local_copy, reshard_state
 from mmrl.training.trainer import InFlight, Run
 
 
-def prefetch(run: Run, step: int, clock: Clock) -> InFlight | None:
-    """Draw the prompts of a step and request their rollouts; return None if no prompt can be read.
+def prefetch(run: Run) -> None:
+    """Draw prompts and request rollouts for all steps up to `max_staleness` steps after this one."""
+    now, size = run.stream.step, run.config.rollout
+    last = min(now + size.max_staleness, run.config.max_steps - 1)
+    for step in range(now + 1 + len(run.ahead), last + 1):
+        run.ahead.append(_request_step(run, step))
 
-    The random draws are those of `step`. Scheduled options of the engine have their values at `clock`.
+
+def _request_step(run: Run, step: int) -> InFlight:
+    """Draw the prompts of a step and request their rollouts; no uids are set if no prompt is readable.
+
+    Random streams are set to `step`. Scheduled options of the engine keep their current values.
     """
-    size, trained = run.config.rollout, run.learner.trained
-    with _at(run, step, clock):
+    size, trained, clock = run.config.rollout, run.learner.trained, run.pieces.clock
+    with _at_step(run, step):
         prompts = run.unreadable.rest(run.method.sampler.draw(size.num_prompts, size.num_generations))
         for prompt in prompts:  # a checkpoint stores requested prompts by uid
             if run.prompts_by_uid.get(prompt.uid) is not prompt:
                 raise ValueError(
-                    f"the sampler changed the prompt '{prompt.uid}', which cannot be asked a step ahead; set "
+                    f"the sampler changed the prompt '{prompt.uid}', which cannot be asked ahead; set "
                     "`rollout.max_staleness: 0`"
                 )
         with run.rollout_weights():
-            # Process 0 stores full weights; if they are sharded, every process stores its shards.
-            saves = run.processes.main or run.processes.shards
-            weights = tuple(map(local_copy, trained)) if saves else ()
+            if run.ahead and run.ahead[-1].clock.step == clock.step:  # requested with the same weights
+                weights = run.ahead[-1].weights
+            else:  # process 0 stores full weights; if they are sharded, every process stores its shards
+                saves = run.processes.main or run.processes.shards
+                weights = tuple(map(local_copy, trained)) if saves else ()
             prompts = _request(run, prompts)
-    return InFlight(tuple(prompt.uid for prompt in prompts), weights, clock) if prompts else None
+    uids = tuple(prompt.uid for prompt in prompts)
+    return InFlight(step, uids, weights, clock, dict(run.pieces.scheduled))
 
 
-def requested_prompts(run: Run, ahead: InFlight) -> list[Prompt]:
-    """Return the prompts whose rollouts were requested; after a resume, request them again first."""
+def requested_prompts(run: Run) -> tuple[list[Prompt], int] | None:
+    """Return the prompts whose rollouts were requested for this step, and the step of their weights.
+
+    After a resume, first repeats all requests that the checkpoint stores, in their order. Returns None if
+    nothing was requested for this step.
+    """
+    _request_again(run)
+    if not run.ahead or run.ahead[0].step != run.stream.step:
+        return None
+    ahead = run.ahead.popleft()
     prompts = [run.prompts_by_uid[uid] for uid in ahead.uids]
-    if ahead.requested:
-        return prompts
-    trained = run.learner.trained
-    now = [parameter.detach().clone() for parameter in trained]
+    return (prompts, ahead.clock.step) if prompts else None
+
+
+def _request_again(run: Run) -> None:
+    """Repeat the requests of a resumed run, with the weights, clock and options of each request."""
+    trained, pieces = run.learner.trained, run.pieces
+    lost = [ahead for ahead in run.ahead if not ahead.requested]
+    if not lost:
+        return
+    now = [weight.detach().clone() for weight in trained]
+    clock, scheduled = pieces.clock, {**pieces.scheduled}
     try:
-        _copy(reshard_state(tuple(ahead.weights), trained), trained)
-        with _at(run, run.stream.step, ahead.clock):
-            return _request(run, prompts)
+        for ahead in lost:
+            _copy(reshard_state(tuple(ahead.weights), trained), trained)
+            pieces.tick(ahead.clock, {**scheduled, **ahead.scheduled})
+            with _at_step(run, ahead.step):
+                prompts = _request(run, [run.prompts_by_uid[uid] for uid in ahead.uids])
+            ahead.uids, ahead.requested = tuple(prompt.uid for prompt in prompts), True
     finally:
         _copy(now, trained)
+        pieces.tick(clock, scheduled)
+
+
+def with_version(rows: Rollouts, version: int, step: int) -> Rollouts:
+    """Record the weight version in rows that older weights sampled, unless the engine recorded it."""
+    if version == step:
+        return rows
+    return tuple(
+        row
+        if VERSION in row.notes
+        else replace(row, notes={**row.notes, VERSION: torch.full((row.length,), float(version))})
+        for row in rows
+    )
 
 
 def _request(run: Run, prompts: list[Prompt]) -> list[Prompt]:
-    """Request rollouts for prompts; return the readable prompts, or raise if unreadable ones are an error."""
+    """Request rollouts for prompts; return the readable ones, or raise if unreadable ones are an error."""
     engine = cast(AsyncEngine, run.method.engine)
     while prompts:
         mine, _ = run.processes.assign_prompts(prompts, RewardTable.empty())
@@ -73,14 +117,13 @@ def _request(run: Run, prompts: list[Prompt]) -> list[Prompt]:
 
 
 @contextmanager
-def _at(run: Run, step: int, clock: Clock) -> Iterator[None]:
-    """Set the step of the random streams and the clock of the schedules inside this context."""
-    before = run.stream.step, run.pieces.clock
-    run.stream.step, run.pieces.clock = step, clock
+def _at_step(run: Run, step: int) -> Iterator[None]:
+    """Set the step of the random streams inside this context."""
+    before, run.stream.step = run.stream.step, step
     try:
         yield
     finally:
-        run.stream.step, run.pieces.clock = before
+        run.stream.step = before
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def begin_from(run: Run, folder: Path) -> None:
-    """Load the initial weights of the policy; `frozen` references keep the weights of `policy.model`."""
+    """Load initial policy weights from a folder; with `init_references`, also into `frozen` references."""
     with (
         gathered(run.policy.module, changed=True) as loads,
         run.processes.fail_together(f"loading '{folder}'"),
@@ -77,8 +77,8 @@ def _carry(run: Run, folder: Path) -> None:
 def together(processes: Processes, work: Callable[[], T]) -> T:
     """Run `work`, a part of loading a checkpoint, on every process, and return its result.
 
-    If process 0 cannot use the checkpoint, all processes raise `CheckpointError`; if only another one cannot,
-    all fail.
+    If process 0 cannot use the checkpoint, all processes raise `CheckpointError`. If only another process
+    cannot use it, all processes raise `ProcessFailed`.
     """
     error: CheckpointError | None = None
     results: list[T] = []
@@ -87,7 +87,7 @@ def together(processes: Processes, work: Callable[[], T]) -> T:
     except CheckpointError as raised:
         error = raised
     except ProcessFailed:  # another process reports the reason
-        processes.known = False  # an older checkpoint may be usable
+        processes.known = False  # reset, because an older checkpoint may be usable
     reasons = processes.all_gather_object(None if error is None else error.args[0])
     if reasons[0] is not None:
         raise CheckpointError(reasons[0]) from error

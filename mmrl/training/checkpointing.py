@@ -31,7 +31,7 @@ from mmrl.training.trainer import Best, Run
 from mmrl.training.unreadable import FILE, taken_out
 
 CONFIG = "config.yaml"
-CHANGES = "changes.jsonl"  # configuration keys that changed before a resume; never truncated
+CHANGES = "changes.jsonl"  # configuration keys that changed between resumes; never truncated
 # Files and folders that a run writes, besides checkpoints.
 WRITES = (
     CONFIG, CHANGES, "metrics.jsonl", "warnings.jsonl", "completions", "predictions", "evaluation.json",
@@ -181,7 +181,7 @@ def _load_latest(run: Run, changed: Changes) -> int:
                 )
         say(f"going on from {folder}")
         return state["step"]
-    run.name_weights()  # stores hashes, which are compared when the run is resumed
+    run.name_weights()  # stores the hashes that a later resume compares
     if refused:  # do not restart from scratch because a disk is unreadable for a moment
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints of '{run.folder}' can be used, and nothing was changed: "
@@ -306,7 +306,7 @@ def _open_folder(run: Run) -> tuple[Changes, dict[str, Any]]:
 
 
 def _known(folder: Path) -> dict[str, Any]:
-    """Read the record of the run in a folder: from the folder, or otherwise from its last checkpoint."""
+    """Read the record of a run from its output folder, or from its last checkpoint if none is there."""
     record = mark_of(folder)
     latest = checkpoint.finished(folder)
     return mark_of(latest[0]) if "run" not in record and latest else record
@@ -322,7 +322,7 @@ def _changes(config: Config, folder: Path, record: Mapping[str, Any], warn: Call
     """List the configuration keys that changed since the run in a folder began, with old and new values.
 
     Raises `ConfigError` if a key or the code of a piece must not change, or the written configuration is
-    broken. Changed versions go to `warn`. A run that failed before its first step has no changes.
+    broken. `warn` gets a message if package versions changed. Returns {} if the run finished no step.
     """
     if not _begun(folder):
         return {}
@@ -349,7 +349,7 @@ def _changes(config: Config, folder: Path, record: Mapping[str, Any], warn: Call
 
 
 def _check_fixed(folder: Path, changes: Changes) -> Changes:
-    """Return the changes; raise `ConfigError` if they include a key that must not change."""
+    """Return the changed keys; raise `ConfigError` if one of them must not change."""
     fixed = {key: both for key, both in changes.items() if not may_change(key)}
     if fixed:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Collection of a step's rollouts and rewards, in rounds until enough groups pass the filter."""
+"""Sampling and scoring of a step's rollouts, in rounds until enough groups pass the group filter."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from mmrl.core.protocols import Replay
 from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.runtime.distributed import place_of
-from mmrl.training.ahead import requested_prompts
+from mmrl.training.ahead import requested_prompts, with_version
 from mmrl.training.nonfinite import rolling_out
 from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
 
-ROUNDS = 10  # a reward may be None for this many rounds: some need answers of a certain quality
-DRAWS = 10  # consecutive draws in which all prompts may be unreadable
-PROMPTS = 1000  # a reward may be None for this many prompts (or all): its task may be rare in the data
+ROUNDS = 10  # rounds in which a reward may be None: some rewards need answers of a certain quality
+DRAWS = 10  # largest number of consecutive draws in which all prompts are unreadable
+PROMPTS = 1000  # prompts (or all) for which a reward may be None: its task may be rare in the data
 
 
 def collect(run: Run) -> Collection:
-    """Collect `num_prompts` groups in up to `max_rounds` rounds; filtered groups are replaced."""
+    """Collect `num_prompts` groups in up to `max_rounds` rounds; replace groups that the filter drops."""
     rollouts, table, keep = (), RewardTable.empty(), torch.zeros(0, dtype=torch.bool)
     stand_in: Rollouts = ()
     method, size = run.method, run.config.rollout
@@ -54,18 +54,19 @@ def collect(run: Run) -> Collection:
     kept, learned = pick(rollouts, table, keep)
     collection = Collection(kept, learned, table, (kept or rollouts or stand_in)[0])
     for replay in run.replays:
-        keep, added = replay.replay_before(collection.table)
+        keep, added = replay.replay_before(collection)
         collection, _ = exchange_rows(run, replay, collection, keep, added)
     return collection
 
 
 def made_and_scored(
-    run: Run, prompts: list[Prompt], table: RewardTable
+    run: Run, prompts: list[Prompt], table: RewardTable, version: int
 ) -> tuple[list[str], Rollouts, Rollouts, RewardTable] | None:
-    """Sample rollouts of prompts and score those of this process; return None if a prompt was unreadable.
+    """Sample and score the rollouts of this process; return None if a prompt was unreadable.
 
-    Returns the uids of all prompts in order, the rollouts to learn from (none for a stand-in prompt), all
-    rollouts of this process, and the reward table of the rollouts to learn from.
+    `version` is the training step of the sampling weights. Returns the uids of all prompts in order, the
+    rollouts to learn from (none if this process only has a padding prompt), all rollouts of this process, and
+    the reward table of the rollouts to learn from.
     """
     method, order = run.method, [prompt.uid for prompt in prompts]
     mine, counts = run.processes.assign_prompts(prompts, table)
@@ -73,8 +74,8 @@ def made_and_scored(
     with run.processes.fail_together("making and scoring rollouts"), run.unreadable.catching():
         sampling = run.processes.sampling(method.engine)
         with run.report.timing("rollout"), run.rollout_weights(), sampling, rolling_out(run.stream.step):
-            sampled = in_order(method.engine.rollout(mine), order)
-        fresh = sampled if counts else ()  # `counts` is False for a stand-in prompt
+            sampled = with_version(in_order(method.engine.rollout(mine), order), version, run.stream.step)
+        fresh = sampled if counts else ()  # `counts` is False if the prompt is only padding
         with run.report.timing("reward"):
             local = score(method.rewards, fresh, notes=method.noted, rank=run.processes.rank, log=run.log)
             result = order, run.log.onto(fresh), sampled, local
@@ -82,33 +83,36 @@ def made_and_scored(
 
 
 def readable(run: Run, missing: int, table: RewardTable) -> Any:
-    """Draw prompts and sample their rollouts; drop unreadable prompts, or raise if they are an error."""
+    """Draw prompts, sample and score them; drop unreadable prompts, or raise if they are an error."""
     number = run.stream.round
     for attempt in range(DRAWS):
         run.stream.round = number + attempt * run.config.rollout.max_rounds  # selects the random draws
-        drawn_now = draw_prompts(run, missing)
+        drawn_now, version = draw_prompts(run, missing)
         prompts = run.unreadable.rest(drawn_now)
         while prompts:
-            if done := made_and_scored(run, prompts, table):
+            if done := made_and_scored(run, prompts, table, version):
                 return done
-            prompts = run.without_unreadable(prompts)
+            prompts, version = run.without_unreadable(prompts), run.stream.step  # sampled anew
         if not drawn_now:
             return None
     raise ConfigError(f"none of the prompts of {DRAWS} draws can be read: {run.unreadable.error()}")
 
 
-def draw_prompts(run: Run, missing: int) -> list[Prompt]:
-    """Draw the prompts of a round, or return the prompts whose rollouts were requested one step ahead."""
-    ahead, run.ahead = run.ahead, None
-    if ahead is not None:
-        return requested_prompts(run, ahead)
-    return run.method.sampler.draw(missing, run.config.rollout.num_generations) if missing > 0 else []
+def draw_prompts(run: Run, missing: int) -> tuple[list[Prompt], int]:
+    """Draw the prompts of a sampling round, or return the prompts whose rollouts were requested earlier.
+
+    Also returns the training step of the weights that sample.
+    """
+    if asked := requested_prompts(run):
+        return asked
+    drawn = run.method.sampler.draw(missing, run.config.rollout.num_generations) if missing > 0 else []
+    return drawn, run.stream.step
 
 
 def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple[Collection, RewardTable]:
-    """Replace rows of a collection by rows of earlier steps that already have advantages."""
+    """Replace rollouts of this step by rows of earlier steps that already have advantages."""
     for replay in run.replays:
-        keep, added, credited = replay.replay_after(collection.table, credit)
+        keep, added, credited = replay.replay_after(collection, credit)
         collection, added = exchange_rows(run, replay, collection, keep, added)
         credit = credit.select(keep).join(credited.replace(process=added.process, rank=added.rank))
     return collection, credit
@@ -117,9 +121,9 @@ def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple
 def exchange_rows(
     run: Run, replay: Replay, collection: Collection, keep: Tensor, added: RewardTable
 ) -> tuple[Collection, RewardTable]:
-    """Keep the rows in the mask `keep` of a collection, add the rows `added`, assign them to processes.
+    """Drop this step's rollouts outside the mask `keep`, and add replayed rows.
 
-    Returns the new collection, and the added rows with their processes.
+    Returns the step's new rollouts, and the added rows with the processes that they were assigned to.
     """
     kept, table = pick(collection.rollouts, collection.table, keep)
     homes = run.processes.homes(Counter(added.uids), table)
@@ -145,23 +149,25 @@ def pick(rollouts: Rollouts, table: RewardTable, keep: Tensor) -> tuple[Rollouts
 class RewardCoverage:
     """Observer that stops a run if a reward gave None for all answers, since nothing is learned from it.
 
-    It waits for `ROUNDS` rounds and for `PROMPTS` prompts (or all). Rounds in which a reward failed do not
-    count. Rewards with `on_absent: warn`, and labels (weight 0) that no chain reads, are exempt.
+    It raises after `ROUNDS` sampling rounds and `PROMPTS` prompts (or all prompts), or at the end of a run in
+    which no reward applied at all. Rounds in which a reward failed do not count. Rewards with `on_absent:
+    warn`, and labels (weight 0) that no advantage function reads, are not checked.
 
     Args:
         rewards: The rewards of the run.
         prompts: Number of prompts in the data.
-        read: Names of the labels that advantage chains read.
+        read: Names of the labels that advantage functions read.
     """
 
     def __init__(self, rewards: Sequence[Bound], prompts: int, read: Set[str] = frozenset()) -> None:
         raising = [b for b in rewards if b.call.get("on_absent", "raise") == "raise"]
         watched = [b.name for b in raising if b.weight or b.name in read]
-        self.absent = dict.fromkeys(watched, 0)  # maps a reward that never applied to its number of prompts
+        self.absent = dict.fromkeys(watched, 0)  # prompts so far for each reward that never applied
         self.rounds, self.enough = 0, min(prompts, PROMPTS)
+        self.weighted, self.ended = {b.name for b in rewards if b.weight}, False
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Count a round; raise `RewardFault` if a reward gave None for all answers of enough rounds."""
+        """Count a sampling round; raise `RewardFault` if a reward gave only None in enough rounds."""
         self.rounds += 1
         never = set(table.absent)
         for name in list(self.absent):
@@ -177,10 +183,19 @@ class RewardCoverage:
                     "take it out, or set `on_absent: warn` on it if it will apply later"
                 )
 
+    def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Raise `RewardFault` at the end of a run in which no reward applied to any answer."""
+        if event == "train_end" and self.rounds and self.weighted and self.weighted <= self.absent.keys():
+            names = ", ".join(f"'{name}'" for name in sorted(self.weighted))
+            raise RewardFault(
+                f"nothing was learned: no reward applied to any answer of the run ({names}); see what they "
+                "read of the data, by `mmrl check --data`"
+            )
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers of rounds and prompts."""
+        """Return the numbers of sampling rounds and prompts so far."""
         return {"rounds": self.rounds, "absent": dict(self.absent)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the numbers of rounds and prompts."""
+        """Restore the numbers of sampling rounds and prompts."""
         self.rounds, self.absent = state["rounds"], dict(state["absent"])

@@ -1,4 +1,4 @@
-"""Value estimates of prompts by a second model, before the prompts are answered."""
+"""Value estimates of prompts by a value model (critic), before the prompts are answered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def values_of(
     processes: Processes,
     micro_batch_steps: int,
 ) -> list[float]:
-    """Return a second model's value estimate before the first step of an answer, for each prompt.
+    """Return for each prompt the value that a critic estimates before the first step of an answer.
 
     Every process computes all values and uses those of process 0, so that they agree bit for bit. An
     unreadable prompt gets the mean of the other values; its error is handled when the prompt is rolled out.

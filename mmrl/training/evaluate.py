@@ -31,7 +31,7 @@ RESAMPLES = 1000  # number of bootstrap samples
 
 @dataclass
 class Evaluator:
-    """Evaluator of a policy on fixed prompts, with the same random draws in every evaluation."""
+    """Evaluator of a policy on fixed prompts, with the same random numbers in every evaluation."""
 
     data: Sequence[Prompt]
     processes: Processes
@@ -44,6 +44,7 @@ class Evaluator:
     correct: str = ""
     prepare: Sequence[Preparing] = ()  # samplers of the run that add text before every prompt
     unreadable: Unreadable = field(default_factory=Unreadable)
+    noted: frozenset[str] = frozenset()  # per-step values of the engine that metrics read
 
     def agreed(self) -> Evaluator:
         """Return self; raise on every process unless all processes have the same prompts and weights."""
@@ -69,7 +70,7 @@ class Evaluator:
                     with torch.no_grad(), self.processes.sampling(self.engine):
                         fresh = in_order(self.engine.rollout(mine), order) if mine else ()
                     fresh = fresh if counts else ()
-                    local = score(self.rewards, fresh, rank=self.processes.rank, log=log)
+                    local = score(self.rewards, fresh, notes=self.noted, rank=self.processes.rank, log=log)
                     fresh = log.onto(fresh)
                 if not self.unreadable.agree(self.processes):
                     break
@@ -98,7 +99,7 @@ class Evaluator:
     def resample(self, table: RewardTable) -> dict[str, Tensor]:
         """Compute every metric on bootstrap samples: (RESAMPLES,) each, NaN if undefined in a sample.
 
-        Prompts are drawn with replacement; all tables of the same prompts get the same draws.
+        Prompts are drawn with replacement. Tables of the same prompts get the same draws.
         """
         # Prompts are the independent unit: the answers of one prompt are drawn together.
         _, members = torch.unique(table.group, return_inverse=True)
@@ -118,8 +119,8 @@ class Evaluator:
         """Compute the confidence interval of a metric from its bootstrap values over `prompts` prompts.
 
         Expanded percentiles (Hesterberg 2015, arXiv 1411.5279) widen the interval for few prompts, as
-        Student's t does. If all values are 0, or all are 1, it is Wilson's interval of a proportion: 5 of 5
-        is [0.57, 1] at 95 %. A `difference` of metrics is not a proportion.
+        Student's t does. If all values are 0, or all are 1, the result is Wilson's interval of a proportion,
+        such as [0.57, 1] for 5 of 5 at 95 %. A `difference` of two metrics never gets Wilson's interval.
         """
         z = NormalDist().inv_cdf((1 + self.confidence) / 2)
         valid = drawn[~drawn.isnan()]
@@ -145,7 +146,6 @@ def _of_groups(table: RewardTable, groups: Sequence[Tensor]) -> RewardTable:
     """Select the rows of groups; a group that occurs twice becomes two groups."""
     sample = table.select(torch.cat(list(groups)))
     sizes = torch.tensor([len(rows) for rows in groups])
-    # With its old id, a prompt that was drawn twice would be one group with twice the answers, and count
-    # once.
+    # With its old id, a prompt that was drawn twice would form one larger group, and count once.
     number = torch.arange(len(groups)).repeat_interleave(sizes)
     return sample.replace(ids={**sample.ids, "group": number[:, None].expand_as(sample.ends)})

@@ -1,4 +1,4 @@
-"""A model that learns: its objective, advantage chain and optimizer, and the guard of its updates."""
+"""A trained model: its objective, advantage functions and optimizer, and the guard of its updates."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from mmrl.runtime.fsdp import reshard_state
 from mmrl.training.nonfinite import FOLDER, NotFinite, OutOfMemory, first_line, write_rows
 
 T = TypeVar("T")
-REFERENCES = "references"  # folder inside a checkpoint with one folder per second model
+REFERENCES = "references"  # folder in a checkpoint, with a subfolder for each second model (a critic)
 
 
 @dataclass(eq=False)
 class Learner:
-    """A model that learns in a run: the policy, or a second model such as a critic.
+    """A model that is trained in a run: the policy, or an additional model such as a critic.
 
     Args:
         policy: The model.
         objective: The loss to minimise.
-        chain: Pieces that turn rewards into the advantages, or targets, of the objective.
+        chain: Functions, in order, that turn rewards into the advantages, or targets, of the objective.
         optimizer: Updates the trained parameters.
         learning_rate: A number, or a function of the clock, called once per training step.
         config: Configuration of the run.
@@ -44,8 +44,8 @@ class Learner:
         stream: Random streams of the run.
         references: Other policies by name, whose outputs the objective may read.
         say: Shows a line on the console.
-        second: Settings of a second model; None for the policy of the run.
-        name: Name of a second model in `references`; empty for the policy of the run.
+        second: Settings of an additional model; None for the policy of the run.
+        name: Name of an additional model in `references`; empty for the policy of the run.
     """
 
     policy: Policy
@@ -68,7 +68,7 @@ class Learner:
         settings = self.second or self.config.learn
         self.num_iterations: int = settings.num_iterations  # passes over one collection
         self.minibatches: int = settings.minibatches  # optimizer steps per pass
-        # The reference that samples the rollouts and so serves as `old`; "": the model itself.
+        # Name of the reference that samples rollouts, which is the policy `old`; "": the model itself.
         self.rollout_policy = "" if self.second else self.config.rollout.policy
 
     @property
@@ -85,9 +85,9 @@ class Learner:
     def others(self) -> dict[str, LogProbs]:
         """The policies whose log-probabilities the batch needs, by name.
 
-        `old` is evaluated if the weights change before the last update on a collection, if a reference
-        sampled the rollouts, or if the objective reads `old` or the log-probabilities of the engine.
-        Otherwise `old` is the current forward pass, detached.
+        The sampling policy `old` is evaluated if the weights change before the last update of a training
+        step, if a reference sampled the rollouts, or if the objective reads `old` or the log-probabilities of
+        the engine. Otherwise the detached current log-probabilities serve as `old`.
         """
         names = self.needs.others
         needed: dict[str, LogProbs] = {
@@ -114,7 +114,7 @@ class Learner:
                 reference.update()  # moving averages follow the policy's optimizer steps, not collections
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call; metric names of a second model begin with its name."""
+        """Return the metrics since the last call; metric names of an additional model begin with its name."""
         metrics = self.guard.meter.take()
         if not self.name:
             return metrics
@@ -124,7 +124,7 @@ class Learner:
         }
 
     def save(self, checkpoint: Path) -> None:
-        """Write a second model into a checkpoint; its weights must be unsharded."""
+        """Write this additional model, such as a critic, into a checkpoint; weights must be unsharded."""
         self.policy.save(checkpoint / REFERENCES / self.name)
 
     def load(self, checkpoint: Path) -> None:
@@ -132,7 +132,7 @@ class Learner:
         self.policy.load(checkpoint / REFERENCES / self.name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer and of the guard, without weights."""
+        """Return the state of the optimizer and of the update guard, without weights."""
         return {"optimizer": self.optimizer.state_dict(), "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,14 +148,15 @@ def second_learners(
     references: Mapping[str, Reference | SecondModel],
     say: Callable[[str], None],
 ) -> dict[str, Learner]:
-    """Place the second models among the references on their devices; return their learners by name."""
+    """Create the learners of the additional models in `references`, by name, placed on their devices."""
     learners = {}
     for name, second in references.items():
-        if isinstance(second, SecondModel):
-            optimizer = processes.place(second.model, second.optimizer)
-            rate = partial(_current_rate, second)
-            parts = (second.model, second.objective, second.advantage, optimizer, rate)
-            learners[name] = Learner(*parts, config, processes, stream, references, say, second, name)
+        match second:
+            case SecondModel():
+                optimizer = processes.place(second.model, second.optimizer)
+                rate = partial(_current_rate, second)
+                parts = (second.model, second.objective, second.advantage, optimizer, rate)
+                learners[name] = Learner(*parts, config, processes, stream, references, say, second, name)
     return learners
 
 
@@ -165,17 +166,17 @@ def _current_rate(second: SecondModel, clock: Clock) -> float:
 
 @dataclass(frozen=True)
 class Update:
-    """An update in progress: passes over a part of a batch, up to the optimizer step."""
+    """An update in progress: forward and backward passes over a minibatch, up to the optimizer step."""
 
     part: Batch
     sums: Mapping[str, Tensor]  # metric sums before the update
-    updates: int  # number of updates in these sums
+    updates: int  # number of updates that `sums` contains
     suspects: list[Batch] = field(default_factory=list)  # micro-batches whose loss is not finite
 
 
 @dataclass
 class Guard:
-    """Guard that refuses steps which are not finite, and halves micro-batches once if memory runs out."""
+    """Guard that refuses non-finite optimizer steps, and halves micro-batches once if memory runs out."""
 
     learner: Learner
     micro_batch_steps: int
@@ -189,7 +190,7 @@ class Guard:
 
     @property
     def update(self) -> Update:
-        """The current update."""
+        """The update in progress, up to its optimizer step."""
         assert self.current is not None, "no update has begun"
         return self.current
 
@@ -204,7 +205,7 @@ class Guard:
             self.update.suspects.append(micro)
 
     def forget(self) -> None:
-        """Clear the gradients, metrics and suspects of the current update."""
+        """Clear the gradients, metrics and suspect micro-batches of the current update."""
         self.learner.optimizer.zero_grad(set_to_none=True)
         self.meter.sums, self.meter.updates = dict(self.update.sums), self.update.updates
         self.update.suspects.clear()
@@ -227,7 +228,7 @@ class Guard:
         self.current, self.written, self.updates = None, 0, 0
 
     def passes(self, norm: float) -> bool:
-        """Return whether to take the optimizer step; if not, write the faulty rows, and stop or skip.
+        """Return whether to take the optimizer step; otherwise write the faulty rows, and stop or skip.
 
         `norm` is the gradient norm. Raises `NotFinite` if `learn.on_nonfinite` is "stop", or after more than
         `learn.max_skipped` skipped steps.
@@ -261,15 +262,14 @@ class Guard:
         return False
 
     def _rows_to_blame(self) -> Batch:
-        """Select the faulty rows: by testing each row on one process, else all rows of the suspects."""
+        """Select the faulty rows: test each row (one process), or take all rows of suspect micro-batches."""
         part = self.update.part
         if self.learner.processes.world > 1:
-            # Testing row by row, processes would need different numbers of passes, but sharded passes need
-            # all.
+            # Row by row, processes would make different numbers of passes, but sharded passes need them all.
             where = [micro.rows for micro in self.update.suspects] or [part.rows]
             return part.select(torch.isin(part.rows, torch.cat(where).cpu()).nonzero()[:, 0])
         self.learner.optimizer.zero_grad(set_to_none=True)
-        cuts = part.cuts(1, max(self.learner.needs.unit, Unit.ROW))  # one row or group per cut, however long
+        cuts = part.cuts(1, max(self.learner.needs.unit, Unit.ROW))  # each cut is one row or one group
         bad = [rows for rows, _ in cuts if not self.is_finite(part.select(rows))]
         return part.select(torch.cat(bad)) if bad else part
 

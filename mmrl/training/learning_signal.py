@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FIRST = 3  # number of first steps without an update before a warning
-LASTING = 12  # steps without an update before the run ends, or warns if it has learned before
+FIRST = 3  # warn if this many steps at the start of a run have no update
+LASTING = 12  # stop after this many steps without an update, or only warn if there were updates before
 
 
 class NoLearning(RuntimeError):
@@ -21,7 +21,7 @@ class LearningSignal:
     An update is an optimizer step with a gradient and a learning rate above 0.
 
     Args:
-        stops: Raise `NoLearning` after the first `LASTING` steps without an update.
+        stops: Raise `NoLearning` if the first `LASTING` steps of the run have no update; otherwise warn.
         warn: Shows a warning.
     """
 
@@ -56,7 +56,7 @@ class LearningSignal:
         self.weights = weights
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers of updates and idle steps, and the weight hash."""
+        """Return the number of updates, the number of idle steps, and the weight hash."""
         return {"updates": self.updates, "idle": self.idle, "weights": self.weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

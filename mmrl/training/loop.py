@@ -1,4 +1,4 @@
-"""The training loop: collect rollouts, learn from them, report. It names no method and no modality."""
+"""The training loop: collect rollouts, learn, report. It is the same for all methods and modalities."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 
 import torch
-from torch import Tensor
 
 from mmrl.config.binding import Bound
 from mmrl.config.registry import Needs
 from mmrl.core.progress import advance, showing
 from mmrl.core.protocols import LogProbs
+from mmrl.core.ragged import Gathered
 from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.step_table import Batch, StepOutput, spread
-from mmrl.core.tensor import pad_to
 from mmrl.core.types import Unit
 from mmrl.runtime.files import locked
 from mmrl.runtime.watchdog import listening
@@ -29,8 +28,8 @@ from mmrl.training.trainer import Run
 def train(run: Run) -> bool:
     """Train until `max_steps`, starting from the last checkpoint of the run if there is one.
 
-    After SIGTERM or Ctrl-C the run finishes its step, saves, and ends without its last evaluation. Returns
-    whether it finished without such a signal. Raises `ConfigError` if another process trains in its folder.
+    After SIGTERM or Ctrl-C the run finishes its step, saves, and ends without the final evaluation. Returns
+    False after such a signal, otherwise True. Raises `ConfigError` if another process trains in the folder.
     """
     signals = listening(not run.report.console.quiet)
     shown = showing(run.report.console.work)
@@ -43,8 +42,7 @@ def train(run: Run) -> bool:
                 break
             run.tick(step)
             collection = collect(run)
-            if run.config.rollout.max_staleness and step + 1 < run.config.max_steps:
-                run.ahead = prefetch(run, step + 1, run.pieces.clock)
+            prefetch(run)
             with run.report.timing("learn"):
                 collection, credit, batch = learnable(run, collection)
                 for _ in range(run.config.learn.num_iterations):
@@ -68,7 +66,7 @@ def train(run: Run) -> bool:
 
 
 def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable, Batch]:
-    """Update the second models, compute advantages, and create the batch that the policy learns from."""
+    """Update the additional models, compute advantages, and create the training batch of the policy."""
     first = [learner for learner in run.seconds.values() if learner.second and learner.second.learns_first]
     later = [learner for learner in run.seconds.values() if learner not in first]
     for second in first:
@@ -82,7 +80,7 @@ def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable
 
 
 def learn(run: Run, second: Learner, collection: Collection, table: RewardTable) -> None:
-    """Update a second model on a collection; `table` has the reference outputs that its chain reads."""
+    """Update the additional model `second`; `table` has the reference outputs that its advantages read."""
     credit = through_chain(second.chain, table, run.stream.step)
     batch = make_batch(run, second, collection, credit)
     for _ in range(second.num_iterations):
@@ -90,7 +88,7 @@ def learn(run: Run, second: Learner, collection: Collection, table: RewardTable)
 
 
 def make_batch(run: Run, learner: Learner, collection: Collection, credit: RewardTable) -> Batch:
-    """Create the training batch of a collection, with advantages and the outputs of other policies."""
+    """Create the training batch from a step's rollouts, with advantages and the outputs of other policies."""
     rollouts, learned = pick(collection.rollouts, credit, credit.learn.any(-1))
     rollouts = rollouts or (collection.stand_in,)
     batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
@@ -108,7 +106,7 @@ def make_batch(run: Run, learner: Learner, collection: Collection, credit: Rewar
 
 
 def add_reference_outputs(run: Run, collection: Collection, chain: Sequence[Bound]) -> RewardTable:
-    """Add the reference outputs that a chain reads to the reward table, such as "ref/logp" (rows, steps)."""
+    """Add the reference outputs that advantage functions read, such as "ref/logp", to the reward table."""
     needs = reduce(Needs.__or__, (piece.needs for piece in chain), Needs())
     if not needs.others:
         return collection.table
@@ -135,8 +133,8 @@ def evaluate_references(
 ) -> Batch:
     """Add the outputs of other policies to a batch, without gradient and on the CPU.
 
-    The policy `engine` gets the log-probabilities that the engine recorded while sampling; steps without a
-    record get those of `old`.
+    The entry `engine` gets the log-probabilities that the engine recorded while sampling; steps without a
+    record get the log-probabilities of `old`.
 
     Args:
         policies: Policies to evaluate, by name.
@@ -147,19 +145,16 @@ def evaluate_references(
     """
     others = dict(batch.others)
     for name, policy in policies.items():
-        columns_of: dict[str, Tensor] = {}  # (rows, steps, ...), filled micro-batch by micro-batch
+        gathered = Gathered(batch.mask.shape)
         cuts = list(batch.cuts(micro_batch_steps, Unit.STEP))
         for number, ((rows, steps), counts, _) in enumerate(even(cuts)):
             advance(f"evaluating the policy '{name}', micro-batches", min(number, len(cuts)), len(cuts))
             with torch.no_grad():
                 output = policy(batch.select(rows, steps), needs.others.get(name, frozenset()))
-            for key, value in {"logp": output.logp, **output.extra}.items() if counts else ():
-                if key not in columns_of:
-                    shape = (*batch.mask.shape, *value.shape[2:])
-                    columns_of[key] = value.new_zeros(shape, device="cpu")
-                part = columns_of[key][:, steps]
-                part[rows] = pad_to(value.detach().cpu(), part.shape[1], 1)
-        others[name] = StepOutput(columns_of.pop("logp"), columns_of)
+            if counts:
+                gathered.put(rows, steps, {"logp": output.logp, **output.extra})
+        columns = gathered.columns()
+        others[name] = StepOutput(columns.pop("logp"), columns)
     if "engine" in needs.others:
         old = others["old"].logp
         noted = batch.notes.get("logp", torch.full_like(old, torch.nan))  # demonstrations have no records
@@ -195,5 +190,5 @@ def accumulate(learner: Learner, part: Batch) -> None:
 
 
 def largest_first(micros: list[Batch]) -> list[Batch]:
-    """Sort micro-batches by size, so that one that does not fit into memory fails first."""
+    """Sort micro-batches from large to small, so that a lack of memory shows at once."""
     return sorted(micros, key=lambda micro: micro.steps.cost(torch.arange(len(micro))), reverse=True)

@@ -31,16 +31,16 @@ class Method:
 
 
 class ChainError(ValueError):
-    """Raised if a piece of the advantage chain fails, or returns no table or non-finite values."""
+    """Raised if an advantage function fails, or returns no table or non-finite values."""
 
 
 def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> RewardTable:
-    """Apply the pieces of a chain to a reward table, in order.
+    """Apply advantage functions to a reward table, in order.
 
-    The pieces get one row per episode. If no piece reads turns, a conversation counts as one answer.
+    The functions get one row per episode. If no function reads turns, a conversation is merged to one answer.
 
-    Raises `ChainError` with the name of the piece if it fails, does not return a table of the same rows, or
-    makes a valid value NaN or infinite. `step` is only used in the message.
+    Raises `ChainError` with the name of the function if it fails, does not return a table of the same rows,
+    or makes a valid value NaN or infinite. `step` is only used in the message.
     """
     rows, table = table, join_episodes(table)
     if has_turns(table) and not any(piece.needs.turns for piece in chain):
@@ -73,7 +73,7 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
 
 
 def per_step_only(name: str, value: Tensor) -> None:
-    """Raise `ChainError` unless a model output for the chain has shape (rows, steps)."""
+    """Raise `ChainError` unless a model output for advantage functions has shape (rows, steps)."""
     if value.dim() != 2:
         raise ChainError(
             f"the advantage chain reads '{name}', which has {tuple(value.shape[2:])} numbers per step; a "

@@ -41,9 +41,9 @@ def name_of(record: Mapping[str, Any]) -> str:
 
 
 def changed_defaults(old: Mapping[str, Any], new: Mapping[str, Any], given: Changes) -> Changes:
-    """List the differences between two records' configurations; `given`: those between the files alone.
+    """List configuration changes between two records; `given`: changes of the configuration file.
 
-    Writing out a default is no difference; a new option is a difference if the file sets it.
+    A default that the file now spells out is no change. A new option is a change if the file sets it.
     """
     changed = differences(old["config"], {k: v for k, v in new["config"].items() if k in old["config"]})
     later = {
@@ -60,8 +60,8 @@ def changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change
     """Compare the code hashes of two records.
 
     Returns:
-        Allowed changes keyed by the place of the piece, descriptions of forbidden changes, and descriptions
-            of changes that a new version explains.
+        Allowed changes keyed by the configuration key of the piece, descriptions of forbidden changes, and
+            descriptions of changes that a new version explains.
     """
     versions = [dict(text.rsplit(" ", 1) for text in record["versions"]) for record in (old, new)]
     same = {name: versions[0].get(name) == versions[1].get(name) for name in ("mmrl", "python")}

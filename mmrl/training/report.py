@@ -28,11 +28,13 @@ from mmrl.reporting.metrics import (
     VISUALIZATIONS,
     Journal,
     Trackers,
+    describe_ages,
     describe_lengths,
     describe_measured,
     describe_rewards,
     describe_shares,
     describe_speed,
+    noted_ages,
     noted_sums,
     of_training,
     steps_taken,
@@ -112,12 +114,15 @@ class Reporter:
     def describe(
         self, collection: Collection, credit: RewardTable, numbers: Mapping[str, float]
     ) -> dict[str, float]:
-        """Compute the metrics of a step; `numbers` are averaged over processes first."""
+        """Compute the metrics of a step, including the means of `numbers` over processes."""
         shared = conclude(self.processes.means(numbers))  # means first: ratios of means, not means of ratios
         entropy = self.processes.means(noted_sums(collection.rollouts, "entropy"))
         if entropy["steps"]:
             shared["entropy"] = entropy["sum"] / entropy["steps"]
         seen, table = collection.seen, collection.table
+        if self.config.rollout.max_staleness:
+            counts = self.processes.all_gather_object(noted_ages(collection.rollouts, self.stream.step))
+            shared |= describe_ages(counts)
         rewards = describe_rewards(seen) | describe_shares(table, credit)
         metrics = {**rewards, **describe_lengths(seen), **dict(sorted(shared.items()))}
         if len(table) < len(seen):
@@ -147,7 +152,7 @@ class Reporter:
         self.console.step(step, metrics)
 
     def log_start(self, measured: Measured) -> None:
-        """Write an evaluation before the first step to the journal, as a separate line of step 0."""
+        """Write the evaluation before the first step to the journal, as a separate line with step 0."""
         metrics = describe_measured(measured)
         if self.processes.main:
             self.records.append({**self.journal.write({"step": 0, **metrics}), "cheap": self.cheap})

@@ -12,29 +12,27 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.plain import lookup
 from mmrl.config.ranges import is_number
 from mmrl.config.registry import HOMES, Entry, find
-from mmrl.config.schema import Piece, Scheduled, as_piece, as_plain, each, held_fields
+from mmrl.config.schema import Kind, Piece, Scheduled, as_piece, as_plain, each, held_fields
 
-Named = dict[str, tuple[str, Entry]]  # maps the place of a piece to its name and registry entry
+Named = dict[str, tuple[str, Entry]]  # maps a piece's configuration key to its name and registry entry
 
 
 def resolve_defaults(config: Any) -> tuple[dict[str, Any], Named]:
-    """Return a configuration as plain values with all defaults, and its pieces keyed by their places.
+    """Return a configuration as plain values with all defaults, and its pieces by configuration key.
 
     Raises `ConfigError` for a piece that does not exist.
     """
     plain, entries = as_plain(config), Named()
     for mark, value, name in held_fields(config):
-        if isinstance(mark, Scheduled):
-            filled = _option("", value, mark.wanted, name, entries)
-        else:
-            pieces = [_piece(mark.name, piece, place, entries) for piece, place in each(value, name)]
-            match value:
-                case Piece():
-                    filled = pieces[0]
-                case Mapping():
-                    filled = dict(zip(value, pieces, strict=True))
-                case _:
-                    filled = pieces
+        match mark, value:
+            case Scheduled(wanted=wanted), _:
+                filled = _option("", value, wanted, name, entries)
+            case Kind(name=kind), Piece():
+                filled = _piece(kind, value, name, entries)
+            case Kind(name=kind), Mapping():
+                filled = {key: _piece(kind, value[key], f"{name}.{key}", entries) for key in value}
+            case _:
+                filled = [_piece(mark.name, piece, place, entries) for piece, place in each(value, name)]
         above, _, key = name.rpartition(".")
         (lookup(plain, above) if above else plain)[key] = filled
     return plain, entries
@@ -60,7 +58,7 @@ def _piece(kind: str, piece: Piece, place: str, entries: Named) -> dict[str, Any
 
 
 def _option(name: str, value: Any, wanted: Any, place: str, entries: Named) -> Any:
-    """Return the plain value of an option; an option named like a kind of piece contains pieces."""
+    """Return the plain value of an option; an option named after a kind (`engine`) contains pieces."""
     match value:
         case list() | tuple() if name in HOMES:
             return [_piece(name, *one, entries) for one in each([as_piece(v, place) for v in value], place)]

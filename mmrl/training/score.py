@@ -27,10 +27,10 @@ class RewardLog:
 
     state: TrainerState = TrainerState()
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    columns: dict[str, list[Any]] = field(default_factory=dict)  # columns of the rollouts scored last
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # of the rollouts that were scored last
 
     def add(self, call: Scoring) -> None:
-        """Add the metrics and columns of one reward call."""
+        """Add the metrics and columns that one reward call logged."""
         for name, values in call.metrics.items():
             self.metrics.setdefault(name, []).extend(values)
         self.columns |= call.columns
@@ -38,7 +38,7 @@ class RewardLog:
     def take(self, processes: Processes, known: Collection[str] = ()) -> dict[str, float]:
         """Return the means of the metrics over all calls on all processes, and reset them.
 
-        Raises `RewardFault` for a name in `known`, the metrics of the run.
+        Raises `RewardFault` for a metric name in `known`, the names of the run's other metrics.
         """
         parts = processes.all_gather_object(
             {name: [math.fsum(values), len(values)] for name, values in self.metrics.items()}
@@ -76,13 +76,13 @@ def score(
 ) -> RewardTable:
     """Score every outcome of rollouts with every reward.
 
-    A failing reward raises `RewardFault`; with `on_error: skip` the affected groups are left out of
-    statistics and learning.
+    A failing reward raises `RewardFault`. With `on_error: skip`, its groups are left out of statistics and
+    learning instead.
 
     Args:
         rewards: The rewards.
         rollouts: The rollouts of this process.
-        notes: Names of the engine's per-step records that the advantage chain reads.
+        notes: Names of the engine's per-step records that advantage functions read.
         rank: Rank of this process.
         log: Collects the metrics and columns that rewards log.
     """
@@ -134,7 +134,7 @@ def _versions(outcomes: Sequence[Outcome]) -> list[int]:
 
 
 def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
-    """List the tokens of every outcome: its own tokens, or otherwise those that the engine recorded."""
+    """List the tokens of every outcome; without own tokens, the tokens that the engine recorded."""
 
     def of_outcome(outcome: Outcome, noted: Tensor | None) -> list[int] | None:
         if outcome.tokens is not None:
@@ -145,9 +145,9 @@ def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
 
 
 def final_turns(rollouts: Rollouts) -> list[bool]:
-    """Return whether each outcome ends its conversation or belongs to none (it has no tag `turn`).
+    """Return for each outcome whether it ends a conversation, or belongs to none (no tag `turn`).
 
-    Outcomes with the tag `bare` are False.
+    The result is False for outcomes with the tag `bare`.
     """
     last: dict[tuple[str, str], int] = {}  # maps every episode to the number of its last turn
     for row in rollouts:
@@ -182,7 +182,7 @@ def _lay_out(
                 f"outcomes of prompt '{row.prompt.uid}' must be in order, but their ends are {ends[-1]}"
             )
     ends = _padded(ends, ABSENT)
-    present, shape = ends != ABSENT, ends.shape  # rollouts, outcomes
+    present, shape = ends != ABSENT, ends.shape  # (rollouts, outcomes)
     scored = {
         name: torch.full(shape, math.nan, dtype=torch.float64).masked_scatter(present, values)
         for name, values in columns.items()

@@ -1,7 +1,7 @@
 """Training of the stages of a run file in order; resumes where the last command stopped.
 
-A stage is an ordinary run in its own folder. It starts from the checkpoint of an earlier stage on disk,
-whichever process trained that stage.
+A stage is an ordinary run in its own folder. It starts from the checkpoint of an earlier stage, which is read
+from disk even if the same process trained it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StageRefused(RuntimeError):
 def _refused(stage: Stage, record: StageRecord, records: Sequence[StageRecord], console: Console) -> str:
     """Return why `keep_if` refuses a finished stage, and print the metrics of all stages; "" if it passes.
 
-    A refused stage stays unfinished in the record, so the same command evaluates it again.
+    A refused stage stays unfinished in the stage record, so the same command evaluates it again.
     """
     before = records[stage.begins].metrics if stage.begins is not None else {}
     reasons = [reason for gate in stage.keep_if if (reason := gate.refusal(record.metrics, before))]
@@ -147,7 +147,7 @@ def _ready(stage: Stage, stages: Sequence[Stage], records: Sequence[StageRecord]
     start = stages[stage.begins].folder / records[stage.begins].checkpoint
     if checkpoints(stage.folder) and (stage.folder / CONFIG).exists():
         before = Path(read(stage.folder / CONFIG).get("init_from") or "")
-        if before.parts[-2:] == start.parts[-2:]:  # the whole output folder was moved since then
+        if before.parts[-2:] == start.parts[-2:]:  # the output folder was moved since
             start = before
     return replace(stage.config, init_from=str(start))
 

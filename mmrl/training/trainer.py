@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -50,7 +51,7 @@ class Best:
     value: float = math.nan
 
     def see(self, step: int, value: float, greater_is_better: bool) -> None:
-        """Record a checkpoint if it is better than the best so far; of equal checkpoints the first stays."""
+        """Record a checkpoint if its metric is better than the best so far; the first of equals stays."""
         if math.isfinite(value) and (
             self.step == 0 or (value > self.value if greater_is_better else value < self.value)
         ):
@@ -69,29 +70,40 @@ class Progress:
 
 @dataclass
 class InFlight:
-    """Rollouts that were requested for the next step, with the weights and clock of the request.
+    """A request for the rollouts of a later step, with the weights and clock at the time of the request.
 
-    A checkpoint stores this instead of the rollouts, which are requested again after a resume.
+    A checkpoint stores the request instead of the rollouts, and a resumed run repeats it.
     """
 
-    uids: Sequence[str]  # uids of the requested prompts of all processes, in order
+    step: int  # the step that learns from the rollouts
+    uids: Sequence[str]  # uids of the requested prompts of all processes, in order; empty: none is readable
     weights: Sequence[Tensor]  # trained weights at the request
     clock: Clock
+    scheduled: Mapping[str, float]  # values of scheduled options at the request
     requested: bool = True  # whether this process requested them; False after a resume
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields except `requested`."""
-        return {"uids": list(self.uids), "weights": list(self.weights), "clock": asdict(self.clock)}
+        listed = {"uids": list(self.uids), "weights": list(self.weights)}
+        return {"step": self.step, **listed, "clock": asdict(self.clock), "scheduled": self.scheduled}
 
     @staticmethod
-    def of_state(state: Mapping[str, Any]) -> InFlight | None:
-        """Create an instance from the output of `state_dict`; return None for an empty state."""
-        return InFlight(state["uids"], state["weights"], Clock(**state["clock"]), False) if state else None
+    def of_state(state: Mapping[str, Any]) -> InFlight:
+        """Create an instance from the output of `state_dict`."""
+        clock, scheduled = Clock(**state["clock"]), state.get("scheduled", {})
+        return InFlight(state["step"], state["uids"], state["weights"], clock, scheduled, False)
+
+
+def in_flight(state: Mapping[str, Any]) -> deque[InFlight]:
+    """Read the requests in flight from the state of a run; earlier versions stored at most one request."""
+    ahead = state.get("ahead") or []
+    listed = [{"step": state["step"], **ahead}] if isinstance(ahead, Mapping) else ahead
+    return deque(map(InFlight.of_state, listed))
 
 
 @dataclass
 class Run:
-    """A training run, as the loop uses it; nothing here depends on the method or the modality."""
+    """A training run as the training loop uses it, independent of method and modality."""
 
     config: Config
     pieces: Pieces
@@ -105,9 +117,9 @@ class Run:
     log: RewardLog = field(default_factory=RewardLog)  # metrics and columns that rewards log
     signal: LearningSignal = field(init=False)
     final: Measured | None = None  # the evaluation after the last step
-    ahead: InFlight | None = None  # requested rollouts of the next step
+    ahead: deque[InFlight] = field(default_factory=deque)  # requested rollouts of the next steps, in order
     unreadable: Unreadable = field(default_factory=Unreadable)  # unreadable prompts of the data
-    made_with: Mapping[str, Any] = field(default_factory=dict)  # output of `record_of`, and the run's name
+    made_with: Mapping[str, Any] = field(default_factory=dict)  # output of `record_of` and the run's name
 
     def __post_init__(self) -> None:
         learns = self.config.learn.num_iterations > 0
@@ -121,7 +133,7 @@ class Run:
 
     @property
     def learners(self) -> tuple[Learner, ...]:
-        """The learner of the policy, then the learners of the second models."""
+        """The learner of the policy, then the learners of additional models."""
         return (self.learner, *self.seconds.values())
 
     @property
@@ -146,7 +158,7 @@ class Run:
 
     @property
     def observers(self) -> list[Observer]:
-        """The pieces that observe every round of a collection."""
+        """The pieces that observe every sampling round."""
         return list(self.pieces.that_are(Observer).values())
 
     @property
@@ -161,7 +173,7 @@ class Run:
 
     @property
     def stateful(self) -> dict[str, Mapping[str, Stateful]]:
-        """The references, keyed by name, and the other pieces with saved state, keyed by place."""
+        """The references, keyed by name, and other pieces with saved state, keyed by configuration key."""
         references = {f"references.{name}" for name in self.method.references}
         others = {k: piece for k, piece in self.pieces.that_are(Stateful).items() if k not in references}
         return {"references": {**self.method.references, **self.seconds}, "pieces": others}
@@ -197,7 +209,7 @@ class Run:
         return self.method.references[name].rollout_weights() if name else nullcontext()
 
     def advantage(self, table: RewardTable) -> RewardTable:
-        """Turn rewards into advantages with the configured chain, and pass them to the observers."""
+        """Turn rewards into advantages with the configured functions, and pass them to the observers."""
         credit = through_chain(self.learner.chain, table, self.stream.step)
         for observer in self.pieces.that_are(AdvantageObserver).values():
             observer.observe_advantages(credit)
@@ -301,8 +313,8 @@ class Run:
     def name_weights(self) -> str:
         """Store the hash of the frozen weights; return the hash of the trained weights ("" on one process).
 
-        Every process must call this, since shards are gathered one at a time. Trained weights come from the
-        checkpoint and buffers may change in training, so only frozen weights identify the base model.
+        Every process must call this, since shards are gathered one at a time. The base model is identified by
+        frozen weights only: a checkpoint replaces the trained weights, and training may change buffers.
         """
         trained: list[Tensor] = []
         for learner in self.learners:
@@ -327,7 +339,7 @@ class Run:
             },
             "best": asdict(self.progress.best),
             "signal": self.signal.state_dict(),
-            "ahead": self.ahead.state_dict() if self.ahead else {},
+            "ahead": [ahead.state_dict() for ahead in self.ahead],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -341,4 +353,4 @@ class Run:
         self.progress.step, self.progress.reported = state["step"], state["reported"]
         self.progress.best = Best(**state["best"])
         self.signal.load_state_dict(state["signal"])
-        self.ahead = InFlight.of_state(state.get("ahead", {}))
+        self.ahead = in_flight(state)

@@ -1,4 +1,4 @@
-"""Prompts that turn out to be unreadable in a rollout: dropped with their groups, or an error."""
+"""Handling of prompts that prove unreadable in a rollout: drop their groups, or raise an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Unreadable:
 
     Args:
         drops: Drop unreadable prompts; otherwise the first one is an error.
-        place: Place of the data set in the configuration, for messages.
+        place: Configuration key of the data set, for messages.
     """
 
     drops: bool = False
@@ -43,7 +43,7 @@ class Unreadable:
             self.caught = error
 
     def agree(self, processes: Processes) -> bool:
-        """Share the caught errors; return whether any process has one. Every process must call this."""
+        """Share the caught prompt errors; return whether there are any. Every process must call this."""
         mine, self.caught = self.caught, None
         # Rebuild the message, because an error of a Ray worker contains its traceback.
         gathered = processes.all_gather_object(

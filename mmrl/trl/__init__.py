@@ -1,1 +1,1 @@
-"""All code that depends on TRL's names: their translation to a configuration of mmrl."""
+"""All code that knows TRL's argument names; translates them to a configuration of mmrl."""

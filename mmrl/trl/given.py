@@ -1,4 +1,4 @@
-"""Arguments of TRL's configuration classes, with TRL's defaults for missing arguments."""
+"""Given arguments of TRL's configuration classes, completed by TRL's defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.trl.names import DPO_ONLY, NAMES
 
 Change = dict[str, Any]  # maps dotted keys of a configuration to values
 BATCHES = tuple(name for name, row in NAMES.items() if row.rule == "batches")
-GRPO_LOSSES = {  # maps a loss of TRL to (surrogate, aggregation)
+GRPO_LOSSES = {  # maps GRPO losses of TRL to (surrogate, aggregation)
     "grpo": ("clip", "sequence_mean"),
     "bnpo": ("clip", "step_mean"),
     "dapo": ("clip", "step_mean"),
@@ -23,24 +23,24 @@ GRPO_LOSSES = {  # maps a loss of TRL to (surrogate, aggregation)
     "luspo": ("clip", "length_weighted"),
     "vespo": ("gamma_weight", "step_mean"),
 }
-DPO_LOSSES = {  # maps a loss of TRL to a comparison
+DPO_LOSSES = {  # maps DPO losses of TRL to comparisons
     **{name: name for name in ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair")},
     **{name: name for name in ("sppo_hard", "apo_zero", "apo_down", "discopop")},
     "sigmoid_norm": "sigmoid",
 }
 ABSENT_LOSSES = ("aot", "aot_unpaired", "sft")
-CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines that wrap another engine
+CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines that call tools
 STEP_MEANS = ("dapo", "bnpo", "cispo", "vespo")
 
 
 def default_of(name: str, pairs: bool) -> Any:
-    """Return TRL's default of an argument: DPOConfig's for `pairs`, otherwise GRPOConfig's."""
+    """Return TRL's default of an argument: from DPOConfig if `pairs` is true, otherwise from GRPOConfig."""
     row = NAMES[name]
     return row.dpo if pairs and row.dpo is not ... else row.default
 
 
 def pairs_of(values: Mapping[str, Any], onto: Mapping[str, Any]) -> bool:
-    """Whether arguments are DPOConfig's, judged by the loss, by other names, or by the objective."""
+    """Whether arguments belong to DPOConfig, inferred from loss, argument names or configured objective."""
     match lookup(onto, "objective.name"), values.get("loss_type"):
         case str(objective), None:
             return objective == "comparison"
@@ -48,17 +48,17 @@ def pairs_of(values: Mapping[str, Any], onto: Mapping[str, Any]) -> bool:
             return any(values.get(name) is not None for name in DPO_ONLY)
         case _, str(loss):
             return loss in {*DPO_LOSSES, *ABSENT_LOSSES}
-    return True  # a list of losses, which DPO adds up
+    return True  # a list of losses: only DPO sums several
 
 
 @dataclass(frozen=True)
 class Given:
-    """The given arguments, completed by TRL's defaults, and the configuration that they will change.
+    """Arguments of TRL, with TRL's defaults for missing ones, and the configuration that they change.
 
     Args:
-        values: The arguments in effect.
-        onto: The configuration that will be changed.
-        pairs: Whether the arguments are DPOConfig's.
+        values: The arguments that are used.
+        onto: The configuration to change.
+        pairs: Whether the arguments belong to DPOConfig.
         whole: Whether `values` includes TRL's defaults, so that the result is TRL's training.
         nulls: The names of arguments that were given as None.
     """
@@ -84,22 +84,22 @@ class Given:
 
     @property
     def losses(self) -> list[str]:
-        """Return the names of the losses: one, or several that DPO adds up."""
+        """Return the names of the losses: one loss, or several losses that DPO sums."""
         return as_list(self.values.get("loss_type") or ("sigmoid" if self.pairs else "dapo"))
 
     def at(self, key: str) -> Any:
-        """Return the value of a dotted key in the configuration to be changed; None if it is missing."""
+        """Return the value of a dotted key in the configuration `onto`; None if the key is missing."""
         return lookup(self.onto, key)
 
     @property
     def conversing(self) -> str:
-        """Return the key of the engine for conversations with tools; empty without such an engine."""
+        """Return the key of the engine that calls tools, such as `rollout.engine.1`; "" without one."""
         names = [as_mapping(engine).get("name") for engine in as_list(self.at("rollout.engine"))]
         return next((f"rollout.engine.{i}" for i, name in enumerate(names) if name in CONVERSING), "")
 
     @property
     def processes(self) -> int:
-        """Return the number of processes: as given, or as started by torchrun or accelerate."""
+        """Return the number of processes: the argument `num_processes`, or else the launcher's WORLD_SIZE."""
         return self.values.get("num_processes") or int(os.environ.get("WORLD_SIZE") or 1)
 
     @property
@@ -109,7 +109,7 @@ class Given:
 
     @property
     def generated(self) -> int:
-        """Return the number of completions per collection, which is at least that of an optimizer step."""
+        """Return the number of completions that are sampled together, for one or more optimizer steps."""
         per_pass = self["per_device_train_batch_size"] * self.processes
         batch_size, steps = self["generation_batch_size"], self["steps_per_generation"]
         if batch_size and steps and batch_size != per_pass * steps:
@@ -128,7 +128,7 @@ class Given:
 
     @property
     def updates(self) -> int:
-        """Return the number of optimizer steps per collection."""
+        """Return the number of optimizer steps on the completions that are sampled together."""
         parts = self.at("learn.minibatches") or 1
         if self.has(*BATCHES):
             parts = 1 if self.pairs else self.generated // self.completions

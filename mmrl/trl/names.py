@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 
 class Name(NamedTuple):
-    """An argument of TRL that corresponds to a key of mmrl.
+    """An argument of TRL that is translated to a configuration key of mmrl.
 
     Args:
-        key: The dotted key. If there are several, the key that shows whether a file sets the argument.
+        key: The dotted key. If a rule sets several keys, the key whose presence means that a file sets it.
         default: TRL's default.
-        rule: Function in `mmrl.trl.objective` or `mmrl.trl.run` for arguments that are not simply copied.
-        note: How mmrl differs from TRL; printed if the argument is given.
-        values: Maps TRL's values to mmrl's; `...` changes nothing.
+        rule: Function in `mmrl.trl.objective` or `mmrl.trl.run` that translates the argument; empty: copy.
+        note: How mmrl differs from TRL in this argument; printed if the argument is given.
+        values: Maps values of TRL to values of mmrl; `...` leaves the key unchanged.
         dpo: The default in DPOConfig, if it is different.
     """
 
@@ -33,7 +33,7 @@ class Name(NamedTuple):
 
 
 def _rows(key: str, rule: str = "", note: str = "", **defaults: Any) -> dict[str, Name]:
-    """Create table entries for arguments with the same key and rule; `defaults` maps names to defaults."""
+    """Create table entries for arguments with one key and rule; `defaults` maps their names to defaults."""
     return {name: Name(key, default, rule, note) for name, default in defaults.items()}
 
 
@@ -57,6 +57,7 @@ GRPO: dict[str, Name] = {
             top_entropy_quantile=1.0),
     **_rows("rewards", "rewards", reward_weights=None),
     **_rows(_SURROGATE, "objective", off_policy_mask_threshold=None),
+    **_rows("policy.chat_template_kwargs", chat_template_kwargs=None),
     **_rows("rollout.num_generations", num_generations=8),
     **_rows("evaluation.num_generations", "", "1 where it is not given.", num_generations_eval=None),
     **_rows("rollout.num_prompts", "batches", steps_per_generation=None, generation_batch_size=None),
@@ -139,11 +140,11 @@ MODEL: dict[str, Name] = {
 NAMES: dict[str, Name] = {**GRPO, **DPO, **BOTH, **MODEL}
 
 _LAUNCH = "Start with `accelerate launch --config_file`; see docs/howto/processes.md."
-# Unsupported arguments, with the values that have no effect. These and None are accepted; others are errors.
+# Unsupported arguments, with the values that have no effect. Only these values and None are accepted.
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "use_adaptive_entropy": (False,), "router_aux_loss_coef": (0.0,), "label_smoothing_factor": (0.0,),
     "neftune_noise_alpha": (0.0,), "use_weighting": (False,), "repetition_penalty": (1.0,),
-    "generation_kwargs": ({},), "chat_template_kwargs": ({},), "chat_template": ("",),
+    "generation_kwargs": ({},), "chat_template": ("",),
     "cache_implementation": (), "train_sampling_strategy": ("random",), "optim_args": ("",),
     "optim_target_modules": ([],), "data_seed": (), "full_determinism": (False,), "tf32": (False,),
     "trust_remote_code": (False,), "cast_lm_head_to_fp32": (False,), "auto_find_batch_size": (False,),

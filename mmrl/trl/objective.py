@@ -1,4 +1,4 @@
-"""Rules for TRL's arguments of the objective: loss, KL, reference, advantages, comparisons of pairs."""
+"""Translation of TRL's arguments for the objective: loss, KL, reference, advantages, pairs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmrl.trl.given import DPO_LOSSES, GRPO_LOSSES, STEP_MEANS, Change, Given
 from mmrl.trl.names import NAMES
 
 SMOOTHED = ("robust", "exo_pair")
-DIVERGENCES = {  # maps TRL's `f_divergence_type` to the option of `f_divergence`
+DIVERGENCES = {  # maps TRL's `f_divergence_type` to the option `divergence`
     "reverse_kl": "",
     "forward_kl": "forward_kl",
     "js_divergence": "js",
@@ -20,7 +20,7 @@ NO_DIVERGENCE = ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero"
 
 
 def objective(given: Given) -> Change:
-    """Translate `loss_type` to a surrogate and an aggregation, or to comparisons of pairs."""
+    """Translate `loss_type` to a surrogate and an aggregation, or for DPO to comparisons of pairs."""
     if given.pairs:
         return pairs(given)
     _check_losses(given, [*GRPO_LOSSES, *DPO_LOSSES, "sft"])
@@ -46,34 +46,34 @@ def objective(given: Given) -> Change:
         if given["importance_sampling_level"] != "token":
             raise ConfigError("'loss_type=vespo' of TRL has its own ratio of answers; leave out the level")
         change["objective.ratio"] = "sequence_sum"
-    # The aggregation divides by the length, so the engine must use the same length.
+    # This aggregation divides by the maximum length, so the engine must have the same limit.
     return change | (
         {"rollout.engine.0.max_completion_length": given["max_completion_length"]} if options else {}
     )
 
 
 def surrogate(given: Given) -> Change:
-    """Translate the clipping range and the temperatures to options of the present surrogate."""
+    """Translate clip ranges and temperatures to options of the current surrogate."""
     loss = str(given.values.get("loss_type"))
     named, place = loss in GRPO_LOSSES, "objective.surrogate"
     masked = given.at(f"{place}.name") == "off_policy_mask"
     if "off_policy_mask_threshold" in given if named else masked:
-        place = f"{place}.surrogate"  # options of the inner surrogate
+        place = f"{place}.surrogate"  # the surrogate inside the mask
     kind = GRPO_LOSSES[loss][0] if named else given.at(f"{place}.name") or "clip"
     options = _surrogate_options(given, kind, whole=False)
     return {f"{place}.{name}": value for name, value in options.items()}
 
 
 def _surrogate_options(given: Given, kind: str, *, whole: bool) -> Change:
-    """Return the options of a surrogate: only the given ones, or all of them (`whole`)."""
+    """Return the options of a surrogate that were given, or with `whole` all its options."""
     names = {
         "clip": {"epsilon": "epsilon", "epsilon_high": "epsilon_high", "delta": "delta"},
-        # TRL uses one bound: `epsilon_high`, or `epsilon` if that is not set.
+        # TRL has only one bound: `epsilon_high`, or `epsilon` if `epsilon_high` is not set.
         "cispo": {"clip_max": "epsilon_high" if "epsilon_high" in given else "epsilon"},
         "sapo": {"temperature_pos": "sapo_temperature_pos", "temperature_neg": "sapo_temperature_neg"},
         "gamma_weight": {n: f"vespo_{n}" for n in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
     }.get(kind, {})
-    taken = {*names.values(), "epsilon"}  # unused, but its default is allowed
+    taken = {*names.values(), "epsilon"}  # `epsilon` may be given even if it is unused
     for name, row in NAMES.items():
         if row.rule == "surrogate" and name not in taken and given[name] != row.default:
             raise ConfigError(f"'{name}' of TRL has no effect on the surrogate '{kind}'; leave it out")
@@ -85,7 +85,7 @@ def _surrogate_options(given: Given, kind: str, *, whole: bool) -> Change:
 
 
 def length(given: Given) -> Change:
-    """Translate `max_completion_length`: for the engine, for conversations, and as divisor of `dr_grpo`."""
+    """Translate `max_completion_length` to options of the engines, and to the divisor of `dr_grpo`."""
     if "max_completion_length" in given.nulls:
         raise ConfigError(
             "'max_completion_length=None' of TRL, an answer without limit, is not here; give one"
@@ -106,7 +106,7 @@ def _check_losses(given: Given, known: Sequence[str]) -> None:
 
 
 def pairs(given: Given) -> Change:
-    """Translate DPO's losses: new comparisons if `loss_type` is given, else options of the present ones."""
+    """Translate DPO's losses to comparisons; without `loss_type`, to options of the present comparisons."""
     _check_losses(given, [*DPO_LOSSES, "sft"])
     options, reward = _pair_options(given), _implicit_reward(given)
     if "loss_type" not in given:
@@ -138,7 +138,7 @@ def pairs(given: Given) -> Change:
 
 
 def _implicit_reward(given: Given) -> Change:
-    """Return the implicit reward for `ld_alpha` or `f_divergence_type`; empty for the plain log-ratio."""
+    """Return the implicit reward for `ld_alpha` or `f_divergence_type`; {} for the plain log-ratio."""
     divergence, ld_alpha = given["f_divergence_type"], given["ld_alpha"]
     if divergence not in DIVERGENCES:
         raise ConfigError(f"'f_divergence_type' of TRL is {', '.join(DIVERGENCES)}; not {divergence!r}")
@@ -158,7 +158,7 @@ def _implicit_reward(given: Given) -> Change:
 
 
 def _pair_options(given: Given) -> Callable[[int], Change]:
-    """Return a function that gives the options of the i-th comparison."""
+    """Return a function that maps an index i to the options of the i-th comparison."""
     weights, smoothing = given["loss_weights"], given["label_smoothing"]
     if weights and len(weights) != len(given.losses):
         raise ConfigError(f"'loss_weights' of TRL has {len(weights)} weights for the losses {given.losses}")
@@ -219,7 +219,7 @@ def penalty(given: Given) -> Change:
 
 
 def advantage(given: Given) -> Change:
-    """Translate the summing, scaling and masking of rewards, rows and tokens to a chain of advantages."""
+    """Translate arguments that sum, scale and mask rewards, rows and tokens to advantage functions."""
     chain = list(given.at("advantage") or ())
     scale = {True: "group", False: "none"}.get(given["scale_rewards"], given["scale_rewards"])
     heads = {
@@ -243,7 +243,7 @@ def advantage(given: Given) -> Change:
         chain = [*chain, "drop_truncated"]
         named = given.at("objective.aggregation.name")
         aggregation = GRPO_LOSSES.get(given.losses[0], ("", ""))[1] if "loss_type" in given else named
-        # TRL divides by the number of all rows, but by the tokens of the unmasked rows.
+        # A mean over rows in TRL counts masked rows too; a mean over tokens counts only unmasked rows.
         if aggregation not in (None, "step_mean"):
             change["objective.aggregation.count"] = "drawn"
     return {**change, "advantage": chain}

@@ -1,4 +1,4 @@
-"""Rules for TRL's arguments of the run: batches, steps, learning rate, model, rewards, trackers."""
+"""Translation of TRL's arguments for the run: batches, steps, optimizer, model, rewards, trackers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
 }
 _NAMED = ("project", "run_name")
-TRACKERS = {"tensorboard": (), "wandb": _NAMED, "trackio": (*_NAMED, "space_id")}  # each with its options
-REWARDS = "open_r1.rewards"  # module of open-r1 whose functions have short names in its recipes
+TRACKERS = {"tensorboard": (), "wandb": _NAMED, "trackio": (*_NAMED, "space_id")}  # maps trackers to options
+REWARDS = "open_r1.rewards"  # open-r1's module; its recipes use short names
 SHORT_REWARDS = {
     **{name: f"{name}_reward" for name in ("accuracy", "format", "tag_count", "reasoning_steps")},
     "length": "len_reward",
@@ -30,7 +30,7 @@ SHORT_REWARDS = {
 
 
 def rewards(given: Given) -> Change:
-    """Translate `reward_funcs` to names, and `reward_weights` to the weights of the rewards in order."""
+    """Translate `reward_funcs` to names of rewards, and `reward_weights` to their weights, in order."""
     named, weights = as_list(given["reward_funcs"]), as_list(given["reward_weights"])
     count = len(named) if named else len(given.at("rewards") or weights)
     if weights and count != len(weights):
@@ -42,7 +42,7 @@ def rewards(given: Given) -> Change:
 
 
 def _reward(name: str) -> str:
-    """Convert a reward's name in TRL or open-r1 (function name, dotted path, short name) to mmrl's form."""
+    """Convert a reward name of TRL or open-r1 (function, dotted path or short name) to `module:function`."""
     if name in SHORT_REWARDS:
         return f"{REWARDS}:{SHORT_REWARDS[name]}"
     if ":" in name:
@@ -57,7 +57,7 @@ def _reward(name: str) -> str:
 
 
 def batches(given: Given) -> Change:
-    """Translate batch sizes to the prompts of a collection over all processes, and to its optimizer steps."""
+    """Translate batch sizes to prompts and optimizer steps per training step, over all processes."""
     if given.pairs:
         return {"rollout.num_prompts": given.completions}
     group = given.values.get("num_generations") or given.at("rollout.num_generations") or 8
@@ -83,12 +83,12 @@ def length_of_run(given: Given) -> Change:
 
 
 def logging(given: Given) -> Change:
-    """Translate `logging_steps` from optimizer steps to collections."""
+    """Translate `logging_steps` from optimizer steps to mmrl's training steps."""
     return {"report.logging_steps": _whole(given, "logging_steps")}
 
 
 def saves(given: Given) -> Change:
-    """Translate how often a checkpoint is written, and how many checkpoints are kept."""
+    """Translate the arguments for how often checkpoints are written, and how many are kept."""
     strategy = _strategy(given, "save_strategy")
     change: Change = {}
     if strategy != "steps":
@@ -101,7 +101,7 @@ def saves(given: Given) -> Change:
 
 
 def evaluations(given: Given) -> Change:
-    """Translate how often held-out prompts are evaluated."""
+    """Translate the arguments for how often held-out prompts are evaluated."""
     strategy = _strategy(given, "eval_strategy")
     if strategy == "no" and "eval_strategy" in given:
         return {"eval_steps": 0}
@@ -127,12 +127,12 @@ def _epoch(given: Given, name: str) -> float:
 
 
 def _shared(given: Given, name: str) -> float:
-    """Convert optimizer steps to collections; in a run of epochs, return a fraction below 1 unchanged."""
+    """Convert optimizer steps to training steps; a fraction below 1 stays if epochs set the run's length."""
     return given[name] if given[name] < 1 and given["max_steps"] <= 0 else _whole(given, name)
 
 
 def _whole(given: Given, name: str) -> int:
-    """Convert a number of optimizer steps, or a fraction below 1 of all steps, to collections."""
+    """Convert a number of optimizer steps, or a fraction below 1 of all steps, to mmrl's training steps."""
     if given[name] < 1 and given["max_steps"] <= 0:
         raise ConfigError(f"'{name}={given[name]}' of TRL is a share of all steps; give `max_steps` too")
     return _collections(given, name)
@@ -144,7 +144,7 @@ def _collections(given: Given, name: str) -> int:
 
 
 def turns(given: Given) -> Change:
-    """Translate `max_tool_calling_iterations` to turns: one more than the number of tool replies."""
+    """Translate `max_tool_calling_iterations` to `max_turns`, which is larger by one."""
     if not given.conversing:
         raise ConfigError(
             "'max_tool_calling_iterations' of TRL limits calls of tools, but no engine has any; add "
@@ -186,12 +186,12 @@ def learning_rate(given: Given) -> Change:
         return {"learn.learning_rate": {"name": "constant", "value": rate, **warm} if warm else rate}
     total = _collections(given, "max_steps") if given["max_steps"] > 0 else None
     total = given.at("max_steps") if total is None and "num_train_epochs" not in given else total
-    length = {"steps": total} if total else {}  # without `steps`, the schedule is as long as the run
+    length = {"steps": total} if total else {}  # default: the length of the run
     return {"learn.learning_rate": {"name": SCHEDULES[kind], "start": rate, "end": end, **length, **warm}}
 
 
 def optimizer(given: Given) -> Change:
-    """Translate `optim` and its hyperparameters to an optimizer with options."""
+    """Translate `optim` and optimizer hyperparameters to an optimizer with options."""
     optim = given["optim"]
     if optim not in OPTIMIZERS:
         raise ConfigError(f"'optim={optim!r}' of TRL is not here; there are {', '.join(OPTIMIZERS)}")
@@ -213,7 +213,7 @@ def sampler(given: Given) -> Change:
 
 
 def model(given: Given) -> Change:
-    """Translate how a model is loaded, and its dtype: that of `bf16` or `fp16`, or else of its weights."""
+    """Translate arguments for loading the model; `bf16` or `fp16` set the dtype, else the weights' dtype."""
     kwargs = {name: value for name, value in (given["model_init_kwargs"] or {}).items() if value is not None}
     stored = [kwargs.pop(name, None) for name in ("dtype", "torch_dtype")]
     stored += [given.values.get(name) for name in ("dtype", "torch_dtype")]
@@ -221,7 +221,7 @@ def model(given: Given) -> Change:
     attention = kwargs.pop("attn_implementation", None) or given["attn_implementation"]
     change: Change = {"policy.attn_implementation": attention} if attention else {}
     change |= quantized(kwargs.pop("quantization_config", None))
-    for name in ("device_map", "low_cpu_mem_usage", "use_cache"):  # only affect how the model is loaded
+    for name in ("device_map", "low_cpu_mem_usage", "use_cache"):  # no effect on the training
         kwargs.pop(name, None)
     neutral = {"revision": "main", "trust_remote_code": False}
     if odd := [name for name, value in kwargs.items() if name not in neutral or value != neutral[name]]:
@@ -239,18 +239,18 @@ def model(given: Given) -> Change:
 
 
 def adapter(given: Given) -> Change:
-    """Translate `use_peft` and the LoRA arguments to the adapter that is trained in place of the model."""
+    """Translate `use_peft` and the LoRA arguments to an adapter, which is trained instead of the model."""
     if not given["use_peft"]:
         return {}
     rank, alpha = given["lora_r"], float(given["lora_alpha"])
-    alpha = alpha * math.sqrt(rank) if given["use_rslora"] else alpha  # we divide by the rank, not its root
+    alpha = alpha * math.sqrt(rank) if given["use_rslora"] else alpha  # mmrl scales by alpha / rank
     layers = [name.strip().rstrip(",") for name in as_list(given["lora_target_modules"])]
     named = {"policy.lora_target_modules": layers} if layers and layers != ["all-linear"] else {}
     return {"policy.lora_rank": rank, "policy.lora_alpha": alpha, **named}
 
 
 def quantization(given: Given) -> Change:
-    """Translate `load_in_4bit` and `load_in_8bit` to the quantisation of frozen weights."""
+    """Translate `load_in_4bit` and `load_in_8bit` to a transform that quantises frozen weights."""
     names = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     return quantized(
         {**{n: given[n] for n in names}, "bnb_4bit_use_double_quant": given["use_bnb_nested_quant"]}
@@ -258,7 +258,7 @@ def quantization(given: Given) -> Change:
 
 
 def quantized(config: Any) -> Change:
-    """Translate a `BitsAndBytesConfig`, or a mapping with its names; None means no quantisation."""
+    """Translate a `BitsAndBytesConfig`, or a mapping with its argument names; {} for None."""
     options = dict(config) if isinstance(config, Mapping) else vars(config) if config is not None else {}
     options = {name.removeprefix("_"): value for name, value in options.items()}
     if options.get("load_in_4bit") and options.get("load_in_8bit"):
@@ -271,7 +271,7 @@ def quantized(config: Any) -> Change:
 
 
 def checkpointing(given: Given) -> Change:
-    """Translate `gradient_checkpointing`, or its newer name `activation_checkpointing`."""
+    """Translate `gradient_checkpointing`, which newer versions of TRL call `activation_checkpointing`."""
     newer = "activation_checkpointing" in given
     name = "activation_checkpointing" if newer else "gradient_checkpointing"
     return {"policy.gradient_checkpointing": bool(given[name])}
@@ -296,11 +296,11 @@ def device(given: Given) -> Change:
     return {}
 
 
-# ---- what is written
+# ---- output
 
 
 def trackers(given: Given) -> Change:
-    """Translate `report_to`, and the names that are shown on dashboards, to trackers."""
+    """Translate `report_to` to trackers, with the project and run names for dashboards."""
     names = as_list(given["report_to"])
     if "report_to" not in given:
         names = [as_mapping(piece)["name"] for piece in given.at("report.trackers") or ()]
@@ -322,7 +322,7 @@ def trackers(given: Given) -> Change:
 
 
 def best(given: Given) -> Change:
-    """Translate the metric that selects the best checkpoint, and its direction."""
+    """Translate the metric for the best checkpoint, and whether larger is better."""
     metric = given["metric_for_best_model"]
     if metric is None:
         if given["load_best_model_at_end"]:

@@ -1,4 +1,4 @@
-"""Translation of TRL's arguments to a configuration of mmrl; equal for every way to give the arguments.
+"""Translation of TRL's arguments to a configuration of mmrl, for Python and YAML alike.
 
 `mmrl.Trainer` and the mapping `trl` in a file both use `translated`. It adds TRL's defaults for missing
 arguments, collects all errors, and lists the remaining differences from TRL.
@@ -22,9 +22,9 @@ from mmrl.trl.names import DIFFERS, DPO, DPO_ONLY, GRPO, NAMES, NEUTRAL, REFUSED
 
 RULES = {**objective.RULES, **run.RULES}
 OBJECTIVE = ("advantage", "references", "group_filter")  # sections of the objective besides `objective`
-# Groups of keys that are alternatives: if a file sets one of them, TRL's defaults of all are ignored.
+# Groups of alternative keys: if a file sets one key, TRL's defaults of the whole group are ignored.
 TOGETHER = (("max_steps", "num_train_epochs"), ("rollout.num_prompts", "learn.minibatches"))
-SET_BY_ITSELF = {"output_dir": "trainer_output", "report_to": [], "bf16": True}  # set by TRL's classes
+SET_BY_ITSELF = {"output_dir": "trainer_output", "report_to": [], "bf16": True}  # values TRL's classes set
 SAME = tuple(
     words for words in dict.fromkeys(NEUTRAL.values()) if words.startswith(("How memory", "Of loops"))
 )
@@ -36,7 +36,7 @@ class Translated(NamedTuple):
 
     Args:
         change: Maps dotted keys to values.
-        asked: The keys in `change` that depend on a given argument, not only on defaults.
+        asked: The keys in `change` that depend on a given argument; the others depend on defaults only.
         differs: Sentences about the differences from TRL.
     """
 
@@ -46,12 +46,12 @@ class Translated(NamedTuple):
 
 
 def translate(arguments: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Translate only the given arguments to a change for `mmrl.config.loading.merge`.
+    """Translate the given arguments, without TRL's defaults, to a nested change for `loading.merge`.
 
     Args:
         arguments: Keyword arguments of TRL's configuration classes.
-        onto: The plain configuration that will be changed, if known. It determines the kind of objective, and
-            the pieces that are changed.
+        onto: The plain configuration to change, if known. Its objective decides whether GRPO or DPO is meant,
+            and its pieces are the ones that are changed.
 
     Raises `ConfigError` for unknown arguments, and for values without a counterpart in mmrl.
     """
@@ -69,8 +69,8 @@ def translated(
 
     Args:
         arguments: The given arguments; None counts as not given.
-        onto: The whole configuration that will be changed, including `own`.
-        own: Keys of the configuration that were given next to the arguments.
+        onto: The whole configuration to change, including `own`.
+        own: Configuration keys of mmrl that were given together with the arguments.
         complete: Whether TRL's defaults apply wherever `onto` sets no value. The objective of a file that is
             not GRPO's or DPO's is not changed.
     """
@@ -111,7 +111,7 @@ def translated(
 
 
 def _checked(name: str, value: Any, pairs: bool) -> Any:
-    """Return the value of an argument, with a quoted number converted; ConfigError if it is not supported."""
+    """Check an argument and return its value, with quoted numbers converted; ConfigError if unsupported."""
     if name in REFUSED:
         advice, taken = REFUSED[name]
         if value is not None and value not in taken:
@@ -134,13 +134,13 @@ def _checked(name: str, value: Any, pairs: bool) -> Any:
 
 @cache
 def base_of(pairs: bool) -> dict[str, Any]:
-    """Read the configuration that equals TRL's trainers: GRPO or DPO of a vision-language model."""
+    """Read the configuration that is equivalent to TRL's GRPOTrainer or, for `pairs`, DPOTrainer."""
     kind, method = ("preference", "preference/dpo") if pairs else ("vision_language", "grpo/grpo")
     return merge(read(f"defaults/{kind}.yaml"), read(f"methods/{method}.yaml"))
 
 
 def _is_base(onto: Mapping[str, Any], own: Mapping[str, Any], pairs: bool) -> bool:
-    """Whether the objective equals that of the file for GRPO or DPO, apart from keys in `own`."""
+    """Whether the objective equals mmrl's default for GRPO or DPO, apart from keys in `own`."""
     base = base_of(pairs)
     inner = {f"objective.{key}" for raw in (onto, base) for key in raw.get("objective") or ()}
     return all(
@@ -150,7 +150,7 @@ def _is_base(onto: Mapping[str, Any], own: Mapping[str, Any], pairs: bool) -> bo
 
 
 def _defaults(onto: Mapping[str, Any], pairs: bool, whole: bool) -> dict[str, Any]:
-    """Return TRL's defaults for all settings that `onto` does not set; the objective's only if `whole`."""
+    """Return TRL's defaults for settings that `onto` does not set; objective settings only if `whole`."""
     base, defaults = base_of(pairs), {}
 
     def is_set(key: str) -> bool:
@@ -168,7 +168,7 @@ def _defaults(onto: Mapping[str, Any], pairs: bool, whole: bool) -> dict[str, An
 
 
 def _differences(given: Given, asked: Mapping[str, Any], complete: bool) -> list[str]:
-    """List the differences from TRL: those of every run, and those of the given arguments."""
+    """List sentences on differences from TRL, in every run and due to the given arguments."""
     lines: list[str] = [*DIFFERS] if complete else []
     if complete and lookup(given.onto, "policy.freeze_vision_tower", True):
         lines.append("the vision tower is frozen; `policy.freeze_vision_tower: false` trains it too")
@@ -191,7 +191,7 @@ def _differences(given: Given, asked: Mapping[str, Any], complete: bool) -> list
 
 @cache
 def tell(differs: tuple[str, ...]) -> None:
-    """Print the differences from TRL, once per set of differences."""
+    """Log a warning with the differences from TRL, once per set of differences."""
     if differs:
         lines = "\n".join(f"  - {line}" for line in differs)
         log.warning("TRL's arguments are taken; what differs from TRL here:\n%s", lines)
@@ -208,12 +208,12 @@ def applied(
     *,
     complete: bool = True,
 ) -> dict[str, Any]:
-    """Apply the mapping `trl` of a configuration file; its values take precedence over included files.
+    """Apply the mapping `trl` of a configuration file, which takes precedence over included files.
 
     Args:
-        arguments: The mapping, as it was read.
+        arguments: The content of `trl`.
         merged: The file merged with all included files and the changes from the command line.
-        own: The file alone; a key of this file that an argument also sets is an error.
+        own: The file without included files. Setting a key here and by an argument in `trl` is an error.
         overrides: The changes from the command line, which take precedence.
         complete: Whether TRL's defaults apply wherever the file sets no value.
     """
@@ -253,7 +253,7 @@ def applied(
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
-    """Yield the dotted keys of all values in a nested mapping, or of a single value."""
+    """Yield the dotted keys of all leaves in a nested mapping, or `key` itself for another value."""
     match value:
         case Mapping():
             yield from (leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner))
@@ -264,8 +264,8 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 def arguments_of(config: Any) -> dict[str, Any]:
     """Return the fields of a GRPOConfig, a DPOConfig or a similar dataclass that differ from its defaults.
 
-    Fields that the class sets itself (a batch size computed from others, a device) are included if they
-    differ. Fields that a script adds to TRL's class are not included, because the trainer does not read them.
+    This includes fields that the class itself computes, such as a batch size or a device. It excludes fields
+    that a script adds to TRL's class, because the trainer does not read them.
     """
     listed = {}
     for place in dataclasses.fields(config):
@@ -303,7 +303,7 @@ def lora_of(config: Any) -> dict[str, Any]:
 
 
 def kind_of(config: Any) -> str:
-    """Return the method for a configuration object, "dpo" or "grpo"; ConfigError for TRL's other classes."""
+    """Return "dpo" or "grpo" for a DPOConfig or GRPOConfig; ConfigError for other classes of TRL."""
     names = [kind.__name__ for kind in type(config).__mro__]
     if "DPOConfig" in names:
         return "dpo"

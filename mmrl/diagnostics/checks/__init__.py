@@ -1,1 +1,1 @@
-"""Checks of data, of the first step of a run and of its metrics: what is wrong and what to do."""
+"""Checks of data, of the first step of a run and of metrics; findings state the fault and advice."""

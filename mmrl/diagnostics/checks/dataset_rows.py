@@ -1,4 +1,4 @@
-"""Checks of data sets: faults in the text of rows."""
+"""Checks of data sets that find faulty rows by their text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unreadable_rows(rows: Rows) -> Iterator[Finding]:
 
 @check(on="data")
 def duplicate_ids(rows: Rows) -> Iterator[Finding]:
-    """Find rows of one split with the same `id`, since their answers would form one group."""
+    """Find rows of one split with the same `id`; their answers would be compared as one group."""
     ids = UniqueIds()
     for row in rows.valid():
         if row.columns.get("id") is not None:
@@ -38,7 +38,7 @@ def duplicate_ids(rows: Rows) -> Iterator[Finding]:
 
 @check(on="data")
 def empty_answers(rows: Rows) -> Iterator[Finding]:
-    """Find rows whose answer is empty or missing, or whose chosen and rejected answers are the same."""
+    """Find rows whose answer is empty or missing, or whose chosen and rejected answers are equal."""
     having = Counter(row.source for row in rows.valid() if _answers(row))
     for row in rows.valid():
         if having[row.source] and not _answers(row):
@@ -65,7 +65,7 @@ def _answers(row: DataRow) -> list[str]:
 
 @check(on="data")
 def special_tokens(rows: Rows) -> Iterator[Finding]:
-    """Find texts with special tokens of a model, such as <|im_end|>."""
+    """Find rows whose texts contain special tokens of a model, such as <|im_end|>."""
     own = "|".join(map(re.escape, sorted(rows.special, key=len, reverse=True)))
     pattern = re.compile(own) if own else COMMON
     for row in rows.valid():
@@ -76,7 +76,7 @@ def special_tokens(rows: Rows) -> Iterator[Finding]:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield all texts in a value of a row, at any depth."""
+    """Yield all texts in a value of a row, however deeply nested."""
     match value:
         case str():
             yield value
@@ -89,7 +89,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def text_of(value: Any) -> str:
-    """Return the text of an answer: a text, number, message, last of several messages, or content parts."""
+    """Return the text of an answer: a text, a number, a message, the last of several, or content parts."""
     match value:
         case str():
             return value

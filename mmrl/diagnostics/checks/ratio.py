@@ -1,4 +1,4 @@
-"""Checks at the start: policy and engine agree on the log-probabilities of the first rollouts."""
+"""Checks at the start that policy and engine agree on log-probabilities of the first rollouts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def initial_ratio(
 ) -> Iterator[Finding]:
     """Check that the ratio of policy to engine is 1 before the first update.
 
-    If it is not, the policy is evaluated again: in evaluation mode, row by row, in float32, and shifted by a
-    step; the first variant with a ratio of 1 names the cause. If the engine is less exact on purpose
-    (caches, transforms), the difference is reported, and the finding is grave only above a KL of `max_kl`.
+    If it is not, the check computes log-probabilities again to find the cause: in evaluation mode, row by
+    row, in float32, and shifted by a step. The first variant with a ratio of 1 is the cause. If the engine is
+    less exact on purpose (caches, transforms), the finding is an error only above a KL of `max_kl`.
 
     Args:
         tolerance: Largest mean absolute difference of log-probabilities, in nats.
@@ -45,8 +45,8 @@ def initial_ratio(
     if lossy and unsteady <= tolerance:
         gap = torch.where(valid.cpu(), logp - noted.cpu().double().nan_to_num(), 0.0).clamp(-20, 20)
         kl = float((gap.exp() - gap - 1).sum() / valid.sum())  # k3: exp(d) - d - 1, d the log-ratio
-        # Answers are weighted by the product of their ratios; Kish's effective fraction is (sum w)^2 / (n sum
-        # w^2).
+        # The weight w of an answer is the product of the ratios of its steps. The effective fraction of n
+        # answers is (sum w)^2 / (n sum w^2) (Kish).
         weight = gap.sum(1).clamp(-20, 20).exp()
         share = float(weight.sum() ** 2 / (len(weight) * (weight**2).sum()))
         what = (
@@ -72,7 +72,7 @@ def initial_ratio(
 
 @check(on="start")
 def importance_correction(examined: Examined) -> Iterator[Finding]:
-    """Check that the objective corrects for the rollouts of a less exact engine."""
+    """Check that the objective has an importance correction if the engine is less exact than the policy."""
     lossy, objective = lossy_pieces(examined.config), examined.config.objective
     weighs = "step_weight" in find("objective", objective.name).options
     if lossy and weighs and "engine" not in examined.needs.others:
@@ -86,9 +86,9 @@ def importance_correction(examined: Examined) -> Iterator[Finding]:
 def _cause(
     examined: Examined, noted: Tensor, valid: Tensor, unsteady: bool, tolerance: float
 ) -> tuple[str, str]:
-    """Find the variant of the policy that agrees with the engine; return the cause and advice."""
+    """Find the change to the policy that makes it agree with the engine; return cause and advice as text."""
     policy = examined.policy
-    # From cheap to expensive: one pass, one pass per row, a new collection in float32.
+    # Try the cheap variants first: one pass, one pass per row, a new collection in float32.
     with evaluating(policy.module):
         calm = examined.replay()
     if unsteady or _difference(calm, noted, valid) <= tolerance:

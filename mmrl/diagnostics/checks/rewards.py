@@ -1,4 +1,4 @@
-"""Checks at the start: rewards apply, vary inside groups, and prefer known-good answers."""
+"""Checks at the start that rewards apply, vary within groups, and prefer known-good answers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
     """Check that known-good answers earn more than empty answers and answers to other prompts.
 
     A known-good answer is the first recorded answer, or the target if it is a text. The check compares
-    weighted sums of rewards, since a single reward may prefer short answers, or not depend on the prompt.
+    weighted sums, since a single reward can rightly prefer short answers or not depend on the prompt.
     """
     prompts = [prompt for prompt in examined.prompts if prompt.answers or type(prompt.target) is str]
     if not prompts:
@@ -87,7 +87,7 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
     ]
     spoilt = {"an empty one": empty}
     if len(prompts) > 1:
-        spoilt["one to another prompt"] = [*answers[1:], answers[0]]  # the answer of the next prompt
+        spoilt["one to another prompt"] = [*answers[1:], answers[0]]  # shift: the next prompt's answer
     bounds = [bound for bound in examined.rewards if bound.weight]
     good = {bound.name: _measured(bound, prompts, answers) for bound in bounds}
     equal = []
@@ -105,7 +105,7 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
 
 
 def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Yield a finding if the margin is below 0 on average and for most prompts."""
+    """Yield a finding if good answers earn less than worse answers, on average and for most prompts."""
     valid = ~torch.stack(list(margins.values())).isnan().all(0)
     total = torch.stack([margin.nan_to_num() for margin in margins.values()]).sum(0)
     wrong = (total < -EQUAL) & valid
@@ -121,7 +121,7 @@ def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Pro
 
 
 def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome]) -> torch.Tensor:
-    """Return the rewards of answers; NaN if a reward does not apply or raises."""
+    """Return one reward for every answer (num_answers,); NaN if it does not apply, all NaN if it raises."""
 
     async def awaited(values: Awaitable[Any]) -> Any:
         return await values
@@ -132,5 +132,5 @@ def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome
             values = asyncio.run(awaited(values))
         numbers = [math.nan if value is None else float(value) for value in values]
         return torch.tensor(numbers, dtype=torch.float64)
-    except Exception:  # errors are reported in training; these answers are not from the policy
+    except Exception:  # ignored: artificial answers may be invalid; training reports errors
         return torch.full((len(prompts),), math.nan, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Checks at the start: the engine samples with the configured parameters, and repeatably."""
+"""Checks at the start that the engine samples reproducibly and with the configured parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mmrl.config.registry import check
 from mmrl.core.types import Outcome
 from mmrl.diagnostics.context import Examined, Finding
 
-REPEATED = 2  # number of prompts that are answered twice
-MEASURABLE = 30  # fewest steps for a statistical test
-STRANGE = 6.0  # a difference of more standard errors than this is reported
+REPEATED = 2  # number of prompts that are sampled twice
+MEASURABLE = 30  # minimum number of steps for a statistical test
+STRANGE = 6.0  # number of standard errors above which a difference is reported
 # Options that truncate the distribution, with the values that switch truncation off.
 OFF = {"top_p": 1, "top_k": 0, "min_p": 0}
 GREEDY = ("temperature", 0)
@@ -22,10 +22,10 @@ GREEDY = ("temperature", 0)
 
 @check(on="start")
 def sampling_params(examined: Examined) -> Iterator[Finding]:
-    """Check that the engine samples with its configured parameters, not with those of a checkpoint.
+    """Check that the engine samples with the configured parameters, not with defaults of the checkpoint.
 
-    The expected -log p of sampled steps is the entropy. A much lower mean indicates greedy sampling, a
-    lower temperature or a truncated distribution that the configuration does not ask for.
+    The mean of -log p over sampled steps should be near their entropy. A much lower mean indicates greedy
+    sampling, a lower temperature or a truncated distribution that is not configured.
     """
     yield from _overwritten(examined)
     rows = [row for row in examined.rollouts if row.on_policy]
@@ -37,7 +37,7 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
     entropies = [row.notes["entropy"].double() for row in rows if "entropy" in row.notes]
     surprises, entropies = ([note[~note.isnan()] for note in listed] for listed in (surprises, entropies))
     options = [item for piece in examined.config.rollout.engine for item in piece.options.items()]
-    # A temperature above 0 does not matter: recorded log-probabilities include it.
+    # A temperature above 0 is no problem: the recorded log-probabilities include it.
     truncating = {
         name: value for name, value in options if (name, value) == GREEDY or value != OFF.get(name, value)
     }
@@ -66,8 +66,7 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
 def repeatable_rollouts(examined: Examined) -> Iterator[Finding]:
     """Check that the engine gives the same answers to the same prompts and seed, bit for bit.
 
-    A run that is not repeatable cannot be resumed exactly. The check samples two more collections, so it is
-    part of `mmrl doctor` only.
+    Otherwise a run cannot be resumed exactly. The check samples twice more, so only `mmrl doctor` runs it.
     """
     prompts = [prompt for prompt in examined.prompts[:REPEATED] for _ in range(2)]
     first, second = ([outcome for row in examined.ask(prompts) for outcome in row.outcomes] for _ in range(2))
@@ -82,7 +81,7 @@ def repeatable_rollouts(examined: Examined) -> Iterator[Finding]:
 
 
 def _overwritten(examined: Examined) -> Iterator[Finding]:
-    """Find numeric options that differ from the engine's attribute; scheduled options are skipped."""
+    """Find numeric options that differ from the engine's attribute of the same name, except schedules."""
     pieces = examined.config.rollout.engine
     engines: list[Any] = [examined.engine]
     while hasattr(engines[-1], "engine"):  # a wrapper's inner engine
@@ -98,7 +97,7 @@ def _overwritten(examined: Examined) -> Iterator[Finding]:
 
 
 def _all_alike(examined: Examined) -> bool:
-    """Whether the sampled answers of every group with several answers are equal."""
+    """Whether the sampled answers within every group are equal; False if no group has several answers."""
     groups: dict[str, list[Outcome]] = {}
     for row in examined.rollouts:
         if row.on_policy:
@@ -108,7 +107,7 @@ def _all_alike(examined: Examined) -> bool:
 
 
 def _alike(first: Outcome, other: Outcome) -> bool:
-    """Whether two answers are equal: text, and image or video bit for bit."""
+    """Whether two answers are equal in text and, bit for bit, in image and video."""
     return first.text == other.text and all(
         a is b or (a is not None and b is not None and torch.equal(a, b))
         for a, b in ((first.image, other.image), (first.video, other.video))

@@ -1,8 +1,8 @@
-"""Checks while training: metrics that indicate a faulty run.
+"""Checks during training that warn if metrics indicate a faulty run.
 
-A record has the metrics of a step by name; metrics of evaluations are `eval_x`, with the bounds of their
-intervals as `eval_x/low` and `eval_x/high`. A check reports the first step with a fault, so its text does
-not change while the run continues.
+A record maps names to metrics of a step; evaluation metrics are `eval_x`, with interval bounds `eval_x/low`
+and `eval_x/high`. A check reports the first step with a fault, so its message does not change while the run
+continues.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mmrl.diagnostics.memory_estimates import peak, room
 from mmrl.reporting.metrics import of_training
 
 Records = Sequence[Mapping[str, Any]]
-DIFFERENCE = "sampling/sampling_logp_difference/mean"  # metric: difference between engine and policy
-ADAPTER = ("lora_", "adapter")  # substrings of parameter names of adapters
+DIFFERENCE = "sampling/sampling_logp_difference/mean"  # metric: difference of engine and policy
+ADAPTER = ("lora_", "adapter")  # parts of the parameter names of adapters
 Pairs = list[tuple[int, float]]  # (step, value) of every record
 
 
 def _series(records: Records, name: str) -> Generator[Finding, None, Pairs]:
     """Return the finite values of a metric with their steps; yield a finding if no record has it."""
-    # Evaluation metrics are not missing before the first evaluation.
+    # Look for evaluation metrics only in records of evaluations.
     evaluated = [r for r in records if any(key.startswith("eval_") for key in r)]
     candidates = evaluated if name.startswith("eval_") else records
     if candidates and not any(name in record for record in candidates):
@@ -42,7 +42,7 @@ def _mean(pairs: Pairs) -> float:
 
 
 def _averages(pairs: Pairs, window: int) -> Pairs:
-    """Return means over `window` records, each with the step of its last record."""
+    """Return the running mean over `window` records as (last step of the window, mean)."""
     ends = range(window, len(pairs) + 1)
     return [(pairs[end - 1][0], _mean(pairs[end - window : end])) for end in ends]
 
@@ -51,14 +51,14 @@ def _averages(pairs: Pairs, window: int) -> Pairs:
 def reward_hacking(
     records: Records, *, rising: str = "reward", of: tuple[str, ...] = (), window: PositiveInt = 5
 ) -> Iterator[Finding]:
-    """Warn if the trained reward rose while a held-out metric fell below its first interval.
+    """Warn if the trained reward rose while a held-out metric fell below its first confidence interval.
 
-    Assumes that higher values are better. The rule is our reading of reward hacking.
+    Higher values must be better. The rule is our reading of reward hacking.
 
     Args:
         rising: Metric of the trained reward.
-        of: Held-out metrics without their `eval_`; empty: all that have an interval.
-        window: Records over which the reward is averaged at the start and at the end, at most half of all.
+        of: Held-out metrics, without the prefix `eval_`; empty: all metrics with an interval.
+        window: Number of first and of last records over which the reward is averaged; at most half of all.
     """
     trained = yield from _series(records, rising)
     names = [f"eval_{name}" for name in of] or sorted(
@@ -67,9 +67,9 @@ def reward_hacking(
     for name in names:
         values = yield from _series(records, name)
         low = next((record[f"{name}/low"] for record in records if f"{name}/low" in record), math.nan)
-        for step, value in values[1:]:  # the first value belongs to the interval
+        for step, value in values[1:]:  # the first value has the interval
             before = [pair for pair in trained if pair[0] <= step]
-            size = min(window, len(before) // 2)  # start and end share no record
+            size = min(window, len(before) // 2)  # no overlap of start and end
             if size and value < low and (end := _mean(before[-size:])) > (start := _mean(before[:size])):
                 yield Finding(
                     f"{name} fell to {value:.4g} at step {step + 1}, below the interval it began in "
@@ -91,7 +91,7 @@ def metric_drop(
         window: Records per average.
     """
     averages = _averages((yield from _series(records, of)), window)
-    for step, average in averages[window:]:  # windows that have no record in common with the first window
+    for step, average in averages[window:]:  # windows that do not overlap the first window
         start = averages[0][1]
         if average < share * start:
             yield Finding(
@@ -120,12 +120,12 @@ def metric_spike(records: Records, *, of: str, above: float, window: PositiveInt
 def effective_samples(
     records: Records, *, least: PositiveShare = 0.5, window: PositiveInt = 5
 ) -> Iterator[Finding]:
-    """Warn if the effective sample size of rollouts is small, because engine and policy differ.
+    """Warn if the effective sample size of rollouts is small, because engine and policy differ too much.
 
-    It reads `sampling/ess/rows`, computed from importance weights; runs without this metric pass.
+    The check reads `sampling/ess/rows`, computed from importance weights. Runs without this metric pass.
 
     Args:
-        least: Smallest effective fraction of answers.
+        least: Smallest allowed effective fraction of answers.
         window: Records per average.
     """
     shares = [(r["step"], r["sampling/ess/rows"]) for r in records if "sampling/ess/rows" in r]
@@ -134,7 +134,7 @@ def effective_samples(
             yield Finding(
                 f"answers were worth {average:.0%} of as many of the policy's own at step {step + 1}; the "
                 f"bar is {least:.0%}",
-                "lower the learning rate, set `rollout.max_staleness: 0`, or take a more exact engine",
+                "lower the learning rate or `rollout.max_staleness`, or take a more exact engine",
             )
             return
 
@@ -147,8 +147,8 @@ def logprob_mismatch(
 
     Before the first update the ratio of policy to engine is 1 for every method. A difference is a defect of
     precision, guidance, batching or bookkeeping, and the first thing to check when no reward rises.
-    Half-precision engines of tokens differ by about 0.01; methods that clip at 1e-4 need a tolerance below
-    that. Engines that record no log-probabilities, or are less exact on purpose (`cheap`), pass.
+    For tokens in half precision, the difference is about 0.01; methods that clip at 1e-4 need a tolerance
+    below 1e-4. Engines without recorded log-probabilities and engines marked `cheap` (less exact) pass.
     """
     first = of_training(records)[:1]
     if any(record.get("cheap") or (of == DIFFERENCE and of not in record) for record in first):
@@ -161,7 +161,7 @@ def logprob_mismatch(
             )
 
 
-# ---- checks at the start: gradients reach the trained parameters, and the run fits into memory
+# ---- checks at the start that gradients reach all trained parameters and that the run fits into memory
 
 
 @check(on="start")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0f6fbf", "#d9622b", "#2b8a3e", "#8447b8", "#b8860b", "#0b8a8f", "#c2255c", "#5b6b7b")
 BELOW, ZERO, ABOVE = (217, 98, 43), (207, 214, 221), (15, 111, 191)  # RGB colours that `diverging` mixes
-DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # dash styles of lines 1-8, 9-16, 17-24
+DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # for lines 1 to 8, 9 to 16, 17 to 24
 # Size in points, close to the pixels of a phone screen, so that text stays legible.
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 60, 22, 16, 38  # fixed margins, so that the script knows where the axes are
@@ -64,16 +64,16 @@ def chart(lines: Sequence[Line], kind: Literal["line", "area"] = "line", *, unit
     from matplotlib.figure import Figure
 
     lines = [binned(line, kind) for line in lines]
-    with chart_style(salt=repr((unit, lines))):  # ids differ from those of other charts
+    with chart_style(salt=repr((unit, lines))):  # so ids differ between charts
         figure = Figure((WIDTH / 72, HEIGHT / 72), dpi=72)
         axes = figure.add_axes(AXES)
         axes.set_xlabel("step")
-        axes.locator_params(nbins=5, steps=[1, 2, 5, 10])  # ticks at 2.5 would need one more digit
+        axes.locator_params(nbins=5, steps=[1, 2, 5, 10])  # no 2.5, which needs one more digit
         axes.locator_params(axis="x", integer=True)
         axes.margins(x=0, y=0.04)
         (draw_lines if kind == "line" else draw_areas)(axes, lines)
         if len(steps := {x for line in lines for x in line.x}) == 1:
-            axes.set_xticks([*steps])  # one tick, instead of fractions around a single step
+            axes.set_xticks([*steps])  # a single step: no ticks at fractions of steps
         svg = svg_of(figure)
 
     # The page's script reads the values at the cursor from these points.
@@ -85,7 +85,7 @@ def chart(lines: Sequence[Line], kind: Literal["line", "area"] = "line", *, unit
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
-    """Draw lines; shade the intervals of few lines, and draw a running mean over lines of many points."""
+    """Draw lines; shade the intervals if there are few lines, and smooth lines with many points."""
     for line in lines:
         colour, dash = style_of(line.place)
         if line.band and len(lines) <= BANDS:
@@ -108,24 +108,24 @@ def draw_areas(axes: Axes, lines: Sequence[Line]) -> None:
     """Draw lines over the same steps as stacked areas."""
     colours = [style_of(line.place)[0] for line in lines]
     x, heights = lines[0].x, [line.y for line in lines]
-    if len(x) == 1:  # one step wide: the area over a single point is empty
+    if len(x) == 1:  # draw a single point one step wide, otherwise its area is empty
         x, heights = [x[0] - 0.5, x[0] + 0.5], [[*y, *y] for y in heights]
     axes.stackplot(x, heights, colors=colours, alpha=0.78, linewidth=0)
 
 
 def style_of(place: int) -> tuple[str, Any]:
-    """Choose the colour and the dashes of a line by its index."""
+    """Return the colour and the dash style of the line with this index."""
     return COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
 
 
 def svg_of(figure: Figure) -> str:
-    """Convert a figure to one small SVG element: without group ids, coordinates with two digits."""
+    """Convert a figure to a compact SVG element: no group ids, and coordinates with two decimals."""
     buffer = io.StringIO()
     none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", transparent=True, metadata=none)
     svg = buffer.getvalue()
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Group ids are not unique on a page of several charts; rotations by 0 degrees do nothing.
+    # Remove rotations by 0 degrees, and group ids, which are not unique on a page with several charts.
     svg = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", svg)
     svg = re.sub(r"<g id=\"[^\"]*\"", "<g", svg)
     svg = re.sub(r' (?:d|x|y)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), svg)
@@ -133,7 +133,7 @@ def svg_of(figure: Figure) -> str:
 
 
 def binned(line: Line, kind: str) -> Line:
-    """Average a long line in bins; each bin is drawn at its last step."""
+    """Average the points of a long line in bins; each bin becomes a point at its last step."""
     most, size = POINTS[kind], len(line.x)
     if size <= most:
         return line
@@ -163,7 +163,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def dotted(values: Sequence[float]) -> list[int]:
-    """Return the indices of points that get a dot: all of a short line, otherwise points between gaps."""
+    """Return the indices of points to mark by a dot: all of a short line, else isolated points."""
     padded = [math.nan, *values, math.nan]
     alone = (not math.isfinite(padded[i]) and not math.isfinite(padded[i + 2]) for i in range(len(values)))
     return [i for i, lonely in enumerate(alone) if lonely or len(values) < 12]

@@ -29,7 +29,7 @@ class Panel:
     but: str = "*/low */high"  # excludes the bounds of intervals
 
     def label(self, name: str) -> str:
-        """Return the legend of a metric: the part of its name that the `*` of a single pattern matches."""
+        """Return a metric's legend: its name, or if there is one pattern, the part that `*` matches."""
         before, star, after = self.patterns.partition("*")
         return name.removeprefix(before).removesuffix(after) if star and " " not in self.patterns else name
 
@@ -70,6 +70,8 @@ PANELS = (
         "mean ratio; effective share of rows and steps",
         "sampling/importance_sampling_ratio/* sampling/ess/*",
     ),
+    Panel("age of weights", "steps", "sampling/age/mean sampling/age/max"),
+    Panel("tokens of older weights", "share of tokens", "sampling/age/older_share"),
     Panel("collections on both engines", "seconds", "rollout/seconds rollout/exact_seconds"),
     Panel("answers of the exact engine", "share that is the same", "rollout/agreement"),
     Panel("loss", "", "loss"),
@@ -78,14 +80,14 @@ PANELS = (
     Panel("throughput", "rollouts a second", "time/rollouts_per_second"),
     Panel("throughput in steps", "steps of rollouts a second", "time/steps_per_second"),
 )
-# `OTHERS` shows every metric that no panel matches, except these.
+# `OTHERS` shows every metric that no other panel matches, except metrics that match these patterns.
 LEFT_OUT = "*/low */high step step_time time/* *_std */std completions/* rewards/* eval_*"
 OTHERS = Panel("others", "value", "*", but=LEFT_OUT)
 SAME = 1e-6  # relative difference below which numbers count as equal
 
 
 def curves(runs: Runs) -> list[Markup]:
-    """Draw a single run as a chart per panel, or several runs as a chart per metric, a line per run."""
+    """Draw the charts of one run (one per panel) or of several (one per metric, with a line per run)."""
     figures = []
     panels = metrics_by_panel(runs)
     flat = constants(runs, [name for names in panels.values() for name in names])
@@ -107,7 +109,7 @@ def curves(runs: Runs) -> list[Markup]:
 
 
 def metrics_by_panel(runs: Runs) -> dict[Panel, list[str]]:
-    """Assign every metric with a finite value to its panel; metrics without a panel go to `OTHERS`."""
+    """Map each panel to its metrics that have a finite value; metrics without a panel go to `OTHERS`."""
     records = [record for records in runs.values() for record in records]
     names = {name for record in records for name in record if is_finite(record, name)}
 
@@ -115,17 +117,17 @@ def metrics_by_panel(runs: Runs) -> dict[Panel, list[str]]:
         return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split())}
 
     inside = {panel: matching(panel.patterns) - matching(panel.but) for panel in (*PANELS, OTHERS)}
-    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))  # even if `but` excludes them
+    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))  # even if excluded by `but`
     return {panel: sorted(members) for panel, members in inside.items()}
 
 
 def is_finite(record: Mapping[str, Any], *names: str) -> bool:
-    """Whether a record has a finite value of every named metric."""
+    """Whether all named metrics have a finite value in a record."""
     return all(math.isfinite(record.get(name, math.nan)) for name in names)
 
 
 def constants(runs: Runs, names: Sequence[str]) -> dict[str, float]:
-    """Return the metrics with a single value in all records of all runs, if there are two records or more."""
+    """Return the metrics that are constant (at least two values, all equal, in all runs) and their values."""
     flat = {}
     for name in names:
         values = [y for records in runs.values() for y in finite(line_of(name, records, name).y)]
@@ -135,7 +137,7 @@ def constants(runs: Runs, names: Sequence[str]) -> dict[str, float]:
 
 
 def line_of(label: str, records: Records, name: str, place: int = 0) -> Line:
-    """Return a metric as a line over steps, with intervals if every point has one; NaN leaves gaps."""
+    """Return a metric as a line over steps, with intervals if all points have one; NaN leaves a gap."""
     measured = [record for record in records if name in record]
     low, high = f"{name}/low", f"{name}/high"
     complete = all(is_finite(record, low, high) for record in measured if is_finite(record, name))
@@ -152,12 +154,12 @@ def seconds_of(record: Mapping[str, Any]) -> dict[str, float]:
         for name, seconds in record.items()
         if name.startswith("time/") and not name.endswith("_per_second")
     }
-    rest = record.get("step_time", 0.0) - sum(parts.values())  # rounding may make the rest negative
+    rest = record.get("step_time", 0.0) - sum(parts.values())  # can be below 0 by rounding
     return {name: max(0.0, value) for name, value in {**parts, "other": rest}.items()}
 
 
 def time_split(records: Records) -> Markup:
-    """Draw the seconds of every step as stacked areas, one for each activity."""
+    """Draw how many seconds each activity takes in every step, as stacked areas."""
     steps = {record["step"] + 1: seconds_of(record) for record in records if "step_time" in record}
     names = dict.fromkeys(
         ["rollout", "reward", "learn", *(name for parts in steps.values() for name in parts)]

@@ -1,4 +1,4 @@
-"""HTML documents from jinja2 templates: pages, tables and the format of numbers."""
+"""HTML pages and tables from jinja2 templates, and formatting of numbers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Section = tuple[str, str, Markup]  # anchor, title and content
 
 @cache
 def templates() -> Environment:
-    """Load the templates of this folder; everything but Markup is escaped."""
+    """Load the templates of this folder; all values except Markup are escaped."""
     blocks = {"trim_blocks": True, "lstrip_blocks": True}
     loader = FileSystemLoader(HERE)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
-    # Write the points of charts without spaces.
+    # Write JSON, such as the points of charts, without spaces.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {"spelled": spelled, "duration": duration, "data_uri": data_uri}
     environment.filters["breakable"] = breakable
@@ -52,7 +52,7 @@ def document(
     subtitle: Markup | str = "",
     script: str = "script.js",
 ) -> str:
-    """Render a page that loads nothing from elsewhere.
+    """Render a self-contained page, with its style and script.
 
     After the heading and the subtitle come the HTML `fragments`, then the `sections` with a link to each;
     sections without content are left out. `script` is a file of this folder.
@@ -67,18 +67,18 @@ def document(
         sections=[section for section in sections if section[2]],
         style=style,
         script=code,
-        # The content security policy allows only this script, not one inside a visualization.
+        # The content security policy allows this script by its hash, but no script of a visualization.
         digest=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
     )
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = "") -> Markup:
-    """Render a table whose rows begin with their name; `kind` is a CSS class of the other cells."""
+    """Render a table; the first cell of a row is its name, and the other cells get the CSS class `kind`."""
     return macros().table(heads, rows, kind) if rows else Markup()
 
 
 def metric_table(columns: Mapping[str, Measured | RunFolder], heads: Sequence[str] = ()) -> Markup:
-    """Render a table of evaluations side by side, a row per metric; `heads` replace column names."""
+    """Render a table with a column per evaluation and a row per metric; `heads` replace the titles."""
 
     def cell(column: Measured | RunFolder, name: str) -> str:
         if name not in column.metrics:
@@ -113,7 +113,7 @@ def spelled(value: float) -> str:
     """Format a number with three significant digits; a dash if it is not finite."""
     if not math.isfinite(value):
         return "–"
-    if abs(value) < 1e-12:  # rounding error of a sum that cancels
+    if abs(value) < 1e-12:  # a rounding error instead of 0
         return "0"
     if 1e-3 <= abs(value) < 1e5:
         digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -122,7 +122,7 @@ def spelled(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in seconds, minutes or hours."""
+    """Format a number of seconds as seconds, minutes or hours."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -25,8 +25,8 @@ from mmrl.reporting.rollout_mismatch import mismatch_rows
 
 log = logging.getLogger("mmrl")
 
-TILES = 4  # largest number of held-out metrics among the headline numbers
-# Prefixes of held-out metrics that do not measure quality.
+TILES = 4  # maximum number of held-out metrics at the top of the page
+# Prefixes of held-out metrics that measure costs or lengths, not quality.
 COSTS = ("completions/", "denoising/", "seconds_per_prompt", "peak_memory_bytes")
 ABSENT = Markup("<small>not set</small>")
 LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # lists whose items are compared one by one
@@ -35,14 +35,14 @@ LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # lists whose ite
 def write_page(folder: Path, output: Path | None = None) -> Path:
     """Write the page of a run, by default `report.html` in its folder.
 
-    It links to a second page with the answers of the last evaluation.
+    The page links to a second page, with the answers of the last evaluation.
     """
     output = output or folder / "report.html"
     return write(run_page(read_run(folder), last_answers(folder, output.parent)), output)
 
 
 def last_answers(folder: Path, start: Path) -> str:
-    """Write the page of a run's last predictions; return its link from `start`, "" without predictions."""
+    """Write the page of a run's last predictions; return its path relative to `start`, or "" without any."""
     steps = sorted((folder / PREDICTIONS).glob("step-*.parquet"))
     if not steps:
         return ""
@@ -67,7 +67,7 @@ def write(page: str, path: Path) -> Path:
 
 
 def run_page(run: RunFolder, answers: str = "") -> str:
-    """Render the page of a run; `answers` links to the page of its last predictions."""
+    """Render the page of a run; `answers` is the path of the page with the run's last predictions."""
     weights = weights_of(run.config)
     rewards = {name.split("/")[1] for record in run.records for name in record if name.startswith("rewards/")}
     heaviest = sorted(rewards, key=lambda name: (-abs(weights.get(name, 0.0)), name))
@@ -98,12 +98,12 @@ def run_page(run: RunFolder, answers: str = "") -> str:
 
 
 def comparison(runs: Sequence[RunFolder], *, stages: bool = False) -> str:
-    """Render a page of several runs: metrics and settings in tables, curves in shared charts.
+    """Render the page that compares runs: tables of metrics and settings, and shared charts.
 
     Args:
         runs: The runs; duplicates are shown once.
-        stages: Whether the runs are the stages of one run, each starting where the previous one ended: steps
-            then continue from stage to stage, and the page links to the page of every stage.
+        stages: Whether the runs are consecutive stages of one run. Step numbers then continue from stage to
+            stage, and the page links to the pages of the stages.
     """
     named_runs = named(runs)
     records = steps_in_sequence(named_runs) if stages else {name: r.records for name, r in named_runs.items()}
@@ -126,7 +126,7 @@ def comparison(runs: Sequence[RunFolder], *, stages: bool = False) -> str:
 
 
 def steps_in_sequence(runs: Mapping[str, RunFolder]) -> dict[str, list[dict[str, Any]]]:
-    """Return the records of runs, with steps that continue from run to run."""
+    """Return the records of consecutive runs, with step numbers that continue from run to run."""
     records, taken = {}, 0
     for name, run in runs.items():
         records[name] = [{**record, "step": record["step"] + taken} for record in run.records]
@@ -135,7 +135,7 @@ def steps_in_sequence(runs: Mapping[str, RunFolder]) -> dict[str, list[dict[str,
 
 
 def named(runs: Sequence[RunFolder]) -> dict[str, RunFolder]:
-    """Name runs by their folder, with as many parents as are needed to make the names unique."""
+    """Map unique names to runs: the folder name, with as many parent folders as needed."""
     paths = {run.folder.resolve(): run for run in runs}
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
@@ -152,7 +152,7 @@ def name_of(piece: Any) -> str:
 
 
 def weights_of(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the weights of the rewards in a plain configuration, keyed by their names in metrics."""
+    """Return the weights of the rewards in a plain configuration, keyed by their names in the metrics."""
     weights = {}
     for piece in config.get("rewards") or ():
         options = flattened(piece, "reward")  # `reward`, `reward.label`, `reward.weight`, ...
@@ -175,7 +175,7 @@ def differences(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:
 
 
 def flattened(value: Any, place: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted names; a piece without options becomes its name."""
+    """Flatten nested settings to a mapping of dotted keys; a piece without options becomes its name."""
     match value:
         case {"name": name, **options} if place:
             return {place: name} | (flattened(options, place) if options else {})

@@ -1,6 +1,6 @@
 // Looking through the answers of one evaluation, or of two: filters, order, some rows at a time.
 (() => {
-  const { rows, measures, names, images } = JSON.parse(document.querySelector("script.data").textContent);
+  const { rows, measures, names, images, sounds } = JSON.parse(document.querySelector("script.data").textContent);
   const sieve = document.querySelector(".sieve");
   const list = document.querySelector(".samples");
   const count = sieve.querySelector("output");
@@ -77,6 +77,12 @@
     for (const text of [group(row, by), row.uid, row.split]) if (text) add(header, "span", text);
     add(article, "p", row.prompt, "asked");
     image(article, row.seen, "image of the prompt");
+    if (row.heard !== null) {
+      const heard = add(article, "audio");
+      heard.controls = true;
+      heard.preload = "none";
+      heard.src = `data:audio/wav;base64,${sounds[row.heard]}`;
+    }
     if (row.seen === null && row.media && row.media.length) add(article, "small", row.media.join(", "));
     if (row.target !== null) add(add(article, "p", "", "target"), "span", row.target);
     const beside = names.length === 2 ? add(article, "div", undefined, "pair") : article;

@@ -16,7 +16,7 @@ from mmrl.reporting.thumbnails import illustrated
 
 
 def write_predictions_page(source: Path, output: Path | None = None) -> Path:
-    """Write the page of a file of predictions, by default next to it with the same name."""
+    """Write the HTML page of a predictions file, by default next to the file and with the same name."""
     output = output or source.with_suffix(".html")
     output.write_text(predictions_page(read_predictions(source)), encoding="utf-8")
     return output
@@ -25,14 +25,14 @@ def write_predictions_page(source: Path, output: Path | None = None) -> Path:
 def write_compared_page(
     joined: Joined, changes: Sequence[Change], names: Sequence[str], output: Path
 ) -> Path:
-    """Write the page that compares two evaluations, and create its folder if necessary."""
+    """Write the HTML page that compares two evaluations; create its folder if necessary."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(compared_page(joined, changes, names), encoding="utf-8")
     return output
 
 
 def predictions_page(predictions: Predictions) -> str:
-    """Render the page of the answers of an evaluation, wrong answers first."""
+    """Render the page with all answers of an evaluation, wrong answers first."""
     rows, judge = predictions.rows, predictions.judge
     note = f"{len(rows):,} answers to {len({row['uid'] for row in rows}):,} prompts"
     if judge:
@@ -62,7 +62,7 @@ def compared_page(joined: Joined, changes: Sequence[Change], names: Sequence[str
 
 
 def change_rows(changes: Sequence[Change], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and the rows of the table of changes."""
+    """Return the column titles and the rows of the table of changes between two evaluations."""
     titles = ["mean over prompts", *names, "better", "worse", "unchanged", "p (sign test)"]
     rows = [
         [
@@ -77,7 +77,7 @@ def change_rows(changes: Sequence[Change], names: Sequence[str]) -> tuple[list[s
 
 
 def notes_on(joined: Joined, names: Sequence[str]) -> list[str]:
-    """Return sentences with the numbers of shared prompts and of prompts that are left out."""
+    """Return sentences that count the prompts in both evaluations, in only one, and left out."""
     notes = [f"{len(joined.pairs)} prompts are in both"]
     for name, count in zip(names, (joined.only_first, joined.only_second), strict=True):
         notes += [f"{count} only in {name}"] if count else []
@@ -97,12 +97,13 @@ def rows_section(
     """Render the filters, and the rows as JSON for the script `predictions.js`.
 
     Args:
-        rows: Rows of the page; each has one or two sides, with the answers of one evaluation to a prompt.
-        measures: Columns to order rows by.
+        rows: Rows of the page, each with one or two sides. A side has one evaluation's answers to a prompt.
+        measures: Columns by which the reader can order the rows.
         shows: Groups of rows that a filter can select.
         names: Names of the two sides; empty if there is one.
     """
     images: dict[bytes, int] = {}
+    sounds: dict[bytes, int] = {}
 
     def number(image: bytes | None) -> int | None:
         return None if image is None else images.setdefault(image, len(images))
@@ -111,7 +112,7 @@ def rows_section(
         return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
     def turns(row: Row) -> list[str | int | None]:
-        """Return the texts and image indices of a conversation with tools."""
+        """Split a conversation with tools into texts and indices of images."""
         if row.get("conversation") is None:
             return []
         parts = illustrated(str(row["conversation"]), row.get("shown") or ())
@@ -133,10 +134,13 @@ def rows_section(
         shown = next((row["seen"] for side in sides for row in side if row.get("seen")), None)
         about = {name: first.get(name) for name in ("uid", "split", "prompt", "target", "media")}
         answers = [[answer(row) for row in side] for side in sides]
-        listed.append({**about, "seen": number(shown), "sides": answers})
+        sound = next((row["heard"] for side in sides for row in side if row.get("heard")), None)
+        heard_at = None if sound is None else sounds.setdefault(sound, len(sounds))
+        listed.append({**about, "seen": number(shown), "heard": heard_at, "sides": answers})
     labels = [measure.removeprefix("reward/") for measure in measures]
     encoded = [base64.b64encode(image).decode() for image in images]
-    data = {"rows": listed, "measures": labels, "names": list(names), "images": encoded}
+    heard = [base64.b64encode(sound).decode() for sound in sounds]
+    data = {"rows": listed, "measures": labels, "names": list(names), "images": encoded, "sounds": heard}
     page = templates().get_template("predictions.j2")
     splits = sorted({split for row in listed if (split := row["split"])})
     return Markup(page.render(data=data, shows=shows, splits=splits))

@@ -1,4 +1,4 @@
-"""Contents of a run's folder for its pages: journal, last evaluation, warnings and configuration."""
+"""Files in a run's folder that its pages show: journal, last evaluation, warnings, configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmrl.reporting.metrics import EVALUATION, VISUALIZATIONS, Journal, of_train
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Contents of the folder of a run."""
+    """Data read from the output folder of a run."""
 
     name: str
     folder: Path
@@ -28,23 +28,23 @@ class RunFolder:
     intervals: Mapping[str, Sequence[float]]
     warnings: Sequence[str]
     visualizations: str  # HTML fragments, inserted without escaping
-    startup_warnings: Sequence[str] = ()  # warnings of the checks of the first step
+    startup_warnings: Sequence[str] = ()  # warnings of the checks at the first step
 
     @property
     def done(self) -> int:
-        """Number of steps taken."""
+        """Number of training steps that the run has taken."""
         trained = of_training(self.records)
         return trained[-1]["step"] + 1 if trained else 0
 
     @property
     def updates(self) -> int | None:
-        """Number of updates that changed weights; None if the journal has no counts."""
+        """Number of weight updates so far; None if the journal does not record it."""
         counts = [int(record["updates"]) for record in self.records if "updates" in record]
         return counts[-1] if counts else None
 
     @property
     def reported(self) -> int:
-        """Number of steps in the journal."""
+        """Number of training steps that the journal reports."""
         return len(of_training(self.records))
 
     @property
@@ -53,7 +53,7 @@ class RunFolder:
         return sum(record.get("step_time", 0.0) for record in self.records)
 
     def ends(self, name: str) -> tuple[float, float]:
-        """Return the means of a metric over the first and the last tenth of its records; NaN without any."""
+        """Return a metric's means over the first and the last tenth of its finite values; NaN without any."""
         values = [value for record in self.records if math.isfinite(value := record.get(name, math.nan))]
         if not values:
             return math.nan, math.nan
@@ -62,7 +62,7 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read the folder of a run, in which any file may be missing.
+    """Read the output folder of a run; files can be missing.
 
     Raises ConfigError if a value in a file has the wrong type.
     """
@@ -108,7 +108,7 @@ def find_run(folder: Path) -> RunFolder:
 
 
 def read_evaluation(folder: Path, records: Sequence[Mapping[str, Any]]) -> tuple[dict, dict]:
-    """Read metrics and intervals of the last evaluation from `evaluation.json`, or else from the journal."""
+    """Return metrics and intervals of the last evaluation, from `evaluation.json` or else the journal."""
     path = folder / EVALUATION
     if path.exists():
         try:

@@ -20,9 +20,10 @@ from mmrl.reporting.thumbnails import illustrated
 
 log = logging.getLogger("mmrl")
 
-STEPS = 6  # training steps with samples, evenly spaced from the first to the last
-ROWS = 24  # samples of a step, evenly spaced from the best to the worst
-REQUIRED = ("advantage", "length", "on_policy")  # columns without empty cells
+STEPS = 6  # number of training steps with samples, evenly spaced
+ROWS = 24  # number of samples per step, evenly spaced by reward rank
+MEDIA = {"seen", "heard", "made"}  # columns with images and sounds
+REQUIRED = ("advantage", "length", "on_policy")  # columns without missing values
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Sample:
     target: str = ""
     on_policy: bool = True
     seen: bytes | None = field(default=None, repr=False)  # thumbnail of the prompt
+    heard: bytes | None = field(default=None, repr=False)  # sound of the prompt, WAV
     made: bytes | None = field(default=None, repr=False)  # thumbnail of the answer
-    conversation: str = ""  # turns after the prompt, if there are tools
+    conversation: str = ""  # text of all turns after the prompt, if there are tools
     shown: Sequence[bytes] = field(default=(), repr=False)  # images from tools
 
     @property
@@ -55,9 +57,9 @@ class Sample:
 
 
 def read_samples(folder: Path, weights: Mapping[str, float]) -> list[Sample]:
-    """Read samples of some training steps, the best first; steps and rows with images are preferred.
+    """Read rollouts of some training steps, highest reward first; steps and rows with media are preferred.
 
-    `weights` are the weights of the rewards, for rows without the column `reward`.
+    `weights` maps reward names to weights; the sum is used for rows without the column `reward`.
     """
     from pyarrow import parquet
 
@@ -69,7 +71,7 @@ def read_samples(folder: Path, weights: Mapping[str, float]) -> list[Sample]:
             raise ConfigError(f"'{path}' names no step; a run calls them completions_000012.parquet")
         if schema := read_or_skip(path, parquet.read_schema):
             files.setdefault(int(step), []).append(path)
-            with_images |= {int(step)} if {"seen", "made"} & set(schema.names) else set()
+            with_images |= {int(step)} if MEDIA & set(schema.names) else set()
     samples = []
     for step in spread_over(sorted(with_images or files), STEPS):
         rows: list[Sample] = []
@@ -77,13 +79,13 @@ def read_samples(folder: Path, weights: Mapping[str, float]) -> list[Sample]:
             table = read_or_skip(path, parquet.read_table)
             columns = table.to_pylist() if table else ()
             rows += [sample_of(row, step, f"{path}[{i}]", weights) for i, row in enumerate(columns)]
-        rows = [row for row in rows if row.seen is not None or row.made is not None] or rows
+        rows = [row for row in rows if any(getattr(row, name) is not None for name in MEDIA)] or rows
         samples += spread_over(sorted(rows, key=lambda row: row.rank, reverse=True), ROWS)
     return sorted(samples, key=lambda sample: sample.rank, reverse=True)
 
 
 def spread_over(items: Sequence[Any], most: int) -> list[Any]:
-    """Choose `most` evenly spaced items, including the first and the last."""
+    """Select up to `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
@@ -101,7 +103,7 @@ def read_or_skip(path: Path, read: Callable[[Path], Any]) -> Any:
 
 
 def sample_of(row: Mapping[str, Any], step: int, place: str, weights: Mapping[str, float]) -> Sample:
-    """Create a sample from a row; raise ConfigError if a column has another type than written."""
+    """Create a sample from a row of parquet; raise ConfigError if a column has a wrong type."""
     check_row(row, place, (*REQUIRED, *({"reward"} & row.keys())))
     rewards = {n[7:]: math.nan if v is None else v for n, v in row.items() if n.startswith("reward/")}
     weighted = [weights.get(name, 1.0) * value for name, value in rewards.items() if math.isfinite(value)]
@@ -114,12 +116,12 @@ def sample_of(row: Mapping[str, Any], step: int, place: str, weights: Mapping[st
         rewards=rewards,
         conversation=str(row.get("conversation") or ""),
         shown=row.get("shown") or (),
-        **{name: row.get(name) for name in (*REQUIRED, "seen", "made")},
+        **{name: row.get(name) for name in (*REQUIRED, *MEDIA)},
     )
 
 
 def samples_section(samples: Sequence[Sample]) -> Markup:
-    """Render samples with filters by step, words, reward, advantage and length."""
+    """Render samples, with filters by step, text, reward, advantage and length."""
     if not samples:
         return Markup()
     most = max((abs(s.advantage) for s in samples if math.isfinite(s.advantage)), default=0.0)
@@ -132,10 +134,12 @@ def samples_section(samples: Sequence[Sample]) -> Markup:
     html = page.render(
         samples=samples,
         names=list(dict.fromkeys(name for sample in samples for name in sample.rewards)),
-        # Samples of one prompt share its image, which is written once, as a background.
+        # Samples of one prompt share its image, so it is written once, as a CSS background.
         images={
             sample.seen: (f"s{i}", *size(sample.seen)) for i, sample in enumerate(samples) if sample.seen
         },
+        # Only the first sample of a prompt contains its sound; the script copies it to the others.
+        first={sample.heard: i for i, sample in reversed([*enumerate(samples)]) if sample.heard},
         nan=math.nan,
         colour=lambda advantage: diverging(advantage, most),
         most=most,

@@ -35,6 +35,10 @@
     });
   }
 
+  for (const other of document.querySelectorAll("audio[data-same]")) {
+    other.src = document.getElementById(other.dataset.same).src;
+  }
+
   const sieve = document.querySelector(".sieve");
   if (!sieve) return;
   const list = document.querySelector(".samples");
