@@ -28,7 +28,7 @@ from mmrl.vision.decoding.token_steps import TokenSteps
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
-COLUMNS = 5  # of the step table: mask, advantage, weight, and the engine's log-probability and entropy
+COLUMNS = 5  # step table columns: mask, advantage, weight, and the engine's log-probability and entropy
 ROWS = 4  # rows of the forward passes that are measured
 LENGTHS = (4, 20, 36)  # answer lengths of these passes, in tokens
 T = TypeVar("T")
@@ -38,8 +38,8 @@ T = TypeVar("T")
 def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate the bytes for generation, for the step table, and for one micro-batch of training.
 
-    Generation (unquantised cache) counts only if `vision.generate` samples in this process. Activations and
-    logits are measured with a few short rows and extrapolated. They grow linearly with the number of tokens,
+    Generation (unquantised cache) is included only if `vision.generate` samples in this process. Activations
+    and logits are measured on a few short rows and extrapolated. They grow linearly with the token count,
     because fused attention kernels store no scores; only the mask of packed rows grows quadratically. All
     answers get the maximal length, and all prompts the length of the longest prompt in `prompts`.
     """
@@ -54,7 +54,7 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
     encoded = max((policy.prompt_encoder.encode(prompt) for prompt in prompts), key=lambda e: len(e.ids))
     number = config.rollout.num_generations
     total = config.rollout.num_prompts * number
-    others = 1 + len(config.references)  # columns of log-probabilities: of `old` and of each reference
+    others = 1 + len(config.references)  # log-probability columns: `old`, and one per reference
     sizes = {"step table": 4.0 * total * longest * (COLUMNS + others)}  # 4 bytes: float32
     if engine.name == "vision.generate" and not sampled_elsewhere(config):
         at_once = min(options["batch_size"] or total, total)
@@ -65,7 +65,9 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
 
 
 def _longest_recorded(policy: TokenPolicy, prompts: Sequence[Prompt]) -> int:
-    """Return the number of tokens of the longest recorded answer; 0 without recorded answers."""
+    """Return the number of tokens of the longest recorded text; 0 without texts, or with images."""
+    if any(answer.image is not None for prompt in prompts for answer in prompt.answers):
+        return 0
     texts = [answer.text or "" for prompt in prompts for answer in prompt.answers]
     return max((len(policy.prompt_encoder.answer(text)) for text in texts), default=0)
 
@@ -124,7 +126,7 @@ def _learning(
     activations += _cast_bytes(policy)
     logits = _logits_bytes(policy, extra, rows * longest)
     head = policy.model.get_output_embeddings().weight
-    logits += head.nbytes if head.requires_grad else 0  # the new gradient of the head, until it is added
+    logits += head.nbytes if head.requires_grad else 0  # the head's new gradient, before accumulation
     gradients = float(sum(p.nbytes for p in module.parameters() if p.requires_grad))
     if micros == 1:
         # The backward pass allocates gradients while it frees activations: count only the larger amount.
@@ -200,7 +202,7 @@ def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
 
 @contextmanager
 def _autocast(policy: TokenPolicy) -> Iterator[None]:
-    """Autocast in the policy's precision; cast all weights first, so that no measured pass counts that."""
+    """Autocast in the policy's precision; cast all weights first, so that measured passes exclude it."""
     kind = policy.core.get_input_embeddings().weight.device.type
     with torch.autocast(kind, policy.compute, enabled=policy.compute in LOW):
         for layer in _cast_layers(policy):

@@ -11,7 +11,7 @@ from mmrl.vision.benchmarks.caption_words import singular, tokens
 from mmrl.vision.benchmarks.chair import named_counts
 
 GENERATIVE = "generative"
-# The question types of each dimension. The metrics of a dimension are computed over all its types together.
+# Maps a dimension of AMBER to its question types; metrics are computed over all types together.
 DIMENSIONS = {
     "existence": ("discriminative-hallucination",),
     "state": ("discriminative-attribute-state",),
@@ -28,7 +28,7 @@ class Words:
 
     `nouns` extracts the nouns of a text as lemmas; AMBER's script uses nltk. The default returns all words in
     the singular, because only words of `vocabulary` are counted (our reading). `similar` decides whether two
-    words have about the same meaning, by default never; the script uses spaCy's vectors (cosine above 0.8).
+    words have about the same meaning. The script uses spaCy's vectors (cosine above 0.8); the default: never.
     """
 
     association: Mapping[str, Sequence[str]]
@@ -44,7 +44,7 @@ class Words:
 
 @dataclass(frozen=True)
 class AmberScene:
-    """Objects of an AMBER image (`truth`), and absent objects that models tend to invent (`absent`)."""
+    """Target of an AMBER image: its objects (`truth`), and absent objects that models tend to invent."""
 
     truth: tuple[str, ...]
     absent: tuple[str, ...]
@@ -53,9 +53,9 @@ class AmberScene:
     def counts(self, text: str) -> dict[str, float]:
         """Count the nouns of a description. The keys of the result are the names in `chair.COUNTS`.
 
-        Safe nouns count as mentions only. A noun covers an object of the image if it names the object or is
-        associated with it. Any other noun may match an absent object by name or meaning. Such a noun is
-        hallucinated, unless it has about the same meaning as an object of the image and thus covers it.
+        Safe nouns count only as mentions. A noun covers an object of the image if it names the object, is
+        associated with it or, failing that, has about the same meaning. A noun that covers nothing is
+        hallucinated. A noun without a named or associated object in the image may match an absent object.
         """
         similar, covered, matched, hallucinated = self.words.similar, set(), set(), 0
         # Ignore words outside the vocabulary, even as mentions.

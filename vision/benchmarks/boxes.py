@@ -1,4 +1,4 @@
-"""Boxes in images: parsers of answers, IoU, COCO's average precision, and the detection score of VLM-R1."""
+"""Boxes in images: parsers of answers, IoU, COCO's average precision, VLM-R1's detection score."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mmrl.vision.benchmarks.qvhighlights import THRESHOLDS
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 Reader = Literal["ours", "vlm_r1"]
 
-# Use the products of numpy.linspace, not i / 100, so that a recall of 0.7 is rounded as in pycocotools.
+# Recall levels of COCO. As in pycocotools they are i * 0.01, not i / 100, which rounds 0.7 differently.
 RECALLS = tuple(i * 0.01 for i in range(101))
-MAX_DETECTIONS = 100  # most detections of one class that COCO's evaluation reads
+MAX_DETECTIONS = 100  # maximum number of detections per class that COCO's evaluation reads
 NEAR_ONE = 1 - 1e-10  # the highest IoU threshold of a match, as in pycocotools
 POSITION, COMPLETENESS = 0.7, 0.3  # weights in `detection_score`; the label accuracy has weight 0
 NOWHERE = ((0.0, 0.0, 0.0, 0.0), "")  # a detection that cannot be parsed; it matches no target
@@ -139,7 +139,7 @@ def box_iou(a: Box, b: Box, *, inclusive: bool = False) -> float:
 
     With `inclusive`, the IoU is 0 if the intersection is at most one pixel wide or high, as in VLM-R1 (arXiv
     2504.07615). Its code treats the edge pixels as part of a box: it subtracts 1 from right and bottom edges,
-    requires them to exceed the left and top edges, and adds 1 to both extents again. This is the only effect.
+    requires them to exceed the left and top edges, and adds 1 to both extents again. Nothing else differs.
     """
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     if min(width, height) <= (1 if inclusive else 0):
@@ -152,8 +152,8 @@ def box_iou(a: Box, b: Box, *, inclusive: bool = False) -> float:
 def average_precision(targets: Sequence[Box], answered: Sequence[Box], threshold: float) -> float:
     """Compute COCO's average precision of one class in one image, with equal scores for all detections.
 
-    Detections are matched in the order of the answer. Each takes the unmatched target with the highest IoU
-    that reaches the threshold; among equal ones the last. Precision is interpolated at 101 recall levels.
+    Detections are matched in the order of the answer. Each detection takes the unmatched target with the
+    highest IoU of at least `threshold` (ties: the last). Precision is interpolated at 101 recall levels.
     """
     free, hits = set(range(len(targets))), []
     for box in answered[:MAX_DETECTIONS]:
@@ -162,14 +162,14 @@ def average_precision(targets: Sequence[Box], answered: Sequence[Box], threshold
         free -= {near[1]} if hits[-1] else set()
     counts = list(accumulate(hits))
     recalls = [count / len(targets) for count in counts]
-    # Interpolated precision at a recall level: the maximum over all ranks with at least this recall.
+    # Interpolated precision at a recall level is the maximum over all ranks with at least this recall.
     precisions = [count / rank for rank, count in enumerate(counts, 1)]
     best = [*reversed(list(accumulate(reversed(precisions), max))), 0.0]
     return sum(best[bisect_left(recalls, recall)] for recall in RECALLS) / len(RECALLS)
 
 
 def mean_average_precision(target: Boxes, answered: Sequence[tuple[Box, str]]) -> float:
-    """Compute COCO's mAP of one image: the mean over the target classes and IoU thresholds from 0.5 to 0.95.
+    """Compute COCO's mAP of one image: the mean over target classes and IoU thresholds 0.5 to 0.95.
 
     Detections of classes without a target are ignored, as in VLM-R1 (arXiv 2504.07615).
     """

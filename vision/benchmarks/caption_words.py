@@ -29,7 +29,7 @@ IRREGULAR = {
     "doggies": "doggie", "menus": "menu", "emus": "emu", "gnus": "gnu", "gurus": "guru",
     "calories": "calorie", "magpies": "magpie", "collies": "collie", "potpies": "potpie",
 }  # fmt: skip
-# Compounds such as firemen and penknives are matched by their endings.
+# Endings of plural compounds, such as firemen and penknives, and their singular.
 ENDS = {"men": "man", "children": "child", "people": "person", "feet": "foot", "knives": "knife"}
 UNCHANGED = {
     "scissors", "sunglasses", "eyeglasses", "jeans", "shorts", "pants", "trousers", "tights", "pajamas",

@@ -3,7 +3,7 @@
 A row of mmrl has `question` (or `messages` for several turns), and optionally `system`, `images` and
 `videos`. Its target is `answer`, or a pair `chosen` and `rejected`, or an answer with a `label` (true or
 false). Media without a mark <image> or <video> in the text come before the text. `completion` is a recorded
-answer; rules compare it with `answer`. Other columns are copied. Rows that would lose content are errors.
+answer; rules compare it with `answer`. Other columns are copied. A row that would lose content is an error.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from mmrl.data.messages import as_turns, asked_of, kept_keys, plain_part
 from mmrl.data.row_fields import has_content
 from mmrl.vision.media.prompts import answer_of, answers_of, lettered
 
-PLACES = re.compile("<ref-object>|<bbox>")  # marks that ms-swift fills from the column `objects`
+PLACES = re.compile("<ref-object>|<bbox>")  # placeholders that ms-swift fills from the column `objects`
 # Maps the role names of ShareGPT (human, gpt) and of OpenAI (user, assistant) to OpenAI's.
 ROLES = {"human": "user", "gpt": "assistant"} | {
     name: name for name in ("user", "assistant", "system", "tool")
 }
-SOUND = ("audio", "audios")
 # Columns of mmrl that have other names or another structure in the other toolkits.
 OURS = ("question", "prompt", "messages", "system", "answer", "answers", "completion", "chosen", "rejected")
 OURS = (*OURS, "label", "choices")  # the columns of media are added by `media_columns()`
-Slots = list[tuple[str, Any]]  # media slots in a text: kind, and file if given
+Slots = list[tuple[str, Any]]  # (kind, file or None) of every media placeholder in a text
 Row = Mapping[str, Any]
 Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
 SUFFIXES: dict[Toolkit, str] = {
@@ -45,13 +44,13 @@ NAMES: dict[str, Toolkit] = {
     # LLaMA-Factory reads rows of LLaVA and ShareGPT directly.
     **dict.fromkeys(("llamafactory", "hiyougallamafactory", "llava", "sharegpt"), "llama_factory"),
 }
-# Per toolkit: the columns with messages, or else those with the question (after `history`) and the answer.
+# Per toolkit: the columns of messages; for rows without messages, the columns of question and answer.
 CONVERSATIONS = {
     "verl": (("prompt",), (), ""),
     "ms_swift": (("messages",), ("query",), "response"),
     "llama_factory": (("conversations", "messages"), ("instruction", "input"), "output"),
 }
-# All columns of a toolkit that mmrl renames or splits; other columns are copied.
+# Maps a toolkit to all its columns that mmrl renames or splits; other columns are copied.
 CONVERTED = {
     "verl": "prompt reward_model",
     "ms_swift": "messages query response history rejected_response rejected_messages solution",
@@ -60,7 +59,7 @@ CONVERTED = {
 
 
 def toolkit_of(name: str, place: str) -> Toolkit:
-    """Return the toolkit that a name in any spelling means: `ms-swift`, `LLaMA-Factory`."""
+    """Return the toolkit for a name in any spelling, such as `ms-swift`; ValueError if it is unknown."""
     if toolkit := NAMES.get(re.sub(r"[\W_]", "", name).lower()):
         return toolkit
     raise ValueError(
@@ -70,8 +69,7 @@ def toolkit_of(name: str, place: str) -> Toolkit:
 
 
 def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
-    """Convert a row of a toolkit to mmrl's columns. Columns without a meaning in the toolkit are copied."""
-    _refuse_sound(row)
+    """Convert a row of a toolkit to mmrl's columns; columns that the toolkit does not define are copied."""
     if toolkit == "mmrl":
         ours = dict(row) | _media(row)  # moves `image` and `video` into the lists `images` and `videos`
         return {key: value for key, value in ours.items() if key not in MODALITIES}
@@ -107,7 +105,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     if answer is not None:
         answer = answers_of({"answer": answer})
         if ours.get("answer", answer) != answer:
-            ours["completion"] = ours["answer"]  # the rule compares with another text
+            ours["completion"] = ours["answer"]  # the last message is no target but a recorded answer
         ours["answer"] = answer
     converted = set(CONVERTED[toolkit].split())
     if beside := sorted(name for name in converted - used if has_content(row.get(name))):
@@ -117,15 +115,14 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
 
 
 def write_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
-    """Convert a row of mmrl to a toolkit. LLaMA-Factory gets OpenAI's format (see `describe_llama_factory`).
+    """Convert a row of mmrl to a toolkit. LLaMA-Factory's messages have OpenAI's format.
 
     For verl, the answer becomes the ground truth of the rule-based reward. For the other toolkits it becomes
-    the last message, and for ms-swift also the `solution` of the rewards. `choices` are appended to the
-    question as lines. Other columns are copied, for verl into `extra_info`.
+    the last message, and for ms-swift also the `solution` that rewards read. `choices` are appended to the
+    question as lines. Other columns are copied, for verl into `extra_info`. See `describe_llama_factory`.
     """
     if toolkit == "mmrl":
         return dict(row)
-    _refuse_sound(row)
     messages, media, completion = _messages(row)
     if toolkit == "verl":
         return _for_verl(row, messages, media, completion)
@@ -180,15 +177,9 @@ def _others(row: Row) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in ours and has_content(value)}
 
 
-def _refuse_sound(row: Row) -> None:
-    for name in SOUND:
-        if has_content(row.get(name)) and name not in media_columns():
-            raise RowError(f"the row has sound, `{name}`, which nothing here reads")
-
-
 def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, Any]:
     """Return the entry of LLaMA-Factory's `dataset_info.json` for a file with these columns."""
-    supported = ("messages", "images", "videos", "chosen", "rejected", "kto_tag", "tools")
+    supported = ("messages", "images", "videos", "audios", "chosen", "rejected", "kto_tag", "tools")
     roles = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
     return {
         "file_name": file_name,
@@ -245,10 +236,10 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     answer = _answer(turns.pop(), "answer") if turns and turns[-1]["role"] == "assistant" else None
     match turns:
         case [{"role": "user", "content": question, **extra}] if not extra:
-            # The marks at the beginning of the text, and the line break after them.
+            # Match the marks at the beginning of the text and the line break after them.
             leading = re.match(rf"(?:\s*(?:{media_marks().pattern}))+\n?", question)
             marks = len(media_marks().findall(question))
-            # Remove marks that all precede the text: media without a mark are placed there anyway.
+            # If all marks precede the text, remove them: media without a mark are placed there anyway.
             if leading and marks == sum(map(len, media.values())) == len(media_marks().findall(leading[0])):
                 question = question[leading.end() :]
             ours["question"] = question
@@ -278,7 +269,7 @@ def _text_of(content: Any) -> tuple[str, Slots]:
     """Return the text of a message's content, with a mark for each medium, and its media slots."""
     words: list[str] = []
     slots: Slots = []
-    for part in [None] if content is None else _listed(content):  # null raises an error below
+    for part in [None] if content is None else _listed(content):  # None raises an error below
         match plain_part(part):
             case str(piece):
                 words.append(piece)
@@ -292,8 +283,6 @@ def _text_of(content: Any) -> tuple[str, Slots]:
                 continue
             case _:
                 raise RowError(f"wanted a text or parts as the content of a message, got {short(part)}")
-        if "<audio>" in piece and "audio" not in MODALITIES:
-            raise RowError(f"the text marks <audio>, but nothing here reads sound: {short(piece)}")
         slots += [(kind, None) for kind in media_marks().findall(piece)]
     return "".join(words), slots
 
@@ -313,7 +302,7 @@ def _filled(media: dict[str, list[Any]], slots: Slots) -> dict[str, list[Any]]:
 
 
 def _rejected(conversation: list[Any], rejected: list[Any]) -> str:
-    """Return the last of `rejected_messages`; all earlier messages must equal those of the conversation."""
+    """Return the last of `rejected_messages`; RowError if an earlier one differs from the conversation."""
     if not rejected or rejected[:-1] != conversation[:-1]:
         raise RowError("wanted `rejected_messages` that differ from `messages` in the last one alone")
     return _answer(rejected[-1], "rejected_messages")
@@ -347,7 +336,7 @@ def _messages(row: Row) -> tuple[list[dict[str, Any]], dict[str, list[Any]], str
 
 
 def _answer(value: Any, name: str) -> str:
-    """Return an answer as text; it is given as a message, a text, a number, or a list with one of these."""
+    """Convert an answer to text; it is a message, a text, a number, or a list with one of these."""
     match value:
         case {"from": _} | {"value": _}:
             role, words, _, extra = _turn({"from": "gpt", **value})

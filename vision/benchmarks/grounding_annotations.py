@@ -74,12 +74,12 @@ class Annotations:
     def __init__(
         self, path: Path, form: Form = "jsonl", durations: str = "", extension: str = ".mp4"
     ) -> None:
-        # Rows in the form jsonl contain file names; the published forms contain video ids.
+        # Rows of the format jsonl contain file names; those of the published formats contain video ids.
         self.path, self.form, self.extension = path, form, "" if form == "jsonl" else extension
         self.lengths: dict[str, float] = {}
         if not durations:
             return
-        # The module csv handles line ends itself, hence `newline=""`.
+        # `newline=""`, because the module csv handles line ends itself.
         table = csv.DictReader(io.StringIO(read_text_file(Path(durations)), newline=""))
         try:
             for row in table:
@@ -116,7 +116,7 @@ class Annotations:
 
 
 def spans_of(columns: Columns, names: tuple[str, ...]) -> tuple[Span, ...]:
-    """List the spans of a row in seconds, from the first non-empty column of `names` or `start` and `end`."""
+    """List the spans of a row in seconds, from the first of the columns `names`, or `start` and `end`."""
     name = next((name for name in names if columns.get(name) is not None), "span")
     pairs = [] if name == "span" else listed(columns[name], name)
     ends = columns.get("start"), columns.get("end")
@@ -126,7 +126,7 @@ def spans_of(columns: Columns, names: tuple[str, ...]) -> tuple[Span, ...]:
     return tuple((number(start, f"{name}: start"), number(end, f"{name}: end")) for start, end in pairs)
 
 
-# ---- the published formats; each parser returns columns with the names of our own format, jsonl
+# ---- the published formats; each parser renames the columns as in our own format, jsonl
 
 
 def parse_charades(columns: Columns) -> Columns:
@@ -171,7 +171,7 @@ def activitynet_rows(path: Path) -> Iterator[DataRow]:
 def parse_qvhighlights(columns: Columns) -> Columns:
     """Parse a line of QVHighlights with the keys qid, query, vid, duration, relevant_windows.
 
-    Optional: saliency_scores of the two-second windows with the indices relevant_clip_ids.
+    Optional keys: relevant_clip_ids, indices of two-second windows, and saliency_scores, their ratings.
     """
     duration = _seconds(columns.get("duration"), "duration")
     saliency: tuple[tuple[float, ...], ...] = ()
@@ -204,14 +204,14 @@ def parse_jsonl(columns: Columns) -> Columns:
     return {**columns, "saliency": () if saliency is None else _ratings(saliency, "saliency")}
 
 
-# Maps a format to its row reader, the parser of its columns, and the column with the spans.
+# Maps a format to (function that reads its rows, parser of a row, name of the column with the spans).
 FORMS: dict[Form, tuple[Callable[[Path], Iterator[DataRow]], Callable[[Columns], Columns], str]] = {
     "charades_sta": (text_lines, parse_charades, "spans"),
     "activitynet": (activitynet_rows, dict, "timestamps"),
     "qvhighlights": (json_lines, parse_qvhighlights, "relevant_windows"),
     "jsonl": (json_lines, parse_jsonl, "spans"),
 }
-# Maps a format to the columns that are read.
+# Maps a format to the names of the columns that its parser reads.
 READS: dict[Form, tuple[str, ...]] = {
     "charades_sta": ("line",),
     "activitynet": ("video", "query", "timestamps", "duration"),
@@ -229,6 +229,6 @@ def _seconds(value: Any, name: str) -> float:
 
 
 def _ratings(value: Any, name: str) -> tuple[tuple[float, ...], ...]:
-    """Check and convert the ratings of windows, three numbers for each window."""
+    """Check and convert the ratings of windows, three numbers per window; RowError if invalid."""
     windows = [listed(window, name, 3) for window in listed(value, name)]
     return tuple(tuple(number(rating, name) for rating in window) for window in windows)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from mmrl.config.registry import import_name
 from mmrl.vision.benchmarks.caption_words import singular, tokens
 
-# Two-word phrases that CHAIR joins into one word, also those that name no class.
+# Two-word phrases that CHAIR joins into one word, including phrases that name no class.
 CHAIR_PHRASES = (
     "motor bike", "motor cycle", "air plane", "traffic light", "street light", "traffic signal",
     "stop light", "fire hydrant", "stop sign", "parking meter", "suit case", "sports ball",
@@ -93,15 +93,15 @@ def read_ontology(
 ) -> Ontology:
     """Read an ontology from a list of synonyms in CHAIR's format (.txt), or from JSON.
 
-    A list of synonyms has one class per line: its name, then its synonyms. JSON is `{"objects": {name:
+    A list of synonyms has one class per line: its name, then its synonyms. JSON is like `{"objects": {name:
     [synonyms]}, "phrases": {phrase: replacement or null}, "unless": {word: [words]}}`. Names and synonyms of
     several words also become phrases.
 
     Args:
         path: The file of the ontology.
-        style: Phrases for a list of synonyms. `chair`: the fixed phrases of CHAIR's script. `refined`:
-            phrases from the list, as in Object HalBench.
-        singular_by: Another function for singular forms, given as `module:function`.
+        style: Which phrases to join, for a list of synonyms. `chair`: the fixed phrases of CHAIR's script.
+            `refined`: the phrases of the list, as in Object HalBench.
+        singular_by: Function to use for singular forms instead of ours, given as `module:function`.
     """
     by = function_of(singular_by) if singular_by else singular
     try:
@@ -113,7 +113,7 @@ def read_ontology(
     try:
         raw = json.loads(source)
         objects = {str(name): [str(word) for word in words] for name, words in raw["objects"].items()}
-        # null replaces a phrase by the empty word, which names no class.
+        # A null replacement becomes an empty word, which names no class.
         phrases = {str(k).lower(): str(v or "").lower() for k, v in raw.get("phrases", {}).items()}
         unless = {str(k).lower(): [w.lower() for w in v] for k, v in raw.get("unless", {}).items()}
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -146,16 +146,16 @@ def _from_synonyms(text: str, style: str, by: Callable[[str], str]) -> Ontology:
     classes = [line.strip().split(", ") for line in text.splitlines() if line.strip()]
     if style == "refined":
         classes = [[word.strip() for word in words] for words in classes]
-    # If two classes have the same word in the published list, the later line wins, as in the scripts. CHAIR's
-    # list has an extra space before two words (motor bike and cheesecake), which therefore never match.
+    # If a word is in two lines of the published list, the later line wins, as in the scripts. CHAIR's list
+    # has an extra space before two words (motor bike and cheesecake), which therefore never match.
     names = {word: words[0] for words in classes for word in words if word}
-    # The refined script joins only two words at a time, so longer phrases of its list never match.
+    # Object HalBench's script joins only two words at a time, so longer phrases of its list never match.
     pairs = [word for word in names if word.count(" ") == 1]
     joined = (*pairs, *REFINED_PHRASES) if style == "refined" else CHAIR_PHRASES
     phrases = {phrase: phrase for phrase in joined}
     phrases |= {f"{kind} {animal}": animal for animal in ANIMALS for kind in ("baby", "adult")}
     phrases |= {f"passenger {vehicle}": vehicle for vehicle in VEHICLES}
-    # The package pattern converts glass to glas, so the phrase is spelled like this.
+    # The Python package `pattern`, used by the scripts, converts glass to glas.
     phrases |= {"bow tie": "tie", "toilet seat": "toilet", "wine glas": "wine glass"}
     # The scripts ignore the word seat in a text that mentions a toilet.
     return Ontology(names, phrases, {"seat": ("toilet",)}, by, plurals=False)

@@ -22,10 +22,10 @@ def parse_yes_no(text: str, form: Form = "pope") -> float:
     `pope`: no if a word before the first full stop is No, no or not, else yes, as in POPE's script (arXiv
     2305.10355). So "Yes, there is no doubt." means no, and an empty answer means yes. `exact`: only the texts
     Yes and No are accepted, as in AMBER's script (arXiv 2311.07397). `first_word`: the first yes or no in any
-    case, in the last answer block if there is one. Here "yes or no" and "not yes" mean neither.
+    case, in the last answer block if there is one. "yes or no" and "not yes" then mean neither.
     """
     if form == "pope":
-        words = text.partition(".")[0].replace(",", "").split(" ")  # as in the script: splits at spaces only
+        words = text.partition(".")[0].replace(",", "").split(" ")  # as in the script: splits only at spaces
         return NO if {"No", "no", "not"} & {*words} else YES
     if form == "exact":
         return {"Yes": YES, "No": NO}.get(text, NEITHER)

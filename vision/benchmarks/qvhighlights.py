@@ -9,8 +9,8 @@ from mmrl.vision.benchmarks.time_spans import Span, overlap_and_union
 
 THRESHOLDS = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))  # 0.5, 0.55, ..., 0.95
 LEVELS = {"Fair": 2, "Good": 3, "VeryGood": 4}  # minimum rating of each level; ratings are 0 to 4
-MAX_WINDOWS = 10  # most windows per answer in the official evaluation
-WINDOW_SECONDS = 2  # length of the windows with saliency ratings, which the data set calls clips
+MAX_WINDOWS = 10  # maximum number of windows per answer in the official evaluation
+WINDOW_SECONDS = 2  # length in seconds of the windows with saliency scores (the data set calls them clips)
 
 
 def true_iou(a: Sequence[float], b: Sequence[float]) -> float:
@@ -22,8 +22,8 @@ def true_iou(a: Sequence[float], b: Sequence[float]) -> float:
 def detection_ap(targets: Sequence[Span], windows: Sequence[Sequence[float]], threshold: float) -> float:
     """Compute the average precision of (start, end, score) windows at one IoU threshold.
 
-    Windows are matched in order of decreasing score. Each takes the unmatched target with the highest IoU
-    that reaches the threshold. Precision is interpolated over recall (VOC 2011). Without windows: 0.
+    Windows are matched in order of decreasing score. Each window takes the unmatched target with the highest
+    IoU of at least `threshold`. Precision is interpolated over recall (VOC 2011). Without windows AP is 0.
     """
     taken: set[int] = set()
     hits = []
@@ -37,7 +37,7 @@ def detection_ap(targets: Sequence[Span], windows: Sequence[Sequence[float]], th
     for rank, hit in enumerate(hits, 1):
         true += hit
         points.append((true / len(targets), true / rank))
-    # Backwards over the points, interpolated precision is a running maximum, weighted by the steps of recall.
+    # Going backwards, interpolated precision is the running maximum; it is weighted by the steps of recall.
     area, best, right = 0.0, 0.0, 1.0
     for recall, precision in reversed(points):
         area += (right - recall) * best
@@ -46,16 +46,16 @@ def detection_ap(targets: Sequence[Span], windows: Sequence[Sequence[float]], th
 
 
 def saliency_ap(truth: Sequence[int], scores: Sequence[float]) -> float:
-    """Compute the average precision of the saliency scores of windows.
+    """Compute the average precision of saliency scores; `truth` is 1 for highlight windows, else 0.
 
-    The result is the mean of interpolated precision over the increases of recall. If all windows are negative
-    it is 0, if all are positive 1. Missing scores count as 0, surplus scores are ignored.
+    The result is the mean of the interpolated precision over all increases of recall. It is 0 if no window is
+    a highlight, and 1 if all are. Missing scores count as 0, surplus scores are ignored.
     """
     scores = [*scores[: len(truth)], *[0.0] * (len(truth) - len(scores))]
     if len(set(truth)) == 1:
         return float(truth[0])
     positives, points = sum(truth), []
-    for threshold in sorted(set(scores), reverse=True):  # windows of equal score are added together
+    for threshold in sorted(set(scores), reverse=True):  # add windows of equal score together
         chosen = [t for t, score in zip(truth, scores, strict=True) if score >= threshold]
         points.append((sum(chosen) / positives, sum(chosen) / len(chosen)))
     best, rises = 0.0, []
@@ -67,7 +67,7 @@ def saliency_ap(truth: Sequence[int], scores: Sequence[float]) -> float:
 
 
 def saliency_of_windows(row: Mapping[str, Any]) -> list[list[float]]:
-    """List the saliency of every two-second window of a row's video: three scores, 0 for unrated windows."""
+    """List three annotators' saliency scores of each two-second window of a row's video; 0 if unrated."""
     windows = [[0.0, 0.0, 0.0] for _ in range(int(row["duration"] / WINDOW_SECONDS))]
     for i, (first, second, third) in zip(row["relevant_clip_ids"], row["saliency_scores"], strict=True):
         if not 0 <= i < len(windows):
@@ -81,9 +81,9 @@ def highlight_metrics(
 ) -> tuple[float, float]:
     """Compute (AP, HIT@1) of one query at a saliency level.
 
-    AP is averaged over the three annotators. HIT@1 is 1 if any annotator rates the top window >= `level`.
+    AP is averaged over three annotators. HIT@1 is 1 if any of them rates the top-scored window >= `level`.
     """
     truth = [[int(rating >= level) for rating in window] for window in windows]
     ap = sum(saliency_ap([window[who] for window in truth], scores) for who in range(3)) / 3
-    top = max(range(len(scores)), key=lambda i: scores[i]) if scores else len(truth)  # the first, as argmax
+    top = max(range(len(scores)), key=lambda i: scores[i]) if scores else len(truth)  # ties: the first
     return ap, float(any(truth[top])) if top < len(truth) else 0.0

@@ -36,15 +36,15 @@ _TIME = re.compile(
     rf"(?:\s*(?:(?:{_UNIT})(?![^\W\d_])|秒))?",
     re.IGNORECASE,
 )
-_LISTED = re.compile(rf"[\[(]\s*({_CLOCK}|{_NUMBER}),({_CLOCK}|{_NUMBER})\s*[\])]")  # (5,10) is two numbers
+_LISTED = re.compile(rf"[\[(]\s*({_CLOCK}|{_NUMBER}),({_CLOCK}|{_NUMBER})\s*[\])]")  # such as (5,10)
 _ENDS = r"[\s,;.]*+(?:and\s+)?[\"'*_]*(?:it\s+)?ends?(?:[ _-]?time)?[\"'*_]*\s*(?:[:=]|at\b|is\b)*"
 _BETWEEN = re.compile(
     rf"[>\s]*(?:to|and|until|till|through|;|-{{1,2}}>|[-–—―‒~〜→]|至|到|から|{_ENDS})\s*[\"'*<]*"
     r"(?:\w\s?=\s?)?",
     re.IGNORECASE,
 )
-_JOINED = re.compile(r"\s*(?:,|and)?\s*", re.IGNORECASE)  # joins parts of a time: 1 minute and 5 seconds
-# The published pattern `(\d+\.?\d*) (to|and) (\d+\.?\d*)`, without its cubic time on long digit strings.
+_JOINED = re.compile(r"\s*(?:,|and)?\s*", re.IGNORECASE)  # between parts of a time: 1 minute and 5 seconds
+# Equivalent to the published pattern `(\d+\.?\d*) (to|and) (\d+\.?\d*)`, but not cubic on long digit strings.
 _PUBLISHED = r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)"
 _OBJECT = re.compile(r"\{[^{}]*\}")  # JSON objects without nested objects
 
@@ -62,11 +62,11 @@ def parse_span(text: str, reader: Reader = "ours") -> Span | None:
     and `end`). Times are seconds with or without `s`, minutes or hours with their unit, or m:ss and h:mm:ss.
     Decimal commas are allowed. In "1 to 2 min" both times are minutes. A span must end after its start.
 
-    The other readers parse as published code, with one space around `to` or `and`. `time_r1`: as in the
-    reward of Time-R1 (arXiv 2503.13377), only the last answer block, start and end in any order.
-    `videochat_r1`: as in the reward of VideoChat-R1 (arXiv 2504.06958), which rejects an end before its
-    start. `evaluator`: as in the evaluation scripts of both papers, the whole text, any order, `to` and `and`
-    in lower case. Numbers too large for a float are rejected.
+    The other readers follow published code: they return the last `A to B` or `A and B` with single spaces.
+    `time_r1` reads the last answer block and accepts an end before the start, as the reward of Time-R1 (arXiv
+    2503.13377). `videochat_r1` rejects an end before the start, as the reward of VideoChat-R1 (arXiv
+    2504.06958). `evaluator` reads the whole text, `to` and `and` in lower case, and accepts an end before
+    the start, as the evaluation scripts of both papers. Numbers too large for a float are rejected.
     """
     if reader == "ours":
         spans = parse_spans(text)
@@ -86,7 +86,7 @@ def parse_spans(text: str) -> list[Span]:
     spans: list[tuple[int, float | None, float | None]] = []
 
     def taken(match: re.Match, start: object, end: object) -> str:
-        """Add a span, and blank out its text, so that no other pattern matches it again."""
+        """Add the span of a match, and blank out the text, so that no other pattern matches it again."""
         spans.append((match.start(), _seconds(start), _seconds(end)))
         return "|" * len(match[0])
 
@@ -94,7 +94,7 @@ def parse_spans(text: str) -> list[Span]:
         try:
             fields = json.loads(match[0])
         except (ValueError, RecursionError):
-            return match[0]  # the braces hold no JSON object
+            return match[0]  # the text in braces is not a JSON object
         for first, last in (("start_time", "end_time"), ("start", "end")):
             if first in fields and last in fields:
                 return taken(match, fields[first], fields[last])
@@ -136,14 +136,14 @@ def _times(text: str) -> list[_Time]:
 
 
 def _pairs(text: str, times: Sequence[_Time]) -> list[tuple[int, float | None, float | None]]:
-    """Pair adjacent times that are joined by a word or dash, or that stand alone or in brackets."""
+    """Return (position, start, end) of adjacent times joined by a word or dash, or by a comma if alone."""
     pairs: list[tuple[int, float | None, float | None]] = []
     i = 0
     while i + 1 < len(times):
         a, b = times[i], times[i + 1]
         between = text[a.end : b.start]
         listed = between.strip() == "," and _alone(text[: a.start], text[b.end :])
-        # A minus directly before the first number makes it negative, so it starts no span.
+        # A minus sign directly before the first number makes it negative, so it cannot start a span.
         if text[max(0, a.start - 1) : a.start] != "-" and (listed or _BETWEEN.fullmatch(between)):
             start = a.seconds * b.unit if a.unit == 0 and b.unit > 1 else a.seconds
             pairs.append((a.start, start, b.seconds))
@@ -153,7 +153,7 @@ def _pairs(text: str, times: Sequence[_Time]) -> list[tuple[int, float | None, f
 
 
 def _alone(before: str, after: str) -> bool:
-    """Whether two times are all of the text or all of a bracket, given the text before and after them."""
+    """Whether two times fill a whole text or a bracket, given the text before and after the two."""
     bracketed = before.rstrip()[-1:] in ("[", "(") and after[:9].lstrip()[:1] in ("]", ")")
     return bracketed or not (before.strip() or after.strip(" .\n"))
 
@@ -242,7 +242,7 @@ def set_iou(a: Sequence[Span], b: Sequence[Span]) -> float:
 
 
 def parse_saliency(text: str) -> list[tuple[float, float]]:
-    """Parse saliency as (second, score) pairs from the last JSON list of pairs; an empty list without one."""
+    """Parse (second, saliency score) pairs from the last JSON list of pairs in a text; empty without one."""
     searched = answer_part(text)
     # Cut the text after the last closing brackets, so that the search below cannot become quadratic.
     ends = [match.end() for match in re.finditer(r"\]\s*\]", searched)]

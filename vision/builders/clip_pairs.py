@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from mmrl.config.binding import Pieces
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.config.registry import builder
-from mmrl.config.schema import Piece, as_piece, as_plain
+from mmrl.config.schema import as_piece, as_plain
 from mmrl.core.rng import Stream
 from mmrl.data.dataset_io import RowError, SourceError
 from mmrl.data.media_root import MediaRef
@@ -25,11 +26,11 @@ from mmrl.data.video import MediaError
 from mmrl.runtime.content_hash import of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import locked, write_whole
+from mmrl.runtime.shards import hash_of_files
 from mmrl.vision.preference.export import PairShards, as_row, write_data_set
 from mmrl.vision.preference.generate import (
     ImageSource,
     SourceItem,
-    content_of,
     digest_of,
     generate_pairs,
 )
@@ -63,7 +64,7 @@ class ClipPairs:
     A reward ranks the two descriptions. The method is arXiv 2411.17760; ratios and thresholds are our
     reading. Let d be the score of the answer with the lower ratio minus the score of the other. A pair is
     kept for d >= `tau_keep`, reversed for d <= -`tau_flip`, and dropped otherwise. Pairs with d = 0, empty
-    and identical answers, answers without a finite score, and images repeated with their prompt are dropped.
+    and identical answers, answers without a finite score, and repeats of an image and prompt are dropped.
 
     A killed build resumes from the shards under `.build` with the same result. A build with other thresholds
     reuses the shards. The processes of a launch divide the shards among them. A second concurrent build into
@@ -74,14 +75,14 @@ class ClipPairs:
         source: A folder of images, or a file of rows with `image` and optionally `prompt`.
         model: The policy that generates the answers.
         scores: The reward that scores the answers.
-        engines: The engines that generate the answers, innermost first.
+        engines: The engines that generate the answers, innermost first; each wraps the one before.
         prompts: Prompts for images without a prompt; one is chosen at random for each image.
         root: Folder of the images; by default the folder of the rows.
         decide: `score`: rank by the scores. Baselines: `dial` keeps every pair as generated; `random` keeps
             or reverses each pair at random.
         tau_keep: Smallest d of a kept pair; if null, the `quantile` of all |d|.
         tau_flip: Smallest -d of a reversed pair; if null, the `quantile` of all |d|.
-        quantile: Fraction of the pairs below a threshold that is null, in [0, 1).
+        quantile: Quantile of |d| used for each threshold that is null, in [0, 1).
         length_ratio: Largest ratio of the token counts of two answers, at least 1; 0: no limit.
         shard_size: Number of images per shard.
         file_rows: Maximum number of rows per parquet file.
@@ -126,32 +127,30 @@ class ClipPairs:
             raise SourceError(f"there is no image in '{self.source}'")
         content = images.content()  # hash of the images; must be equal in all processes and when resuming
         processes.assert_equal({"images": f"{total}, {content}"})
-        with locked(shards.folder, processes):
-            if processes.main:
-                # Everything that the answers and scores depend on.
-                plan = {
-                    "source": Path(self.source).name,
-                    "images": total,
-                    "images_hash": content,
-                    "seed": self.stream.seed,
-                    "prompts": list(self.prompts),
-                    "model": as_plain(self.model),
-                    "engines": [as_plain(piece) for piece in self.engines],
-                    "scores": as_plain(self.scores),
-                    "shard_size": self.shard_size,
-                    "model_files": files_hash(self.model),  # local files only; no weights are loaded yet
-                    "scores_files": files_hash(self.scores),
-                }
-                shards.agree("plan", plan)
+        with processes.watching(), locked(shards.folder, processes):
             numbers = range(math.ceil(total / self.shard_size))
-            # Process 0 decides for all: with a check per process, a late one could skip a collective call.
-            if not processes.all_gather_object(all(map(shards.has, numbers)))[0]:
-                self._generate(images, shards, numbers, total, processes)
-            processes.wait()
+            generate = partial(self._generate, images, shards, total, processes)
+            shards.fill(numbers, processes, lambda: self._plan(total, content), generate)
             return self._assemble(images, shards, numbers, output) if processes.main else {"images": total}
 
+    def _plan(self, total: int, content: str) -> dict[str, Any]:
+        """Return all settings and file hashes that answers and scores depend on."""
+        return {
+            "source": Path(self.source).name,
+            "images": total,
+            "images_hash": content,
+            "seed": self.stream.seed,
+            "prompts": list(self.prompts),
+            "model": as_plain(self.model),
+            "engines": [as_plain(piece) for piece in self.engines],
+            "scores": as_plain(self.scores),
+            "shard_size": self.shard_size,
+            "model_files": hash_of_files(self.model),  # local files only; no weights are loaded yet
+            "scores_files": hash_of_files(self.scores),
+        }
+
     def _generate(
-        self, images: ImageSource, shards: PairShards, numbers: range, total: int, processes: Processes
+        self, images: ImageSource, shards: PairShards, total: int, processes: Processes, numbers: list[int]
     ) -> None:
         pieces = Pieces(self.stream)
         policy = pieces.make("policy", self.model, place="build.model")
@@ -165,11 +164,10 @@ class ClipPairs:
             shards.agree("hashes", {f"{name}_weights": value for name, value in hashes.items()})
         processes.wait()
         items, began, done, generated = iter(images), time.monotonic(), 0, 0
-        for number in numbers:
+        for number in range(math.ceil(total / self.shard_size)):
             chunk = list(islice(items, self.shard_size))
             done += len(chunk)
-            # Process r of w generates the shards r, r + w, r + 2 w, ...
-            if shards.has(number) or number % processes.world != processes.rank:
+            if number not in numbers:
                 continue
             pairs = generate_pairs(chunk, images, shards.media, engine, reward, self._choose_prompt)
             shards.write(number, pairs)
@@ -187,8 +185,7 @@ class ClipPairs:
         self, images: ImageSource, shards: PairShards, numbers: range, output: Path
     ) -> dict[str, Any]:
         """Select pairs, and write the data set and the manifest."""
-        for path in shards.folder.glob("*.tmp"):  # left by a build that was killed
-            path.unlink()
+        shards.remove_unfinished()
         pairs = lambda: with_faults(self.rule, (pair for number in numbers for pair in shards.read(number)))
         # Thresholds depend on all score gaps, so the shards are read twice, one at a time.
         gaps = [pair.gap for pair in pairs() if not pair.fault]
@@ -223,10 +220,3 @@ class ClipPairs:
         }
         write_whole(output / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         return summary | ({"dropped": len(selector.dropped)} if selector.dropped else {})
-
-
-def files_hash(piece: Piece) -> str:
-    """Hash local files that a piece's options name, to compare finished builds without loading weights."""
-    values = [value for value in piece.options.values() if type(value) is str]
-    files = [Path(value) for value in values if Path(value).exists()]
-    return content_of(files) if files else ""

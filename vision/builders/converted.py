@@ -77,7 +77,7 @@ class Converted:
         for name, kind in media_columns().items():
             if ours.get(name):
                 ours[name] = [media.put(medium) for medium in media_refs(ours[name], kind, name)]
-        converted = plain(write_row(ours, self.ours), "row")  # before image bytes are added, which JSON lacks
+        converted = plain(write_row(ours, self.ours), "row")  # before adding bytes, which JSON cannot store
         if self.ours == "verl":
             # `split` and `index` as in the scripts of verl; entries of the row itself take precedence.
             converted["extra_info"] = {"split": row.split, "index": number, **converted["extra_info"]}

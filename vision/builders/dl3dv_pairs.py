@@ -29,8 +29,8 @@ ENDINGS = (".png", ".jpg", ".jpeg")
 class CameraView:
     """One frame of a scene: its image file, frame number and camera.
 
-    `intrinsics` are (fx, fy, cx, cy) as fractions of width and height, valid for any image size. `pose` is
-    (4, 4) float64; it maps camera to world coordinates; OpenCV's axes (+X right, +Y down, view along +Z).
+    `intrinsics` are (fx, fy, cx, cy) as fractions of width and height, valid for any image size. `pose`
+    (4, 4), float64, maps camera to world coordinates; camera axes as in OpenCV (+X right, +Y down, +Z ahead).
     """
 
     path: Path

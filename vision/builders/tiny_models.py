@@ -1,17 +1,18 @@
-"""Builders of small Qwen2.5-VL and LLaVA models with newly trained tokenizers."""
+"""Builders of small Qwen2.5-VL, Qwen2.5-Omni and LLaVA models with newly trained tokenizers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import builder
 from mmrl.core.rng import Stream, seeded
 
-# Special tokens of both tiny models, Qwen2.5-VL and LLaVA.
+# Special tokens of the tiny models.
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -33,10 +34,31 @@ QWEN_MEDIA = (
     "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% else %}<|vision_start|><|video_pad|><|vision_end|>{% endif %}"
 )
+OMNI_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "audio_token": "<|audio_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
+}
+OMNI_MEDIA = (
+    "{% if c['type'] == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>{% else %}"
+    f"{QWEN_MEDIA}{{% endif %}}"
+)
 
 
-def tiny_tokenizer(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ()) -> Any:
-    """Train a byte-level BPE tokenizer that splits digits, as in Qwen; `tokens` become one token each."""
+def tiny_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    tokens: Sequence[str] = (),
+    named: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
+    """Train a byte-level BPE tokenizer that splits digits, as in Qwen; `tokens` become one token each.
+
+    `named` maps attribute names of the tokenizer to special tokens.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -54,7 +76,10 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] 
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in tokens])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        **({"extra_special_tokens": dict(named)} if named else {}),
     )
 
 
@@ -197,6 +222,87 @@ class TinyQwen2_5Vl(TinyModel):
 
 @builder
 @dataclass(kw_only=True)
+class TinyQwen2_5Omni(TinyModel):
+    """Build a small thinker of Qwen2.5-Omni (arXiv 2503.20215) with random weights, for texts and sounds.
+
+    It uses the model classes of transformers. A feature of a sound covers 40 ms. An image becomes one token.
+
+    Args:
+        texts: Training texts of the tokenizer.
+        tokens: Texts that become one token each, such as the words of tool calls.
+        vocab_size: Number of tokens of the tokenizer.
+        template: Chat template; PLACEHOLDER stands for a medium.
+        width: Hidden size of the language model.
+        layers: Number of layers of the language model.
+        heads: Number of attention heads of the language model.
+        vision_width: Hidden size of the towers of images and sounds.
+        vision_layers: Number of layers of these towers.
+        seconds: Longest sound that the processor reads.
+        bands: Number of frequency bands of the spectrum.
+        init: Standard deviation of the initial weights.
+    """
+
+    seconds: PositiveInt = 30
+    bands: PositiveInt = 40
+
+    def build(self, output: Path) -> dict[str, Any]:
+        """Write the model and its processor to `output`; return the number of parameters and of tokens."""
+        from transformers import (
+            Qwen2_5OmniProcessor,
+            Qwen2_5OmniThinkerConfig,
+            Qwen2_5OmniThinkerForConditionalGeneration,
+            WhisperFeatureExtractor,
+        )
+        from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+        pixels = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}
+        tokenizer = tiny_tokenizer(self.texts, self.vocab_size, self.tokens, OMNI_TOKENS)
+        processor = Qwen2_5OmniProcessor(
+            Qwen2VLImageProcessor(size=pixels, patch_size=14),
+            Qwen2VLVideoProcessor(cap_pixels_per_frame=False, size=pixels, patch_size=14),
+            WhisperFeatureExtractor(feature_size=self.bands, chunk_length=self.seconds),
+            tokenizer,
+            chat_template=self.template.replace("PLACEHOLDER", OMNI_MEDIA),
+        )
+        ids = {name: tokenizer.convert_tokens_to_ids(word) for name, word in OMNI_TOKENS.items()}
+        pairs = self.width // self.heads // 2
+        sections = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+        tower = {
+            "hidden_size": self.vision_width,
+            "intermediate_size": 2 * self.vision_width,
+            "num_heads": 4,
+            "out_hidden_size": self.width,
+            "initializer_range": self.init,
+        }
+        ear = {
+            "num_mel_bins": self.bands,
+            "d_model": self.vision_width,
+            "encoder_layers": self.vision_layers,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 2 * self.vision_width,
+            "output_dim": self.width,
+            "initializer_range": self.init,
+        }
+        config = Qwen2_5OmniThinkerConfig(
+            text_config=self.text_config(tokenizer, max_position_embeddings=4096, rope_parameters=rope),
+            vision_config={**tower, "depth": self.vision_layers, "fullatt_block_indexes": [0]},
+            audio_config=ear,
+            **{f"{kind}_token_index": ids[f"{kind}_token"] for kind in ("image", "video", "audio")},
+            **{
+                f"{kind}_{place}_token_id": ids[f"{kind}_{begin}_token"]
+                for kind in ("audio", "vision")
+                for place, begin in (("start", "bos"), ("end", "eos"))
+            },
+            initializer_range=self.init,
+            tie_word_embeddings=True,
+        )
+        maker = Qwen2_5OmniThinkerForConditionalGeneration
+        return self.write("tiny_qwen2_5_omni", maker, config, processor, output)
+
+
+@builder
+@dataclass(kw_only=True)
 class TinyLlava(TinyModel):
     """Build a small LLaVA (arXiv 2304.08485) with random weights, using the model classes of transformers.
 
@@ -270,7 +376,7 @@ class TinyLlava(TinyModel):
         return self.write("tiny_llava", LlavaForConditionalGeneration, config, processor, output)
 
     def initialized(self, model: Any) -> Any:
-        """Rescale position embeddings and projector; large patches otherwise learn positions late."""
+        """Rescale position embeddings and projector; models with large patches else learn positions late."""
         model.model.vision_tower.embeddings.position_embedding.weight.data *= self.position_init / CLIP_INIT
         for layer in (model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2):
             layer.weight.data *= self.init / CLIP_INIT

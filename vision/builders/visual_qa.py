@@ -71,7 +71,7 @@ class VisualQa:
                 files.add(row.split, self._row(row, media, log.kept[row.split]))
                 log.kept[row.split] += 1
                 unread.update(name for name in row.columns.keys() - read if has_content(row.columns[name]))
-                if log.kept.total() == self.limit:  # never for a limit of 0: a row was just counted
+                if log.kept.total() == self.limit:  # never equal for limit 0, because a row was just counted
                     break
         files.close()
         warn_unread(unread, self.source, "name those that are needed in `keep`")

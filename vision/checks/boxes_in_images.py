@@ -12,10 +12,10 @@ from mmrl.vision.benchmarks.boxes import Boxes
 
 @check(on="start")
 def boxes_in_images(examined: Examined, *, slack: NonNegativeFloat = 0.02) -> Iterator[Finding]:
-    """Check that target boxes lie inside their images. Boxes for another image size often lie outside.
+    """Check that target boxes lie inside their images. Boxes annotated at another size often lie outside.
 
     Args:
-        slack: Allowed overhang as a fraction of the image's side, because annotations are rounded.
+        slack: Allowed overhang, because annotations are rounded, as a fraction of the image's side.
     """
     boxed = [p for p in examined.prompts if isinstance(p.target, Boxes) and len(p.media) == 1]
     outside: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Check at the start of a run: log-probabilities agree with those of plain transformers."""
+"""Check at the start of a run: log-probabilities of answers agree with plain transformers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mmrl.runtime.modules import LOW
 from mmrl.runtime.output_head import forward_factor
 from mmrl.vision.checks.prompt_agreement import as_transformers
 from mmrl.vision.models.loading import TokenPolicy
-from mmrl.vision.models.model_families import TYPES_OF_TOKENS
+from mmrl.vision.models.model_families import TYPES_OF_TOKENS, family_of
 from mmrl.vision.models.processor import PromptEncoder
 
-# transformers 5.3 to 5.23 computes wrong positions after a video for these families; ours are tested by hand.
-WRONG_AFTER_VIDEO = ("qwen2_vl", "qwen2_5_vl")
+# transformers 5.3 to 5.23 computes wrong positions after a video for these families, so they are skipped.
+WRONG_AFTER_VIDEO = ("qwen2_vl", "qwen2_5_vl", "ernie4_5_vl_moe")
 
 
 @check(on="start")
@@ -31,7 +31,8 @@ def forward_agreement(
     """Check that log-probabilities of answers agree with plain transformers (batch size 1, no KV cache).
 
     A difference means wrong positions, masks or token types for this model family. The check skips sharded
-    models, conversations, and videos of Qwen2-VL and Qwen2.5-VL.
+    models, conversations, answers with images, videos of Qwen2-VL, Qwen2.5-VL and Ernie 4.5-VL, and videos
+    with sound.
 
     Args:
         rows: Number of rollouts that are compared.
@@ -41,7 +42,11 @@ def forward_agreement(
     if not isinstance(getattr(policy, "prompt_encoder", None), PromptEncoder) or in_shards(policy.model):
         return
     compared = [row for row in examined.rollouts if _comparable(policy, row)][:rows]
-    encoded = tuple(policy.encode(row.prompt, row.outcomes[-1]) for row in compared)
+    answer = lambda row: policy.prompt_encoder.answer(row.outcomes[-1].text)
+    encoded = tuple(
+        policy.restore_rows(row.prompt, {"token": answer(row), "temperature": torch.ones(1)})
+        for row in compared
+    )
     logps = examined.log_probabilities(encoded) if encoded else []
     gaps = [
         float((_plain(policy, row) - ours[: row.length]).abs().mean())
@@ -58,22 +63,34 @@ def forward_agreement(
 
 
 def _comparable(policy: TokenPolicy, row: Trajectory) -> bool:
+    loaded = [medium.load() for medium in row.prompt.media]
+    if any(getattr(one, "sound", None) for one in loaded):
+        return False
     videos = any(medium.kind == "video" for medium in row.prompt.media)
     wrong = videos and policy.model.config.model_type in WRONG_AFTER_VIDEO
-    return bool(row.outcomes[-1].text) and getattr(row.steps, "suffix", None) is None and not wrong
+    answer = row.outcomes[-1]
+    return (
+        bool(answer.text)
+        and answer.image is None
+        and getattr(row.steps, "suffix", None) is None
+        and not wrong
+    )
 
 
 @torch.no_grad()
 def _plain(policy: TokenPolicy, row: Trajectory) -> Tensor:
     """Compute log-probabilities (T,) of an answer's T tokens with the inputs that transformers builds."""
     encoder, answer = policy.prompt_encoder, row.steps.ids
-    inputs = as_transformers(encoder, row.prompt) or encoder.processor_inputs(row.prompt)
+    family, plain = family_of(policy.model.config), as_transformers(encoder, row.prompt)
+    inputs = family.prepare(plain) if plain else encoder.processor_inputs(row.prompt)
     before, device = inputs["input_ids"].shape[1], policy.model.device
-    for name, value in (("input_ids", None), ("attention_mask", 1), *((name, 0) for name in TYPES_OF_TOKENS)):
+    kind = int(family_of(policy.model.config).prefix_lm)  # token type of answers
+    types = [(name, kind) for name in TYPES_OF_TOKENS]
+    for name, value in (("input_ids", None), ("attention_mask", 1), *types):
         if name in inputs:
             more = answer if value is None else torch.full_like(answer, value)
             inputs[name] = torch.cat([inputs[name], more[None].to(inputs[name])], 1)
-    given = {name: value.to(device) for name, value in inputs.items()}
+    given = family.assemble(policy.core, {name: value.to(device) for name, value in inputs.items()})
     with torch.autocast(device.type, policy.compute, enabled=policy.compute in LOW):
         logits = policy.model(**given, use_cache=False).logits[0, before - 1 : -1].double().cpu()
     logits = logits * forward_factor(policy.model)

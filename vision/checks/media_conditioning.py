@@ -1,4 +1,4 @@
-"""Check at the start of a run: images and videos reach the model."""
+"""Check at the start of a run: images, videos and sounds reach the model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import replace
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import check
-from mmrl.core.types import Prompt
+from mmrl.core.types import Prompt, Sound
 from mmrl.diagnostics.context import Examined, Finding
-from mmrl.vision.media.prompts import map_frames
+from mmrl.vision.media.prompts import map_frames, map_media
 
 
 @check(on="start")
 def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Finding]:
-    """Check that log-probabilities of answers change if all pixels of images and videos are inverted.
+    """Check that the log-probabilities of answers change when images, videos or sounds change.
+
+    The pixels of images and videos are inverted, and sounds are reversed.
 
     Args:
         rows: Number of rollouts with media to compare.
@@ -32,12 +34,14 @@ def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator
         others = f" and {len(uids) - 1} more" if len(uids) > 1 else ""
         yield Finding(
             f"the media of prompt '{uids[0]}'{others} do not reach the model: its answers are exactly as "
-            "likely when every pixel changes",
+            "likely when every pixel or sample changes",
             "see that the chat template has a place for them, that the processor is the model's own, and "
             "that pixel values are passed to the forward call",
         )
 
 
 def negative(prompt: Prompt) -> Prompt:
-    """Invert the pixels of the images and videos in a prompt."""
-    return map_frames(prompt, lambda frames: replace(frames, pixels=255 - frames.pixels))
+    """Invert the pixels of the images and videos in a prompt, and reverse its sounds."""
+    inverted = map_frames(prompt, lambda frames: replace(frames, pixels=255 - frames.pixels))
+    # Reverse the time: models read the power of a sound, which a change of sign would not affect.
+    return map_media(inverted, Sound, lambda sound: replace(sound, samples=sound.samples.flip(0)))

@@ -18,7 +18,7 @@ from mmrl.diagnostics.context import Finding
 from mmrl.runtime.content_hash import of_file
 from mmrl.vision.benchmarks.grounding_annotations import spans_of
 
-# Small frames from the whole video, so that truncated files are detected.
+# Sample small frames from the whole video, so that truncated files are detected.
 THUMBNAILS = FrameSampling(frames_per_second=1.0, min_frames=4, max_frames=64, max_pixels=4096)
 SLACK = 0.05  # seconds by which a span may exceed its video, because of rounding
 T = TypeVar("T")
@@ -44,14 +44,14 @@ def unreadable_media(rows: Rows) -> Iterator[Finding]:
             yield Finding(str(error), place=row.place)
             continue
         for ref in media:
-            # Do not cache images inside rows, because the cache would hold their bytes.
+            # Do not cache results for images inside rows, because the cache keys would hold their bytes.
             if what := fault(ref) if ref.data else fault_of_file(ref):
                 yield Finding(what, place=row.place)
 
 
 @check(on="data")
 def missing_media(rows: Rows) -> Iterator[Finding]:
-    """Report rows without an image or video in files in which other rows have media."""
+    """Report rows without an image or video, if other rows of the same file have media."""
     having = Counter(row.source for row in rows.valid() if _media(row))
     for row in rows.valid():
         if having[row.source] and _media(row) == []:
@@ -104,8 +104,8 @@ def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
 def split_leakage(rows: Rows) -> Iterator[Finding]:
     """Report media with the same content in two splits, such as training and test."""
     root = MediaRoot(rows.root)
-    digest = cache(lambda path: _read(root, path, of_file))  # cached, as rows may name the same file
-    first: dict[str, tuple[str, str]] = {}  # maps a content hash to its first split and place
+    digest = cache(lambda path: _read(root, path, of_file))  # cached: rows may name the same file
+    first: dict[str, tuple[str, str]] = {}  # maps a content hash to the first (split, place) that has it
     reported: set[tuple[str, str]] = set()
     for row in rows.valid():
         for ref in _media(row) or ():

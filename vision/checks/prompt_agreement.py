@@ -1,4 +1,4 @@
-"""Check at the start of a run: prompt tokens equal those of the model's chat template and processor."""
+"""Check at the start of a run: prompts have the same tokens as with transformers' own processor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from mmrl.config.registry import check
 from mmrl.core.types import Message, Prompt
 from mmrl.diagnostics.context import Examined, Finding, spelled
 from mmrl.vision.models.media_arguments import media_arguments
+from mmrl.vision.models.model_families import family_of
 from mmrl.vision.models.plain_inputs import first_difference, plain_inputs
 from mmrl.vision.models.processor import UNUSED, PromptEncoder
 
-TAKEN_AS_BLOCKS = ("'type': 'text'", '"type": "text"')  # content blocks that a template prints as text
+TAKEN_AS_BLOCKS = ("'type': 'text'", '"type": "text"')  # signs that a template printed content blocks as text
 
 
 @check(on="start")
@@ -77,7 +78,7 @@ def _wrong_marks(encoder: PromptEncoder, ids: Tensor) -> str:
 
 
 def as_transformers(encoder: PromptEncoder, prompt: Prompt) -> dict[str, Tensor]:
-    """Return transformers' inputs for a prompt, in the content format for which the template shows all texts.
+    """Encode a prompt with transformers, in the content format for which the template shows all texts.
 
     Returns an empty dictionary for tool replies and for texts that contain control tokens, which `encoder`
     treats as ordinary text. Raises ValueError if transformers accepts no content format.
@@ -93,11 +94,12 @@ def as_transformers(encoder: PromptEncoder, prompt: Prompt) -> dict[str, Tensor]
         of_role = dict(zip(roles, forms, strict=True))
         messages = [_message(message, of_role[message.role]) for message in prompt.messages]
         try:
-            inputs = plain_inputs(encoder.processor, messages, (), media)
+            inputs = plain_inputs(encoder.processor, messages, (), media, encoder.template.variables)
         except Exception as refused:  # templates raise any exception for content they do not accept
             error = refused
             continue
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
+        inputs = family_of(encoder.core.config).adjust(encoder.processor, inputs, media)
         shown = encoder.tokenizer.decode(inputs["input_ids"][0])
         lost = sum(_lost(message, shown) for message in prompt.messages)
         if lost < fewest:
@@ -122,7 +124,7 @@ def _message(message: Message, form: str) -> dict[str, Any]:
 
 
 def _lost(message: Message, shown: str) -> bool:
-    """Whether a text of a message is missing in `shown`, or blocks are printed as Python or JSON."""
+    """Whether the rendered prompt `shown` lacks a text of a message, or shows blocks as Python or JSON."""
     texts = [part.text.strip() for part in message.parts if part.media is None]
     printed = any(word in shown and word not in message.text for word in TAKEN_AS_BLOCKS)
     return printed or any(text not in shown for text in texts)

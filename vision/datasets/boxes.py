@@ -72,8 +72,8 @@ def boxes(
         columns: Maps the column names above to columns of the file; an empty name omits a column.
         prompt: Template of the prompt, with `{query}`, `{units}` or any other column.
         demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty: no demonstration.
-        form: Numbers of a box in rows. `corners`: left, top, right, bottom. `size`: left, top, width, height.
-        given: Unit of the numbers in rows: `pixels`, `thousandths` or `shares` of the image size.
+        form: Boxes in rows: `corners` (left, top, right, bottom) or `size` (left, top, width, height).
+        given: Unit of boxes in rows: `pixels`, or `thousandths` or `shares` (fractions) of the image size.
         coordinates: Unit of the boxes in answers. `pixels`: pixels of the image. `thousandths`: thousandths
             of the image size, as in Qwen2-VL and Qwen3-VL. `shares`: fractions of the image size. `resized`:
             pixels of the image after resizing by Qwen2.5-VL's processor, which VLM-R1 converts back.

@@ -49,7 +49,7 @@ def chair(
         root: Folder of the images; not needed with `answers`.
         answers: File of precomputed captions with image ids.
         prompt: The text of the prompt.
-        singular_by: Another function for singular forms, given as `module:function`.
+        singular_by: Function (`module:function`) for the singular of a noun, instead of the default.
         limit: Maximum number of images to use; 0: all images.
     """
     words = read_ontology(Path(ontology), singular_by=singular_by)
@@ -95,7 +95,7 @@ def object_halbench(
         captions: COCO files of reference captions.
         root: Folder of the images, if `image` is a path.
         answers: File of precomputed answers with `image_id`.
-        singular_by: Another function for singular forms, given as `module:function`.
+        singular_by: Function (`module:function`) for the singular of a noun, instead of the default.
         limit: Maximum number of questions to read; 0: all questions.
     """
     words = read_ontology(Path(ontology), "refined", singular_by)
@@ -144,7 +144,7 @@ def closed_vocabulary(
         root: Folder of the images; not needed with `answers`.
         answers: File of precomputed answers with ids.
         prompt: The prompt for rows without a column `prompt`.
-        singular_by: Another function for singular forms, given as `module:function`.
+        singular_by: Function (`module:function`) for the singular of a noun, instead of the default.
         limit: Maximum number of rows to read; 0: all rows.
     """
     words = read_ontology(Path(ontology), singular_by=singular_by)

@@ -1,8 +1,9 @@
-"""Data set of conversations about images and videos, in the row format of TRL's GRPOTrainer."""
+"""Data set of conversations about images, videos and sounds, in the row format of TRL's GRPOTrainer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,8 @@ from mmrl.data.row_fields import declared, has_content
 from mmrl.data.video import FrameSampling
 
 TARGETS = ("solution", "answer", "target")
-READS = (ASKED, "messages", TARGETS, "system", "completion", "environment")
+SOUND = "load_audio_from_video"
+READS = (ASKED, "messages", TARGETS, "system", "completion", "environment", SOUND)
 
 
 @data
@@ -31,6 +33,7 @@ def conversations(
     frames_per_second: PositiveFloat = 2.0,
     max_frames: PositiveInt = 64,
     total_pixels: NonNegativeInt = 0,
+    load_audio_from_video: bool = False,
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
@@ -39,9 +42,9 @@ def conversations(
     A row has a `prompt` (a text or messages), a `question`, or `messages`, and optionally a `system` prompt.
     A recorded answer is in `completion`, or is the last turn of `messages`. A row with only an `environment`
     has an empty prompt, which the environment fills (`vision.with_environments`). Media in `image`, `images`,
-    `video`, `videos` fill the slots in the messages; without slots they start the first user message. The
-    target is the first of `solution`, `answer` and `target`, if any. Reward functions get all other columns
-    by name. A row is invalid if it has a column with a known meaning that is not read.
+    `video`, `videos`, `audio`, `audios` fill the slots in the messages; without slots they start the first
+    user message. The target is the first of `solution`, `answer` and `target`, if any. Reward functions get
+    all other columns by name. A row is invalid if a column with a known meaning would be ignored.
 
     Args:
         path: The file or folder of rows.
@@ -51,6 +54,8 @@ def conversations(
         frames_per_second: Sampling rate of video frames.
         max_frames: Maximum number of frames per video.
         total_pixels: Maximum number of pixels of all frames of a video; 0: no limit.
+        load_audio_from_video: Whether to load videos with their sound, for models such as Qwen-Omni. Silent
+            videos are not affected. A column of the same name overrides the option for its row.
         bad_rows: Treatment of rows that cannot be used. `error`: raise an error. `drop`: skip and log them.
         limit: Maximum number of rows to read; 0: all rows.
     """
@@ -60,28 +65,41 @@ def conversations(
     def make(row: DataRow, number: int) -> Prompt:
         fields = row.renamed(columns)
         question, answers = _question_and_answer({**row.others, **fields})
-        if system_prompt:
-            turns = as_turns(question, "prompt")
-            if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
-                turns = [{"role": "system", "content": system_prompt}, *turns]
-            question = turns
+        question = _after_system(system_prompt, question) if system_prompt else question
+        chosen = replace(sampling, load_audio_from_video=_with_sound(fields, load_audio_from_video))
         shown = [
-            media.medium(ref, row.place, sampling)
+            media.medium(ref, row.place, chosen)
             for name, kind in media_columns().items()
             for ref in media_refs(fields.get(name), kind, name)
         ]
         if question == "" and fields.get("environment"):
             messages = (Message("user", tuple(Part(media=medium) for medium in shown) or (Part(),)),)
         else:
-            messages = read_messages(question, shown, media.reader(row.place, sampling))
+            messages = read_messages(question, shown, media.reader(row.place, chosen))
         # Omit encoded media, which would be stored twice.
-        left_out = (*media_columns(), "messages", "completion", "system")
+        left_out = (*media_columns(), "messages", "completion", "system", SOUND)
         kept = {key: value for key, value in {**row.others, **fields}.items() if key not in left_out}
         kept["prompt"] = question if type(question) is str and question else _as_rewards_see(messages)
         return Prompt(uid_of(fields, f"{row.split}#{number}"), messages, _target(fields), answers, kept)
 
     rows, reads = Rows(source, media.root), declared((*READS, *media_columns()), columns)
     return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
+
+
+def _after_system(system_prompt: str, question: Any) -> list[Any]:
+    """Return the turns of a prompt, with the system message put first unless they begin with one."""
+    turns = as_turns(question, "prompt")
+    if turns and mapping(turns[0], "prompt[0]").get("role") == "system":
+        return turns
+    return [{"role": "system", "content": system_prompt}, *turns]
+
+
+def _with_sound(fields: Mapping[str, Any], default: bool) -> bool:
+    """Return whether to load a row's videos with sound; raise `RowError` if the column is no boolean."""
+    value = default if fields.get(SOUND) is None else fields[SOUND]
+    if not isinstance(value, bool):
+        raise RowError(f"wanted true or false as `{SOUND}`, got {short(value)}")
+    return value
 
 
 def _question_and_answer(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome, ...]]:

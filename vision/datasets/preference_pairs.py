@@ -125,7 +125,7 @@ def _answer(columns: Mapping[str, Any], side: str, value: Any) -> Outcome:
 
 
 def _prompt_and_answers(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return prompt, chosen and rejected. Turns that both conversations begin with belong to the prompt."""
+    """Return prompt, chosen and rejected answer. Turns that begin both conversations form the prompt."""
     if has_content(columns.get("conversations")) and not has_content(columns.get("chosen_answer")):
         raise RowError("nothing reads the column `conversations` of a pair; convert it (`vision.converted`)")
     question, sides = asked_of(columns), [spoken(columns.get(side)) for side in SIDES]
@@ -153,7 +153,7 @@ def _prompt_and_answers(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _conversation(prompt: list[Any], side: Any, name: str) -> list[Any] | None:
-    """Join the prompt and the messages of a side, which may repeat the prompt; None without messages."""
+    """Join the prompt and one side's messages, which may repeat the prompt; None without messages."""
     if not _is_conversation(side):
         return None
     if side[0].get("role") in ("assistant", "tool"):

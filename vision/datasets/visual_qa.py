@@ -20,7 +20,7 @@ from mmrl.data.video import FrameSampling
 from mmrl.vision.media.prompts import answers_of, lettered
 
 log = logging.getLogger("mmrl")
-DRAWN = tuple(name for name in EITHER if name not in ("chosen", "rejected"))  # media columns without answers
+DRAWN = tuple(name for name in EITHER if name not in ("chosen", "rejected"))  # media columns, not answers
 READS = ("question", ("answer", "answers"), "choices", "system", *DRAWN)
 
 
@@ -42,7 +42,7 @@ def visual_qa(
 
     A row has `question`, `answer` (or `answers`, a list of correct answers), optionally `choices` and
     `system`, and media in `image`, `images`, `video` or `videos`: paths or encoded images. Media replace the
-    marks <image> and <video> of the question, or precede the question.
+    placeholders <image> and <video> in the question, or precede the question.
 
     Args:
         path: The file or folder of rows.
@@ -58,7 +58,7 @@ def visual_qa(
     """
     source, media = Path(path), MediaRoot.of_rows(Path(path), root)
     sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
-    hidden = set[str]()  # places of rows whose choices the prompt does not show
+    hidden = set[str]()  # locations of rows whose choices are not in the prompt
 
     def make(row: DataRow, number: int) -> Prompt:
         fields = row.renamed(columns)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from mmrl.core.progress import advance
+from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.decoding.decoding import COMPACT, LogitsReader, draw_tokens
 from mmrl.vision.decoding.stop_strings import StopStrings
-from mmrl.vision.models.processor import EncodedPrompt
+from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
 
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
@@ -28,6 +29,7 @@ class Branch:
         forced: (F,) token ids that come before the sampled tokens.
         parent: Index of the branch that this branch continues; None: it begins after the prompt.
         start: Number of leading tokens taken from the parent.
+        scored: Whether log-probabilities of the forced tokens are needed; otherwise servers leave them out.
     """
 
     encoded: EncodedPrompt
@@ -35,6 +37,7 @@ class Branch:
     forced: Tensor = NO_TOKENS
     parent: int | None = None
     start: int = 0
+    scored: bool = True
 
     @property
     def given(self) -> int:
@@ -49,12 +52,51 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Grown:
-    """The tokens (T,) of a branch after the prompt, with their log-probabilities and entropies."""
+    """A sampled branch: its tokens (T,) after the prompt, their log-probabilities and entropies.
+
+    Servers compute no entropies (None), and log-probabilities of forced tokens only if `scored` (else NaN).
+    """
 
     ids: Tensor
     logp: Tensor
-    entropy: Tensor
-    stopped: bool  # whether an end token or a stop string ended it
+    entropy: Tensor | None
+    stopped: bool  # whether an end token or a stop string ended the branch
+
+    @property
+    def notes(self) -> dict[str, Tensor]:
+        """Per-token values (T,) by name: "token", "logp", and "entropy" if it was computed."""
+        entropy = {} if self.entropy is None else {"entropy": self.entropy}
+        return {"token": self.ids, "logp": self.logp, **entropy}
+
+    def begins(self, start: int) -> bool:
+        """Whether another branch can continue this one after its first `start` tokens."""
+        return not (self.stopped and len(self.ids) <= start)
+
+
+def tokenized(encoder: PromptEncoder, text: str) -> Tensor:
+    """Tokenize a text inside an answer (n,), without an end token."""
+    return encoder.answer(text)[:-1] if text else NO_TOKENS
+
+
+def right_answer(prompt: Prompt, engine: str) -> str:
+    """Return the first target that is a text, else the first recorded answer; ValueError if there is none."""
+    match prompt.target, prompt.answers:
+        case (str(text), _) | ((str(text), *_), _) | (_, (Outcome(text=str(text)), *_)) if text:
+            return text
+    raise ValueError(
+        f"`{engine}` with `score_target` wants a right answer as text, but the target of prompt "
+        f"'{prompt.uid}' is {prompt.target!r} and it has {len(prompt.answers)} recorded answers; add "
+        "recorded answers, or leave `score_target` out"
+    )
+
+
+def target_scores(logp: Tensor) -> dict[str, float]:
+    """Return the geometric and the arithmetic mean of token probabilities, from their logarithms (n,).
+
+    IGPO (arXiv 2510.14967) reads `answer_likelihood`, SPAE (arXiv 2601.03823) `answer_probability`.
+    """
+    logp = logp.double()
+    return {"answer_likelihood": float(logp.mean().exp()), "answer_probability": float(logp.exp().mean())}
 
 
 @torch.no_grad()
@@ -89,7 +131,7 @@ def grow_with(
 
 
 def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
-    """Batch branch indices, at most `size` each (0: no limit); a root and its descendants stay together."""
+    """Yield batches of up to `size` branch indices (0: no limit), each root with all its descendants."""
     root: list[int] = []
     for i, branch in enumerate(branches):
         root.append(i if branch.parent is None else root[branch.parent])
@@ -122,10 +164,10 @@ def grow(
     temperature: float,
     **options: Any,
 ) -> list[Grown | None]:
-    """Generate branches in one batch; every branch joins at the step where it leaves its parent.
+    """Generate branches in one batch, computing their common prefixes once, with any KV cache.
 
-    So a common prefix is computed once, with any KV cache. The result is None for a branch whose parent ended
-    before that step.
+    A branch joins the batch at the step where it leaves its parent. The result is None for a branch whose
+    parent ended before that step.
 
     Args:
         reader: Reader with one row for every branch without a parent, in order.
@@ -154,7 +196,7 @@ def grow(
 
 
 class Forest:
-    """State of growing branches; `batch[i]` is the index of the branch in row i of the reader."""
+    """State of branches in generation; `batch[i]` is the index of the branch in row i of the reader."""
 
     def __init__(
         self, reader: LogitsReader, branches: Sequence[Branch], ends: Tensor, stops: StopStrings
@@ -185,7 +227,7 @@ class Forest:
         return ~self.ended[self.batch] & (self.limit[self.batch] > self.length[self.batch])
 
     def part(self, t: int, logits: Tensor) -> Tensor:
-        """Add the branches that begin after `t` tokens; return the logits (b, V) of the new batch.
+        """Add the branches that begin after `t` tokens; return the logits (b, V) of the new batch of b rows.
 
         Finished rows stay until they are 1 / COMPACT of the batch, because removing them copies the cache.
         Returns logits without rows when all branches are finished.

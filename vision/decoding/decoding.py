@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mmrl.core.types import Prompt
+from mmrl.config.loading import ConfigError
+from mmrl.core.types import Outcome, Prompt, Trajectory
 from mmrl.runtime.output_head import OutputHead
 from mmrl.vision.decoding.prefill import MakeCache, prefill
-from mmrl.vision.decoding.token_steps import FORBIDDEN, distinct_prompts
+from mmrl.vision.decoding.token_steps import FORBIDDEN, TokenRow, distinct_prompts
 from mmrl.vision.models.loading import TokenPolicy
-from mmrl.vision.models.processor import EncodedPrompt
+from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
 
 COMPACT = 8  # finished rows are removed as soon as they are 1 / COMPACT of the batch
 
@@ -30,8 +32,8 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample one token per row from logits (n, V) with the inverse CDF.
 
-    `uniform` (n,) holds random numbers in [0, 1). A token depends only on the logits and the number of its
-    row, not on other rows. The engine `vision.generate` documents the options.
+    `uniform` (n,) holds random numbers in [0, 1). The token of a row depends only on the logits and the
+    random number of this row. The engine `vision.generate` documents the options.
 
     Returns:
         Tokens (n,), their log-probabilities (n,) under the truncated distribution, and entropies (n,) of the
@@ -94,13 +96,60 @@ class LogitsReader(Protocol):
     """Interface of readers, which compute the next-token logits of n growing answers (rows)."""
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Append a token (n,) to every row (first call: None); return the next logits (n, V), float32."""
+        """Append one token per row (n,), None in the first call; return the next logits (n, V), float32."""
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only the rows with these indices (k,)."""
+        """Keep only the answers (rows) with these indices (k,) in the batch."""
 
 
 BeginReading = Callable[[Sequence[GenerationRequest]], LogitsReader]
+
+
+def answer_row(
+    encoder: PromptEncoder,
+    temperature: float,
+    prompt: Prompt,
+    encoded: EncodedPrompt,
+    notes: dict[str, Tensor],
+    stopped: bool,
+    chosen: Tensor | None = None,
+    recorded: Mapping[str, float] = MappingProxyType({}),
+) -> Trajectory:
+    """Build the training row of a sampled answer.
+
+    Args:
+        encoder: Encoder of the policy, which decodes the tokens.
+        temperature: Sampling temperature; 0: greedy.
+        prompt: The prompt.
+        encoded: The encoded prompt.
+        notes: Maps names to values (T,), one per token; `token` holds the token ids.
+        stopped: Whether an end token or a stop string ended the answer, not the length limit.
+        chosen: (T,) bool, False for tokens that were not sampled; None: all were sampled.
+        recorded: Maps names to scalars that are stored with the outcome.
+    """
+    ids = notes["token"]
+    text, finish = encoder.text(ids), "stop" if stopped else "length"
+    outcome = Outcome(text=text, end=len(ids), tags={"finish": finish}, recorded=recorded)
+    # Greedy answers are trained on at temperature 1, at which their `logp` was computed.
+    temperature = temperature or 1.0
+    notes = {**notes, "temperature": torch.full((len(ids),), temperature)}
+    steps = TokenRow(encoded, ids, temperature, chosen)
+    return Trajectory(prompt, prompt.uid, (outcome,), steps, len(ids), notes)
+
+
+def first_tokens(tokenizer: Any, words: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Return, for each list of words, the ids of those words that are a single token.
+
+    Raises `ConfigError` if a list has no such word, or if two lists have a token in common.
+    """
+    ids = [[tokenizer(word, add_special_tokens=False)["input_ids"] for word in listed] for listed in words]
+    tokens = [sorted({word[0] for word in listed if len(word) == 1}) for listed in ids]
+    if not all(tokens) or len({t for listed in tokens for t in listed}) < sum(map(len, tokens)):
+        raise ConfigError(
+            f"one of each of {[list(w) for w in words]} must be a token of its own, so that the first "
+            "token of an answer tells them apart"
+        )
+    return tokens
 
 
 class CachedReader:
@@ -117,7 +166,7 @@ class CachedReader:
         self.forbidden = torch.tensor(placeholders, dtype=torch.int64, device=prefix.last.device)
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Run one token per row and return logits; the first call runs the prompt's last, uncached token."""
+        """Run one token per row and return logits (n, V); the first call runs the last token of prompts."""
         return self.logits(self.prefix.read((self.prefix.last if token is None else token)[:, None])[:, -1])
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compute the vision features of an image only once, even if several rows of a batch contain it."""
+"""Vision features that are computed once per distinct image of a batch, not once per row."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from mmrl.vision.models.model_families import family_of
 Media = Mapping[str, Tensor]
 PIXELS, GRID = "pixel_values", "image_grid_thw"
 SUPPORTED = {PIXELS, GRID, "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
+SUPPORTED |= {"video_second_per_grid", "input_features", "feature_attention_mask"}
 
 
 @contextmanager
 def distinct_images(
     core: nn.Module, media: Sequence[Media], device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
-    """Merge the media tensors of rows; inside the context, `core` computes images with equal pixels once.
+    """Yield the merged media tensors of rows; inside the context, `core` encodes equal images only once.
 
-    This works for models whose images are patches with a grid (Qwen) or one tensor each (LLaVA, InternVL).
-    Other models compute all images.
+    The context replaces `core.get_image_features`, for models whose images are patches with a grid (Qwen) or
+    one tensor each (LLaVA, InternVL). In other models, every image is encoded.
     """
     split = family_of(core.config).split if all(tensors.keys() <= SUPPORTED for tensors in media) else None
     images = [
@@ -35,10 +36,11 @@ def distinct_images(
     ]
     distinct, which = find_distinct(images)
     if len(distinct) == len(which) or not hasattr(core, "get_image_features"):
-        yield merge_media(media, device)
+        yield merge_media(core, media, device)
         return
     rest = [{name: value for name, value in tensors.items() if name != PIXELS} for tensors in media]
-    merged, once, compute = merge_media(rest, device), merge_media(distinct, device), core.get_image_features
+    merged, once = (merge_media(core, parts, device) for parts in (rest, distinct))
+    compute = core.get_image_features
 
     def features(*args: Any, **options: Any) -> Any:
         """Compute the features of distinct images, and repeat them for all images."""
@@ -47,7 +49,7 @@ def distinct_images(
         options |= {GRID: once[GRID]} if GRID in options else {}
         output = compute(*args, **options)
         sizes = [len(x) for x in output.pooler_output]
-        for name in ("pooler_output", "deepstack_features"):  # entries per image; per layer and image
+        for name in ("pooler_output", "deepstack_features"):  # entries per image, and per layer and image
             if (value := getattr(output, name, None)) is not None:
                 setattr(output, name, repeat(value, which, sizes))
         return output

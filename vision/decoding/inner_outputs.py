@@ -1,24 +1,22 @@
-"""Outputs of a language model per token: log-probability, entropy, KL, hidden states and others."""
+"""Outputs of a language model for every token: log-probability, entropy, hidden states and others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mmrl.runtime.output_head import OutputHead
-
 OF_LOGITS = frozenset(
-    {"entropy", "logp_hot", "logp_cold", "sum_p2", "sum_p3", "top_k_ids", "top_k_logp", "reverse_kl"}
+    {"entropy", "logp_hot", "logp_cold", "sum_p2", "sum_p3", "top_k_ids", "top_k_logp", "divergence"}
 )
 OF_STATES = frozenset({"hidden", "hidden_sq_norm", "effective_rank"})
 
 
 @dataclass(frozen=True)
 class InnerOptions:
-    """Options of the outputs per token; the policy `vision.tokens` documents them."""
+    """Options of the per-token outputs; the policy `vision.tokens` documents them."""
 
     hot_temperature: float = 1.2
     cold_temperature: float = 0.8
@@ -29,48 +27,28 @@ class InnerOptions:
 USUAL = InnerOptions()
 
 
-@dataclass(frozen=True, eq=False)
-class TeacherStates:
-    """Last hidden states (N, T, W) of a teacher model for a batch, and the teacher's output head."""
-
-    head: OutputHead
-    hidden: Tensor
-
-
 def of_logits(
     logits: Tensor,
     ids: Tensor,
     extra: Set[str],
     options: InnerOptions = USUAL,
-    teacher: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Compute "logp" (M,) of tokens (M,) from logits (M, V), and the outputs of `OF_LOGITS` in `extra`.
+    """Compute "logp" (M,) of M tokens from logits (M, V), and the outputs of `OF_LOGITS` in `extra`.
 
-    The logits are already divided by the sampling temperature. "logp", "entropy" and "reverse_kl" have
-    gradients, the others are constants. `teacher` holds the teacher's logits (M, V').
+    The logits are already divided by the sampling temperature. "logp" and "entropy" have gradients, the
+    others are constants. `divergence.py` computes the output "divergence".
 
     - entropy: -sum p log p over the whole vocabulary, in nats;
     - logp_hot, logp_cold: log-probability at `hot_temperature` or `cold_temperature` times the sampling
       temperature;
     - sum_p2, sum_p3: sums of p^2 and of p^3 over the vocabulary;
-    - top_k_ids, top_k_logp: (M, k), the most likely tokens and their log-probabilities, best first;
-    - reverse_kl: KL(p || teacher) over the whole vocabulary, in nats.
+    - top_k_ids, top_k_logp: (M, k), the most likely tokens and their log-probabilities, best first.
     """
     norm = logits.logsumexp(-1)
     values = {"logp": logits.gather(-1, ids[:, None])[:, 0] - norm}
     if "entropy" in extra:  # H = -sum p log p = norm - sum p logit
         values["entropy"] = norm - ((logits - norm[:, None]).exp() * logits).sum(-1)
-    if teacher is not None:
-        values["reverse_kl"] = _reverse_kl(logits, teacher)
     return values | _constants(logits.detach(), norm.detach(), ids, extra, options)
-
-
-def _reverse_kl(logits: Tensor, teacher: Tensor) -> Tensor:
-    # Models of one family pad the vocabulary of their heads to different sizes, with unused rows.
-    size = min(logits.shape[-1], teacher.shape[-1])
-    log_p = logits[:, :size].log_softmax(-1)
-    log_q = teacher[:, :size].to(log_p.dtype).log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 @torch.no_grad()
@@ -95,7 +73,7 @@ def _constants(
 def of_states(
     hidden: Tensor, length: Tensor, extra: Set[str], options: InnerOptions = USUAL
 ) -> dict[str, Tensor]:
-    """Compute the outputs of `OF_STATES` in `extra` from hidden states (N, T, W) and row lengths (N,).
+    """Compute the outputs of `OF_STATES` in `extra` from hidden states (N, T, W) of rows of `length` (N,).
 
     - hidden: (N, T, W), the hidden states that predict each token, with gradients;
     - hidden_sq_norm: (N, T), their squared norms, constant;
@@ -115,11 +93,11 @@ def of_states(
 
 
 def effective_ranks(states: Tensor, stride: int) -> Tensor:
-    """Compute the effective rank (T,) of the first t of T states (T, W), for every t, in float64.
+    """Compute the effective rank of the first t states, for t from 1 to T, from states (T, W).
 
-    It is exp(-sum p log p), where p are the singular values of the centred states divided by their sum (arXiv
-    2509.23808); 0 for one state. It is measured at every `stride`-th step, and at the last step unless the
-    step before was measured; other entries are NaN. A measurement is an eigendecomposition of a Gram matrix.
+    Returns (T,) float64: exp(-sum p log p), where p are the singular values of the centred states divided by
+    their sum (arXiv 2509.23808); 0 for one state. Each value needs the eigenvalues of a Gram matrix, so only
+    every `stride`-th entry is computed, and the last one unless the entry before it was; others are NaN.
     """
     ranks = torch.full((len(states),), torch.nan, dtype=torch.float64, device=states.device)
     ends = list(range(stride, len(states) + 1, stride))
@@ -133,23 +111,8 @@ def effective_ranks(states: Tensor, stride: int) -> Tensor:
         # Centred Gram matrix: (x_i - m)(x_j - m) = x_i x_j - x_i m - m x_j + m m
         squared = torch.linalg.eigvalsh(part - mean - mean[:, None] + mean.mean())
         squared = squared * (squared > end * torch.finfo(squared.dtype).eps * part.diagonal().amax())
-        values = squared.sqrt()  # eigenvalues that were only rounding errors are 0
+        values = squared.sqrt()  # eigenvalues below the rounding error are now 0
         share = values / (values.sum() + 1e-8)
         entropy = -(share * (share + 1e-8).log()).sum()
         ranks[end - 1] = entropy.exp() if end > 1 else 0.0
     return ranks
-
-
-def teacher_of(others: Mapping[str, Tensor], head: OutputHead | None) -> TeacherStates:
-    """Return the hidden states and the head of the teacher for the output `reverse_kl`.
-
-    `others` maps references that have a model to hidden states. Raises ValueError unless it has one entry.
-    """
-    if head is None or len(others) != 1:
-        raise ValueError(
-            "`reverse_kl` over the whole vocabulary compares with one reference that has a model of its own, "
-            f"as `references: {{teacher: {{name: vision.teacher, model: ...}}}}`; it got hidden states of "
-            f"{', '.join(sorted(others)) or 'none'}. Against the policy's own earlier weights take the "
-            "penalty `k2`"
-        )
-    return TeacherStates(head, next(iter(others.values())))

@@ -17,7 +17,7 @@ from mmrl.kv_cache import hf_cache
 from mmrl.kv_cache.attention_interface import read_shared_prefix, record_keys
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.decoding.single_step import AHEAD, Angles, SingleStep, step_of
-from mmrl.vision.models.model_families import type_arguments
+from mmrl.vision.models.model_families import family_of, type_arguments
 from mmrl.vision.models.processor import EncodedPrompt
 
 MakeCache = Callable[[Any, Tensor, Tensor], Any]  # maps (config, visual mask, attention mask) to a cache
@@ -29,7 +29,9 @@ class Prefix:
     """KV cache of `P` prompts without their last token, left-padded to `S` tokens.
 
     After `select` it has `n` rows, each with one of the prompts. The last token of a prompt is not cached: it
-    is the first input of every answer and predicts the answer's first token. Positions have `A` axes.
+    is the first input of every answer and predicts the answer's first token. If all tokens of a prompt attend
+    to each other, the last token is cached, too, and `state` predicts the first token. There are `A` axes of
+    positions.
     """
 
     core: nn.Module
@@ -38,9 +40,10 @@ class Prefix:
     last: Tensor  # (P,) id of the last token
     last_position: Tensor  # (A, P) position of the last token
     next_position: Tensor  # (A, P) position of the first token of an answer
-    reading: Callable[[Any], AbstractContextManager]  # makes the context of a forward pass from the config
+    reading: Callable[[Any], AbstractContextManager]  # context of a forward pass, given the config
     length: int = 0  # tokens read since the prefill
-    _angles: list[Angles] = field(default_factory=list, init=False)  # per step, from `_since` on
+    state: Tensor | None = None  # (P, width) hidden state of the last token if it is cached
+    _angles: list[Angles] = field(default_factory=list, init=False)  # one per step, from `_since` on
     _since: int = field(default=0, init=False)
 
     @property
@@ -57,25 +60,33 @@ class Prefix:
             last=self.last[which],
             last_position=self.last_position[:, which],
             next_position=self.next_position[:, which],
+            state=self.state if self.state is None else self.state[which],
         )
 
     def read(
         self, ids: Tensor, positions: Tensor | None = None, media: Mapping[str, Tensor] = MappingProxyType({})
     ) -> Tensor:
-        """Run the next tokens (n, t), at first the last prompt token; return hidden states (n, t, width).
+        """Run the next tokens (n, t) after the cached tokens; return their hidden states (n, t, width).
 
-        Tokens with images or videos need their `media` tensors, and `positions` (A, n, t).
+        For images and videos pass `media` and `positions` (A, n, t). The prompt's last token comes first.
         """
+        if self.state is not None and not self.length:
+            self.length, first = 1, self.state[:, None]
+            if ids.shape[1] == 1:
+                return first
+            rest = self.read(ids[:, 1:], positions if positions is None else positions[..., 1:], media)
+            return torch.cat([first, rest], 1)
         single = ids.shape[1] == 1 and positions is None and not media and self.shared
         if single and (step := step_of(self.core)):
             return self._read_one(step, ids)
         # Token i of an answer has position next_position + i; the last prompt token counts as i = -1.
         steps = torch.arange(self.length - 1, self.length - 1 + ids.shape[1], device=ids.device)
         positions = self.next_position[..., None] + steps if positions is None else positions
-        if not self.length:  # a last token after a video may not have the largest position
+        if not self.length:  # after a video, this is not always next_position - 1
             positions[..., 0] = self.last_position
         self.length += ids.shape[1]
         self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], 1)
+        experts = family_of(self.core.config).experts(self.core.config, ids) if media else {}
         with self.reading(self.core.config):
             return self.core(
                 input_ids=ids,
@@ -83,6 +94,7 @@ class Prefix:
                 position_ids=squeeze_axes(positions),
                 past_key_values=self.cache,
                 use_cache=True,
+                **experts,
                 **media,
             ).last_hidden_state
 
@@ -113,25 +125,27 @@ def prefill(
     Args:
         core: A model without its head.
         prompts: Distinct prompts.
-        make_cache: Function that makes a quantised KV cache; None: use an exact cache.
+        make_cache: Function that makes a quantised KV cache; None: an exact cache is used.
         share_prefix: Store the exact keys and values of a prompt once for all its rows. Rows get copies if
             the model does not use the attention interface of transformers.
     """
     device = core.get_input_embeddings().weight.device
-    cut = [replace(prompt, ids=prompt.ids[:-1], positions=prompt.positions[:, :-1]) for prompt in prompts]
+    whole = family_of(core.config).prefix_lm
+    end = None if whole else -1
+    cut = [replace(prompt, ids=prompt.ids[:end], positions=prompt.positions[:, :end]) for prompt in prompts]
     ids, mask, positions = pad_left(cut, device)
     visual = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config))) & mask.bool()
     cache = make_cache(core.config, visual, mask.bool()) if make_cache else hf_cache.exact_cache(core.config)
     with record_keys(core.config) if share_prefix and not make_cache else nullcontext([]) as recorded:
-        core(
+        hidden = core(
             input_ids=ids,
             attention_mask=mask,
             position_ids=squeeze_axes(positions),
             past_key_values=cache,
             use_cache=True,
             **type_arguments(core.config, ids),
-            **merge_media([prompt.media for prompt in prompts], device),
-        )
+            **merge_media(core, [prompt.media for prompt in prompts], device),
+        ).last_hidden_state
     if make_cache:
         hf_cache.warn_of_larger(cache, core.config, ids.numel(), core.get_input_embeddings().weight.dtype)
     shared = hf_cache.share_prefix(cache, recorded, mask) if recorded else None
@@ -144,6 +158,7 @@ def prefill(
         last_position=ends.to(device),
         next_position=torch.tensor([prompt.next_position for prompt in prompts]).expand_as(ends).to(device),
         reading=nullcontext if shared is None else read_shared_prefix,
+        state=hidden[:, -1] if whole else None,
     )
 
 
@@ -169,8 +184,13 @@ def squeeze_axes(positions: Tensor) -> Tensor:
     return positions[0] if positions.shape[0] == 1 else positions
 
 
-def merge_media(media: Sequence[Mapping[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    """Concatenate the media tensors of prompts by name, padded to the largest number of tiles."""
+def merge_media(
+    core: nn.Module, media: Sequence[Mapping[str, Tensor]], device: torch.device
+) -> dict[str, Tensor]:
+    """Concatenate the media tensors of prompts by name, padded to the largest number of tiles.
+
+    Returns arguments of `core`, the model without its head.
+    """
     names = dict.fromkeys(name for tensors in media for name in tensors)
     columns = {name: [tensors[name] for tensors in media if name in tensors] for name in names}
     # Shape (videos, frames, 3, height, width). Qwen packs patches in two dimensions: any number of frames.
@@ -180,4 +200,5 @@ def merge_media(media: Sequence[Mapping[str, Tensor]], device: torch.device) -> 
             f"this model reads videos of one number of frames together, not of {sorted(frames)}; "
             "give `min_frames` and `max_frames` of the data the same value"
         )
-    return {name: cat_padded(tensors).to(device) for name, tensors in columns.items()}
+    merged = {name: cat_padded(tensors).to(device) for name, tensors in columns.items()}
+    return family_of(core.config).assemble(core, merged)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.model_families import family_of
 
-# A prefix gets its own node if this saves at least SAVED tokens, and the fraction GAIN of all tokens in and
-# below the node. A node costs one more forward pass, about as much time as SAVED tokens in a longer pass.
+# A prefix gets its own node if this saves at least SAVED tokens, and at least the fraction GAIN of the tokens
+# in and below the node. A node costs one more forward pass, about the time of SAVED tokens in a longer pass.
 SAVED, GAIN = 64, 0.05
 ROOT = -1  # the `parent` of root nodes
 
@@ -52,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Node:
-    """Tokens [`begin`, `end`) of `row`, shared by all rows below; they follow the tokens of node `parent`."""
+    """Tokens [`begin`, `end`) of `row`, shared by all rows below the node; they follow the node `parent`."""
 
     begin: int
     end: int
@@ -65,7 +65,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """A batch of rows, and the nodes of their tokens; a node comes after its parent.
+    """A batch of rows as a prefix tree of tokens; in `nodes`, a parent comes before its children.
 
     `paths[i]` lists the node indices of row i from the root. The last node may be longer than the row.
     """
@@ -80,7 +80,7 @@ class PrefixTree:
         return sum(map(len, self.nodes))
 
     def pays(self, tokens: int) -> bool:
-        """Return whether the tree has at most 1 - `GAIN` times the `tokens` that are computed without it."""
+        """Return whether the tree saves at least the fraction `GAIN` of the `tokens` computed without it."""
         return self.tokens <= (1 - GAIN) * tokens
 
     def cost(self, rows: Sequence[int]) -> int:
@@ -123,7 +123,7 @@ class PrefixTree:
         return levels[:-1]
 
     def before(self) -> Tensor:
-        """Return the mask (n, n) of the nodes that each node attends to: itself and its ancestors."""
+        """Return the mask (n, n) of the nodes that each of n nodes attends to: itself and its ancestors."""
         seen = torch.eye(len(self.nodes), dtype=torch.bool)
         for number, node in enumerate(self.nodes):
             if node.parent != ROOT:
@@ -177,7 +177,7 @@ def find_tree(lines: Sequence[Line]) -> PrefixTree:
 def shorten(lines: tuple[Line, ...], nodes: Sequence[Node], ends: Sequence[int]) -> PrefixTree:
     """Merge every node that saves too few tokens (`SAVED`) into its children.
 
-    A node comes after its parent. `ends[i]` is the last node of row i.
+    In `nodes`, a parent comes before its children. `ends[i]` is the last node of row i.
     """
     changed, size = list(nodes), [len(node) for node in nodes]  # size: tokens of a node and all below it
     children: dict[int, list[int]] = {number: [] for number in range(ROOT, len(nodes))}
@@ -237,9 +237,12 @@ def keys_of(lines: Sequence[Line]) -> list[Tensor]:
     for line in lines:
         ids = line.ids.clone()
         for medium in line.media:
-            # Mark all tokens of the range, also those between placeholders, with the number of the medium.
+            # Replace all tokens of the range, also text between placeholders, by the number of the medium.
             ids[medium.first : medium.end] -= (contents.number(medium.tensors) + 1) << 32
-        keys.append(torch.cat([ids[None], line.positions]).T.contiguous())
+        where = line.positions
+        if where.is_floating_point():  # view the bits as integers, like the ids
+            where = where.double().view(torch.int64)
+        keys.append(torch.cat([ids[None], where]).T.contiguous())
     return keys
 
 
@@ -277,7 +280,7 @@ class _MediaContents:
 
 
 def _equal_at(keys: Sequence[Tensor], members: Sequence[int], at: int) -> list[list[int]]:
-    """Group rows by their key at index `at`."""
+    """Group the rows `members` by their key at index `at`."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in members:
         groups.setdefault(tuple(keys[row][at].tolist()), []).append(row)

@@ -16,7 +16,7 @@ from mmrl.vision.decoding.token_steps import TokenSteps
 from mmrl.vision.models import loading
 from mmrl.vision.models.trained_part import ReadSteps, TrainedPart
 
-ROLE = "role"  # name of the tag, on outcomes and on prompts
+ROLE = "role"  # tag of outcomes and prompts that names their role
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class RoleSteps(TokenSteps):
 
 
 def check_roles(names: Sequence[str], *, new: bool) -> None:
-    """Raise ConfigError if names repeat, or if the roles do not get new adapters (`new` is false)."""
+    """Raise ConfigError if two roles have one name, or if no new adapters are created (`new` is false)."""
     if not new or len(set(names)) < len(names):
         raise ConfigError(
             "`roles` of vision.tokens are different names, each of which gets a new adapter, not "
@@ -70,7 +70,7 @@ class RoleAdapters(TrainedPart):
         self._activate(self.names[0])
 
     def of(self, tags: Mapping[str, str], uid: str) -> int:
-        """Return the index of the role in the tag `role`; raise ValueError for an unknown role."""
+        """Return the index of the role that the tag `role` names; raise ValueError for an unknown role."""
         if tags.get(ROLE) not in self.names:
             raise ValueError(
                 f"the policy has adapters of the roles {', '.join(self.names)}, but the tag `role` of prompt "

@@ -1,8 +1,8 @@
 """Fast decode step of one token per row with few operators, for text models built like Llama.
 
 With few rows, a step spends its time on calls of operators and modules rather than on arithmetic.
-`SingleStep` uses the weights of the layers without calling their modules. It needs one matrix product for
-queries, keys and values and one for gate and up, adds residuals inside the products, and computes rotary
+`SingleStep` uses the weights of the layers without calling their modules. It fuses the query, key and value
+projections, and the gate and up projections, adds residuals inside matrix products, and computes rotary
 angles for many steps at once. Results equal those of the modules up to rounding. As in the modules, autocast
 sets the precision of matrix products only; everything else has the precision of the weights.
 """
@@ -38,15 +38,15 @@ LAYERS = {
 WITHIN = ("language_model", "text_model")  # attribute names of the text model in a vision-language model
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # types of rotary embeddings that depend on the longest position
 AHEAD = 32  # number of steps whose rotary angles are computed at once
-Angles = tuple[Tensor, Tensor]  # cosines and signed sines (N, 1, 1, D) of N rows and D channels
+Angles = tuple[Tensor, Tensor]  # cosines and signed sines (N, 1, 1, D) for N rows and D channels per head
 _STEP: ContextVar[SingleStep | None] = ContextVar("single_step", default=None)
 
 
 @contextmanager
 def single_steps(core: nn.Module, packed: Mapping[int, Packed]) -> Iterator[None]:
-    """Inside the context, let `Prefix.read` run single tokens with a `SingleStep` if the model allows it.
+    """Inside the context, decode single tokens with the faster `SingleStep` if the model supports it.
 
-    `packed` maps `id(layer)` to weights packed by `onednn`. Weights must not change inside the context.
+    `Prefix.read` uses it. `packed` maps `id(layer)` to weights packed by `onednn`. Weights must not change.
     """
     text = find_decoder(core)
     token = _STEP.set(None if text is None else SingleStep(core, text, packed))
@@ -57,7 +57,7 @@ def single_steps(core: nn.Module, packed: Mapping[int, Packed]) -> Iterator[None
 
 
 def step_of(core: nn.Module) -> SingleStep | None:
-    """Return a model's `SingleStep`; None outside `single_steps`, with gradients, or if autocast differs."""
+    """Return a model's `SingleStep`; None outside `single_steps`, with gradients, or if autocast changed."""
     step = _STEP.get()
     if step is None or step.core is not core or torch.is_grad_enabled():
         return None
@@ -70,7 +70,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def find_decoder(core: nn.Module) -> nn.Module | None:
-    """Find the text model inside a headless model; return None if `SingleStep` does not support it.
+    """Find the text model in a model without its head; return None if `SingleStep` does not support it.
 
     Models with hooks, derived classes or replaced `forward` methods are not supported.
     """
@@ -122,22 +122,22 @@ class SingleStep:
     @cached_property
     def layers(self) -> list[_Layer]:
         """Weights of the layers, converted to the precision of autocast in the first step."""
-        torch.clear_autocast_cache()  # since the prefill, this cache holds copies of the same weights
+        torch.clear_autocast_cache()  # the prefill left copies of the same weights there
         layers = self._text.layers[: self._text.config.num_hidden_layers]
         return [_Layer(layer, self._packed, self.compute) for layer in layers]
 
     def __call__(self, ids: Tensor, angles: Angles, layers: Sequence[Any]) -> Tensor:
-        """Run tokens (N,) with the layers of a KV cache; return the last hidden states (N, width)."""
+        """Run one token per row (N,) with the layers of a KV cache; return hidden states (N, width)."""
         states = self.embed(ids)
         for layer, cache in zip(self.layers, layers, strict=True):
             states = layer(states, angles, cache)
         return self.norm(states)
 
     def angles(self, positions: Tensor) -> list[Angles]:
-        """Compute the rotary angles of t steps from positions (N, t), or (A, N, t) with A axes."""
+        """Compute the rotary angles of each of t steps from positions (N, t), or (A, N, t) on A axes."""
         cos, sin = self.rotary(self.embed.weight, positions)  # (N, t, D) each
         half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # signed, so that rolling channels suffices
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # signs of the rotation, done by `roll`
         cos, sin = (x.transpose(0, 1)[:, :, None, None].contiguous().unbind() for x in (cos, sin))
         return list(zip(cos, sin, strict=True))
 
@@ -178,7 +178,7 @@ class _Layer:
 
 
 class _Norm:
-    """RMSNorm x / sqrt(mean(x^2) + eps) * weight of (N, w), or of (N, H, 1, w) with a weight per head."""
+    """RMSNorm x / sqrt(mean(x^2) + eps) * weight for x (N, w), or (N, H, 1, w) with a weight per head."""
 
     def __init__(self, weights: Sequence[Tensor], eps: float) -> None:
         weight = torch.stack([weight.detach() for weight in weights])
@@ -189,7 +189,7 @@ class _Norm:
         self.least = weight.new_tensor(math.sqrt(width * eps))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.is_cuda or x.dtype != torch.float32:  # a single GPU kernel, which computes in float32
+        if x.is_cuda or x.dtype != torch.float32:  # use the fused kernel, and compute in float32
             if x.dtype == self.whole.dtype and self.whole.dim() == 1:
                 return nn.functional.rms_norm(x, x.shape[-1:], self.whole, self.eps)
             return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps) * self.whole
@@ -208,7 +208,7 @@ class _Product:
         self, layers: Sequence[nn.Module], packed: Mapping[int, Packed], compute: torch.dtype | None
     ) -> None:
         self.layers, self.compute = layers, compute
-        self.weight: Tensor | None = None  # (n, m)
+        self.weight: Tensor | None = None  # (n inputs, m outputs)
         self.bias: Tensor | None = None
         first = packed.get(id(layers[0]))
         self.packed = first if first is not None and [*first.layers] == [*layers] else None

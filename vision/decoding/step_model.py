@@ -12,14 +12,17 @@ from torch.utils.checkpoint import checkpoint
 from mmrl.core.onednn import onednn
 from mmrl.runtime.modules import LOW
 from mmrl.runtime.output_head import OutputHead
+from mmrl.vision.decoding.divergence import Taught
+from mmrl.vision.decoding.guidance import ImageTokens, guide
 from mmrl.vision.decoding.inner_outputs import (
     OF_STATES,
     USUAL,
     InnerOptions,
-    TeacherStates,
     of_logits,
     of_states,
 )
+from mmrl.vision.decoding.prefill import merge_media
+from mmrl.vision.decoding.sequence_parallel import SequenceParallel
 from mmrl.vision.decoding.token_steps import (
     FORBIDDEN,
     TokenSteps,
@@ -31,21 +34,24 @@ from mmrl.vision.decoding.token_steps import (
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.models.trained_part import TrainedPart
 
-LOGIT_BYTES = 256 << 20  # maximal memory of the float32 logits that exist at once
+LOGIT_BYTES = 256 << 20  # maximal memory of float32 logits at a time
 
 
 class StepModel(nn.Module):
     """Computes log-probabilities and other outputs for the tokens of a batch of answers.
 
     Args:
-        model: The model.
+        model: The language model.
         forbidden: Token ids that get probability 0.
-        compute: Precision of the computation.
+        compute: dtype of the computation; autocast is used for low precision.
         checkpointed: Whether layers are recomputed in the backward pass.
         share: Whether rows share the keys and values of their prompt.
-        blank: Model inputs of a blank image for batches without media, if the vision tower is trained.
-        inner: Options of outputs other than log-probabilities.
+        blank: Maps kinds of media to dummy inputs for batches without such media, if towers are trained: a
+            blank image for the vision tower, or a prompt with silence for the model.
+        inner: Options of the outputs other than log-probabilities.
         part: Weights that are trained instead of the model.
+        together: Processes that compute the layers of every row together; None: each computes its own rows.
+        images: Image tokens and their guidance, for a model that writes images.
     """
 
     def __init__(
@@ -56,30 +62,29 @@ class StepModel(nn.Module):
         compute: torch.dtype,
         checkpointed: bool,
         share: bool,
-        blank: dict[str, Tensor] | None = None,
+        blank: dict[str, dict[str, Tensor]] | None = None,
         inner: InnerOptions = USUAL,
         part: TrainedPart | None = None,
+        together: SequenceParallel | None = None,
+        images: ImageTokens | None = None,
     ) -> None:
         super().__init__()
+        self.together, self.images = together, images
         self.read = part.read if part else None  # storing `part` would register the module twice
         self.model, self.forbidden, self.compute = model, forbidden, compute
-        self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank, inner
+        self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank or {}, inner
 
-    def forward(
-        self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
-    ) -> dict[str, Tensor]:
+    def forward(self, steps: TokenSteps, extra: Set[str], taught: Taught | None = None) -> dict[str, Tensor]:
         """Compute "logp" and the outputs in `extra` for N answers: (N, longest) each, or (N, longest, ...).
 
-        The file `inner_outputs` lists the outputs; "reverse_kl" needs a `teacher`. Output heads are called
-        only inside this method, because data parallelism wraps this module.
+        `inner_outputs.py` lists the outputs; "divergence" needs `taught`. Output heads are called only
+        inside this method, because data parallelism wraps this module.
         """
         if self.read is not None:
-            return self.read(self.values, steps, extra, teacher)
-        return self.values(steps, extra, teacher)
+            return self.read(self.values, steps, extra, taught)
+        return self.values(steps, extra, taught)
 
-    def values(
-        self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
-    ) -> dict[str, Tensor]:
+    def values(self, steps: TokenSteps, extra: Set[str], taught: Taught | None = None) -> dict[str, Tensor]:
         """Compute the outputs of all rows with the active adapter."""
         head = OutputHead(self.model)
         device = head.weight.device
@@ -90,13 +95,19 @@ class StepModel(nn.Module):
             where = tuple(index.to(device) for index in inside.nonzero(as_tuple=True))
             ids = steps.ids[:, : steps.longest].to(device)[where]
             temperature = steps.temperature.to(device)[where[0]]
-            taught = teacher and TeacherStates(teacher.head, teacher.hidden[where])
+            taught, second = taught and taught[where], None
+            if steps.unconditional and int(steps.unconditional.steps.length.max()):
+                begin = steps.unconditional.begin.to(device)[where[0]]
+                second = self.states(steps.unconditional.steps)[where[0], (where[1] - begin).clamp(min=0)]
             columns = hidden[where], head, ids, temperature
-            if steps.tree and teacher is None:  # teacher states may differ at equal steps
+            # A teacher or a second state may give different outputs at equal steps.
+            distinct = steps.tree and taught is None and second is None
+            if distinct:
                 first, each = (index.to(device) for index in steps.distinct_steps(inside))
                 columns = hidden[where][first], head, ids[first], temperature[first]
-            values = chunked_logp(*columns, self.forbidden, extra, self.inner, taught)
-            if steps.tree and teacher is None:
+            rest = extra, self.inner, taught, self.images, second
+            values = chunked_logp(*columns, self.forbidden, *rest)
+            if distinct:
                 values = {name: value[each] for name, value in values.items()}
             if extra & OF_STATES:
                 states = of_states(hidden, steps.length, extra, self.inner)
@@ -116,16 +127,29 @@ class StepModel(nn.Module):
         core = self.model.base_model
         if steps.tree and not self.reads_trees:
             steps = replace(steps, tree=None)
-        if not shares_prompts(core, steps, packed=self.checkpointed):
+        # Only learning runs equally many passes on every process; other passes store no activations.
+        if self.together and torch.is_grad_enabled():
+            with self.together.active():
+                hidden = read_whole(core, steps)
+        elif not shares_prompts(core, steps, packed=self.checkpointed):
             hidden = read_whole(core, steps)
         elif self.checkpointed:
             hidden = read_packed(core, steps)
         else:
-            with onednn(core):  # not with checkpointing, whose recomputation is outside this context
+            with onednn(core):  # not with checkpointing, which recomputes layers outside this context
                 hidden = read_cached(core, steps, share_prefix=self.share)
-        if self.blank and not any(steps.media):
-            # Every process needs a gradient for every parameter, also in the vision tower.
-            inputs = {name: value.to(hidden.device) for name, value in self.blank.items()}
+        shown, heard = (
+            {name for media in steps.media for name in media},
+            self.blank.get("audio", {}).keys() - {"input_ids"},
+        )
+        for kind, blank in self.blank.items():
+            if shown & heard if kind == "audio" else shown - heard:
+                continue
+            # Every process needs a gradient for every parameter, also those of vision and audio towers.
+            inputs = merge_media(core, [blank], hidden.device)
+            if kind == "audio":
+                hidden = hidden + 0.0 * core(**inputs, use_cache=False).last_hidden_state.sum()
+                continue
             features = core.get_image_features(**inputs, return_dict=True)
             # Qwen3-VL also passes features of earlier tower layers to the language model.
             layers = (features.pooler_output, *features.get("deepstack_features", ()))
@@ -142,33 +166,50 @@ def chunked_logp(
     forbidden: list[int],
     extra: Set[str] = frozenset(),
     options: InnerOptions = USUAL,
-    teacher: TeacherStates | None = None,
+    taught: Taught | None = None,
+    images: ImageTokens | None = None,
+    second: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Compute the outputs of `of_logits` for M tokens from hidden states (M, width), chunk by chunk.
 
-    Logits are float32 or float64. Logits of model and teacher take at most `LOGIT_BYTES` at once. Several
-    chunks are recomputed in the backward pass. `teacher` holds hidden states (M, width of the teacher).
+    Logits are float32 or float64. Logits of model and teachers take at most `LOGIT_BYTES` at once. If there
+    are several chunks, the backward pass recomputes them. With `taught`, "divergence" is computed too.
+    `second` (M, width) are the states of the unconditional rows, which guide the image tokens of `images`.
     """
-    heads = [head, *([teacher.head] if teacher else [])]
-    size = max(1, LOGIT_BYTES // (4 * sum(h.weight.shape[0] for h in heads)))  # tokens of a chunk
+    heads = [head, *(taught.heads if taught else []), *([head] if second is not None else [])]
+    size = max(1, LOGIT_BYTES // (4 * sum(h.weight.shape[0] for h in heads)))  # tokens per chunk
 
-    def logits_of(head: OutputHead, states: Tensor, temperature: Tensor) -> Tensor:
+    def exact(head: OutputHead, states: Tensor) -> Tensor:
         logits = head(states)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        if forbidden:
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def tempered(logits: Tensor, ids: Tensor, temperature: Tensor) -> Tensor:
+        if images:
+            logits = images.masked(logits, ids, forbidden)
+        elif forbidden:
             logits = logits.index_fill(-1, torch.tensor(forbidden, device=logits.device), FORBIDDEN)
         return logits / temperature[:, None].to(logits.dtype)
 
-    def of_chunk(
-        states: Tensor, ids: Tensor, temperature: Tensor, taught: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        other = None
-        if teacher is not None and taught is not None:
-            with torch.no_grad():
-                other = logits_of(teacher.head, taught.to(teacher.head.weight.dtype), temperature)
-        return of_logits(logits_of(head, states, temperature), ids, extra, options, other)
+    def of_chunk(states: Tensor, ids: Tensor, temperature: Tensor, *columns: Tensor) -> dict[str, Tensor]:
+        logits = exact(head, states)
+        if images and second is not None:
+            *columns, other = columns
+            weights = images.weights(ids).to(logits.dtype)[:, None]
+            logits = guide(logits, exact(head, other), weights)
+        logits = tempered(logits, ids, temperature)
 
-    columns = [hidden, ids, temperature, *([teacher.hidden] if teacher else [])]
+        @torch.no_grad()
+        def read(head: OutputHead, states: Tensor, rows: Tensor) -> Tensor:
+            return tempered(exact(head, states.to(head.weight.dtype)), ids[rows], temperature[rows])
+
+        values = of_logits(logits, ids, extra, options)
+        if taught:
+            part = Taught(taught.teachers, dict(zip(taught.columns, columns, strict=True)))
+            values["divergence"] = part.divergence(logits, ids, forbidden, read)
+        return values
+
+    columns = [hidden, ids, temperature, *(taught.columns.values() if taught else [])]
+    columns += [] if second is None else [second]
     chunks = list(zip(*(column.split(size) for column in columns), strict=True))
     recompute = len(chunks) > 1 and torch.is_grad_enabled()
     parts = [

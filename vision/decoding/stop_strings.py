@@ -11,7 +11,7 @@ from torch import Tensor
 from mmrl.config.loading import ConfigError
 from mmrl.vision.models.processor import PromptEncoder
 
-MARGIN = 4  # extra decoded tokens, because decoders strip spaces and cut characters at the start of a text
+MARGIN = 4  # extra tokens to decode: at the start of a text, decoders strip spaces and split characters
 UNREADABLE = "\ufffd"
 
 
@@ -36,12 +36,12 @@ class StopStrings:
                 )
 
     def rows(self, num: int) -> StopRows:
-        """Make the state of `num` empty answers."""
+        """Create the search state of `num` answers that have no tokens yet."""
         return StopRows(self, num)
 
     def within(self, ids: Sequence[int]) -> bool:
         """Return whether the text of these tokens contains a stop string."""
-        # If the first token begins inside a character, later characters may be garbled: try the next start.
+        # A first token that begins inside a character may garble the text: then start one token later.
         for start in range(MARGIN):
             text = self.encoder.text(torch.tensor(ids[start:], dtype=torch.int64))
             if any(string in text for string in self.strings):
@@ -59,7 +59,7 @@ class StopRows:
         self.latest: list[deque[int]] = [deque(maxlen=stops.size) for _ in range(num if stops.strings else 0)]
 
     def append(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Append tokens (k,) to some rows (k,); return which of them now contain a stop string, (k,) bool."""
+        """Append one token to each of k rows; return a mask (k,) of rows that now contain a stop string."""
         stopped = torch.zeros_like(rows, dtype=torch.bool)
         if not self.latest:
             return stopped

@@ -15,7 +15,7 @@ from mmrl.kv_cache.hf_cache import attention_types, only_attends
 from mmrl.vision.decoding.prefill import merge_media, pad_positions, pad_rows, prefill, squeeze_axes
 from mmrl.vision.decoding.prefix_tree import ROOT, Line, Medium, Node, PrefixTree, find_tree, media_of
 from mmrl.vision.decoding.tree_reading import read_tree
-from mmrl.vision.models.model_families import family_of, type_arguments
+from mmrl.vision.models.model_families import family_of, type_arguments, types_argument
 from mmrl.vision.models.processor import EncodedPrompt
 
 # Logit of a token with probability 0; its product with 0 is finite, unlike that of minus infinity.
@@ -33,14 +33,22 @@ class Suffix:
 
     @staticmethod
     def answer(prompt: EncodedPrompt, ids: Tensor) -> Suffix:
-        """Make the suffix of an answer (T,) without replies."""
+        """Make the suffix of a single answer with token ids (T,), without replies."""
         after = torch.arange(len(ids))
         return Suffix(ids, (prompt.next_position + after).expand(len(prompt.positions), -1), after)
 
 
+def continued(prompt: EncodedPrompt, ids: Tensor) -> EncodedPrompt:
+    """Append the tokens (T,) of an answer to a prompt."""
+    if not len(ids):
+        return prompt
+    positions = torch.cat([prompt.positions, Suffix.answer(prompt, ids).positions], 1)
+    return EncodedPrompt(prompt.uid, torch.cat([prompt.ids, ids]), positions, prompt.media)
+
+
 @dataclass(frozen=True, eq=False)
 class TokenRow:
-    """The steps of one rollout.
+    """The tokens of one rollout; every sampled token is a step.
 
     Args:
         prompt: The encoded prompt.
@@ -48,8 +56,8 @@ class TokenRow:
         temperature: The sampling temperature.
         chosen: (T,) bool, False for tokens that an engine inserted into the answer, which are not trained on;
             None: the policy sampled all tokens.
-        suffix: All tokens after the prompt, if replies stand between the sampled tokens; replies are not
-            steps. None: there are no replies.
+        suffix: All tokens after the prompt, for conversations with replies between the sampled tokens;
+            tokens of replies are not steps. None: there are no replies.
     """
 
     prompt: EncodedPrompt
@@ -86,6 +94,7 @@ class TokenSteps:
 
     `suffixes[i]` is the suffix of row i, None without replies; `suffixes` is empty if no row has replies.
     `tree` holds the prefixes that rows share beyond their prompts; None if sharing saves too few tokens.
+    `unconditional` holds the image parts after the negative prompt (`guidance.py`); None without guidance.
     """
 
     prompts: tuple[EncodedPrompt, ...]
@@ -95,12 +104,14 @@ class TokenSteps:
     temperature: Tensor  # (N,) sampling temperature
     suffixes: tuple[Suffix | None, ...] = ()
     tree: PrefixTree | None = None
+    unconditional: Any = None
     unit: Unit = Unit.ROW
 
     def cost(self, rows: Tensor) -> int:
         """Count the tokens computed for some rows, padding included; a shared prefix counts once."""
         apart = self._cost_apart(rows)
-        return min(apart, self.tree.cost(rows.tolist())) if self.tree else apart
+        own = min(apart, self.tree.cost(rows.tolist())) if self.tree else apart
+        return own + (self.unconditional.cost(rows) if self.unconditional else 0)
 
     def _cost_apart(self, rows: Tensor) -> int:
         """Count the tokens computed without a tree: each distinct prompt once, and all answers."""
@@ -124,6 +135,7 @@ class TokenSteps:
             self.temperature[rows],
             suffixes if any(suffixes) else (),
             self.tree and self.tree.select(rows.tolist()),
+            self.unconditional and self.unconditional.select(rows),
         )
 
     def with_tree(self, core: nn.Module) -> TokenSteps:
@@ -144,15 +156,16 @@ class TokenSteps:
 
     @property
     def cheaper_tree(self) -> PrefixTree | None:
-        """The tree, or None if it computes no fewer tokens than prompts and answers, padding included."""
+        """The tree if it saves tokens, padding included, over separate prompts and answers; else None."""
         rows = torch.arange(len(self.ids))
-        return self.tree if self.tree and self.cost(rows) < self._cost_apart(rows) else None
+        tree = self.tree
+        return tree if tree and tree.cost(rows.tolist()) < self._cost_apart(rows) else None
 
     def distinct_steps(self, inside: Tensor) -> tuple[Tensor, Tensor]:
         """Deduplicate the steps that rows of a tree share, so that their logits are computed once.
 
-        `inside` (N, longest) is the mask of the M steps, without padding. Returns the index of the first
-        occurrence of every distinct step (D,), and the index of each step's distinct step (M,).
+        `inside` (N, longest) is the mask of the M steps, False for padding. Returns the index of the first
+        occurrence of each of D distinct steps (D,), and for every step the index of its distinct step (M,).
         """
         assert self.tree is not None
         sizes = torch.tensor([0, *map(len, self.tree.nodes)])
@@ -183,7 +196,7 @@ class TokenSteps:
 
 
 def distinct_prompts(prompts: Sequence[EncodedPrompt]) -> tuple[tuple[EncodedPrompt, ...], Tensor]:
-    """Deduplicate prompts by identity; return the distinct prompts, and each prompt's index (N,) in them."""
+    """Deduplicate prompts by identity; return distinct prompts, and each prompt's index (N,) among them."""
     distinct = {id(prompt): prompt for prompt in prompts}
     place = {key: i for i, key in enumerate(distinct)}
     return tuple(distinct.values()), torch.tensor([place[id(prompt)] for prompt in prompts])
@@ -208,7 +221,7 @@ def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True
     hidden = prefix.read(
         torch.cat([prefix.last[:, None], ids[:, :-1]], 1),
         torch.cat([prefix.last_position[..., None], positions[..., :-1]], 2),
-        merge_media([row.media for row in rows], device),
+        merge_media(core, [row.media for row in rows], device),
     )
     return hidden[torch.arange(len(rows), device=device)[:, None], chosen]
 
@@ -242,6 +255,9 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     index = packed(lambda number: torch.arange(tree.nodes[number].begin, tree.nodes[number].end))
     mask = packed(lambda number: torch.ones(len(tree.nodes[number]), dtype=torch.bool))
     media = [tensors for pack in packs.values() for number in pack for tensors in tree.media(number)]
+    # Padding attends to itself only, so its id is arbitrary. The embedding of id 0 may be a zero vector, at
+    # which the gradient of Gemma 3n is NaN: use an id of an answer instead.
+    ids = ids.masked_fill(~mask, int(steps.ids.max()))
     # Eager attention adds its mask to the scores.
     dtype = core.dtype if attention_of(core.config) == "eager" else None
     hidden = core(
@@ -251,7 +267,8 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
         ),
         use_cache=False,
         position_ids=squeeze_axes(positions.contiguous()),
-        **merge_media(media, device),
+        **family_of(core.config).experts(core.config, ids),
+        **merge_media(core, media, device),
     ).last_hidden_state
     return hidden.flatten(0, 1)[_where(steps, tree, starts).to(device)]
 
@@ -267,24 +284,26 @@ def read_whole(core: nn.Module, steps: TokenSteps) -> Tensor:
         media += [prompt.media, suffix.media]
     ids, places = (pad_rows(parts, device, "right") for parts in ([x.ids for x in lines], where))
     positions = pad_positions([line.positions for line in lines], device, "right")
+    sizes = torch.tensor([len(prompt.ids) for prompt in steps.prompts])[steps.which]
+    after = torch.arange(ids.shape[1]) >= sizes[:, None]
     hidden = core(
         input_ids=ids,
         attention_mask=pad_rows([torch.ones_like(line.ids) for line in lines], device, "right"),
         use_cache=False,
         position_ids=squeeze_axes(positions),
-        **type_arguments(core.config, ids),
-        **merge_media(media, device),
+        **type_arguments(core.config, ids, after),
+        **merge_media(core, media, device),
     ).last_hidden_state
     return hidden[torch.arange(len(lines), device=device)[:, None], places]
 
 
 def shares_prompts(core: nn.Module, steps: TokenSteps, *, packed: bool) -> bool:
-    """Return whether a model can run a prompt once for all its rows, `packed` or with a KV cache.
+    """Return whether a model can run a prompt once for all its rows: `packed`, or else with a KV cache.
 
     Packing needs attention with arbitrary masks, which excludes recurrent layers and FlashAttention. Models
     whose attention depends on token types cannot be packed, and cannot read images after the prompt.
     """
-    if family_of(core.config).types and (packed or any(suffix.media for suffix in steps.suffixes if suffix)):
+    if types_argument(core.config) and (packed or any(suffix.media for suffix in steps.suffixes if suffix)):
         return False
     return not packed or (
         attention_of(core.config) in BASES
@@ -322,7 +341,7 @@ def _prompts_and_answers(steps: TokenSteps) -> PrefixTree:
 
 
 def _where(steps: TokenSteps, tree: PrefixTree, starts: Sequence[int]) -> Tensor:
-    """Return the indices (N, longest) of the states that predict each row's tokens; 0 after its end."""
+    """Return the index (N, longest) of the state that predicts each token of a row; 0 after the row's end."""
     where = torch.zeros(len(steps.ids), steps.longest, dtype=torch.int64)
     for row, number in enumerate(steps.which.tolist()):
         chosen = steps.suffix(row).chosen
@@ -339,10 +358,10 @@ def _masks(
     mask: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor | dict[str, Tensor]:
-    """Make the attention mask (P, 1, S, S) of P packed sequences, or a dictionary by layer type.
+    """Make the mask (P, 1, S, S) of P packed sequences; if layers differ, one mask per layer type.
 
     Args:
-        windows: The window of every layer type, see `layer_windows`.
+        windows: Maps each layer type to its window, see `layer_windows`.
         before: (n, n) bool, the nodes that each node attends to.
         owner: (P, S) index of every token's node.
         index: (P, S) index of every token in its row.
@@ -351,7 +370,7 @@ def _masks(
     """
     size = owner.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=owner.device).tril()
-    seen = before[owner[:, :, None], owner[:, None, :]]  # (P, S, S): sequence, query, key
+    seen = before[owner[:, :, None], owner[:, None, :]]  # (P, S, S): sequence, query token, key token
     # Padding attends to itself, because the softmax over no key is NaN.
     alone = torch.eye(size, dtype=torch.bool, device=owner.device) & ~mask[:, :, None]
     allowed = (earlier & seen & mask[:, None, :]) | alone
@@ -374,5 +393,5 @@ def layer_windows(config: Any) -> dict[str, int | None]:
     text = config.get_text_config(decoder=True)
     types = attention_types(text)
     window = text.sliding_window if "sliding_attention" in types else None
-    windows = {"full_attention": None, "sliding_attention": window}
+    windows = {"full_attention": None, "sliding_attention": window, "chunked_attention": None}
     return {name: windows[name] for name in types}

@@ -1,4 +1,4 @@
-"""Forward pass of a `PrefixTree`: every node runs once, with the keys and values of the nodes above."""
+"""Forward pass of a `PrefixTree`: every node runs once, with the keys and values of its ancestors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mmrl.kv_cache.hf_cache import exact_cache, only_attends, share_prefix
 from mmrl.runtime.fsdp import sharded_parts
 from mmrl.vision.decoding.prefill import merge_media, pad_positions, pad_rows, squeeze_axes
 from mmrl.vision.decoding.prefix_tree import PrefixTree
-from mmrl.vision.models.model_families import family_of
+from mmrl.vision.models.model_families import family_of, types_argument
 
 
 def reads_trees(model: nn.Module, *, packed: bool) -> bool:
     """Return whether a model can run prefix trees: in one sequence if `packed`, else with a KV cache."""
     core = model.base_model
-    # A pruned model, whose `forward` is replaced, selects visual tokens of a whole prompt.
+    # Pruning replaces `forward`; it selects among the visual tokens of a whole prompt.
     pruned = any("forward" in vars(part) for part in (core, core.get_decoder()))
-    # Processes with sharded weights wait for each other in every pass, but their trees may differ in depth.
+    # With sharded weights all processes need equally many passes, but their trees may differ in depth.
     return (
         not pruned
         and only_attends(core.config.get_text_config(decoder=True))
-        and not family_of(core.config).types
+        and not types_argument(core.config)
         and (packed or not sharded_parts(model))
     )
 
@@ -40,7 +40,7 @@ class States:
     size: int = 0
 
     def add(self, hidden: Tensor, level: Sequence[int], padding: Sequence[int]) -> None:
-        """Append states (n, L, W) of the n nodes of a level; `padding` counts left padding per node."""
+        """Append states (n, L, W) of a level's n nodes; `padding` is the left padding of each, in tokens."""
         for place, (number, before) in enumerate(zip(level, padding, strict=True)):
             self.starts[number] = self.size + place * hidden.shape[1] + before
         self.parts.append(hidden.flatten(0, 1))
@@ -48,7 +48,7 @@ class States:
 
 
 def read_tree(core: nn.Module, tree: PrefixTree) -> tuple[Tensor, list[int]] | None:
-    """Run a tree level by level; return the hidden states (M, W) of all nodes, and each node's offset.
+    """Run a tree level by level; return the hidden states (M, W) of all nodes, and the nodes' offsets.
 
     Gradients of all rows below a node add up in the node. Returns None if the attention of the model does not
     read the keys of its cache (see `share_prefix`).
@@ -59,14 +59,16 @@ def read_tree(core: nn.Module, tree: PrefixTree) -> tuple[Tensor, list[int]] | N
     cache = _read_roots(core, tree, first, states, device)
     if cache is None:
         return None
-    above = first  # nodes that the cache holds as shared prompts
+    above = first  # nodes that the cache stores as shared prompts
     for level in levels:
         place = {number: i for i, number in enumerate(above)}
         cache.batch_select_indices(
             torch.tensor([place[tree.nodes[number].parent] for number in level]).to(device)
         )
         with read_shared_prefix(core.config):  # the cache knows the padding, so no mask is needed
-            hidden = core(**_inputs(tree, level, device, "right"), past_key_values=cache, use_cache=True)
+            hidden = core(
+                **_inputs(core, tree, level, device, "right"), past_key_values=cache, use_cache=True
+            )
         states.add(hidden.last_hidden_state, level, [0] * len(level))
         if rows := [i for i, number in enumerate(level) if number in inner]:
             count = torch.tensor([len(tree.nodes[number]) for number in level], device=device)
@@ -79,7 +81,7 @@ def _read_roots(
     core: nn.Module, tree: PrefixTree, level: Sequence[int], states: States, device: torch.device
 ) -> Any | None:
     """Run the root nodes; return a cache with them as shared prompts, or None as in `read_tree`."""
-    inputs, filled = _inputs(tree, level, device, "left"), exact_cache(core.config)
+    inputs, filled = _inputs(core, tree, level, device, "left"), exact_cache(core.config)
     mask = pad_rows([torch.ones_like(tree.ids(number)) for number in level], device)
     with record_keys(core.config) as recorded:
         hidden = core(**inputs, attention_mask=mask, past_key_values=filled, use_cache=True).last_hidden_state
@@ -87,11 +89,15 @@ def _read_roots(
     return share_prefix(filled, recorded, mask) if recorded else None
 
 
-def _inputs(tree: PrefixTree, level: Sequence[int], device: torch.device, side: str) -> dict[str, Tensor]:
+def _inputs(
+    core: nn.Module, tree: PrefixTree, level: Sequence[int], device: torch.device, side: str
+) -> dict[str, Tensor]:
     """Make the model inputs of nodes, padded on the left or right (`side`)."""
     positions = pad_positions([tree.positions(number) for number in level], device, side)
+    ids = pad_rows([tree.ids(number) for number in level], device, side)
     return {
-        "input_ids": pad_rows([tree.ids(number) for number in level], device, side),
+        "input_ids": ids,
         "position_ids": squeeze_axes(positions),
-        **merge_media([media for number in level for media in tree.media(number)], device),
+        **family_of(core.config).experts(core.config, ids),
+        **merge_media(core, [media for number in level for media in tree.media(number)], device),
     }

@@ -16,7 +16,7 @@ from mmrl.vision.decoding.image_features import distinct_images
 from mmrl.vision.decoding.prefill import MakeCache, pad_positions, pad_rows
 from mmrl.vision.decoding.prefix_tree import Line, common_length, media_of
 from mmrl.vision.models.loading import TokenPolicy
-from mmrl.vision.models.model_families import family_of
+from mmrl.vision.models.model_families import types_argument
 from mmrl.vision.models.processor import EncodedPrompt
 
 Key = tuple[str, int]  # (uid of the prompt, index of the answer)
@@ -52,7 +52,7 @@ class KeptRow:
             for name, value in self.read.media.items()
         )
         if count >= len(self.read.ids) and begins:
-            return count  # the usual case, decided without comparing images one by one
+            return count  # the usual case: no need to compare single images
         after = self.read.next_position + torch.arange(len(self.ids) - len(self.read.ids))
         positions = torch.cat([self.read.positions, after.expand(len(self.read.positions), -1)], 1)
         stored = Line(self.ids, positions, tuple(media_of(core, self.read.ids, self.read.media)))
@@ -79,17 +79,17 @@ class Chunk:
 
 
 class Turns:
-    """Makes the reader of every turn for a batch of conversations; all turns share the prompts.
+    """Makes the reader of each turn for a batch of conversations, reusing the KV cache of earlier turns.
 
     The new tokens of a turn (replies and their images) are read in one pass after the stored keys and values.
     If a turn does not begin with the whole turn before, because older images were removed, the longest common
     prefix is reused. Rows get copies of their prompt with `share_prefix: false`, and with attention other
     than sdpa and eager.
 
-    If keys and values cannot be reused, a turn is read from its beginning. The answers are the same up to
-    rounding, and the log gets one warning. This happens with
+    If keys and values cannot be reused, every turn reads the conversation from its beginning. The answers are
+    the same up to rounding, and the log gets one warning. This happens with
 
-    - a `cache` of lower precision, which quantises the images of replies only as part of a prompt;
+    - a `cache` of lower precision, which can quantise images of replies only as part of a prompt;
     - pruned models, which select visual tokens of whole prompts;
     - layers other than full or sliding-window attention;
     - a turn that does not begin with the shared prompt. After an image was removed, this cannot be checked
@@ -136,7 +136,7 @@ class Turns:
         from transformers.cache_utils import DynamicLayer
 
         core = reader.prefix.core
-        if family_of(core.config).types:
+        if types_argument(core.config):
             return "the tokens of an image attend in both directions, which is known of those of a prompt"
         if reader.prefix.shared:
             return ""
@@ -153,7 +153,7 @@ class Turns:
 
 @cache
 def _tell(why: str) -> None:
-    """Log a reason for reading turns from the beginning, once per process."""
+    """Warn that turns are read from the beginning, once per process and reason."""
     log.warning("every turn of a conversation is read anew, from its beginning: %s", why)
 
 
@@ -187,7 +187,7 @@ class TurnReader:
         self.keys, self.kept = list(map(key_of, requests)), {}
         self.chunk: Chunk | None = None
         self.begun, self.tokens = False, torch.zeros(len(requests), 0, dtype=torch.int64)
-        self.latest: list[Tensor] = []  # tokens (n,) of later steps, not yet added to `tokens` (n, t)
+        self.latest: list[Tensor] = []  # tokens (n,) of the latest steps, not yet added to `tokens` (n, t)
 
     def read(self, token: Tensor | None) -> Tensor:
         """Run one token per row and return logits; the first call, with None, runs the turn's new tokens."""
@@ -199,7 +199,7 @@ class TurnReader:
         return self.reader.read(token)
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows in the batch; store keys and values of the others for the next turn."""
+        """Keep only these rows in the batch; store the keys and values of other rows for the next turn."""
         remaining = rows.tolist()
         self._leave(sorted({*range(len(self.rows))} - {*remaining}), copy=True)
         self.tokens = self.tokens[rows.cpu()]
@@ -207,13 +207,13 @@ class TurnReader:
         self.reader.keep(rows)
 
     def kept_rows(self) -> dict[Key, KeptRow]:
-        """End the turn, and return the stored rows of all conversations by key."""
+        """End the turn; return the stored rows of all conversations, keyed by conversation."""
         if self.begun:
             self._leave(range(len(self.rows)))
         return self.kept
 
     def _leave(self, leaving: Iterable[int], *, copy: bool = False) -> None:
-        """Store the keys and values of leaving rows, as copies if `copy`, otherwise as views of the cache."""
+        """Store keys and values of rows that leave the batch: copies if `copy`, else views of the cache."""
         if self.latest:
             self.tokens = torch.cat([self.tokens, torch.stack(self.latest, 1).cpu()], 1)
             self.latest = []
@@ -330,5 +330,5 @@ def begins_with(whole: Tensor, first: Tensor) -> bool:
 
 
 def key_of(request: GenerationRequest) -> Key:
-    """Return the key of a request's conversation."""
+    """Return the key of a request's conversation: the uid of its prompt and the index of the answer."""
     return request.prompt.uid, request.index

@@ -22,7 +22,7 @@ from mmrl.vision.engines.generate import Generate
 from mmrl.vision.media.prompts import add_noise, map_frames, random_crop, without_media
 from mmrl.vision.models.processor import EncodedPrompt
 
-TRIES = 1000  # most draws of a ratio; after them it is set to `gap` above the previous ratio
+TRIES = 1000  # maximal draws of a ratio; then the ratio is set to `gap` above the previous one
 LATEST = 20.0  # upper limit of decay_gamma * t, because exp(20) is far beyond any logit
 
 Mix = Literal["log", "prob"]
@@ -69,6 +69,7 @@ class ContrastiveDecoding:
     decay_gamma: NonNegativeFloat = 0.0
     confidence_threshold: PositiveShare = 1.0
     notes: ClassVar[frozenset[str]] = frozenset()
+    in_process: ClassVar[str] = "mixes two distributions at every token"
 
     def __post_init__(self) -> None:
         means, stds = list(self.contrast_alpha), list(self.contrast_alpha_std)
@@ -97,7 +98,7 @@ class ContrastiveDecoding:
         return tuple(rows)
 
     def ratio(self, uid: str, index: int) -> float:
-        """Draw the ratio of answer `index`, at least `gap` above the previous ratio of its cycle."""
+        """Draw the hallucination ratio of answer `index`, at least `gap` above the previous of its cycle."""
         turn, place = divmod(index, len(self.contrast_alpha))
         generator = self.stream.generator("contrast_alpha", uid, turn)  # independent of other cycles
         last = -math.inf
@@ -114,7 +115,7 @@ class ContrastiveDecoding:
         return last
 
     def _begin(self, rows: Sequence[GenerationRequest]) -> LogitsReader:
-        """Make a reader that runs each row with the image, without it, or both, depending on its ratio."""
+        """Make a reader that runs each row with the image, without, or both, depending on the row's ratio."""
         device = self.policy.core.get_input_embeddings().weight.device
         ratio = torch.tensor([self.ratio(row.prompt.uid, row.index) for row in rows], device=device)
         # The thresholds and the decay need p, whatever the ratio is.
@@ -132,7 +133,7 @@ class ContrastiveDecoding:
 
     def _corrupted(self, row: GenerationRequest) -> EncodedPrompt:
         """Encode the prompt of q: without media, with noised media, or with cropped media."""
-        generator = self.stream.generator("distortion", row.prompt.uid)  # same seed for all answers
+        generator = self.stream.generator("distortion", row.prompt.uid)  # one distortion for all answers
         encode = self.policy.prompt_encoder.encode
         if self.against == "blind":
             return encode(without_media(row.prompt))
@@ -146,9 +147,9 @@ class ContrastiveDecoding:
 
 
 class MixtureReader:
-    """Runs each row with the image, without it, or both, as its ratio needs, and mixes the logits.
+    """Runs each row with the image, without it, or both, depending on its ratio, and mixes the logits.
 
-    `halves` has a pair for p and a pair for q: a mask (n,) of rows that need it, and their reader, or None.
+    `halves` has one pair each for p and q: the mask (n,) of rows that need it, and their reader, or None.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class MixtureReader:
         self.length = 0
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Read a token of every row with both readers, and return the mixed logits."""
+        """Append one token per row (n,) in both readers, and return the mixed logits (n, V)."""
         settings, ratio = self.settings, self.ratio[:, None]
         p, q = (self._logp(needed, reader, token) for needed, reader in self.halves)
         if settings.decay_gamma:
@@ -182,7 +183,7 @@ class MixtureReader:
         return mixture.index_fill(-1, self.forbidden, FORBIDDEN)
 
     def _logp(self, needed: Tensor, reader: LogitsReader | None, token: Tensor | None) -> Tensor | float:
-        """Return log-probabilities (n, V), 0 in rows that do not need them; the number 0 without a reader."""
+        """Return log-probabilities (n, V), 0 in rows that do not need them; the float 0 without a reader."""
         if reader is None:
             return 0.0
         logp = reader.read(token if token is None else token[needed]).log_softmax(-1)
@@ -191,10 +192,10 @@ class MixtureReader:
         return logp.new_zeros(len(needed), logp.shape[1]).index_put((needed,), logp)
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only the rows with these indices (k,)."""
+        """Keep only the answers (rows) with these indices (k,) in the batch."""
         halves = []
         for needed, reader in self.halves:
-            # A reader has only the rows that need it, so convert the indices.
+            # A reader has only the rows that need it, so convert the indices to its rows.
             inside = (needed.cumsum(0) - 1)[rows][needed[rows]]
             if reader is not None and len(inside):
                 reader.keep(inside)

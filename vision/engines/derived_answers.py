@@ -15,22 +15,23 @@ from mmrl.config.ranges import ShareBelowOne
 from mmrl.config.registry import engine
 from mmrl.core.protocols import Engine
 from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.decoding import GenerationRequest, LogitsReader
+from mmrl.vision.decoding.branching import Branch
+from mmrl.vision.decoding.continuing import ContinuingEngine
+from mmrl.vision.decoding.decoding import LogitsReader
 from mmrl.vision.decoding.token_steps import FORBIDDEN
 from mmrl.vision.engines.contrastive_decoding import record_ratio
-from mmrl.vision.engines.generate import Generate
 from mmrl.vision.media.prompts import without_media
 
 
 def answer_half(engine: Engine, prompts: Sequence[Prompt]) -> tuple[Rollouts, dict[str, list[Trajectory]]]:
-    """Sample answers for half of the entries of every prompt, rounded up.
+    """Sample half of the answers to every prompt, rounded up; `prompts` has one entry per answer.
 
-    Returns their rows, and for every prompt id the rows from which the other half will be derived.
+    Returns the rows, and maps the uid of every prompt to the rows from which the other half can be derived.
     """
     distinct = {prompt.uid: prompt for prompt in prompts}
     counts = Counter(prompt.uid for prompt in prompts)
     rows = engine.rollout([distinct[uid] for uid, count in counts.items() for _ in range(count - count // 2)])
-    # If the number of answers is odd, no answer is derived from the last one.
+    # If the number of answers is odd, no answer is derived from the last sampled one.
     return rows, {
         uid: [row for row in rows if row.prompt.uid == uid][: count // 2] for uid, count in counts.items()
     }
@@ -43,14 +44,15 @@ class DropoutNtp:
 
     Dropout-NTP of MPO, arXiv 2411.10442. The first half of the answers to a prompt is sampled as usual; each
     answer of the second half is derived from one of them. Derived answers record `contrast_alpha` 1 (others
-    0), are off-policy, and have log-probability 0 for the copied tokens. The engine wraps `vision.generate`.
+    0), are off-policy, and have log-probability 0 for the copied tokens. The engine wraps `vision.generate`
+    or `vision.vllm`.
 
     Args:
         engine: The wrapped engine.
         share: Fraction of an answer's tokens that is copied, in [0, 1).
     """
 
-    engine: Generate
+    engine: ContinuingEngine
     _: KW_ONLY
     share: ShareBelowOne = 0.5
     notes: ClassVar[frozenset[str]] = frozenset()
@@ -61,25 +63,30 @@ class DropoutNtp:
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Sample half of the answers to every prompt, and derive the other half."""
         whole, cut = answer_half(self.engine, prompts)
-
-        def begin(rows: Sequence[GenerationRequest]) -> LogitsReader:
-            encode = self.policy.prompt_encoder.encode
-            device = self.policy.core.get_input_embeddings().weight.device
-            reader = self.engine.reader([encode(without_media(row.prompt)) for row in rows])
-            # The i-th derived answer copies the beginning of the i-th sampled answer.
-            answers = [cut[row.prompt.uid][row.index].steps.ids.to(device) for row in rows]
-            # Rounded down, so that at least the last token is sampled.
-            return ForcedPrefixReader(reader, [ids[: int(self.share * len(ids))] for ids in answers])
-
-        continued = self.engine.decode([row.prompt for rows in cut.values() for row in rows], begin)
+        encode, branches, sources = self.policy.prompt_encoder.encode, [], []
+        for uid, rows in cut.items():
+            for index, row in enumerate(rows):
+                # Rounded down, so that at least the last token is sampled.
+                copied = row.steps.ids[: int(self.share * len(row.steps.ids))]
+                generator = self.engine.stream.generator(uid, index)
+                uniform = torch.rand(self.engine.max_completion_length, generator=generator)[len(copied) :]
+                branches.append(Branch(encode(without_media(row.prompt)), uniform, copied, scored=False))
+                sources.append(row)
+        derived = []
+        for row, branch, grown in zip(sources, branches, self.engine.grow(branches), strict=True):
+            assert grown is not None  # only a branch with a parent can be None
+            notes = grown.notes
+            for name in notes.keys() - {"token"}:  # a copied token has probability 1
+                notes[name] = torch.cat([torch.zeros(branch.given), notes[name][branch.given :]])
+            derived.append(self.engine.row(row.prompt, encode(row.prompt), notes, grown.stopped))
         return (
             *(record_ratio(row, 0.0, "0") for row in whole),
-            *(record_ratio(row, 1.0, "1") for row in continued),
+            *(record_ratio(row, 1.0, "1") for row in derived),
         )
 
 
 class ForcedPrefixReader:
-    """Reader that makes rows start with given tokens: it gives all other tokens probability 0."""
+    """Reader that makes rows start with forced tokens, by giving all other tokens probability 0."""
 
     def __init__(self, reader: LogitsReader, forced: Sequence[Tensor]) -> None:
         self.reader = reader
@@ -88,7 +95,7 @@ class ForcedPrefixReader:
         self.logits = torch.empty(0)  # logits of the latest step, before masking
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Read a token of every row; return the next logits, masked except for the next forced token."""
+        """Append one token to every row; return the next logits, masked except for the next forced token."""
         self.logits = logits = self.reader.read(token)
         if self.length < self.forced.shape[1]:
             wanted = self.forced[:, self.length, None]
@@ -99,6 +106,6 @@ class ForcedPrefixReader:
         return logits
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only the rows with these indices (k,)."""
+        """Keep only the answers (rows) with these indices (k,) in the batch."""
         self.reader.keep(rows)
         self.forced = self.forced[rows]

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, count, pairwise
 from statistics import fmean
@@ -23,20 +24,21 @@ from mmrl.config.registry import engine
 from mmrl.core.onednn import onednn
 from mmrl.core.progress import advance
 from mmrl.core.rng import Stream
-from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Prompt, Rollouts, Trajectory
 from mmrl.runtime.modules import LOW, evaluating
 from mmrl.vision.decoding.decoding import (
     COMPACT,
     BeginReading,
     CachedReader,
     GenerationRequest,
+    answer_row,
     draw_tokens,
+    first_tokens,
 )
 from mmrl.vision.decoding.prefill import MakeCache
 from mmrl.vision.decoding.single_step import single_steps
 from mmrl.vision.decoding.stop_strings import StopStrings
-from mmrl.vision.decoding.token_steps import TokenRow
-from mmrl.vision.decoding.turns import Turns
+from mmrl.vision.decoding.turns import Key, Turns
 from mmrl.vision.models.loading import EngineModel, TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
@@ -61,7 +63,7 @@ class Generate:
         confidence_top_k: Record the "confidence" of every answer, a weight for votes (SCOPE, arXiv
             2512.15146): minus the mean log-probability of the k most likely tokens, averaged over the tokens
             of each paragraph, then over paragraphs. 0: do not record it.
-        cache: Function that makes the KV cache from masks of visual tokens and of padding.
+        cache: Function that makes a KV cache, given masks of visual tokens and of padding; None: exact cache.
         transform: Transforms of the engine's own model, which shares the weights of the policy; the policy
             itself is not transformed.
     """
@@ -86,6 +88,7 @@ class Generate:
             raise ConfigError(
                 "`confidence_top_k` of 1 would be higher where the model is less sure; set 2 or more, or 0"
             )
+        self.more_ends: list[int] = []  # tokens that end an answer besides those of the encoder
         self.stops = StopStrings(self.stop_strings, self.policy.prompt_encoder)
         self.rollout_policy: TokenPolicy = self.policy
         if self.transform:
@@ -100,8 +103,12 @@ class Generate:
         return CachedReader(self.rollout_policy, prompts, self.cache)
 
     def turns(self) -> Turns:
-        """Make the reader of a batch of conversations, using the engine's model and cache."""
+        """Make the object that creates a reader per turn, using the engine's model and cache."""
         return Turns(self.rollout_policy, self.cache)
+
+    def converse(self) -> GeneratedTurns:
+        """Begin a batch of conversations, whose turns reuse the keys and values of earlier turns."""
+        return GeneratedTurns(self, self.turns())
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
@@ -114,12 +121,12 @@ class Generate:
             self.rollout_policy, self.cache = before
 
     def decode(self, prompts: Sequence[Prompt], begin: BeginReading | None = None) -> Rollouts:
-        """Sample an answer for every entry, in order; `begin` makes the reader (default: `self.reader`)."""
+        """Sample an answer for every prompt, in order; `begin` makes the reader (default: `self.reader`)."""
         counters: dict[str, count[int]] = defaultdict(count)
         rows = []
         for prompt in prompts:
             index = next(counters[prompt.uid])
-            # One random number per token and row, so that draws do not depend on the batch or other rows.
+            # One random number per token and row, so that answers do not depend on the batch or other rows.
             generator = self.stream.generator(prompt.uid, index)
             uniform = torch.rand(self.max_completion_length, generator=generator)
             encoded = self.policy.prompt_encoder.encode(prompt)
@@ -128,7 +135,7 @@ class Generate:
 
     @torch.no_grad()
     def answer(self, rows: Sequence[GenerationRequest], begin: BeginReading | None = None) -> Rollouts:
-        """Sample an answer for every request, in order, with at most one token per random number."""
+        """Sample an answer to every request, in order; the request's `uniform` limits the token count."""
         begin = begin or (lambda rows: self.reader([row.encoded for row in rows]))
         size = self.batch_size or len(rows) or 1
         finished: list[Trajectory] = []
@@ -142,17 +149,10 @@ class Generate:
     def first_words(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
         """Compute, for every prompt and list, the probability that an answer begins with a listed word.
 
-        Sampling options have no effect. Only words of a single token count. Raises `ConfigError` for a list
-        without such a word, and for a token in two lists.
+        Sampling options have no effect. Only words of a single token count. Raises `ConfigError` if a list
+        has no such word, or if two lists have a token in common.
         """
-        encode = self.policy.prompt_encoder.tokenizer
-        ids = [[encode(word, add_special_tokens=False)["input_ids"] for word in listed] for listed in words]
-        tokens = [sorted({word[0] for word in listed if len(word) == 1}) for listed in ids]
-        if not all(tokens) or len({t for listed in tokens for t in listed}) < sum(map(len, tokens)):
-            raise ConfigError(
-                f"one of each of {[list(w) for w in words]} must be a token of its own, so that the first "
-                "token of an answer tells them apart"
-            )
+        tokens = first_tokens(self.policy.prompt_encoder.tokenizer, words)
         encoded = [self.policy.prompt_encoder.encode(prompt) for prompt in prompts]
         size, shares = self.batch_size or len(prompts) or 1, []
         with self.running():
@@ -162,15 +162,23 @@ class Generate:
         return shares
 
     @torch.no_grad()
-    def grow(self, branches: Sequence[Branch], **options: Any) -> list[Grown | None]:
-        """Sample branches with the options of `grow_with`; compute their common prefixes once."""
-        from mmrl.vision.decoding.branching import grow_with  # few runs need it
+    def grow(
+        self, branches: Sequence[Branch], *, temperature: float | None = None, batch_size: int = 0
+    ) -> list[Grown | None]:
+        """Sample branches, computing their common prefixes once; see `grow_with`."""
+        from mmrl.vision.decoding.branching import grow_with  # imported here because few runs need it
 
-        return grow_with(self, branches, **options)
+        return grow_with(self, branches, temperature=temperature, batch_size=batch_size)
+
+    def greedily(self) -> Generate:
+        """Return a copy of the engine that decodes greedily, with the same model and cache."""
+        greedy = copy(self)
+        greedy.temperature = 0.0
+        return greedy
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Prepare the model for decoding inside the context."""
+        """Inside the context, prepare the model for decoding: evaluation mode, autocast, fast kernels."""
         model, compute = self.rollout_policy.model, self.rollout_policy.compute
         autocast = torch.autocast(model.get_input_embeddings().weight.device.type, compute, compute in LOW)
         # In training mode, layers with gradient checkpointing refuse a KV cache.
@@ -183,12 +191,15 @@ class Generate:
             yield
 
     def _answer(self, rows: Sequence[GenerationRequest], begin: BeginReading, work: str) -> list[Trajectory]:
-        """Sample one batch token by token, until all rows have ended."""
+        """Sample the answers of one batch token by token, until all answers have ended."""
         device, encoder = self.policy.core.get_input_embeddings().weight.device, self.policy.prompt_encoder
         options: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
         options |= {"top_k": self.top_k, "min_p": self.min_p}
         uniform = pad_sequence([row.uniform for row in rows]).to(device)  # (T, n)
-        limits, ends = [len(row.uniform) for row in rows], torch.tensor(encoder.end, device=device)
+        limits, ends = (
+            [len(row.uniform) for row in rows],
+            torch.tensor([*encoder.end, *self.more_ends], device=device),
+        )
         notes = SampledNotes(len(rows), len(uniform), device)
         length = torch.tensor(limits, device=device)  # (n,), smaller for rows that end earlier
         ended, stopped = (torch.zeros(len(rows), dtype=torch.bool, device=device) for _ in range(2))
@@ -247,24 +258,9 @@ class Generate:
         chosen: Tensor | None = None,
         recorded: Mapping[str, float] = MappingProxyType({}),
     ) -> Trajectory:
-        """Make the row of an answer.
-
-        Args:
-            prompt: The prompt.
-            encoded: The encoded prompt.
-            notes: Values (T,) of every token, by name; `token` holds the ids.
-            stopped: Whether an end token or a stop string ended the answer, instead of the limit.
-            chosen: (T,) bool, False for tokens that were not sampled; None: all were sampled.
-            recorded: Scalars recorded with the outcome, by name.
-        """
-        ids = notes["token"]
-        text, finish = self.policy.prompt_encoder.text(ids), "stop" if stopped else "length"
-        outcome = Outcome(text=text, end=len(ids), tags={"finish": finish}, recorded=recorded)
-        # Greedy answers are trained on at temperature 1, at which their `logp` was computed.
-        temperature = self.temperature or 1.0
-        notes = {**notes, "temperature": torch.full((len(ids),), temperature)}
-        steps = TokenRow(encoded, ids, temperature, chosen)
-        return Trajectory(prompt, prompt.uid, (outcome,), steps, len(ids), notes)
+        """Build the training row of a sampled answer; see `answer_row`."""
+        encoder = self.policy.prompt_encoder
+        return answer_row(encoder, self.temperature, prompt, encoded, notes, stopped, chosen, recorded)
 
     def _confidence(self, logits: Tensor) -> Tensor:
         """Return minus the mean log-probability of the k most likely tokens (n,), from logits (n, V)."""
@@ -272,10 +268,26 @@ class Generate:
         return -logp.topk(min(self.confidence_top_k, logp.shape[-1])).values.float().mean(-1)
 
 
-class SampledNotes:
-    """Values of every sampled token of a batch: columns (n, T) of ids and of float32 numbers.
+@dataclass(frozen=True, eq=False)
+class GeneratedTurns:
+    """Samples the turns of a batch of conversations, and keeps their KV cache between turns."""
 
-    Steps are buffered and written together, because a write takes as long as an operator of the model.
+    engine: Generate
+    turns: Turns
+
+    def sample(self, requests: Sequence[GenerationRequest]) -> Rollouts:
+        """Sample one turn for every request, in order."""
+        return self.engine.answer(requests, self.turns.begin)
+
+    def part(self, parents: Mapping[Key, Key]) -> None:
+        """Branch conversations: `parents` maps each new one to its origin, whose cache it reuses."""
+        self.turns.part(parents)
+
+
+class SampledNotes:
+    """Values of the sampled tokens of a batch: `columns` (n, T) of ids and of float32 values.
+
+    Steps are buffered and written together, because one write costs as much time as an operator of the model.
     """
 
     def __init__(self, rows: int, longest: int, device: torch.device) -> None:

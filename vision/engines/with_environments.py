@@ -25,7 +25,7 @@ from mmrl.vision.tools.replies import Answer, Limits, ToolFault, content_of
 class Played(Conversation):
     """A conversation with an environment.
 
-    `reward` is the result of `get_reward`, which may be None; NaN without a successful call.
+    `reward` is the result of `get_reward`, a number or None; it is NaN before a successful call.
     """
 
     episode: Episode = field(kw_only=True)
@@ -38,12 +38,14 @@ class WithEnvironments(WithTools):
     """Let the policy act in environments in TRL's format, whose public methods are the tools.
 
     Every rollout has its own environment object. `reset(**columns)` gets the columns of the row, and its
-    result is appended to the prompt. All public methods but `reset` and `get_reward` are tools, and may
-    change the object. The result of `get_reward()`, if the class has this method, is recorded under the name
-    of the environment, for the reward `precomputed`. Calls of one conversation run in order. Calls of
-    different conversations run concurrently, also while other conversations still generate. Rewards in TRL's
-    format get the objects as `environments`. There, an object whose call timed out is false, and reading its
-    attributes is an error. Everything else is as in `vision.with_tools`.
+    result is appended to the prompt. All public methods but `reset`, `get_reward` and `get_turn_reward` are
+    tools, and may change the object. The result of `get_reward()`, if the class has this method, is recorded
+    under the name of the environment, for the reward `precomputed`. The result of `get_turn_reward()`, asked
+    after the calls of a turn, is recorded as `turn_reward` with this turn if `turn_outcomes` is set. Calls of
+    one conversation run in order. Calls of different conversations run concurrently, also while other
+    conversations still generate. Rewards in TRL's format get the objects as `environments`. If a call timed
+    out, a placeholder replaces its object: it is false, and reading its attributes is an error. Everything
+    else is as in `vision.with_tools`.
 
     Args:
         environment: Classes, or functions that make an object; each may have `label` (its name), `timeout`
@@ -62,6 +64,8 @@ class WithEnvironments(WithTools):
         max_image_pixels: Maximal pixels of an image, or of all frames of a video, that a tool returns; a
             larger one counts as an error of the tool.
         turn_outcomes: Make an outcome of every turn, so that rewards score all turns instead of the last.
+        score_target: Record the probability of the right answer before every turn, as in `vision.with_tools`.
+        opener: Text before the right answer.
     """
 
     _: KW_ONLY
@@ -84,7 +88,7 @@ class WithEnvironments(WithTools):
     def begin(self, entries: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
         """Make and reset an environment for every conversation; append the observation to its prompt."""
         serial = Owner()
-        shown: dict[tuple, Part] = {}  # by content, so that equal images become one object, encoded once
+        shown: dict[tuple, Part] = {}  # keyed by content, so that equal images are encoded once
         episodes, calls = [], []
         for prompt, index in entries:
             key = (prompt.uid, index) if self.seed_rollouts else (prompt.uid,)
@@ -113,12 +117,25 @@ class WithEnvironments(WithTools):
                 raise _broken(talk.episode, "get_reward", talk.prompt, answer)
         return super().end(talks)
 
+    def _reply(self, talks: Sequence[Played], last: bool) -> None:
+        """Run all calls as `vision.with_tools` does; then ask environments for the reward of the turn."""
+        super()._reply(talks, last)
+        acted = [
+            talk for talk in talks if not last and talk.episode.kind.scores_turns and not talk.episode.lost
+        ]
+        calls = [talk.episode.ask("get_turn_reward") for talk in acted]
+        for talk, answer in zip(acted, self._run(calls), strict=True):
+            if answer.fault:
+                raise _broken(talk.episode, "get_turn_reward", talk.prompt, answer)
+            if answer.value is not None:
+                talk.recorded[-1]["turn_reward"] = answer.value
+
     def _run(self, calls: Sequence[Tool]) -> list[Answer]:
         limits = Limits(self.max_reply_chars, self.max_image_pixels)
         return run_calls([(call, []) for call in calls], limits)
 
     def _continue(self, talk: Played, replies: Replies) -> None:
-        """Append the replies to a conversation, or end it if a call of its environment timed out."""
+        """Append the replies to a conversation; end it instead if a call of its environment timed out."""
         if talk.episode.lost and talk.episode.kind.on_error != "raise":
             self.counts["errors"] += 1
             talk.finish = "tool_error"

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, Probability
 from mmrl.config.registry import engine
 from mmrl.core.episodes import BARE
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.branching import NO_TOKENS, Branch, Grown
+from mmrl.vision.decoding.branching import Branch, Grown, right_answer, target_scores, tokenized
+from mmrl.vision.decoding.continuing import ContinuingEngine
 from mmrl.vision.engines.generate import Generate
 
 
@@ -37,15 +39,15 @@ class WithPrefixRollouts:
 
     Every completion becomes an outcome of the answer. The text of this outcome, for rewards, is prefix and
     completion; its `end` is the number of prefix tokens. `mean_by_end` averages the rewards of one prefix
-    (SPO, arXiv 2505.23564). Common prefixes are computed once. The wrapped engine `vision.generate` samples
-    the answers. Evaluations complete no prefixes.
+    (SPO, arXiv 2505.23564). Common prefixes are computed once. The wrapped engine, `vision.generate` or
+    `vision.vllm`, samples the answers. Evaluations complete no prefixes.
 
     Args:
         engine: The wrapped engine.
         num_probes: Completions of each prefix; 0: none, for `score_target` alone.
         cut: Where prefixes may end. `low_probability`: before tokens that were sampled with a probability
             below `threshold`. `separator`: after tokens that complete a separator. `token`: after any token.
-        interval: Use every `interval`-th of these positions; `low_probability` begins with the first.
+        interval: Use every `interval`-th of these positions; `low_probability` includes the first one.
         threshold: Probability for `low_probability`.
         separator: Text that ends a step, such as a full stop and an empty line.
         at_start: Complete the empty prefix (the prompt alone) too.
@@ -59,14 +61,15 @@ class WithPrefixRollouts:
         score_target: Record with these outcomes the probability of the right answer after the opener: the
             geometric mean over its tokens (`answer_likelihood`, IGPO, arXiv 2510.14967) and the arithmetic
             mean (`answer_probability`, SPAE, arXiv 2601.03823). The right answer is the (first) target if it
-            is a text, else the first recorded answer. Completions record a `confidence`: exp(-mean entropy).
+            is a text, else the first recorded answer. Completions record a `confidence`, exp(-mean entropy),
+            except with `vision.vllm`, whose servers compute no entropies.
         batch_size: Maximal number of rows in a batch; 0: as in the wrapped engine.
-        policy: Another model that completes prefixes, such as PAV's prover (arXiv 2410.08146):
-            `{name: vision.tokens, model: ..., frozen: true}`. It must have the policy's tokens, and is not
+        policy: Another model that completes prefixes, such as PAV's prover (arXiv 2410.08146): `{name:
+            vision.tokens, model: ..., frozen: true}`. This model must have the policy's tokens, and is not
             trained. None: the policy.
     """
 
-    engine: Generate
+    engine: ContinuingEngine
     _: KW_ONLY
     stream: Stream
     num_probes: NonNegativeInt = 4
@@ -81,8 +84,13 @@ class WithPrefixRollouts:
     probe_temperature: NonNegativeFloat | None = None
     score_target: bool = False
     batch_size: NonNegativeInt = 0
-    policy: Any = None  # function that makes the other model's policy; then the wrapped engine's policy
+    policy: Any = None  # option: makes another model's policy; later: the wrapped engine's policy
     notes: ClassVar[frozenset[str]] = frozenset()
+
+    @staticmethod
+    def copies_engine(options: Mapping[str, Any]) -> bool:
+        """Whether another model completes prefixes, with a copy of the wrapped engine."""
+        return options.get("policy") is not None
 
     def __post_init__(self) -> None:
         self.completing = self._prover(self.policy()) if self.policy else self.engine
@@ -100,7 +108,8 @@ class WithPrefixRollouts:
         if self.stream.purpose != "train":
             return self.engine.rollout(prompts)
         distinct = {prompt.uid: prompt for prompt in prompts} if self.score_target else {}
-        targets = {uid: self._target(prompt) for uid, prompt in distinct.items()}
+        name = "vision.with_prefix_rollouts"
+        targets = {uid: self._tokenized(right_answer(prompt, name)) for uid, prompt in distinct.items()}
         rows = self.engine.rollout(prompts)
         probes: list[Probe] = []
         counts: Counter[str] = Counter()  # number of rows of each prompt so far
@@ -108,7 +117,7 @@ class WithPrefixRollouts:
         for number, row in enumerate(rows):
             uid = row.prompt.uid
             if ends := self.cuts(row):
-                key = (uid, counts[uid])  # so that draws do not depend on other rows
+                key = (uid, counts[uid])  # so that random numbers do not depend on other rows
                 if self._chosen(key):
                     probes += self._probes(number, row, ends, key, targets.get(uid), first=len(probes))
                 else:
@@ -127,9 +136,9 @@ class WithPrefixRollouts:
         )
 
     def _chosen(self, key: tuple[str, int]) -> bool:
-        """Draw whether to complete the prefixes of an answer."""
+        """Decide at random, with probability `share`, whether to complete the prefixes of an answer."""
         number = torch.rand((), generator=self.stream.generator("share", *key))
-        return float(number) < self.share  # `number` is below 1
+        return float(number) < self.share  # always true if `share` is 1
 
     def _bare(self, row: Trajectory, end: int) -> Outcome:
         """Make the outcome of a prefix without a completion."""
@@ -138,7 +147,9 @@ class WithPrefixRollouts:
         return Outcome(text=text, end=end, tags={BARE: "yes"}, tokens=tokens)
 
     def _prover(self, model: Any) -> Generate:
-        """Make an engine that completes with another model and the settings of the wrapped engine."""
+        """Make an engine that completes prefixes with another model, and the wrapped engine's settings."""
+        if not isinstance(self.engine, Generate):
+            raise ConfigError("another `policy` of `vision.with_prefix_rollouts` needs `vision.generate`")
         model.check_steps_of(self.engine.policy)
         device = self.engine.policy.core.get_input_embeddings().weight.device
         model.module.requires_grad_(False).to(device)
@@ -174,16 +185,20 @@ class WithPrefixRollouts:
         target: Tensor | None,
         first: int,
     ) -> list[Probe]:
-        """Make the branches of an answer; `key` seeds draws, `first` is the index of the answer's branch."""
+        """Make the branches that complete an answer's prefixes; `key` seeds them, `first`: first index."""
         prompt, opener, nothing = row.steps.prompt, self._tokenized(self.opener), torch.zeros(0)
-        # The answer is read up to the last cut, without sampling.
-        probes = [Probe(number, ends[-1], "answer", Branch(prompt, nothing, row.steps.ids[: ends[-1]]))]
+        # The first branch is the answer itself up to the last cut, without sampling.
+        probes = [
+            Probe(
+                number, ends[-1], "answer", Branch(prompt, nothing, row.steps.ids[: ends[-1]], scored=False)
+            )
+        ]
         for end in ends:
             room = self.max_probe_length or self.engine.max_completion_length - end - len(opener)
             for probe in range(self.num_probes):
                 generator = self.stream.generator("prefix", *key, end, probe)
                 uniform = torch.rand(max(1, room), generator=generator)
-                branch = Branch(prompt, uniform, opener, first, end)
+                branch = Branch(prompt, uniform, opener, first, end, scored=False)
                 probes.append(Probe(number, end, "completion", branch))
             if target is not None:
                 branch = Branch(prompt, nothing, torch.cat([opener, target]), first, end)
@@ -191,13 +206,10 @@ class WithPrefixRollouts:
         return probes
 
     def _outcomes(self, pairs: Sequence[tuple[Probe, Grown]]) -> list[Outcome]:
-        """Make the outcomes of an answer's prefixes from its finished branches."""
+        """Make the outcomes of an answer's prefixes from the finished branches (`pairs`)."""
         opener, text = len(self._tokenized(self.opener)), self.policy.prompt_encoder.text
         recorded = {
-            probe.end: {
-                "answer_likelihood": float(grown.logp[probe.end + opener :].double().mean().exp()),
-                "answer_probability": float(grown.logp[probe.end + opener :].double().exp().mean()),
-            }
+            probe.end: target_scores(grown.logp[probe.end + opener :])
             for probe, grown in pairs
             if probe.kind == "target"
         }
@@ -206,27 +218,17 @@ class WithPrefixRollouts:
             if probe.kind == "answer" or (probe.kind == "target" and self.num_probes):
                 continue
             likelihood = recorded.get(probe.end, {})
-            if probe.kind == "target":  # without completions: the prefix alone
+            if probe.kind == "target":  # no completions: the outcome is the prefix alone
                 ids = grown.ids[: probe.end]
             else:
                 ids = grown.ids
-                unsure = float(grown.entropy[probe.end + opener :].double().mean())
-                likelihood = {**likelihood, "confidence": math.exp(-unsure)}
+                if grown.entropy is not None:
+                    unsure = float(grown.entropy[probe.end + opener :].double().mean())
+                    likelihood = {**likelihood, "confidence": math.exp(-unsure)}
             tokens = tuple(ids.tolist())
             outcomes.append(Outcome(text=text(ids), end=probe.end, recorded=likelihood, tokens=tokens))
         return outcomes
 
     def _tokenized(self, text: str) -> Tensor:
         """Tokenize a text inside an answer, without an end token."""
-        return self.policy.prompt_encoder.answer(text)[:-1] if text else NO_TOKENS
-
-    def _target(self, prompt: Prompt) -> Tensor:
-        """Tokenize the right answer to a prompt; raise `ValueError` if no right answer is a text."""
-        match prompt.target, prompt.answers:
-            case (str(text), _) | ((str(text), *_), _) | (_, (Outcome(text=str(text)), *_)) if text:
-                return self._tokenized(text)
-        raise ValueError(
-            f"`vision.with_prefix_rollouts` with `score_target` wants a right answer as text, but the target "
-            f"of prompt '{prompt.uid}' is {prompt.target!r} and it has {len(prompt.answers)} recorded "
-            "answers; add recorded answers, or use completions (`num_probes`) alone"
-        )
+        return tokenized(self.policy.prompt_encoder, text)

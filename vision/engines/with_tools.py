@@ -20,10 +20,11 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call, CallError, parse_calls
-from mmrl.core.types import CHANGED, Message, Part, Prompt, PromptError, Rollouts, Trajectory
-from mmrl.vision.decoding.decoding import BeginReading, GenerationRequest
+from mmrl.core.types import Message, Part, Prompt, PromptError, Rollouts, Trajectory
+from mmrl.vision.decoding.branching import Branch, right_answer, target_scores, tokenized
+from mmrl.vision.decoding.continuing import ConversationEngine, TurnSampler
+from mmrl.vision.decoding.decoding import GenerationRequest
 from mmrl.vision.decoding.token_steps import TokenRow
-from mmrl.vision.engines.generate import Generate
 from mmrl.vision.models.processor import EncodedPrompt, Tools
 from mmrl.vision.tools.call_formats import encode_with_tools, parser_of
 from mmrl.vision.tools.conversation import CALL, Conversation, images_of
@@ -34,17 +35,18 @@ from mmrl.vision.tools.replies import Answer, Limits, ToolFault, one_line, shrun
 UNREADABLE = (Part("Error: the reply of the tool cannot be shown"),)
 
 
-@engine(sets_tags={EPISODE, TURN, "state", "finish", CHANGED})
+@engine(sets_tags={EPISODE, TURN, "state", "action", "tool", "finish"})
 @dataclass(eq=False)
 class WithTools:
     """Let the policy call tools in a conversation, and read their replies before its next turn.
 
-    The engine wraps `vision.generate`, whose `max_completion_length` limits one turn. A rollout is one row.
-    Its steps are the sampled tokens; the tool replies between them are not trained on. Its answer is the last
-    turn, with the tags `turn` (index of the turn) and `finish`: `stop`, `length`, `turns`, `images`,
-    `context` or `tool_error`. The columns `conversation` and `finish` of completions show the whole
-    conversation and why it ended. The reply to a malformed call is an error in one line. The calls of a turn
-    start as soon as the turn ends, while other conversations still generate. `replay` skips these rows.
+    The engine wraps `vision.generate` or `vision.vllm`, whose `max_completion_length` limits one turn. A
+    rollout is one row. Its steps are the sampled tokens; the tool replies between them are not trained on.
+    Its answer is the last turn, with the tags `turn` (index of the turn) and `finish`: `stop`, `length`,
+    `turns`, `images`, `context` or `tool_error`. In the table of completions, the columns `conversation` and
+    `finish` show the whole conversation and why it ended. The reply to a malformed call is an error in one
+    line. The calls of a turn start as soon as the turn ends, while other conversations still generate. Replay
+    engines store whole conversations, with the media that tools returned.
 
     With `only_n_most_recent_images`, a conversation begins a new row whenever older images leave its prompt.
     Its rows have the tag `episode` and count as one answer in rewards and statistics. The last rows of all
@@ -65,10 +67,16 @@ class WithTools:
         max_image_pixels: Maximal pixels of an image, or of all frames of a video, that a tool returns; a
             larger one counts as an error of the tool.
         turn_outcomes: Make an outcome of every turn, so that rewards score all turns instead of the last. The
-            tag `state` names the prompt and the latest replies, for `gigpo` and similar advantages.
+            tag `state` names the prompt and the latest replies, for `gigpo` and similar advantages. The tag
+            `action` names the calls of the turn with their arguments, the tag `tool` their tools.
+        score_target: Record with every turn the probability of the right answer before that turn, in
+            training: the geometric mean over its tokens (`answer_likelihood`, IGPO, arXiv 2510.14967) and the
+            arithmetic mean (`answer_probability`). The right answer is the (first) target if it is a text,
+            else the first recorded answer. It needs `turn_outcomes: true`.
+        opener: Text between the prompt of a turn and the right answer, such as "The answer is".
     """
 
-    engine: Generate
+    engine: ConversationEngine
     _: KW_ONLY
     stream: Stream
     tool: tuple[Callable, ...]
@@ -80,12 +88,20 @@ class WithTools:
     max_reply_chars: PositiveInt = 4000
     max_image_pixels: PositiveInt = 1 << 24
     turn_outcomes: bool = False
+    score_target: bool = False
+    opener: str = ""
     notes: ClassVar[frozenset[str]] = frozenset()
     needs_tool: ClassVar[bool] = True  # False in engines whose conversations have their own tools
     parse: ClassVar[Callable[[str], list[Call | CallError]]] = staticmethod(parse_calls)  # parser of calls
 
     def __post_init__(self) -> None:
         self.policy = self.engine.policy
+        whole = hasattr(self.engine, "grow") and not hasattr(self, "instead")
+        if self.score_target and not (whole and self.turn_outcomes):
+            raise ConfigError(
+                "`score_target` records a number with every turn of whole conversations: set `turn_outcomes: "
+                "true`, with `vision.generate` or `vision.vllm`, and no engine whose conversations part"
+            )
         tools = [Tool.of(function) for function in self.tool]
         self.tools = {tool.name: tool for tool in tools}
         if (self.needs_tool and not tools) or len(self.tools) < len(tools):
@@ -119,11 +135,13 @@ class WithTools:
 
     def end(self, talks: Sequence[Conversation]) -> Rollouts:
         """Make the rows of finished conversations: the last row of each, in order, then earlier rows."""
+        if self.score_target and self.stream.purpose == "train":
+            self._score_targets(talks)
         rows = [[self._row(part) for part in talk.rows(self.only_n_most_recent_images)] for talk in talks]
         return (*(parts[-1] for parts in rows), *(row for parts in rows for row in parts[:-1]))
 
     def pop_metrics(self) -> Mapping[str, float]:
-        """Return the mean turns, calls and failed calls per conversation since the last call."""
+        """Return mean turns, tool calls and failed tool calls per conversation, and reset the counts."""
         number, counts = max(1, self.counts["conversations"]), self.counts
         self.counts = Counter()
         return {
@@ -145,26 +163,26 @@ class WithTools:
 
     def _converse(self, live: Sequence[Conversation]) -> None:
         """Run conversations to the end; each turn samples all unfinished conversations in one batch."""
-        begin = self.engine.turns().begin  # keeps the KV cache of earlier turns
+        turns = self.engine.converse()
         for turn in range(self.max_turns):
-            self._choose(live, turn, begin)
+            self._choose(live, turn, turns)
             self._reply([talk for talk in live if not talk.finish], turn + 1 == self.max_turns)
             live = [talk for talk in live if not talk.finish]
             if not live:
                 break
 
-    def _choose(self, talks: Sequence[Conversation], turn: int, begin: BeginReading) -> None:
-        """Sample one turn of every conversation; end conversations that make no call."""
+    def _choose(self, talks: Sequence[Conversation], turn: int, turns: TurnSampler) -> None:
+        """Sample one turn of every conversation; end conversations whose turn has no tool call."""
         requests = []
         for talk in talks:
-            # The first turn draws as `vision.generate` does. Draws do not depend on the order of completion.
+            # The first turn has the random numbers of `vision.generate`, whatever other conversations do.
             key = ("turn", turn) if turn else ()
             generator = self.stream.generator(talk.prompt.uid, talk.index, *key)
             left = self.max_completion_length - talk.length, self.context - len(talk.read.ids)
             uniform = torch.rand(min(self.engine.max_completion_length, *left), generator=generator)
             on_stop = None if turn + 1 == self.max_turns else partial(self._begin_early, talk)
             requests.append(GenerationRequest(talk.prompt, talk.index, talk.read, uniform, on_stop))
-        for talk, answer in zip(talks, self.engine.answer(requests, begin), strict=True):
+        for talk, answer in zip(talks, turns.sample(requests), strict=True):
             finish = answer.outcomes[-1].tags["finish"]
             calls = self.read_calls(answer.outcomes[-1].text or "")
             talk.add(answer, calls)
@@ -174,17 +192,17 @@ class WithTools:
                 talk.finish = "length"
 
     def _begin_early(self, talk: Conversation, ids: Tensor) -> None:
-        """Start the calls of a turn (t,) that has just ended, unless the conversation ends with it."""
+        """Start the tool calls of a turn (ids (t,)) that just ended, unless the token limit is reached."""
         if talk.length + len(ids) < self.max_completion_length:
             talk.collect = self._begin_calls(talk, self.policy.prompt_encoder.text(ids))
 
     def _reply(self, talks: Sequence[Conversation], last: bool) -> None:
-        """Run all calls concurrently and append the replies; after the `last` turn, end instead."""
+        """Run all tool calls concurrently and append the replies; end the conversations if `last` is true."""
         if last:
             for talk in talks:
                 talk.finish = "turns"
             return
-        # An engine may ignore `on_stop`, so that calls have not started.
+        # Start calls that have not started, because an engine may ignore `on_stop`.
         begun = [talk.collect or self._begin_calls(talk, talk.outcomes[-1].text or "") for talk in talks]
         answered = [collect() for collect in begun]
         for talk, replies in zip(talks, answered, strict=True):
@@ -193,7 +211,7 @@ class WithTools:
             self._continue(talk, replies)
 
     def _begin_calls(self, talk: Conversation, text: str) -> Callable[[], Replies]:
-        """Start the calls of a turn concurrently; return a function that waits for the replies."""
+        """Start the tool calls in the `text` of a turn; return a function that waits for the replies."""
         calls = self.read_calls(text)
         if len(calls) > MAX_CALLS:
             calls = [*calls[:MAX_CALLS], CallError(f"only {MAX_CALLS} calls of a turn are answered")]
@@ -201,7 +219,7 @@ class WithTools:
         return begin_calls([bind_call(call, talk.tools, talk.images) for call in calls], limits)
 
     def _continue(self, talk: Conversation, replies: Replies) -> None:
-        """Append the replies to a turn's calls, or end the conversation."""
+        """Append the replies to a turn's tool calls, or end the conversation at an error or a limit."""
         for tool, answer in replies:
             if answer.fault and tool and not self._shows_fault(talk, tool, answer):
                 return
@@ -241,12 +259,27 @@ class WithTools:
             talk.finish = "tool_error"
         return tool.on_error == "tell"
 
+    @torch.no_grad()
+    def _score_targets(self, talks: Sequence[Conversation]) -> None:
+        """Record with every turn the probability of the right answer after the turn's prompt."""
+        encoder, nothing = self.policy.prompt_encoder, torch.zeros(0)
+        engine: Any = self.engine  # has `grow`
+        opener = tokenized(encoder, self.opener)
+        places, branches = [], []
+        for talk in talks:
+            target = tokenized(encoder, right_answer(talk.prompt, "vision.with_tools"))
+            places += talk.recorded
+            branches += [Branch(read, nothing, torch.cat([opener, target])) for read, _ in talk.turns]
+        for recorded, grown in zip(places, engine.grow(branches), strict=True):
+            assert grown is not None  # only a branch with a parent is missing
+            recorded |= target_scores(grown.logp[len(opener) :])
+
     def _row(self, talk: Conversation) -> Trajectory:
-        """Make the row of a conversation, or of a part of it; the steps are the sampled tokens."""
+        """Make the training row of a conversation or of a part of it; the steps are the sampled tokens."""
         steps = TokenRow.of_turns(talk.turns, talk.temperature)
         ends = torch.tensor([len(ids) for _, ids in talk.turns]).cumsum(0).tolist()
-        tags = {"finish": CALL, CHANGED: "yes"}
-        if len(talk.begins) > 1:  # the tag is unique in a training step
+        tags = {"finish": CALL}
+        if len(talk.begins) > 1:  # a tag that is unique in a training step
             tags[EPISODE] = f"{talk.prompt.uid}/{self.stream.round}/{talk.index}"
         outcomes = [
             replace(outcome, end=end, tags={TURN: str(turn), **tags})
@@ -255,8 +288,14 @@ class WithTools:
         outcomes[-1] = replace(outcomes[-1], tags={**outcomes[-1].tags, "finish": talk.finish})
         if self.turn_outcomes:
             outcomes = [
-                replace(outcome, tags={**outcome.tags, "state": state})
-                for outcome, state in zip(outcomes, talk.states(), strict=True)
+                replace(
+                    outcome,
+                    tags={**outcome.tags, "state": state, **action},
+                    recorded={**outcome.recorded, **recorded},
+                )
+                for outcome, state, action, recorded in zip(
+                    outcomes, talk.states(), talk.actions(), talk.recorded, strict=True
+                )
             ]
         read, last = talk.turns[-1]
         return Trajectory(
@@ -274,6 +313,7 @@ class WithTools:
             },
             turns=tuple(talk.messages),
             shown=tuple(map(shrunk, talk.images[len(images_of(talk.prompt)) :])),
+            transcript=talk.transcript,
         )
 
 

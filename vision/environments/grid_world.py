@@ -1,4 +1,4 @@
-"""A grid that the policy sees as an image and on which it moves."""
+"""An environment with a grid: the policy sees it as an image and moves on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ FLOOR, LINE, GOAL, AGENT = "#f2f2f2", "#b0b0b0", "#2a9d3a", "#d62828"
 class GridWorld:
     """Environment: move a red dot to a green square on a grid; every move returns an image.
 
-    The reward is 1 if the dot is on the green square and 0 otherwise. `reset(seed)` sets both positions.
+    The reward is 1 if the dot is on the green square, otherwise 0. The reward of a turn is 1 if its moves
+    brought the dot nearer, otherwise 0. The seed of `reset` sets both positions.
     """
 
     def __init__(self, *, size: Annotated[int, Range(2)] = 4, cell_pixels: PositiveInt = 28) -> None:
@@ -26,6 +27,7 @@ class GridWorld:
         """Choose random positions for the dot and the square; return the task and an image of the grid."""
         places = [(x, y) for y in range(self.size) for x in range(self.size)]
         self.agent, self.goal = random.Random(seed).sample(places, 2)
+        self.before = self._distance()
         return [{"type": "text", "text": "Bring the red dot to the green square."}, self._image()]
 
     def move(self, direction: str, cells: int = 1) -> list:
@@ -45,6 +47,14 @@ class GridWorld:
     def get_reward(self) -> float:
         """Return 1 if the red dot is on the green square, else 0."""
         return float(self.agent == self.goal)
+
+    def get_turn_reward(self) -> float:
+        """Return 1 if the dot is nearer to the green square than after the turn before, else 0."""
+        before, self.before = self.before, self._distance()
+        return float(self.before < before)
+
+    def _distance(self) -> int:
+        return sum(abs(a - b) for a, b in zip(self.agent, self.goal, strict=True))
 
     def _image(self) -> dict[str, Any]:
         from PIL import Image, ImageDraw

@@ -57,7 +57,7 @@ class SpyState:
     images: tuple[Media, Media]  # image of the civilians, image of the spy
     spy: int  # number of the spy; players count from 1
     clues: tuple[tuple[int, str], ...] = ()  # (player, clue) in order, visible to all
-    answers: tuple[tuple[int, str], ...] = ()  # (player, full answer of the clue stage), private to a player
+    answers: tuple[tuple[int, str], ...] = ()  # (player, full answer of the clue stage), not public
     votes: tuple[tuple[str, int, bool], ...] = ()  # (voter, vote, whether the format was right)
 
 
@@ -82,8 +82,8 @@ class Spy(Game):
         num_votes: Number of votes of the judge.
         vote_reward: Reward of a vote. `paper`: 1 if right, -0.5 if open, -1 if wrong. `code`: a sum of terms
             for format and accuracy, as in the paper's code.
-        beta: Weight of the votes in the clue reward.
-        lam: Weight of the votes for a civilian, relative to those for the other civilians.
+        beta: Weight in clue rewards of the votes for the spy, relative to the mean of the civilians.
+        lam: Weight in clue rewards of the votes for a civilian, relative to the mean of the civilians.
         template: Text that players read after the image, in jinja2, with `stage`, `role`, `player`,
             `players`, `clues` (pairs of number and text) and `thoughts` (the player's earlier reasoning).
     """
@@ -156,7 +156,7 @@ class Spy(Game):
         words: dict[str, Any] = {**tags, "players": self.players, "clues": state.clues}
         words["thoughts"] = [thought for thought in map(reasoning, thoughts) if thought]
         image = state.images[tags["role"] == "spy"]
-        return [Message("user", (Part(media=image), Part(self.template(words).strip(), said=True)))]
+        return [Message("user", (Part(media=image), Part(self.template(words).strip(), quoted=True)))]
 
     def act(self, state: SpyState, player: str, answer: str) -> SpyState:
         """Return the state after a player's answer, with the clue or vote in it."""
@@ -167,7 +167,7 @@ class Spy(Game):
         return replace(state, votes=(*state.votes, vote))
 
     def counted(self, state: SpyState) -> tuple[int, list[int]]:
-        """Count the votes for the spy, and for each civilian."""
+        """Return the number of votes for the spy, and a list with the votes for each civilian."""
         votes = Counter(vote for _, vote, _ in state.votes)
         return votes[state.spy], [votes[number] for number in self.numbers if number != state.spy]
 
@@ -213,7 +213,8 @@ def clue_rewards(
 ) -> tuple[float, list[float]]:
     """Compute the zero-sum rewards of clues from the votes for the spy and for every civilian (eq. 1).
 
-    r_s = -beta (v_s - v) and r_c = beta / n (v_s - v) - lam (v_c - v), with v the mean v_c of n civilians.
+    r_s = -beta (v_s - v), and r_c = beta / n (v_s - v) - lam (v_c - v). v_s and v_c are the votes for the spy
+    and a civilian, and v is the mean of v_c over n civilians.
     """
     mean = sum(civilians) / len(civilians)
     ahead = spy - mean
@@ -226,7 +227,7 @@ def decision_reward(vote: int, spy: int) -> float:
 
 
 def code_reward(worth: float, form: bool) -> float:
-    """Compute the reward of a vote as in the paper's code: terms for its format and its accuracy."""
+    """Compute the reward of a vote as in the paper's code: a sum of terms for format and accuracy."""
     return 0.3 * (1.0 if form else -1.0) + 1.2 * worth + 0.99 * (worth > 0)
 
 
@@ -250,7 +251,7 @@ def reasoning(answer: str) -> str:
 def vote_of(answer: str, players: int) -> int:
     """Parse a vote: the number of a player, `OPEN` for N/A, or `INVALID`.
 
-    The vote is the first number after the word player, or else the first number. 12, -1 or 1.5 is not 1.
+    The vote is the first number after the word player, or else the first number. 12, -1 and 1.5 are invalid.
     """
     text = plain(public(answer))
     written = r"-?(?:[.,/%^*]|\d|e(?=\d))*\d(?:[.,/%^*]|\d|e(?=\d))*"

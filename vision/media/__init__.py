@@ -1,1 +1,1 @@
-"""Images and videos of datasets: finding them in rows, decoding, corrupting and writing them."""
+"""Prompts with media: construction, corrupted images, and writing datasets with media files."""

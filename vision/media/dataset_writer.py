@@ -21,7 +21,7 @@ IMAGE_SIGNATURES = {  # first bytes of image files, and their suffix
     b"\x89PNG": ".png",
     b"\xff\xd8\xff": ".jpg",
     b"GIF8": ".gif",
-    b"RIFF": ".webp",  # WAV and AVI begin so too, but no image reader accepts them
+    b"RIFF": ".webp",  # WAV and AVI have it too, but no image reader accepts them
     b"BM": ".bmp",
 }
 
@@ -82,7 +82,7 @@ class MediaWriter:
         else:
             self.root.medium(ref, "the row", FrameSampling()).load()
         if path:
-            name = path.relative_to(self.root.root.resolve()).as_posix()  # `locate` resolved the root, too
+            name = path.relative_to(self.root.root.resolve()).as_posix()  # `locate` resolves the root, too
         else:
             name = f"{str(key)[:20]}{image_suffix(ref.data)}"  # 80 bits of the hash
         target = self.output / self.folder / name
@@ -100,7 +100,7 @@ def readable_rows(
 ) -> tuple[Iterator[DataRow], MediaRoot]:
     """Read a file, a folder or a dataset of the hub; return its rows and the root of its media.
 
-    Unreadable rows are dropped with `BuildLog.drop`, which may raise.
+    Unreadable rows are dropped with `BuildLog.drop`, or raise RowError if `bad_rows` is "error".
     """
     path = Path(source)
     media = MediaRoot.of_rows(path, root, cache_bytes=0)  # no cache: every file is copied once
@@ -135,7 +135,7 @@ class SplitFiles:
         self._files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        """Rename the files, or convert them to `form`."""
+        """Complete the files: rename them, or convert them to the file format `form`."""
         for split, file in self._files.items():
             file.close()
             part, path = Path(file.name), self.output / f"{split}{self.form}"

@@ -45,7 +45,7 @@ def with_answers(prompts: Sequence[Prompt], answers: Mapping[str, str], source: 
 
 
 def root_of(root: str, answers: str, what: str) -> MediaRoot:
-    """Make the root of the media; raise ValueError if both `root` and recorded `answers` are missing."""
+    """Make a `MediaRoot` of the folder `root`; raise ValueError if `root` and `answers` are both empty."""
     if not root and not answers:
         raise ValueError(f"{what}: name the folder of the images (`root`), or recorded `answers`")
     return MediaRoot(Path(root))
@@ -67,7 +67,7 @@ def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
 
 
 def _contested(choices: Any) -> list[int]:
-    """List indices that are also the text of another choice; an answer with such a number is an index."""
+    """List the indices that are also the text of another choice; such a number counts as an index."""
     texts = choices if isinstance(choices, list) and all(type(choice) is str for choice in choices) else []
     return [
         place for place in range(min(len(texts), 26)) if str(place) in texts and texts[place] != str(place)
@@ -107,9 +107,18 @@ def without_media(prompt: Prompt) -> Prompt:
 
 def map_frames(prompt: Prompt, change: Callable[[Frames], Frames]) -> Prompt:
     """Apply a function to the frames of every image and video of a prompt at load time."""
+    return map_media(prompt, Frames, change)
+
+
+def map_media(prompt: Prompt, of: type, change: Callable[[Any], Any]) -> Prompt:
+    """Apply a function to every decoded medium of the type `of` (`Frames`, `Sound`) at load time."""
 
     def changed(media: Media) -> Media:
-        return replace(media, load=lambda: change(media.load()))
+        def load() -> Any:
+            loaded = media.load()
+            return change(loaded) if isinstance(loaded, of) else loaded
+
+        return replace(media, load=load)
 
     return map_parts(
         prompt, lambda parts: tuple(replace(p, media=p.media and changed(p.media)) for p in parts)
@@ -119,7 +128,7 @@ def map_frames(prompt: Prompt, change: Callable[[Frames], Frames]) -> Prompt:
 def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, ...]) -> Frames:
     """Crop all frames to one random box, resized to the size of the frames (mDPO, arXiv 2406.11839).
 
-    The box has a fraction of the area between the two numbers of `scale`, and an aspect ratio of 3:4 to 4:3.
+    The area of the box is a random fraction between the two values of `scale`, its aspect ratio 3:4 to 4:3.
     """
     height, width = frames.pixels.shape[-2:]
 
@@ -135,7 +144,7 @@ def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, 
             top, left = int(between(0, height - tall + 1)), int(between(0, width - wide + 1))
             break
     else:
-        # No box fitted: the largest square of the allowed area, in the middle.
+        # No box fitted: use the largest square of the allowed area, in the middle.
         wide = tall = max(1, min(height, width, round(math.sqrt(height * width * scale[1]))))
         top, left = (height - tall) // 2, (width - wide) // 2
     part = frames.pixels[..., top : top + tall, left : left + wide].float()

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from itertools import count
 from os.path import commonprefix
 from typing import Any
 
 from jinja2 import TemplateError
 
+from mmrl.config.loading import ConfigError
 from mmrl.core.modalities import MODALITIES
 from mmrl.core.plain_text import block_after
 
@@ -27,7 +29,7 @@ FIRST, SECOND = "qzfirstzq", "qzsecondzq"  # probe texts, to test whether a temp
 
 @dataclass(frozen=True)
 class Read:
-    """What a template supports in messages of a role."""
+    """Content formats and kinds of media that a template supports in messages of a role."""
 
     forms: tuple[str, ...] = ()  # supported content formats, best first
     media: frozenset[str] = frozenset()  # supported kinds of media, "image" and "video"
@@ -39,24 +41,34 @@ class Ends:
     """The tokens that end an answer."""
 
     tokens: list[int]  # end tokens: from the template first, the EOS token last
-    before: list[int] = field(default_factory=list)  # tokens from an answer to the end token of its turn
-    closes: bool = False  # whether the template also ends the last turn; in GLM only a next turn ends it
+    before: list[int] = field(default_factory=list)  # tokens after an answer, up to its end token
+    closes: bool = False  # whether the last turn is ended, too; GLM ends a turn only when another follows
 
 
 class ChatTemplate:
     """Renders conversations with the chat template of a model, in a content format that it supports.
 
-    Templates expect blocks of texts and media, texts only, or one block; the format may differ by role. It is
-    determined by rendering probe texts. Messages are dictionaries whose content is a list of blocks.
+    Templates expect contents as blocks of texts and media, or as one text; rendering probe texts determines
+    the format for each role. Messages are dictionaries whose content is a list of blocks.
 
     Args:
         processor: A processor of transformers, or a `TextProcessor`.
+        variables: Variables of the template, such as `enable_thinking`. Raises `ConfigError` for one that the
+            template does not read.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, variables: Mapping[str, Any] | None = None) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
+        self.variables = dict(variables or {})
         self._read: dict[Any, Read] = {}
         self._calls: dict[Any, str] = {}
+        taken = signature(self.tokenizer.apply_chat_template).parameters.keys() - {"documents"}
+        for name in self.variables:
+            if name in taken or not re.search(rf"\b{re.escape(name)}\b", json.dumps(self._texts)):
+                raise ConfigError(
+                    f"`chat_template_kwargs` has '{name}', which is no variable of the chat template of the "
+                    "model; leave it out"
+                )
 
     @property
     def _texts(self) -> list[Any]:
@@ -187,7 +199,7 @@ class ChatTemplate:
         read, kinds = self.reads(role, tools), {block["type"] for block in blocks} - {"text"}
         forms = [form for form in read.forms if form != TEXT or not kinds]
         if read.forms and self.processor.image_processor is None:
-            return _in_form(blocks, read.forms[0] if not kinds else BLOCKS)  # media raise in `TextProcessor`
+            return _in_form(blocks, read.forms[0] if not kinds else BLOCKS)  # `TextProcessor` refuses media
         lost = kinds - read.media
         if not forms or lost:
             what = f"{' and '.join(sorted(lost))}s in messages" if lost else "messages"
@@ -199,7 +211,7 @@ class ChatTemplate:
         return _in_form(blocks, forms[0])
 
     def _probe(self, role: str, tools: Tools) -> Read:
-        """Test the formats of a role: render two probe texts in each, before and after other turns."""
+        """Find the content formats that a role supports, by rendering two probe texts in each format."""
         # Models with media are trained on blocks, language models on texts.
         order = (TEXT, BLOCKS, MERGED) if self.processor.image_processor is None else (BLOCKS, MERGED, TEXT)
         probes = [
@@ -215,7 +227,7 @@ class ChatTemplate:
         return Read(why=whys[0])
 
     def _shown(self, messages: list[dict[str, Any]], role: str, tools: Tools) -> frozenset[str]:
-        """Find the kinds of media that the template writes in the last message of a role."""
+        """Find the kinds of media that the template renders in the last message of a role."""
         place = max(n for n, message in enumerate(messages) if message["role"] == role)
         shown = set[str]()
         for kind in MODALITIES:
@@ -233,7 +245,7 @@ class ChatTemplate:
         return frozenset(shown)
 
     def _fault(self, messages: list[dict[str, Any]], tools: Tools) -> str:
-        """Return the reason why the template does not write both probe texts; empty if it does."""
+        """Return the reason why the template does not render both probe texts; empty if it does."""
         try:
             text = self._apply(messages, tools, answers=False)
         except REFUSED as error:
@@ -298,7 +310,7 @@ class ChatTemplate:
     def _apply(self, messages: Sequence[Mapping[str, Any]], tools: Tools, answers: bool) -> str:
         options = {"tools": list(tools)} if tools else {}
         return self.processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=answers, **options
+            messages, tokenize=False, add_generation_prompt=answers, **options, **self.variables
         )
 
     def _unused(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
@@ -317,7 +329,7 @@ class Unreadable(ValueError):
 
 
 def _turn(words: str) -> list[dict[str, Any]]:
-    """Make the messages of a question and of an answer with the text `words`."""
+    """Make two messages: a user question, and an assistant answer with the text `words`."""
     return [{"role": role, "content": _texts(text)} for role, text in (("user", "x"), ("assistant", words))]
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
+from mmrl.config.registry import import_name
 from mmrl.runtime.low_bit import quantize_as_checkpoint
 from mmrl.runtime.modules import DTYPES, Derived, loading_onto, making_weights, model_source, placement
 from mmrl.runtime.output_head import check_head
@@ -29,7 +30,13 @@ from mmrl.runtime.weights import (
     load_whole,
     read_adapter,
 )
-from mmrl.vision.models.model_families import check_family, num_positions
+from mmrl.vision.models.model_families import (
+    FAMILIES,
+    attention_of,
+    check_family,
+    family_of,
+    with_core,
+)
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.text_processor import TextProcessor
 
@@ -38,7 +45,7 @@ ADAPTER = "adapter_model.safetensors"
 
 @contextmanager
 def _source(what: str, name: str) -> Iterator[str]:
-    """Resolve a hub id or folder; convert errors inside the context to ConfigErrors with this name."""
+    """Resolve a hub id or folder; errors inside the context become ConfigErrors that contain `name`."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -53,24 +60,28 @@ def _source(what: str, name: str) -> Iterator[str]:
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     """Load a (vision-)language model by hub id or folder (safetensors), or use a given model object."""
     if objects.is_object(name):
-        model = objects.get(name).eval()
+        model = with_core(objects.get(name).eval())
         if getattr(model, "peft_config", None):
             raise ConfigError(
                 f"the model is a {type(model).__name__} with adapters; give the model without them, and name "
                 "the folder of a saved adapter as `policy.adapter`, or call `merge_and_unload()` first"
             )
         check_class(model.config)
+        if (made := family_of(model.config).model) and not isinstance(model, import_name(made)):
+            raise ConfigError(f"give a model of type '{model.config.model_type}' of the class `{made}`")
         check_head(model)
         return model
-    device = placement().device
     with _source("model", name) as source:
         config, maker = read_config(source)
-        options: dict[str, Any] = {"dtype": DTYPES[dtype], "attn_implementation": attn_implementation}
+        attention = attention_of(config, attn_implementation)
+        options: dict[str, Any] = {"dtype": DTYPES[dtype], "attn_implementation": attention}
         if placement().empty and quantized_by(config) in ("", "bitsandbytes"):
             model = _empty_model(maker, config, options)
         else:
-            options |= {"device_map": device and {"": device}, "trust_remote_code": False}
+            place = {"": device} if (device := placement().device) else None
+            options |= {"device_map": place, "trust_remote_code": False, "config": config}
             model = load_whole(maker, source, **options)
+    with_core(model)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers of bitsandbytes
             module.support_avx512bf16_for_cpu = False  # repacked weights would have no gradient
@@ -91,7 +102,7 @@ def check_folders(model: str, adapter: str = "") -> nn.Module | None:
         config, maker = read_config(source)
         if quantized_by(config):
             return None  # quantisers need a device
-        whole = load_whole(maker, source, device_map={"": "meta"}, trust_remote_code=False)
+        whole = load_whole(maker, source, config=config, device_map={"": "meta"}, trust_remote_code=False)
     if not adapter:
         return whole
     with _source("adapter", adapter) as source:
@@ -106,7 +117,7 @@ def check_folders(model: str, adapter: str = "") -> nn.Module | None:
 
 
 def check_same_shapes(model: str, start: str) -> None:
-    """Raise ValueError if the folder `start` (initial weights) differs from `model` in names or shapes."""
+    """Raise ValueError if initial weights (folder `start`) and `model` differ in names or shapes."""
     own, first = check_folders(model), check_folders(start)
     if own is None or first is None:
         return
@@ -120,19 +131,34 @@ def check_same_shapes(model: str, start: str) -> None:
 
 def read_config(source: str) -> tuple[Any, Any]:
     """Read and check the config of a model; return it with the transformers class that loads the model."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = model_config(source)
+    check_class(config)
+    if made := family_of(config).model:
+        return config, import_name(made)
+    return config, AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
+
+
+def model_config(source: str) -> Any:
+    """Read the config of a model; for an Omni model, which also speaks, the config of its thinker."""
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    check_class(config)
-    return config, AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
+    return getattr(config, "thinker_config", config)
 
 
 def check_class(config: Any) -> None:
     """Raise ConfigError if the model class of a config is not supported (see `check_family`)."""
-    from transformers import MODEL_MAPPING
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
 
     if type(config) in MODEL_MAPPING:
         check_family(config, MODEL_MAPPING[type(config)], text_only=reads_text_only(config))
+    elif config.model_type not in FAMILIES and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ConfigError(
+            f"transformers has no class of a model of type '{config.model_type}' without its head, whose "
+            f"hidden states are read here; name a model of the types {', '.join(sorted(FAMILIES))}"
+        )
 
 
 def _empty_model(maker: Any, config: Any, options: dict[str, Any]) -> nn.Module:
@@ -141,7 +167,7 @@ def _empty_model(maker: Any, config: Any, options: dict[str, Any]) -> nn.Module:
 
     with making_weights(), no_init_weights():  # some initialisations fail on the meta device
         model = maker.from_config(config, trust_remote_code=False, **options)
-        model.tie_weights()  # transformers skips this without initialisation
+        model.tie_weights()  # transformers does not tie weights if it skips initialisation
     if quantized_by(config):
         quantize_as_checkpoint(model, config.quantization_config)
     return model
@@ -171,13 +197,13 @@ def load_processor(name: str) -> Any:
     """Load the processor of a model: tokenizer, chat template, image and video processors."""
     if objects.is_object(name):
         return objects.get(f"{name}/processor")
-    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer
     from transformers.utils import cached_file
 
     # Without these, `cached_file` raises for a missing file instead of returning None.
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     with _source("processor of", name) as source:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = model_config(source)
         if reads_text_only(config):
             return TextProcessor(AutoTokenizer.from_pretrained(source, trust_remote_code=False))
         files = ("preprocessor_config.json", "processor_config.json")
@@ -186,13 +212,18 @@ def load_processor(name: str) -> Any:
                 f"it has no image processor ({' or '.join(files)}); copy the file from the model that this "
                 "one was made from"
             )
-        return AutoProcessor.from_pretrained(source, trust_remote_code=False)
+        processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
+        if not processor.chat_template:
+            processor.chat_template = (
+                processor.tokenizer.chat_template or family_of(config).chat_template or None
+            )
+        return processor
 
 
-def load_encoder(name: str, pixels: dict[str, int]) -> PromptEncoder:
-    """Load the prompt encoder of a model, without the weights of the model."""
+def load_encoder(name: str, **options: Any) -> PromptEncoder:
+    """Load a model's `PromptEncoder` with `options`, without loading the weights of the model."""
     if objects.is_object(name):
-        return PromptEncoder(load_processor(name), objects.get(name).base_model, pixels=pixels)
+        return PromptEncoder(load_processor(name), with_core(objects.get(name)).base_model, **options)
     with _source("model", name) as source:
         config, _ = read_config(source)
 
@@ -201,7 +232,7 @@ def load_encoder(name: str, pixels: dict[str, int]) -> PromptEncoder:
             return load_model(name, dtype="bfloat16", attn_implementation="eager")
 
     core = cast(nn.Module, WithoutWeights(config, make))
-    return PromptEncoder(load_processor(name), core, pixels=pixels)
+    return PromptEncoder(load_processor(name), core, **options)
 
 
 def add_adapter(
@@ -226,11 +257,18 @@ def add_adapter(
     from peft import LoraConfig, get_peft_model
 
     name_of = {id(module): name for name, module in model.named_modules()}
-    decoder, head = name_of[id(model.get_decoder())], name_of[id(model.get_output_embeddings())]
+    decoder = name_of[id(model.get_decoder())]
+    heads = {name_of.get(id(module)) for module in model.get_output_embeddings().modules()}
+    frozen = family_of(model.config).frozen
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name != head and (tower or name.startswith(decoder + "."))
+        if isinstance(module, nn.Linear)
+        and name not in heads
+        and not (frozen and frozen in name.split("."))
+        and (tower or name.startswith(decoder + "."))
+        # Skip subclasses of Linear, such as the router of Llama 4, which returns a pair.
+        and not type(module).__module__.startswith("transformers.models")
     ]
     if missing := [end for end in layers if not any(f".{name}".endswith(f".{end}") for name in linear)]:
         available = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
@@ -240,12 +278,14 @@ def add_adapter(
         )
     chosen = [name for name in linear if not layers or f".{name}".endswith(tuple(f".{x}" for x in layers))]
     # One pattern for all block numbers keeps the config of a saved adapter short. A number at the end of a
-    # name stays, because other entries of the same list may not be linear layers.
+    # name is not generalised, because other entries of the same list may not be linear layers.
     pattern = "|".join(
         dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen)
     )
+    # For mixtures of experts, peft keeps only the last parts of a pattern, which match other towers, too.
+    target = chosen if getattr(model.config.get_text_config(), "num_experts", None) else pattern
     # No dropout: log-probabilities in training must equal those of the rollout.
-    configs = [LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=pattern) for _ in names]
+    configs = [LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=target) for _ in names]
     base = base_hash(model.parameters())
     adapted = get_peft_model(model, configs[0], names[0])
     vars(adapted)[BASE] = base
@@ -294,7 +334,7 @@ def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | N
 
 
 def load_adapter_weights(adapter: nn.Module, folder: Path, name: str = "default") -> None:
-    """Load the weights of a saved adapter into an adapter of a model, bit for bit.
+    """Load saved adapter weights into the adapter `name` of a model, bit for bit.
 
     Raises ValueError if weights are missing or unknown, or if the adapters differ in scale or base model.
     """
@@ -313,29 +353,12 @@ def save_adapter(adapter: nn.Module, folder: Path) -> None:
 
     adapter.save_pretrained(str(folder))
     if base := vars(adapter).get(BASE, ""):
-        for file in folder.rglob(ADAPTER):  # adapters of several roles have a folder each
+        for file in folder.rglob(ADAPTER):  # with several roles, each adapter has its own folder
             save_file(load_file(file), file, {"format": "pt", BASE: base})
 
 
-def checkpoint_layers(model: nn.Module) -> None:
-    """Enable gradient checkpointing; only checkpointed layers get training mode, so dropout stays off."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    # transformers 5.23 renamed the method. Reentrant checkpointing gives no gradient after frozen embeddings.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
-
-
 class WithoutWeights:
-    """Lazy model without head and weights, created when an attribute other than `config` is read.
-
-    Args:
-        config: The configuration of the model.
-        make: Function that makes the model with weights on the meta device.
-    """
+    """Lazy model without head or weights, built by `make` when any attribute but `config` is read."""
 
     def __init__(self, config: Any, make: Callable[[], nn.Module]) -> None:
         self.config, self.core = config, cache(lambda: make().base_model)
@@ -345,7 +368,7 @@ class WithoutWeights:
 
 
 class TokenPolicy(Protocol):
-    """Interface that engines need of a token policy."""
+    """Attributes of a token policy that engines use."""
 
     prompt_encoder: PromptEncoder
     model: nn.Module
@@ -355,7 +378,7 @@ class TokenPolicy(Protocol):
 
 
 class EngineModel:
-    """Token policy with a transformed (pruned, quantised) model that follows another policy's weights."""
+    """Token policy for an engine: a pruned or quantised copy of a policy's model, kept up to date."""
 
     def __init__(self, policy: TokenPolicy, transforms: Sequence[Callable]) -> None:
         self.prompt_encoder, self.compute = policy.prompt_encoder, policy.compute
@@ -370,23 +393,3 @@ class EngineModel:
     def core(self) -> nn.Module:
         """The transformed model without its head."""
         return self.model.base_model
-
-
-def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
-    """Raise ValueError unless a model can read the token ids and the encoded images of a policy."""
-    own = policy.processor.tokenizer
-    name = model.config.name_or_path
-    if tokenizer.get_vocab() != own.get_vocab():
-        raise ValueError(
-            f"the model '{name}' has another vocabulary ({len(tokenizer)} tokens) than the policy "
-            f"({len(own)} tokens), whose tokens it reads; name a model of the same family"
-        )
-    kinds = [one.config.model_type for one in (model, policy.model)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(
-            f"the model '{name}' is of type '{kinds[0]}' and the policy of type '{kinds[1]}', whose encoded "
-            "images it reads; name a model of the same type"
-        )
-    # Prompts that are too long for this model are rejected before answers are generated.
-    limits = {num_positions(model.config), policy.prompt_encoder.limit} - {0}
-    policy.prompt_encoder.limit = min(limits, default=0)

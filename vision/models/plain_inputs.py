@@ -1,4 +1,4 @@
-"""Compare the tokens of a prompt with the tokens of transformers (`processor.apply_chat_template`)."""
+"""Comparison of a prompt's tokens with the tokens of `processor.apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def plain_inputs(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     media: Mapping[str, Any],
+    variables: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the model inputs of a conversation from `processor.apply_chat_template`.
 
@@ -27,8 +28,13 @@ def plain_inputs(
         processor: A processor of transformers.
         messages: Messages whose contents are texts or lists of blocks.
         tools: JSON schemas of functions.
-        media: The images and videos of the blocks, in order, as arguments of the processor.
+        media: The images, videos and sounds of the blocks, in order, as arguments of the processor.
+        variables: Variables of the chat template.
     """
+    begun = {"add_generation_prompt": True, **({"tools": list(tools)} if tools else {}), **(variables or {})}
+    if "load_audio_from_video" in media:  # `apply_chat_template` would decode the sound of videos itself
+        text = processor.apply_chat_template(list(messages), tokenize=False, **begun)
+        return dict(processor(text=[text], return_tensors="pt", **media))
     given = {}  # media by kind, in order
     for kind, modality in MODALITIES.items():
         values = media.get(modality.argument) or [[]] * modality.nested
@@ -42,7 +48,7 @@ def plain_inputs(
                 for block in content
             ]
         filled.append({**message, "content": content})
-    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    options: dict[str, Any] = dict(begun)
     if media:
         # Video options are passed at the top level, where the processor of SmolVLM adds its own.
         videos = dict(media.get("videos_kwargs", {}))
@@ -51,18 +57,18 @@ def plain_inputs(
         others = {name: value for name, value in media.items() if name not in values}
         images = {"images_kwargs": media.get("images_kwargs", {})}
         options["processor_kwargs"] = {**images, **videos, **size, **others}
-    options |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    options |= {"tokenize": True, "return_dict": True}
     return dict(processor.apply_chat_template(filled, return_tensors="pt", **options))
 
 
 class OtherTokens(ConfigError):
-    """Error: the tokens of a prompt differ from the tokens that transformers makes of it."""
+    """Error: the tokens of a prompt differ from the tokens of `processor.apply_chat_template`."""
 
     ends_run = True  # a fault of the model, not of a row that `bad_rows` could drop
 
 
 def check_ids(prompt: Prompt, ids: Tensor, plain: Mapping[str, Any], tokenizer: Any) -> None:
-    """Raise `OtherTokens` with the first difference unless ids (1, S) equal the ids of transformers."""
+    """Raise `OtherTokens` with the first difference unless `ids` (1, S) equal the `input_ids` of `plain`."""
     if difference := first_difference(ids[0], torch.as_tensor(plain["input_ids"])[0], tokenizer):
         raise OtherTokens(
             f"prompt '{prompt.uid}' is not what `processor.apply_chat_template` of transformers makes of it: "

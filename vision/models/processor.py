@@ -21,16 +21,24 @@ from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Message, Outcome, Part, Prompt, reading
 from mmrl.kv_cache.layout import media_ids, placeholders
 from mmrl.vision.models.chat_template import ChatTemplate, Tools
-from mmrl.vision.models.media_arguments import EDGES, media_arguments, size_limits
-from mmrl.vision.models.model_families import check_length, family_of, num_positions, token_types
+from mmrl.vision.models.media_arguments import EDGES, about_short_videos, media_arguments, size_limits
+from mmrl.vision.models.model_families import (
+    TYPES_OF_TOKENS,
+    check_length,
+    check_sounds,
+    family_of,
+    num_positions,
+    token_types,
+)
 from mmrl.vision.models.plain_inputs import check_ids, plain_inputs
-from mmrl.vision.models.recorded_keys import check_keys
+from mmrl.vision.models.prompt_sources import PromptSources
+from mmrl.vision.models.recorded_keys import check_keys, recorded_answer
 
 CACHE_BYTES = 2 << 30
 REPLY_BYTES = 1 << 28
-FORMS = 32  # maximal number of prompt patterns that are compared with transformers, each once
-OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-UNUSED = ("video_metadata", "timestamps")  # outputs of processors that are no model inputs
+FORMS = 32  # maximum number of prompt structures (roles, media) to compare with transformers, each once
+OF_TOKENS = ("input_ids", "attention_mask", *TYPES_OF_TOKENS)
+UNUSED = ("video_metadata", "timestamps", "labels")  # outputs of processors that are no model inputs
 WITHOUT_BOS = {"text_kwargs": {"add_special_tokens": False}}
 
 
@@ -44,9 +52,9 @@ class EncodedPrompt:
     media: dict[str, Tensor]
 
     @property
-    def next_position(self) -> int:
+    def next_position(self) -> float:
         """Position of the first token of an answer: the largest position of all axes plus one."""
-        return int(self.positions.max()) + 1
+        return self.positions.max().item() + 1
 
     @property
     def bytes(self) -> int:
@@ -61,10 +69,19 @@ class PromptEncoder:
         processor: A processor of transformers.
         core: The model without its head.
         pixels: Size limits of the image processor, `shortest_edge` and `longest_edge` in pixels.
+        variables: Variables of the chat template.
     """
 
-    def __init__(self, processor: Any, core: nn.Module, *, pixels: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        core: nn.Module,
+        *,
+        pixels: dict[str, int] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         self.processor, self.tokenizer, self.core = processor, processor.tokenizer, core
+        self.family = family_of(core.config)
         self.pixels = {}
         if pixels:
             size = size_limits(processor.image_processor)
@@ -73,19 +90,22 @@ class PromptEncoder:
                     f"`min_pixels` and `max_pixels` do not fit this model: it makes images of the size {size}"
                 )
             self.pixels = {**size, **pixels}
+        media = media_ids(core.config)
         # No answer may contain these tokens, because the model would expect media for them.
-        self.placeholders = media_ids(core.config)
-        self.limit = num_positions(core.config)  # lowered for other models that read the same prompts
+        # Placeholders of Molmo2 and Kimi-K2.5 may lie outside the vocabulary of the output head.
+        self.placeholders = [token for token in media if token < core.config.get_text_config().vocab_size]
+        self.limit = num_positions(core.config)  # lowered if another model reads the same prompts
+        self._answer_words = list(map(self.tokenizer.decode, media))
         self._words = self._media_words()
-        self._answer_words = list(map(self.tokenizer.decode, self.placeholders))
         self.plain = PlainText(self.tokenizer, self._words)
-        self.template = ChatTemplate(processor)
+        self.template = ChatTemplate(processor, variables)
         self.ends = self.template.ends()
         self.end = self.ends.tokens
-        self._keys: dict[str, bool] = {}  # whether the template reads a key of recorded turns
-        self._known: dict[str, bool] = {}  # whether a template lists tools, by template and tools
-        self._compared = set[Any]()  # patterns of prompts that were compared with transformers
+        self._keys: dict[str, bool] = {}  # maps role and key of turns to whether the template reads the key
+        self._known: dict[str, bool] = {}  # maps template and tools to whether the prompt lists the tools
+        self._compared = set[Any]()  # structures of prompts that were compared with transformers
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
+        self.sources = PromptSources()
         # Answers of a group often make the same tool call and get the same reply.
         self._replies: ByteLRU[dict[str, Tensor]] = ByteLRU(
             REPLY_BYTES, lambda inputs: sum(value.nbytes for value in inputs.values())
@@ -105,12 +125,19 @@ class PromptEncoder:
     ) -> EncodedPrompt:
         """Append an answer (T,), replies, and the beginning of the next answer to an encoded prompt.
 
-        Raises ValueError if media do not match their tokens.
+        Raises ValueError if media do not match their tokens, or if the model reads no media after an answer.
         """
         prompt = Prompt(encoded.uid, replies)
+        if prompt.media and not self.family.media_in_replies:
+            raise ValueError(
+                f"models of type '{self.core.config.model_type}' cannot read media after an answer: "
+                "images attend to each other, so the answer would change; show them in the prompt"
+            )
         messages = self.plain.marked(list(map(template_message, replies)))
         after = self.plain.settled(self.template.after_answer(messages, self._marked(tools)))
-        inputs = self._replies.get((after, *map(digest_of, prompt.media)), lambda: self._reply(prompt, after))
+        after, options = self.family.number(self.processor, torch.cat([encoded.ids, ids]), after)
+        key = (after, *map(digest_of, prompt.media))
+        inputs = self._replies.get(key, lambda: self._reply(prompt, after, options))
         new = inputs["input_ids"][0]
         new = new[self._ended(ids, new) :]
         media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
@@ -120,11 +147,11 @@ class PromptEncoder:
         whole = torch.cat([encoded.ids, ids, new])
         types = token_types(self.core.config, whole)
         inputs = {**media, "input_ids": whole[None], "mm_token_type_ids": types[None]}
-        positions = family_of(self.core.config).positions(self.core, inputs)
+        positions = self.family.positions(self.core, inputs)
         return EncodedPrompt(encoded.uid, whole, positions, media)
 
     def _ended(self, ids: Tensor, new: Tensor) -> int:
-        """Count the leading tokens of the continuation `new` with which the answer (T,) already ends."""
+        """Count the leading tokens of `new`, the text after an answer, that already end the answer (T,)."""
         if not len(ids) or not len(new) or ids[-1] not in self.end:
             return 0
         before = self.ends.before
@@ -166,34 +193,17 @@ class PromptEncoder:
                 )
 
     def answer(self, text: str) -> Tensor:
-        """Tokenize an answer; the tokens (T,) have one end token, whether or not the text contains it."""
+        """Tokenize an answer to (T,) with exactly one end token, even if the text already contains one."""
         self.check_answer(text)
         return torch.tensor([*self.plain.ids(self.without_end(text)), self.end[0]])
 
     def recorded(self, prompt: Prompt, outcome: Outcome) -> tuple[str, Tensor]:
-        """Return the text and the tokens (T,) of a recorded answer, including the end token.
+        """Return the text and the tokens (T,) of a recorded answer; see `recorded_answer`."""
+        return recorded_answer(self, prompt, outcome, self._keys)
 
-        The chat template renders the tool calls and thoughts of the answer. Raises ValueError if the template
-        omits them, or if the rendered answer does not continue the rendered prompt.
-        """
-        text = self.without_end(outcome.text or "")
-        if not outcome.extra:
-            return text, self.answer(text)
-        self.check_answer(outcome.extra)
-        turn = Message("assistant", (Part(text),), outcome.extra)
-        messages = (*prompt.messages, turn)
-        check_keys(messages, lambda turns: self._render(turns, answers=False), self._keys)
-        before = self._render(list(map(template_message, self.replies(prompt.messages))))
-        whole = self._render(list(map(template_message, self.replies(messages))), answers=False)
-        if not whole.startswith(before):
-            raise ValueError(
-                "the chat template of the model writes an answer with calls or thoughts behind another "
-                "prompt; write them into the content, in the words of the model"
-            )
-        ids = self.plain.tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"]
-        ends = [place for place, token in enumerate(ids) if token in self.end]
-        tokens = torch.tensor(ids[: ends[-1] + 1] if ends else [*ids, self.end[0]])
-        return self.text(tokens), tokens
+    def rendered(self, messages: Sequence[Message], *, answers: bool) -> str:
+        """Render recorded turns; if `answers`, append the beginning of an answer."""
+        return self._render(list(map(template_message, self.replies(messages))), answers=answers)
 
     def without_end(self, text: str) -> str:
         """Remove the end token, and white space after it, from a recorded answer."""
@@ -230,7 +240,7 @@ class PromptEncoder:
 
     def transcript(self, ids: Tensor) -> str:
         """Decode tokens (S,), including control tokens; media become `<image: 64 tokens>`."""
-        kinds = {token: kind for kind, token in placeholders(self.core.config).items()}
+        kinds = {token: kind for kind, token in reversed(placeholders(self.core.config).items())}
         parts = []
         for kind, tokens in groupby(ids.tolist(), kinds.get):
             run = list(tokens)
@@ -253,14 +263,14 @@ class PromptEncoder:
             formed = self.template.formed(messages, tools)
             # transformers converts an empty text to an empty list, which some templates print: [].
             if all(message["content"] or "tool_calls" in message for message in formed):
-                plain = plain_inputs(self.processor, formed, tools, media)
+                plain = plain_inputs(self.processor, formed, tools, media, self.template.variables)
                 check_ids(prompt, inputs["input_ids"], plain, self.tokenizer)
                 self._compared.add(form)
         return inputs
 
     def check_text(self, prompt: Prompt) -> None:
         """Raise ValueError for a prompt whose text contains a placeholder of media."""
-        text = "\n".join(part.text for turn in prompt.messages for part in turn.parts if not part.said)
+        text = "\n".join(part.text for turn in prompt.messages for part in turn.parts if not part.quoted)
         for word in self._words:
             if word in text:
                 raise ValueError(
@@ -274,7 +284,7 @@ class PromptEncoder:
             check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
             text = self._render(list(map(template_message, self.replies(prompt.messages, tools))), tools)
             names = [tool.get("function", tool)["name"] for tool in tools] if self.knows_tools(tools) else []
-            plain = filter(re.compile(r"[\w.-]+", re.ASCII).fullmatch, names)  # others may get escaped
+            plain = filter(re.compile(r"[\w.-]+", re.ASCII).fullmatch, names)  # templates may escape others
             if lost := [name for name in plain if name not in text]:
                 roles = ", ".join(message.role for message in prompt.messages)
                 raise ValueError(
@@ -289,10 +299,11 @@ class PromptEncoder:
     def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
         self.check_text(prompt)
         inputs = self.processor_inputs(prompt, tools)
-        positions = family_of(self.core.config).positions(self.core, inputs)
+        positions = self.family.positions(self.core, inputs)
         check_length(int(positions.max()) + 1, self.limit)
         media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
-        return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
+        encoded = EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
+        return self.sources.add(encoded, prompt, tools)
 
     def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = True) -> str:
         """Render messages with the chat template; if `answers`, append the beginning of an answer.
@@ -303,25 +314,37 @@ class PromptEncoder:
         return self.plain.settled(self.template.render(marked, self._marked(tools), answers=answers))
 
     def _marked(self, tools: Tools) -> Tools:
-        """Mark control tokens in tool schemas, and break up the end tag of the block that lists schemas."""
+        """Mark control tokens in tool schemas, and break up tags that would close the block of schemas."""
         block = self.template.schema_block if tools else ""
         return tuple(self.plain.marked(each_text(tools, lambda text: inside(block, [text])[0])))
 
-    def _reply(self, prompt: Prompt, text: str) -> dict[str, Tensor]:
+    def _reply(self, prompt: Prompt, text: str, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """Run the processor on the text after an answer, without a BOS token."""
-        return self._inputs(prompt, text, WITHOUT_BOS, media_arguments(self.processor, prompt, self.pixels))
+        media = media_arguments(self.processor, prompt, self.pixels)
+        inputs, first = self._inputs(prompt, text, WITHOUT_BOS | options, media), self._always_first
+        return {name: value[:, first:] if name in OF_TOKENS else value for name, value in inputs.items()}
+
+    @cached_property
+    def _always_first(self) -> int:
+        """Number of tokens that the processor writes before every text: one in Molmo2, else none."""
+        whole = self.processor(text=["x"], return_tensors="pt", **WITHOUT_BOS)["input_ids"]
+        return len(whole[0]) - len(self.tokenizer("x", add_special_tokens=False)["input_ids"])
 
     def _inputs(
         self, prompt: Prompt, text: str, options: Mapping[str, Any], media: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """Run the processor on a rendered text and the media of a prompt; `options` are for the tokenizer."""
+        if "audio" in media:
+            check_sounds(self.core.config)
         processor = self._reads_marks if self.plain.mark in text else self.processor
         try:
             inputs = dict(processor(text=[text], return_tensors="pt", **media, **options))
         except (ValueError, IndexError, StopIteration) as error:
-            raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
+            advice = about_short_videos(media)
+            raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}{advice}") from error
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
-        for token, features in family_of(self.core.config).features(self.core, inputs).items():
+        inputs = self.family.prepare(self.family.adjust(self.processor, inputs, media))
+        for token, features in self.family.features(self.core, inputs).items():
             count = int((inputs["input_ids"] == token).sum())
             if count != features:
                 raise ValueError(
@@ -332,7 +355,7 @@ class PromptEncoder:
         return inputs
 
     def special_tokens(self) -> set[int]:
-        """Return the ids of all special tokens, also of added tokens that `all_special_ids` lacks."""
+        """Return the ids of all special tokens, including added tokens that `all_special_ids` lacks."""
         added = self.tokenizer.added_tokens_decoder
         return {*self.tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
 
@@ -343,9 +366,8 @@ class PromptEncoder:
 
     def _media_words(self) -> list[str]:
         """Return the texts of the media placeholders that the model or the processor uses."""
-        words = [self.tokenizer.decode(token) for token in self.placeholders]
-        words += [getattr(self.processor, f"{kind}_token", None) or "" for kind in MODALITIES]
-        return [word for word in dict.fromkeys(words) if word]
+        words = [getattr(self.processor, f"{kind}_token", None) or "" for kind in MODALITIES]
+        return [word for word in dict.fromkeys([*self._answer_words, *words]) if word]
 
 
 def template_message(message: Message) -> dict[str, Any]:
@@ -365,7 +387,7 @@ def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def within(block: str, parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Break up tags named `block` in texts, so that no text closes the block around it; media stay."""
+    """Break up tags named `block` in texts, so that no text closes the block around it; keep media."""
     return tuple(
         part if part.media else Part(text)
         for part, text in zip(parts, inside(block, [part.text for part in parts]), strict=True)

@@ -1,17 +1,22 @@
-"""Find prompts that a model cannot read, with its processor and config but without its weights."""
+"""Check for prompts that a model cannot read, from its processor and config, without its weights."""
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+import math
+from collections.abc import Callable
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from mmrl.config.registry import find
+from mmrl.config.schema import Piece
 from mmrl.core.modalities import MODALITIES
 from mmrl.core.types import Media, Prompt, reading
 from mmrl.data.media import upright_size
 from mmrl.data.media_root import MediaFile
-from mmrl.vision.models.media_arguments import video_size_options
-from mmrl.vision.models.model_families import check_length
+from mmrl.data.sound import sound_duration
+from mmrl.vision.models.media_arguments import check_images, check_seconds, extractor_of, video_size_options
+from mmrl.vision.models.model_families import check_length, check_sounds
 from mmrl.vision.models.processor import PromptEncoder
 
 SIZES = 1 << 16  # number of image sizes in the cache
@@ -24,31 +29,34 @@ class PromptCheck:
     It avoids encoding and decoding. One prompt per pattern of roles and media is rendered with the chat
     template. Image features are counted from the size in the file header. Video features get an upper bound
     from the file header, if the processor has `get_num_of_video_patches`. A prompt is encoded only if these
-    counts and its bytes could exceed the context. The check misses too long videos of other processors, and
-    faults that only decoding shows, such as truncated files.
+    counts and its bytes could exceed the context. The check does not detect videos that are too long
+    for other processors, nor faults that only decoding shows, such as truncated files.
     """
 
     def __init__(self, encoder: PromptEncoder) -> None:
         self.encoder = encoder
         self.limit = encoder.limit
         self._forms: set[Any] = set()
+        self.check_served: Callable[[Any, Prompt], None] | None = None
         self.image_features = lru_cache(SIZES)(self._features_of)  # maps (height, width) to a count
 
     def __call__(self, prompt: Prompt) -> None:
         """Check a prompt and its recorded answers."""
+        if self.check_served:
+            self.check_served(self.encoder.core.config, prompt)
         with reading(prompt):
             recorded = prompt.answers if type(prompt.answers) is tuple else ()
+            form = tuple(
+                (m.role, tuple(p.media and p.media.kind for p in m.parts), m.extra) for m in prompt.messages
+            )
             answers = [
-                self.encoder.recorded(prompt, one)[0] if one.extra else one.text
+                self.encoder.recorded(prompt, one)[0] if one.extra or form not in self._forms else one.text
                 for one in recorded
                 if one.text or one.extra
             ]
             for text in answers:
                 self.encoder.check_answer(text)
             self.encoder.check_text(prompt)
-            form = tuple(
-                (m.role, tuple(p.media and p.media.kind for p in m.parts), m.extra) for m in prompt.messages
-            )
             if form not in self._forms:
                 self.encoder.written(prompt)
                 self._forms.add(form)
@@ -61,6 +69,11 @@ class PromptCheck:
                 encoded = self.encoder.encode(prompt)
                 longest = max((len(self.encoder.answer(text)) for text in answers), default=1)
                 check_length(encoded.next_position + longest - 1, self.limit)
+
+    def check_engine(self, engine: Piece) -> None:
+        """Also check prompts with the check of an engine, whose servers may not support all media."""
+        check = getattr(find("engine", engine.name).target, "check_prompt", None)
+        self.check_served = check and partial(check, engine.options)
 
     @cached_property
     def _around(self) -> int:
@@ -87,6 +100,7 @@ def most_image_tokens(check: PromptCheck, medium: Media) -> int:
     """Count the features of an image; raise ValueError if the processor does not support its size."""
     if getattr(check.encoder.processor, "image_processor", None) is None:
         return 0  # rendering raises the error that the model reads text only
+    check_images(check.encoder.processor)
     if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
         return 0  # a table of many rows: the headers of its images cannot be read one by one
     if medium.source is None:
@@ -97,7 +111,7 @@ def most_image_tokens(check: PromptCheck, medium: Media) -> int:
 
 
 def most_video_tokens(check: PromptCheck, medium: Media) -> int:
-    """Return an upper bound of a video's features, positions and time stamps; 0 if only decoding tells."""
+    """Return an upper bound of the tokens and positions of a video; 0 if only decoding could tell."""
     processor = getattr(check.encoder.processor, "video_processor", None)
     if processor is None:
         raise ValueError("it shows a video, but this model takes images only")
@@ -108,4 +122,31 @@ def most_video_tokens(check: PromptCheck, medium: Media) -> int:
     vision = getattr(check.encoder.core.config, "vision_config", None)
     ticks = getattr(vision, "tokens_per_second", None) or 0  # if set, positions grow with time
     patches = count(frames, height, width, video_size_options(processor))
-    return patches // processor.merge_size**2 + int(seconds * ticks) + frames * STAMP
+    sampling = medium.load.sampling
+    heard = sampling is not None and sampling.load_audio_from_video
+    sound = _sound_tokens(check, seconds) if heard else 0
+    return patches // processor.merge_size**2 + int(seconds * ticks) + frames * STAMP + sound
+
+
+def most_audio_tokens(check: PromptCheck, medium: Media) -> int:
+    """Count the features of a sound by the seconds in its header; raise ValueError if it cannot be read."""
+    extractor_of(check.encoder.processor)
+    check_sounds(check.encoder.core.config)
+    if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
+        return 0  # a table of many rows, as for images
+    source = medium.source if isinstance(medium.source, Path | bytes | None) else medium.source.read()
+    if source is None:
+        sound = medium.load()
+        return _sound_tokens(check, len(sound.samples) / sound.rate)
+    return _sound_tokens(check, sound_duration(source))
+
+
+def _sound_tokens(check: PromptCheck, seconds: float) -> int:
+    """Count the features of a sound; return the context length if that is not possible."""
+    processor = check.encoder.processor
+    count = getattr(processor, "_get_num_multimodal_tokens", None)
+    if math.isinf(seconds) or count is None:
+        return check.limit
+    check_seconds(processor, seconds)
+    samples = math.ceil(seconds * extractor_of(processor).sampling_rate)
+    return int(count(audio_lengths=[samples])["num_audio_tokens"][0])

@@ -16,12 +16,12 @@ ReadSteps = Callable[..., dict[str, Tensor]]  # called with steps, outputs and a
 class TrainedPart:
     """Base class of weights that are trained instead of the model.
 
-    A transform adds a part to a model as a module of this class; the policy then trains, saves and loads it.
+    A transform adds such a module to a model. The policy then trains, saves and loads only this module.
 
     Attributes:
         name: Description of the part, for error messages.
-        cannot_merge: Error message of `merge`, which is not possible with the part.
-        outputs: Outputs of steps that exist only with this part.
+        cannot_merge: Error message of `merge`, because a model of transformers cannot hold these weights.
+        outputs: Outputs per token that the policy computes only with this part.
     """
 
     name: ClassVar[str]

@@ -23,7 +23,7 @@ HEAD = "value_head.safetensors"
 
 
 class ValueModel(nn.Module):
-    """The trainable module, which maps a batch of answers to a value before every token."""
+    """Trainable module that predicts, for a batch of answers, a value before every token."""
 
     def __init__(self, reader: StepModel) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, steps: TokenSteps) -> Tensor:
-        """Compute values (N, longest), at padding positions, too."""
+        """Compute values (N, longest) for the tokens of N answers, including padding positions."""
         compute = self.reader.compute
         with torch.autocast(self.head.weight.device.type, compute, enabled=compute in LOW):
             hidden = self.reader.states(steps)
@@ -45,12 +45,13 @@ class ValueModel(nn.Module):
 class Critic:
     """A critic for token policies: predicts the value of an answer before each of its tokens.
 
-    It is used as `second_model`. A linear layer, initialised to 0, maps last hidden states to values. All
-    log-probabilities are 0. A checkpoint is the model's folder with one more file.
+    The reference `second_model` trains it beside the policy. A linear layer, initialised to 0, maps last
+    hidden states to values. All log-probabilities are 0. A checkpoint is the model's folder plus a file with
+    this layer.
 
     Args:
         policy: The model and its training options, such as `{name: vision.tokens, model: ..., lora_rank:
-            16}`. Its model family must be that of the run's policy. None: a copy of the run's policy.
+            16}`. This model must be of the family of the run's policy. None: a copy of the run's policy.
         probability: Whether values are probabilities of success, 1/2 at the start. The layer then computes
             logits, which the objective `value_cross_entropy` trains (PAV's verifier, V_0).
     """
@@ -93,7 +94,7 @@ class Critic:
         return StepOutput(torch.zeros_like(logit), {name: outputs[name] for name in outputs.keys() & extra})
 
     def save(self, folder: Path) -> None:
-        """Write the model's folder, and the linear layer of values to one more file."""
+        """Write the model's folder, plus one file with the linear layer that computes the values."""
         from safetensors.torch import save_file
 
         self.tokens.save(folder)

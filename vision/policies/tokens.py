@@ -11,28 +11,37 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.loading import ConfigError
-from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt
+from mmrl.config.ranges import AtMost, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import policy
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded, pad_to
-from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
+from mmrl.core.types import (
+    Media,
+    Message,
+    Outcome,
+    Part,
+    Prompt,
+    Rollouts,
+    Sound,
+    Trajectory,
+    Transcript,
+    reading,
+)
 from mmrl.data.media_reader import MediaReader
 from mmrl.runtime.modules import (
     DTYPES,
     apply_transforms,
+    checkpoint_layers,
     copy_weights,
     keep_training_precision,
     widest_dtype,
 )
-from mmrl.runtime.output_head import OutputHead
 from mmrl.runtime.weights import load_whole
-from mmrl.vision.decoding.inner_outputs import (
-    OF_LOGITS,
-    OF_STATES,
-    InnerOptions,
-    teacher_of,
-)
+from mmrl.vision.decoding.divergence import Taught, Teaching
+from mmrl.vision.decoding.guidance import ImageTokens, Unconditional, check_guidance
+from mmrl.vision.decoding.inner_outputs import OF_LOGITS, OF_STATES, InnerOptions
 from mmrl.vision.decoding.role_adapters import RoleAdapters, check_roles
+from mmrl.vision.decoding.sequence_parallel import SequenceParallel, check_sequence_parallel
 from mmrl.vision.decoding.step_model import StepModel
 from mmrl.vision.decoding.token_steps import (
     TokenRow,
@@ -42,10 +51,12 @@ from mmrl.vision.decoding.token_steps import (
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.models import loading
 from mmrl.vision.models.chat_template import ChatTemplate
-from mmrl.vision.models.model_families import check_length
+from mmrl.vision.models.image_writer import ImageWriter
+from mmrl.vision.models.model_families import check_length, check_same_tokens
 from mmrl.vision.models.processor import PromptEncoder, pixel_limits
 from mmrl.vision.models.prompt_check import PromptCheck
 from mmrl.vision.models.trained_part import TrainedPart, holds_part, part_of
+from mmrl.vision.tools.call_formats import encode_transcript
 
 
 @policy
@@ -66,23 +77,31 @@ class Tokens:
         adapter: Folder or hub id of a saved adapter, to train it further.
         roles: Names of roles; each gets a LoRA adapter over one base. The tag `role` of a row selects its
             adapter, in training and in the engine `vision.by_role`.
-        freeze_vision_tower: Train the language model only; otherwise the vision tower too.
+        freeze_vision_tower: Train only the language model. If false, the towers of images and sounds are
+            trained, too (in Gemma 3n only the image tower).
         frozen: Train nothing and keep all weights in `dtype`, for a model that only answers, such as a judge.
         gradient_checkpointing: Recompute layers in the backward pass: less memory, more time.
         share_prefix: Whether rows share the keys and values of their prompt, and of longer common prefixes if
-            that saves a twentieth of all tokens. If false, every row gets a copy.
+            this saves at least 1/20 of all tokens. If false, every row has its own copy.
+        sp_size: Number of processes that divide the tokens of each row in training, for long rows (sequence
+            parallelism, Ulysses, arXiv 2309.14509). Needs `share_prefix: false`. 1: each has its own rows.
         min_pixels: Minimal pixels of an image after the image processor; None: the processor's default.
         max_pixels: Maximal pixels of an image after the image processor; None: the processor's default.
-        hot_temperature: Temperature of the output `logp_hot`, in units of the sampling temperature.
-        cold_temperature: Temperature of the output `logp_cold`, in the same units.
+        chat_template_kwargs: Variables of the chat template, for all prompts: `{enable_thinking: false}`.
+        guidance_scale: Scale s of classifier-free guidance, for a model that writes images. Logits of image
+            tokens are u + s (c - u), where c are computed after the prompt and u after the negative prompt,
+            in sampling and in training, with gradients through both. 1: no guidance, half the time.
+        negative_prompt: Text that guidance leads away from.
+        hot_temperature: Temperature of the output `logp_hot`, as a multiple of the sampling temperature.
+        cold_temperature: Temperature of the output `logp_cold`, as a multiple of the sampling temperature.
         top_k: Number of tokens in the outputs `top_k_ids` and `top_k_logp`.
-        rank_stride: Steps between the prefixes whose `effective_rank` is measured.
+        rank_stride: Number of tokens between the prefixes of an answer whose `effective_rank` is measured.
         transform: Transforms of the model, such as pruning or quantisation. A trained part that a transform
             adds, such as the vector of `vision.steering`, is trained instead of the model.
     """
 
     outputs: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # computed only if a piece reads them
-    makes = "text"  # kind of outcomes, for commands that write outcomes
+    makes = "text"  # kind of outcomes; commands read it
 
     def __init__(
         self,
@@ -99,42 +118,50 @@ class Tokens:
         frozen: bool = False,
         gradient_checkpointing: bool = False,
         share_prefix: bool = True,
+        sp_size: PositiveInt = 1,
         min_pixels: Annotated[PositiveInt, AtMost("max_pixels")] | None = None,
         max_pixels: PositiveInt | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        guidance_scale: NonNegativeFloat = 1.0,
+        negative_prompt: str = "",
         hot_temperature: PositiveFloat = 1.2,
         cold_temperature: PositiveFloat = 0.8,
         top_k: PositiveInt = 20,
         rank_stride: PositiveInt = 40,
         transform: tuple[Callable, ...] = (),
     ) -> None:
+        check_sequence_parallel(model, sp_size, share_prefix, attn_implementation, transform, roles)
+        check_guidance(model, guidance_scale, negative_prompt)
         self.processor = loading.load_processor(model)
-        ChatTemplate(self.processor).ends()  # fails before weights are loaded
+        ChatTemplate(self.processor, chat_template_kwargs).ends()  # fails before weights are loaded
         self.model = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = pixel_limits({"min_pixels": min_pixels, "max_pixels": max_pixels})
-        self.prompt_encoder = PromptEncoder(self.processor, self.model.base_model, pixels=pixels)
+        self.prompt_encoder = PromptEncoder(
+            self.processor, self.model.base_model, pixels=pixels, variables=chat_template_kwargs
+        )
+        self.images = ImageWriter.of(self.prompt_encoder)
+        self.guidance_scale, self.negative_prompt = guidance_scale, negative_prompt
         shape = {"rank": lora_rank, "alpha": lora_alpha, "layers": lora_target_modules}
-        if roles:
-            check_roles(roles, new=bool(lora_rank) and not adapter and not transform)
-        self.adapter = self._adapted(adapter, roles, **shape, tower=not freeze_vision_tower)
-        self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
-        self.part: TrainedPart | None = self.roles if self.adapter else part_of(self.model)
+        self._adapt(adapter, roles, bool(transform), **shape, tower=not freeze_vision_tower)
         self.outputs = self.outputs - {"reversed_logp"} | (self.part.outputs if self.part else frozenset())
         self._choose_weights(freeze_vision_tower, frozen)
         if gradient_checkpointing:
-            loading.checkpoint_layers(self.model)
+            checkpoint_layers(self.model)
         self.compute, self.share_prefix, self.packed = DTYPES[dtype], share_prefix, gradient_checkpointing
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
-        self.teacher_head: OutputHead | None = None
+        self.teachers: list[Teaching] = []  # each teacher appends itself
         self.module: nn.Module = StepModel(
             self.model,
             self.prompt_encoder.placeholders,
             compute=self.compute,
             checkpointed=gradient_checkpointing,
             share=share_prefix,
-            blank={} if freeze_vision_tower else self._blank_image(),
+            blank={} if freeze_vision_tower else self._blank_media(),
             inner=self.inner,
             part=self.part,
+            together=SequenceParallel(self.model.base_model, sp_size) if sp_size > 1 else None,
+            images=self.images and ImageTokens(self.images.ids, guidance_scale),
         )
 
     @staticmethod
@@ -147,6 +174,17 @@ class Tokens:
         """
         model, adapter = str(options.get("model", "")), str(options.get("adapter") or "")
         loading.check_folders(model, adapter)
+        if Path(model).expanduser().is_dir():
+            scale = float(options.get("guidance_scale", 1))
+            check_guidance(model, scale, str(options.get("negative_prompt") or ""))
+        check_sequence_parallel(
+            model,
+            int(options.get("sp_size", 1)),
+            bool(options.get("share_prefix", True)),
+            str(options.get("attn_implementation", "sdpa")),
+            options.get("transform"),
+            options.get("roles"),
+        )
         if start and (adapter or options.get("lora_rank")):
             loading.check_folders(model, start)
         elif start and not holds_part(Path(start)):
@@ -155,23 +193,43 @@ class Tokens:
     @staticmethod
     def prompt_check(options: Mapping[str, Any]) -> Callable[[Prompt], None]:
         """Make a check that raises `PromptError` for prompts that a policy with these options cannot read."""
-        return PromptCheck(loading.load_encoder(str(options["model"]), pixel_limits(options)))
+        variables = options.get("chat_template_kwargs")
+        encoder = loading.load_encoder(
+            str(options["model"]), pixels=pixel_limits(options), variables=variables
+        )
+        return PromptCheck(encoder)
 
-    def _blank_image(self) -> dict[str, Tensor]:
-        """Make the model inputs of a black image; empty for a language model."""
+    def _blank_media(self) -> dict[str, dict[str, Tensor]]:
+        """Make dummy media inputs: a black image for the vision tower, and a prompt with a silent sound."""
         if self.processor.image_processor is None:
             return {}
         black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # gives 2 x 2 features in Qwen2-VL
-        inputs = self.processor.image_processor(images=[black], return_tensors="pt")
-        return {name: torch.as_tensor(value) for name, value in inputs.items()}
+        images = self.processor.image_processor
+        inputs = images(images=[black], return_tensors="pt")
+        # Leave out values that the model does not read, such as the numbers of tiles.
+        names = filter(inputs.__contains__, images.model_input_names)
+        image = self.prompt_encoder.family.prepare({name: torch.as_tensor(inputs[name]) for name in names})
+        blank = {"image": image}
+        if self.prompt_encoder.family.sounds(self.core.config):
+            silence = Media("audio", "silence", lambda: Sound(torch.zeros(16000), 16000))
+            message = Message("user", (Part(media=silence), Part("x")))
+            silent = self.prompt_encoder.encode(Prompt("silence", (message,)))
+            blank["audio"] = {"input_ids": silent.ids[None], **silent.media}
+        return blank
 
-    def _adapted(self, adapter: str, roles: tuple[str, ...], **shape: Any) -> Any:
-        """Load the saved adapter, or add new adapters; return None if no adapter is configured."""
+    def _adapt(self, adapter: str, roles: tuple[str, ...], transformed: bool, **shape: Any) -> None:
+        """Load the saved adapter, or add new adapters if any are configured."""
         rank, alpha = shape["rank"], shape["alpha"]
-        if adapter:
-            return loading.load_adapter(self.model, adapter, rank=rank, alpha=alpha)
+        if roles:
+            check_roles(roles, new=bool(rank) and not adapter and not transformed)
         shape |= {"alpha": alpha or 2.0 * rank, "names": roles or ("default",)}
-        return loading.add_adapter(self.model, **shape) if rank else None
+        self.adapter: Any = None
+        if adapter:
+            self.adapter = loading.load_adapter(self.model, adapter, rank=rank, alpha=alpha)
+        elif rank:
+            self.adapter = loading.add_adapter(self.model, **shape)
+        self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
+        self.part: TrainedPart | None = self.roles if self.adapter else part_of(self.model)
 
     def _choose_weights(self, freeze_vision_tower: bool, frozen: bool) -> None:
         """Choose the trained weights, except adapters, and convert them to float32."""
@@ -184,25 +242,28 @@ class Tokens:
             self.model.get_output_embeddings().requires_grad_(True)
         if frozen:
             self.model.requires_grad_(False)
+        if stays := self.prompt_encoder.family.frozen:
+            self.core.get_submodule(stays).requires_grad_(False)
         keep_training_precision(self.model)
 
     def check_steps_of(self, policy: Tokens) -> None:
         """Raise `ValueError` unless this model can read another policy's token ids and encoded images."""
-        loading.check_same_tokens(self.processor.tokenizer, self.model, policy)
+        check_same_tokens(self.processor.tokenizer, self.model, policy)
 
-    def reading_with(self, model: nn.Module, dtype: str) -> StepModel:
-        """Make a module that computes this policy's steps with another, frozen model.
+    def reading_with(
+        self, model: nn.Module, dtype: str, *, forbidden: list[int] | None = None, top_k: int = 0
+    ) -> StepModel:
+        """Make a module that scores this policy's answers with another, frozen model.
 
-        The output `reverse_kl` uses the head of that model.
+        If given, `forbidden` replaces the policy's placeholder tokens, and `top_k` its option `top_k`.
         """
-        self.teacher_head = OutputHead(model)
         return StepModel(
             model.requires_grad_(False),
-            self.prompt_encoder.placeholders,
+            self.prompt_encoder.placeholders if forbidden is None else forbidden,
             compute=DTYPES[dtype],
             checkpointed=False,
             share=self.share_prefix,
-            inner=self.inner,
+            inner=replace(self.inner, top_k=top_k or self.inner.top_k),
         )
 
     @property
@@ -215,27 +276,40 @@ class Tokens:
         return self.prompt_encoder.render(prompt)
 
     def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
-        """Make the reader that loads the images and videos of prompts."""
+        """Make the reader that loads the media of prompts."""
         return MediaReader.of_data(options, root)
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Encode a recorded answer, with its end token, as a row."""
         with reading(prompt):
-            text, ids = self.prompt_encoder.recorded(prompt, outcome)
+            if outcome.image is None:
+                (text, ids), chosen = self.prompt_encoder.recorded(prompt, outcome), None
+            else:
+                text, writer = outcome.text, self.images or ImageWriter(self.prompt_encoder)
+                ids, chosen = writer.recorded(outcome)
             encoded = self.prompt_encoder.encode(prompt)
             check_length(encoded.next_position + len(ids) - 1, self.prompt_encoder.limit)
         tags = {"finish": "stop", **outcome.tags}
-        answer = Outcome(text=text, end=len(ids), tags=tags, recorded=outcome.recorded)
-        row = TokenRow(encoded, ids)
+        answer = Outcome(text, outcome.image, end=len(ids), tags=tags, recorded=outcome.recorded)
+        row = TokenRow(encoded, ids, chosen=chosen)
         return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
 
-    def restore_rows(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
-        """Restore a row from values (T,) that the engine recorded per token, such as ids and temperature."""
+    def restore_rows(
+        self, prompt: Prompt, notes: Mapping[str, Tensor], transcript: Transcript | None = None
+    ) -> Trajectory:
+        """Restore a row from values (T,) that the engine recorded per token, such as ids and temperature.
+
+        A conversation is encoded again turn by turn from its transcript.
+        """
         ids, temperature = notes["token"].long(), float(notes["temperature"][0])
-        outcome = Outcome(text=self.prompt_encoder.text(ids), end=len(ids))
-        row = TokenRow(self.prompt_encoder.encode(prompt), ids, temperature)
+        script = transcript or Transcript((), (ids,), ())  # a single answer is a conversation of one turn
+        turns = encode_transcript(self.prompt_encoder, prompt, script)
+        outcome = Outcome(text=self.prompt_encoder.text(turns[-1][1]), end=len(ids))
         restored = {name: note.float() for name, note in notes.items()} | {"token": ids}
-        return Trajectory(prompt, prompt.uid, (outcome,), row, len(ids), restored, on_policy=False)
+        row = TokenRow.of_turns(turns, temperature)
+        return Trajectory(
+            prompt, prompt.uid, (outcome,), row, len(ids), restored, on_policy=False, transcript=transcript
+        )
 
     def pack(self, row: Trajectory) -> Trajectory:
         """Remove the encoded prompt from a row for another process, if that process can encode it again."""
@@ -245,6 +319,7 @@ class Tokens:
     def unpack(self, row: Trajectory) -> Trajectory:
         """Add the encoded prompt to a row that another process packed."""
         if row.steps.prompt is not None:
+            self.prompt_encoder.sources.add(row.steps.prompt, row.prompt)
             return row
         return replace(row, steps=replace(row.steps, prompt=self.prompt_encoder.encode(row.prompt)))
 
@@ -263,6 +338,10 @@ class Tokens:
         steps = TokenSteps(distinct, which, ids, length, temperature, suffixes if any(suffixes) else ())
         if self.share_prefix and reads_trees(self.model, packed=self.packed):
             steps = steps.with_tree(self.core)
+        if self.images and self.guidance_scale != 1:
+            answers = [row.ids for row in rows]
+            negative = self.images.unconditional(self.negative_prompt)
+            steps = replace(steps, unconditional=Unconditional.of(self.images, negative, answers))
         if self.part:
             steps = self.part.collate(steps, rollouts)
         # Missing values and values after a row's end are NaN. `token` and `temperature` are in `steps`.
@@ -276,13 +355,11 @@ class Tokens:
         return Batch.of(steps, mask, notes)
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        teacher = None
-        if "reverse_kl" in extra:
-            states = {
-                name: other.extra["hidden"] for name, other in batch.others.items() if "hidden" in other.extra
-            }
-            teacher = teacher_of(states, self.teacher_head)
-        values = self.module(batch.steps, extra, teacher)
+        taught = Taught.of(batch.others, self.teachers) if "divergence" in extra else None
+        values = self.module(batch.steps, extra, taught)
+        if taught:
+            part = taught[:, : batch.steps.longest]
+            values["divergence"] = part.with_spans(values["divergence"], values["logp"])
         width = batch.mask.shape[1]
         padded = {name: pad_to(value, width, 1) for name, value in values.items()}
         return StepOutput(padded.pop("logp"), padded)
@@ -290,7 +367,7 @@ class Tokens:
     def merge(self) -> None:
         """Merge the adapter into the weights, so that `save` writes the whole model.
 
-        Raises `ConfigError` for other trained parts, for which a model of transformers has no weights.
+        Raises `ConfigError` if other weights, such as a steering vector, are trained instead of the model.
         """
         if part := self.part or part_of(self.model):
             raise ConfigError(part.cannot_merge)

@@ -8,73 +8,43 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mmrl.data.dataset_io import RowError
 from mmrl.runtime.files import write_whole
+from mmrl.runtime.shards import BUILD, Shards
 from mmrl.vision.benchmarks.conversions import describe_llama_factory
 from mmrl.vision.preference.select import FLIPPED, ScoredPair
 
-BUILD = ".build"
 ROWS_AT_ONCE = 64  # rows per write to a parquet file, with images in memory
 
 
-class PairShards:
-    """Finished shards of scored pairs in the folder `.build` of an output, from which a build can resume.
-
-    `media` is a subfolder for images that were stored inside rows.
-    """
+class PairShards(Shards):
+    """Finished shards of scored pairs; the subfolder `media` holds images that were stored inside rows."""
 
     def __init__(self, output: Path) -> None:
-        self.folder, self.media = output / BUILD, output / BUILD / "media"
-
-    def path(self, number: int) -> Path:
-        """Return the path of a shard's file."""
-        return self.folder / f"shard-{number:06d}.jsonl"
-
-    def has(self, number: int) -> bool:
-        """Whether a shard is finished, that is whether its file exists."""
-        return self.path(number).is_file()
+        super().__init__(output)
+        self.media = self.folder / "media"
 
     def write(self, number: int, pairs: Iterable[ScoredPair]) -> None:
         """Write the pairs of a shard to its file atomically."""
-        lines = (json.dumps(asdict(pair), ensure_ascii=False) for pair in pairs)
-        write_whole(self.path(number), "".join(f"{line}\n" for line in lines))
+        self.write_rows(number, map(asdict, pairs))
 
     def read(self, number: int) -> list[ScoredPair]:
         """Read the pairs of a shard from its file."""
         lists = ("texts", "lengths", "scores", "h", "split")
-        with self.path(number).open(encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file]
+        rows = self.read_rows(number)
         return [ScoredPair(**row | {name: tuple(row[name]) for name in lists}) for row in rows]
-
-    def agree(self, name: str, plan: Mapping[str, Any]) -> None:
-        """Record the inputs of a build; raise `RowError` if the folder was built from other inputs."""
-        text = json.dumps(plan, indent=1, ensure_ascii=False) + "\n"
-        if not (self.folder / f"{name}.json").is_file():
-            write_whole(self.folder / f"{name}.json", text)
-        recorded, plan = self.recorded(name), json.loads(text)  # via JSON, which turns tuples into lists
-        other = [key for key in {**plan, **recorded} if plan.get(key) != recorded.get(key)]
-        if other:
-            raise RowError(
-                f"'{self.folder}' holds a build with another {', '.join(other)}: {recorded.get(other[0])!r}, "
-                f"not {plan.get(other[0])!r}; choose another output, or remove the folder"
-            )
-
-    def recorded(self, name: str) -> dict[str, Any]:
-        """Read the inputs recorded by `agree`."""
-        return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def as_row(pair: ScoredPair, verdict: str, data: bytes) -> dict[str, Any]:
     """Convert a selected pair to a row of the data set; `data` is the content of the image file.
 
-    `h_pos` and `h_neg` are the hallucination ratios of the answer that was expected to be better, and of the
-    other one, even if the pair is reversed. They are None if the engine did not set them.
+    `h_pos` and `h_neg` are the hallucination ratios (weights of contrastive decoding) of the answer expected
+    to be better and of the other answer, even in a reversed pair. They are None if the engine records none.
     """
     better, worse = (1, 0) if verdict == FLIPPED else (0, 1)
     chosen, rejected = ({"role": "assistant", "content": pair.texts[i]} for i in (better, worse))
@@ -98,7 +68,7 @@ def as_row(pair: ScoredPair, verdict: str, data: bytes) -> dict[str, Any]:
 def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, file_rows: int) -> None:
     """Write parquet files of at most `file_rows` rows each, and replace an earlier data set.
 
-    `count` is the expected number of rows; a few may be missing. The last file gets all remaining rows.
+    `count` is the expected number of rows; `rows` may have fewer. The last file gets all remaining rows.
     """
     import pyarrow
     from datasets import Features, Image, List, Value

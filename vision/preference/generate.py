@@ -16,7 +16,7 @@ from mmrl.data.dataset_io import Rows, row_files
 from mmrl.data.fields import RowError, text
 from mmrl.data.media_root import MediaRef, MediaRoot, decode_image, media_of
 from mmrl.data.video import MediaError
-from mmrl.runtime.content_hash import of_file
+from mmrl.runtime.content_hash import of_files
 from mmrl.vision.media.dataset_writer import image_suffix, is_image_file
 from mmrl.vision.media.prompts import ask
 from mmrl.vision.preference.select import ScoredPair
@@ -24,7 +24,7 @@ from mmrl.vision.preference.select import ScoredPair
 
 @dataclass(frozen=True)
 class SourceItem:
-    """An image of a source, with the prompt of its row, if any; or the error message of an invalid row."""
+    """An image of a source with the prompt of its row, if any; for an invalid row, the error message."""
 
     place: str
     ref: MediaRef | None = None
@@ -49,12 +49,12 @@ class ImageSource:
         return islice(self._of_rows() if self.files else self._of_folder(), self.limit or None)
 
     def content(self) -> str:
-        """Hash the files of rows, or the file names in a folder of images.
+        """Hash the content of the row files, or the file names in a folder of images.
 
         The content of the images is checked later, when the pairs are written.
         """
         if self.files:
-            return content_of(self.files)
+            return of_files(self.files)
         names = "".join(f"{item.place}\n" for item in self._of_folder())
         return hashlib.sha256(names.encode()).hexdigest()
 
@@ -67,7 +67,7 @@ class ImageSource:
 
     def _of_folder(self) -> Iterator[SourceItem]:
         for folder, subfolders, names in os.walk(self.source):
-            # Change the list in place: `os.walk` visits its entries in this order.
+            # Sort the list in place, because `os.walk` visits the subfolders in its order.
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             for path in (Path(folder, name) for name in sorted(names)):
                 if is_image_file(path):
@@ -89,16 +89,6 @@ class ImageSource:
                 yield SourceItem(place, fault=str(error))
 
 
-def content_of(paths: Iterable[Path]) -> str:
-    """Hash files by name and content (SHA-256); folders by the names and contents of all files inside."""
-    content = hashlib.sha256()
-    for path in paths:
-        for inner in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if inner.is_file():
-                content.update(f"{inner.relative_to(path.parent)} {of_file(inner)}\n".encode())
-    return content.hexdigest()
-
-
 def digest_of(data: bytes) -> str:
     """Hash the bytes of an image to 32 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()[:32]  # 128 bits
@@ -117,8 +107,8 @@ def generate_pairs(
 ) -> list[ScoredPair]:
     """Generate two answers to each image with an engine, and score both with a reward.
 
-    The pairs have the order of the items. Items that cannot be used become pairs with a `fault`. Images that
-    are stored inside rows are written to `folder`.
+    The pairs have the order of the items. An item that cannot be used becomes a pair with a `fault`. Images
+    that are stored inside rows are written to `folder`.
     """
     pairs: list[ScoredPair] = []
     prompts: dict[str, Prompt] = {}
@@ -140,7 +130,7 @@ def generate_pairs(
         # Sort by hallucination ratio: the answer with the lower ratio should be better.
         both.sort(key=lambda row: row.outcomes[-1].recorded.get("contrast_alpha", 0.0))
     scores = iter(reward(twice, [row.outcomes[-1] for both in rows.values() for row in both]))
-    # Encoders such as CLIP have a limited context; other rewards read any length.
+    # Encoders such as CLIP have a limited context; other rewards read texts of any length.
     reads_whole = getattr(reward.function, "reads_whole", lambda text: True)
     answers = {}
     for uid, both in rows.items():

@@ -14,7 +14,7 @@ import torch
 from mmrl.core.rng import Stream
 from mmrl.data.video import MediaError
 
-TIE = 1e-8  # rewards with a smaller difference are equal
+TIE = 1e-8  # scores with a smaller difference count as equal
 SELECTED = KEPT, FLIPPED = "kept", "flipped"
 FAULTS = ("bad_row", "missing", "unreadable")  # faults of a row or its image
 DROPS = ("empty", "identical", "not_finite", "length", "tie", "small_gap", "duplicate")
@@ -24,7 +24,7 @@ Decide = Literal["score", "dial", "random"]
 
 @dataclass(frozen=True)
 class ScoredPair:
-    """Two scored answers about an image, the one expected to be better first; or the fault of the image."""
+    """Two scored answers about an image, first the one expected to be better; or the fault of the image."""
 
     place: str  # name of the row or image, relative to the source
     image: str = ""  # image file, relative to the source
@@ -32,7 +32,7 @@ class ScoredPair:
     texts: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()  # in tokens
     scores: tuple[float | None, ...] = ()
-    h: tuple[float | None, ...] = ()  # hallucination ratios
+    h: tuple[float | None, ...] = ()  # hallucination ratios: weights of contrastive decoding
     split: tuple[bool, ...] = ()  # whether each answer exceeds the encoder's context
     digest: str = ""  # hash of the image file
     fault: str = ""  # a name in FAULTS or DROPS; empty if the pair can be used
@@ -59,7 +59,7 @@ class SelectionRule:
             raise ValueError(f"`length_ratio` must be 1 or more, or 0 for none, not {self.length_ratio}")
 
     def fault(self, pair: ScoredPair) -> str:
-        """Return the reason why a pair cannot be used; empty if it can."""
+        """Return the reason why a pair cannot be used; an empty string if it can."""
         if pair.fault:
             return pair.fault
         first, second = (" ".join(text.split()) for text in pair.texts)  # normalise white space
@@ -74,9 +74,9 @@ class SelectionRule:
         return ""
 
     def thresholds(self, gaps: Sequence[float]) -> tuple[float, float]:
-        """Return the smallest absolute gaps for keeping a pair and for reversing a pair."""
+        """Return two thresholds: the smallest |gap| of a kept pair and of a reversed pair."""
         sizes = sorted(map(abs, gaps)) or [0.0]
-        # The quantile, by linear interpolation between the two nearest ranks.
+        # Interpolate the quantile linearly between the two nearest ranks.
         rank = self.quantile * (len(sizes) - 1)
         low, high = sizes[math.floor(rank)], sizes[math.ceil(rank)]
         default = low + (high - low) * (rank - math.floor(rank))
@@ -96,12 +96,12 @@ class SelectionRule:
 
 
 def with_faults(rule: SelectionRule, pairs: Iterable[ScoredPair]) -> Iterator[ScoredPair]:
-    """Set `fault` of every pair that cannot be used; an image repeated with its prompt is a duplicate."""
+    """Set `fault` of every pair that cannot be used, such as an image repeated with the same prompt."""
     seen: set[bytes] = set()
     for pair in pairs:
         fault = rule.fault(pair)
         if not fault:
-            # 96 bits per key, because the keys of all pairs are held in memory.
+            # 96 bits per key, because the keys of all pairs stay in memory.
             key = hashlib.blake2b(f"{pair.digest}\n{pair.prompt}".encode(), digest_size=12).digest()
             fault = "duplicate" if key in seen else ""
             seen.add(key)
@@ -110,7 +110,7 @@ def with_faults(rule: SelectionRule, pairs: Iterable[ScoredPair]) -> Iterator[Sc
 
 @dataclass
 class PairSelector:
-    """Decides pairs one by one with a selection rule and counts the verdicts."""
+    """Selector that applies a rule to pairs one by one (keep, reverse, drop) and counts the verdicts."""
 
     rule: SelectionRule
     thresholds: tuple[float, float]
@@ -124,7 +124,7 @@ class PairSelector:
     def select(
         self, pairs: Iterable[ScoredPair], image_of: Callable[[ScoredPair], bytes]
     ) -> Iterator[tuple[ScoredPair, str, bytes]]:
-        """Decide pairs one by one; yield the selected pairs with their verdicts and image files."""
+        """Judge pairs one by one; yield each selected pair with its verdict and image file content."""
         for pair in pairs:
             coin = torch.rand((), generator=self.stream.fixed("coin", pair.place))
             verdict = pair.fault or self.rule.judge(pair.gap, self.thresholds, float(coin))
@@ -145,7 +145,7 @@ class PairSelector:
                 self.dropped.append(f"{pair.place}: {pair.what or verdict}")
 
     def summary(self) -> dict[str, int]:
-        """Count the selected rows, the kept and the reversed ones, and the dropped pairs by reason."""
+        """Return the numbers of selected, kept and reversed pairs, and of dropped pairs for each reason."""
         dropped = {name: self.counts[name] for name in (*FAULTS, *DROPS) if self.counts[name]}
         kept, flipped = self.counts[KEPT], self.counts[FLIPPED]
         return {"train": kept + flipped, KEPT: kept, FLIPPED: flipped, **dropped}

@@ -32,9 +32,10 @@ def object_mentions(
     """Count the objects in a description or in its image (CHAIR, Object HalBench, AMBER).
 
     The count is a label for the metric `ratio_of_sums`, so give it weight 0. It is None if the prompt does
-    not ask for a description. `mentions` and `hallucinated` count mentions with repeats. `correct` and
-    `truth` count classes. `mentioning`, `hallucinating` and `clean` (no hallucination) are 0 or 1. `tempting`
-    counts the absent classes that models tend to invent, and `matched` those of them that are mentioned.
+    not ask for a description. `mentions`: object mentions, with repeats. `hallucinated`: mentions of absent
+    objects, with repeats. `truth`: classes in the image. `correct`: classes in the image that are mentioned.
+    `mentioning`, `hallucinating`, `clean`: 1 if any object, any absent object, no absent object is mentioned.
+    `tempting`: absent classes that models tend to invent. `matched`: such classes that are mentioned.
     """
     counts = _counts(prompt, outcome)
     return None if counts is None else counts[count]
@@ -45,9 +46,10 @@ def object_mentions(
 def object_f1(
     prompt: Prompt, outcome: Outcome, *, form: Literal["f1", "precision", "recall"] = "f1"
 ) -> float | None:
-    """Measure the objects in a description: precision of mentions, recall of classes, or F1.
+    """Compute the precision, the recall or the F1 of the objects that a description mentions.
 
-    A description without mentions gets 0. The result is None if the prompt does not ask for a description.
+    Precision counts mentions, recall counts object classes. A description without mentions gets 0. The reward
+    is None if the prompt does not ask for a description.
     """
     counts = _counts(prompt, outcome)
     if counts is None:
@@ -90,17 +92,14 @@ def binary_vqa(
     Args:
         of: What to return. `correct`: 1 if the answer is right, else 0. `answer` or `truth`: the label of the
             answer or the target (1 for yes, 0 for no, -1 for neither) for the metric `binary_classification`.
-        form: Parser of answers. `pope` and `exact`: as in their scripts. `first_word`: the first yes or no.
-        dimension: Restrict to the questions of this dimension of AMBER; others get None.
+        form: Parser of answers. `pope`: POPE's script. `exact`: AMBER's. `first_word`: the first yes or no.
+        dimension: Dimension of AMBER to reward; questions of other dimensions get None. Empty: all questions.
     """
     truth = _truth(prompt)
     if truth is None or dimension and prompt.columns.get("type") not in DIMENSIONS[dimension]:
         return None
     answer = parse_yes_no(outcome.text or "", form)
     return {"truth": truth, "answer": answer, "correct": float(answer == truth)}[of]
-
-
-# ---- short answers that can be verified without a judge
 
 
 @reward(packages=MATH, own_answer=own_text)
@@ -119,11 +118,11 @@ def short_answer(
     right. The reward is None if the prompt has no target.
 
     Args:
-        form: How to compare. `text`: words, ignoring case, punctuation and articles, with numbers up to ten
-            as digits (our reading of VQA's normalisation). `number`: the last number. `letter`: the letter of
-            a multiple choice. `choice`: one of the row's `choices`, by letter, text or index from 0. `math`:
-            formulas, with math-verify. `exact`: the text, ignoring case and white space. Null: the form of
-            all targets in the training data, or `text` if they differ; `mmrl check --data` shows it.
+        form: How to compare. `text`: words, ignoring case, punctuation and articles, with number words up to
+            ten as digits (our reading of VQA's normalisation). `number`: the last number. `letter`: a letter
+            of a multiple choice. `choice`: one of the row's `choices`, by letter, text or index from 0.
+            `math`: formulas, with math-verify. `exact`: the text, ignoring case and white space. Null: the
+            common form of all training targets, or `text` if there is none; `mmrl check --data` shows it.
         tolerance: Relative error allowed by `number` (0.05 in ChartQA's relaxed accuracy, arXiv 2203.10244).
         tag: Name of the answer block's tag.
     """

@@ -23,7 +23,7 @@ from mmrl.vision.benchmarks.boxes import (
 
 
 def _own_box(prompt: Prompt, *, inclusive: bool, reader: Reader) -> OwnAnswer | None:
-    """Format each target box as an answer. `vlm_r1` reads rounded boxes, which lowers the best reward."""
+    """Format each target box as an answer. `vlm_r1` reads only integers; rounding lowers the best reward."""
     target = _target(prompt)
     if target is None or not target.boxes:
         return None
@@ -43,9 +43,9 @@ def _own_box(prompt: Prompt, *, inclusive: bool, reader: Reader) -> OwnAnswer | 
 def box_iou(
     prompt: Prompt, outcome: Outcome, *, inclusive: bool = False, reader: Reader = "ours"
 ) -> float | None:
-    """Return the highest IoU of the answered box with a target box; None without target boxes.
+    """Return the highest IoU of the answered box with a target box; None if the target is not `Boxes`.
 
-    An answer without a valid box gets 0. Use the data set `vision.boxes`.
+    An answer without a valid box gets 0. The data set `vision.boxes` provides prompts with target boxes.
 
     Args:
         inclusive: Whether an overlap of at most one pixel in width or height counts as no overlap. This is
@@ -72,20 +72,20 @@ def _own_detections(prompt: Prompt, *, form: Form) -> OwnAnswer | None:
         return None
     pairs = list(zip(target.boxes, target.labels, strict=True))
     items = [{"bbox_2d": list(target.in_answers(box)), "label": label} for box, label in pairs]
-    # The best score is below 1 if there are more objects than COCO's evaluation counts.
+    # The best score is below 1 if the image has more objects than COCO's evaluation reads.
     return OwnAnswer((json.dumps(items),), _score(target, pairs, form) or 1.0)
 
 
 @reward(own_answer=_own_detections)
 @per_outcome
 def detection_map(prompt: Prompt, outcome: Outcome, *, form: Form = "map") -> float | None:
-    """Measure detected objects against all objects of an image (VLM-R1, arXiv 2504.07615).
+    """Score detected objects against all target objects of an image (VLM-R1, arXiv 2504.07615).
 
-    The answer is a JSON list of `{"bbox_2d": [left, top, right, bottom], "label": "dog"}`, or None for no
-    object. `map`: COCO's mAP of the image, with equal scores. `length_penalty`: `map` times min(1, targets /
-    detections). `weighted_sum`: 0.7 mean IoU + 0.3 completeness (see `detection_score`). An answer that
-    cannot be parsed gets 0. Without target boxes, an empty list gets 1 and any detection 0; with targets, an
-    empty list gets 0. Labels are compared without case. The reward is None for a target without boxes.
+    The answer is a JSON list of `{"bbox_2d": [left, top, right, bottom], "label": "dog"}`, or the word None
+    for no object. `map`: COCO's mAP of the image, with equal scores for all detections. `length_penalty`:
+    `map` times min(1, targets / detections). `weighted_sum`: 0.7 mean IoU + 0.3 completeness (see
+    `detection_score`). Labels are compared without case. An answer that cannot be parsed gets 0. An empty
+    list gets 1 if the image has no target objects, else 0. The reward is None if the target is not `Boxes`.
     """
     target = _target(prompt)
     if target is None:

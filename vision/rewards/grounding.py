@@ -78,7 +78,7 @@ def _overlap(span: Span, target: Moments, form: Overlap, relax: float) -> float:
     if form == "iou":
         return max(iou(span, t) for t in wide)
     if form == "giou":
-        # A span that ends before its start has a negative length, so it gets 0.
+        # A span that ends before its start has a negative length, so its reward is 0.
         return max((giou(span, t) + 1) / 2 for t in wide) if span[0] < span[1] else 0.0
     return max(timestamp_aware_iou(span, t, target.duration) for t in wide)
 
@@ -97,7 +97,7 @@ def span_set_iou(prompt: Prompt, outcome: Outcome) -> float:
 def _group_spans(
     prompts: Sequence[Prompt], outcomes: Sequence[Outcome]
 ) -> Iterator[tuple[dict[int, Span | None], list[Span]]]:
-    """For every prompt with two or more valid spans, yield the span of each outcome and all valid spans."""
+    """Yield (spans by outcome index, valid spans) for every prompt with at least two valid spans."""
     groups: dict[str, dict[int, Span | None]] = {}
     for i, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
         groups.setdefault(prompt.uid, {})[i] = parse_span(outcome.text or "")
@@ -109,7 +109,7 @@ def _group_spans(
 
 @reward
 def consensus_span(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
-    """Return the IoU with the mean span of the group, a pseudo-label (URPA, arXiv 2508.06317).
+    """Return each span's IoU with its group's mean span, a pseudo-label (URPA, arXiv 2508.06317).
 
     Answers without a span are left out of the mean and get 0. In a group with fewer than two spans there is
     no pseudo-label, and all rewards are None.
@@ -132,9 +132,9 @@ def span_confidence(
 ) -> list[float | None]:
     """Compute a group's confidence exp(-gamma u) from the spread u of its spans (URPA, arXiv 2508.06317).
 
-    u is the standard deviation of the starts plus the standard deviation of the ends. Use it as a label for
-    `scale_by`, with weight 0. The paper does not give `gamma` and the unit of u: use 5 for fractions of the
-    video (`normalise_by: duration`), 0.1 for seconds.
+    u is the standard deviation of the starts plus the standard deviation of the ends. Give the confidence
+    weight 0, and name it as the label of `scale_by`. The paper gives neither `gamma` nor the unit of u. Use
+    `gamma: 5` for fractions of the video (`normalise_by: duration`), 0.1 for seconds (`normalise_by: none`).
     """
     labels: list[float | None] = [None] * len(outcomes)
     for members, spans in _group_spans(prompts, outcomes):
@@ -154,7 +154,7 @@ def span_confidence(
 
 
 def _own_windows(prompt: Prompt, *, threshold: float | None) -> OwnAnswer:
-    """Format the target spans as an answer; beyond `MAX_WINDOWS` spans, the best reward is below 1."""
+    """Format the target spans as an answer; with over `MAX_WINDOWS` spans, the best reward is below 1."""
     spans = prompt.target.spans
     return OwnAnswer(_own_spans(prompt).texts, _window_ap(spans, spans, threshold) or 1.0)
 
@@ -178,7 +178,7 @@ def _window_ap(spans: Sequence[Span], targets: Sequence[Span], threshold: float 
 
 
 def _rated_windows(outcome: Outcome) -> dict[int, float]:
-    """Return the saliency scores of an answer; maps indices of two-second windows to scores."""
+    """Parse the saliency scores of an answer; the result maps indices of two-second windows to scores."""
     return {int(second // WINDOW_SECONDS): rating for second, rating in parse_saliency(outcome.text or "")}
 
 
@@ -188,7 +188,7 @@ def _own_saliency(prompt: Prompt) -> OwnAnswer | None:
 
 
 def _own_highlights(prompt: Prompt, *, level: Level, of: int) -> OwnAnswer | None:
-    """Format the mean saliency as an answer; if annotators differ, the best reward may be below 1."""
+    """Format the annotators' mean saliency as an answer; if they differ, the best reward may be below 1."""
     own = _own_saliency(prompt)
     full = _highlights(prompt, _rated(prompt.target), level)[of]
     return OwnAnswer(own.texts, full) if own and full else None
@@ -205,29 +205,29 @@ def _own_highlight_hit(prompt: Prompt, *, level: Level) -> OwnAnswer | None:
 @reward(own_answer=_own_highlight_ap)
 @per_outcome
 def highlight_ap(prompt: Prompt, outcome: Outcome, *, level: Level = "VeryGood") -> float | None:
-    """Compute the average precision of answered saliency at a level; None without saliency annotation."""
+    """Compute the AP of answered saliency scores for windows rated `level` or higher; None if unannotated."""
     return _highlights(prompt, _rated_windows(outcome), level)[0]
 
 
 @reward(own_answer=_own_highlight_hit)
 @per_outcome
 def highlight_hit(prompt: Prompt, outcome: Outcome, *, level: Level = "VeryGood") -> float | None:
-    """Reward with 1 if any annotator marks the window rated highest as a highlight (HIT@1), else 0.
+    """Reward with 1 if an annotator rates the answer's top window `level` or higher (HIT@1), else 0.
 
-    An answer without ratings gets 0. The reward is None without saliency annotation.
+    An answer without saliency scores gets 0. The reward is None without saliency annotation.
     """
     return _highlights(prompt, _rated_windows(outcome), level)[1]
 
 
 def _rated(target: Moments) -> dict[int, float]:
-    """Return the mean annotated scores of all windows with a score above 0; maps window indices to scores."""
+    """Map the index of each window with an annotated score above 0 to the mean score of the annotators."""
     return {i: sum(rated) / len(rated) for i, rated in enumerate(target.saliency) if any(rated)}
 
 
 def _highlights(
     prompt: Prompt, rated: Mapping[int, float], level: Level
 ) -> tuple[float | None, float | None]:
-    """Compute (AP, HIT@1) of saliency scores; `rated` maps window indices to scores, 0 for missing ones."""
+    """Compute (AP, HIT@1) of saliency scores. `rated` maps window indices to scores; missing ones are 0."""
     truth = prompt.target.saliency
     if not truth:
         return None, None

@@ -23,7 +23,7 @@ ROUNDING = 1e-9
 
 
 def own_action(prompt: Prompt, *, tag: str, of: Literal["sum", "type", "value"] = "type") -> OwnAnswer | None:
-    """Format the target action as an answer. A click has 2 as its best `sum`; only clicks have a `value`."""
+    """Format the target action as an answer. The best `sum` of a click is 2; only clicks have a `value`."""
     target = action_of(prompt)
     click = type_of(target) == "click"
     full = {"sum": 1.0 + click, "type": 1.0, "value": float(click)}[of]
@@ -51,8 +51,8 @@ def click_reward(
 ) -> float:
     """Reward a screen action: 1 for the right type, 1 for the right position (TON, arXiv 2505.16854).
 
-    Answer and target are dictionaries in JSON or Python syntax with `action`, and `position` [x, y] in
-    fractions of the screen size. The answer is read from its last `tag` block. The type is right if both
+    Answer and target are dictionaries in JSON or Python syntax with the keys `action` and `position`, [x, y]
+    in fractions of the screen size. The answer is read from its last `tag` block. The type is right if both
     actions have the same name, ignoring case. The position is right if both are clicks at most `threshold`
     apart; other actions get 0 for the position, as in the paper's code. An answer that cannot be parsed gets
     0. Our reading: Python syntax is parsed as a literal, while the paper's code evaluates it.
@@ -77,8 +77,8 @@ def click_reward(
 def click_inside(prompt: Prompt, outcome: Outcome) -> float | None:
     """Reward a click inside a target box with 1, else 0, as in ScreenSpot.
 
-    The click is the first point of the answer, or the centre of its first box. The reward is None without
-    target boxes. Use the data set `vision.boxes`.
+    The click is the first point of the answer, or the centre of its first box. The reward is None if the
+    target is not `Boxes`. The data set `vision.boxes` provides prompts with target boxes.
     """
     click, boxes = _click(prompt, outcome)
     return None if boxes is None else float(click is not None and any(is_inside(click, box) for box in boxes))
@@ -91,8 +91,8 @@ def click_proximity(prompt: Prompt, outcome: Outcome, *, sigma: PositiveFloat = 
 
     The reward is exp(-(dx / sx)^2 / 2 - (dy / sy)^2 / 2), where sx and sy are `sigma` times half the width
     and height of the box (our reading). The click is parsed as in `click_inside`; an answer without a click
-    gets 0. Use the reward as a label for `tiers`. Of several target boxes the nearest counts; without boxes:
-    None.
+    gets 0. The nearest of several target boxes counts. The reward is None if the target is not `Boxes`.
+    Use it as a label for `tiers`.
     """
     click, boxes = _click(prompt, outcome)
     if click is None or not boxes:
@@ -142,7 +142,7 @@ def _parsed(text: str) -> Mapping[str, Any] | None:
 
 
 def action_of(prompt: Prompt) -> Mapping[str, Any]:
-    """Return the target action of a prompt, given as a dictionary or as text, with or without tags."""
+    """Return the target action of a prompt. The target is a dictionary, or a text with or without tags."""
     match prompt.target:
         case {"action": str()} as action:
             return action

@@ -11,8 +11,9 @@ import torch
 from mmrl.core.types import Rollouts
 from mmrl.runtime.fsdp import in_shards
 from mmrl.runtime.modules import LOW
+from mmrl.vision.serving.wire import served_family
 
-LIMITS = {False: 1e-3, True: 5e-2}  # largest gap in nats per token; True: 16-bit computation
+LIMITS = {False: 1e-3, True: 5e-2}  # largest allowed gap in nats per token; True: 16-bit computation
 CAUSES = {
     "text": "do `policy.model` and `policy.dtype` agree with what it serves, and was it started with "
     "`--logprobs-mode processed_logprobs`?",
@@ -24,20 +25,24 @@ CAUSES = {
 
 @torch.no_grad()
 def gap(policy: Any, rows: Rollouts) -> float:
-    """Return the mean absolute log-probability difference of policy and engine over answer tokens."""
+    """Return the mean absolute log-probability difference between policy and engine over answer tokens."""
     batch = policy.collate(rows)
     # Unwrap data parallelism, whose forward pass would wait for processes that do not compare.
     module = getattr(policy.module, "module", policy.module)
     logp = module(batch.steps, frozenset(), None)["logp"].cpu().double()  # (N, T)
-    noted, mask = batch.notes["logp"].double(), batch.mask > 0
-    return float((logp - noted[:, : logp.shape[1]])[mask[:, : logp.shape[1]]].abs().mean())
+    noted = batch.notes["logp"].double()[:, : logp.shape[1]]
+    known = (batch.mask[:, : logp.shape[1]] > 0) & ~noted.isnan()  # servers may leave out some tokens
+    return float((logp - noted)[known].abs().mean())
 
 
-def check_agreement(policy: Any, kind: str, url: str, rows: Rollouts) -> float:
+def check_agreement(
+    policy: Any, kind: str, url: str, rows: Rollouts, causes: Mapping[str, str] = CAUSES
+) -> float:
     """Return the log-probability gap of answers to one kind of media; raise RuntimeError if too large.
 
-    The limit is 1e-3 nats per token, or 5e-2 for a policy that computes in 16 bits. If the gap is explained
-    by a part of an adapter that the server ignores, the error names this part.
+    The limit is 1e-3 nats per token, or 5e-2 for a policy that computes in 16 bits. If the policy
+    without a part of its adapter has no gap, the error says that the server ignores this part. Otherwise the
+    error gives the likely cause for this kind of media, from `causes`.
     """
     limit, difference, name = LIMITS[policy.compute in LOW], gap(policy, rows), rows[0].prompt.uid
     if difference <= limit:
@@ -49,7 +54,13 @@ def check_agreement(policy: Any, kind: str, url: str, rows: Rollouts) -> float:
                     f"the server '{url}' answers prompt '{name}' without {what}; start it with the line that "
                     "`mmrl serve-command` prints"
                 )
-    cause = CAUSES["video" if "video" in kind else "image" if "image" in kind else "text"]
+    cause = causes["video" if "video" in kind else "image" if "image" in kind else "text"]
+    if (
+        causes is CAUSES
+        and kind != "text"
+        and (known := served_family(policy.prompt_encoder.core.config).cause)
+    ):
+        cause = known
     raise RuntimeError(
         f"the server '{url}' does not sample from the policy: log-probabilities of answers to prompt "
         f"'{name}' ({kind}) differ by {difference:.2g} nats a token, where {limit:g} are rounding; {cause}"

@@ -12,11 +12,10 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Piece
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank in vLLM 0.32
-PORT = 8000
 
 
 def command_lines(policy: Piece, options: Mapping[str, Any], name: str, *, cpu: bool = False) -> list[str]:
-    """Write a command line for each address of `servers`.
+    """Return the command lines that start the servers, one per address in `servers`.
 
     Args:
         policy: The policy of the run, `vision.tokens`.
@@ -37,17 +36,17 @@ def command_lines(policy: Piece, options: Mapping[str, Any], name: str, *, cpu: 
         "--generation-config": "vllm",
         "--worker-extension-cls": "mmrl_vllm_worker.Reloadable",
     }
-    rank = given.get("lora_rank", 0)
-    if given.get("adapter"):
-        rank = _rank_of(str(given["adapter"]))
-    if rank:
+    if rank := lora_rank(policy):
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        room = next((size for size in RANKS if size >= rank), None)
-        if room is None:
-            raise ConfigError(f"`policy.lora_rank` is {rank}, and vLLM has room for at most {RANKS[-1]}")
-        flags |= {"--enable-lora": None, "--max-lora-rank": str(room)}
+        flags |= lora_flags(rank)
         if not given.get("freeze_vision_tower", True):
             flags["--enable-tower-connector-lora"] = None
+    if options.get("weight_transfer") == "broadcast":
+        flags["--weight-transfer-config"] = '{"backend": "mmrl"}'
+    if rate := options.get("video_pruning_rate"):
+        flags["--video-pruning-rate"] = str(rate)
+    if options.get("sleep_level") and not cpu:  # vLLM refuses the flag on a CPU
+        flags["--enable-sleep-mode"] = None
     if cpu:
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "4"}
         # A seeded request whose prompt is prefilled in two steps crashes the server.
@@ -55,7 +54,7 @@ def command_lines(policy: Piece, options: Mapping[str, Any], name: str, *, cpu: 
     lines = []
     for url in options["servers"]:
         at = urlsplit(url)
-        where = {"--host": at.hostname or "localhost", "--port": str(at.port or PORT)}
+        where = {"--host": at.hostname or "localhost", "--port": str(port_of(url))}
         words = ["vllm", "serve", str(given["model"])]
         words += [word for pair in (where | flags).items() for word in pair if word is not None]
         lines.append(
@@ -66,9 +65,25 @@ def command_lines(policy: Piece, options: Mapping[str, Any], name: str, *, cpu: 
     return lines
 
 
-def _rank_of(adapter: str) -> int:
-    """Read the rank of a saved adapter."""
+def lora_rank(policy: Piece) -> int:
+    """Return the rank of the policy's adapter (of a saved adapter: from its files); 0 without an adapter."""
+    if not policy.options.get("adapter"):
+        return policy.options.get("lora_rank", 0)
     from peft import PeftConfig
 
-    config: Any = PeftConfig.from_pretrained(adapter)
+    config: Any = PeftConfig.from_pretrained(str(policy.options["adapter"]))
     return config.r
+
+
+def lora_flags(rank: int) -> dict[str, str | None]:
+    """Return the flags of vLLM for adapters of this rank; raise `ConfigError` if it is too large."""
+    room = next((size for size in RANKS if size >= rank), None)
+    if room is None:
+        raise ConfigError(f"`policy.lora_rank` is {rank}, and vLLM has room for at most {RANKS[-1]}")
+    return {"--enable-lora": None, "--max-lora-rank": str(room)}
+
+
+def port_of(url: str) -> int:
+    """Return the port of an address; by default 443 for https and 80 for http."""
+    at = urlsplit(url)
+    return at.port or (443 if at.scheme == "https" else 80)

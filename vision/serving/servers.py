@@ -3,114 +3,28 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from mmrl.core.types import Count
 from mmrl.runtime.files import flock
-from mmrl.runtime.json_client import PASSING, JsonClient, StatusError, as_json
-from mmrl.vision.serving.wire import Answer, WrongAnswer, WrongWeights, answers_of
+from mmrl.runtime.json_client import PASSING, StatusError
+from mmrl.vision.serving.server import HINT, Server, Source, Weights
+from mmrl.vision.serving.wire import ECHO, Answer, WrongAnswer, WrongWeights
 
-ADAPTER = "policy-adapter"  # name of the adapter on the servers
-HINT = "start it with the line that `mmrl serve-command` prints"
-PROBE = 10.0  # seconds until a server must report its version of the weights
 LOCK, ASKING = ".lock", ".asking"  # lock files: for weight updates, and for pending requests
 TRIES = 3  # maximal tries of a request at each server
 PAUSE = 1.0  # seconds before a retry, and between probes while no server answers
+POLL = 0.05  # seconds between attempts to change weights while another process has pending requests
+Answered = Future[tuple[list[Answer], Source]]
+Asked = tuple[Answered, str, Mapping[str, Any]]  # a request: its future, the prompt's uid, the content
 log = logging.getLogger("mmrl")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A folder with an adapter or a whole model, which servers load, and its version."""
-
-    folder: Path
-    version: str
-    adapter: bool
-
-
-@dataclass(frozen=True)
-class Source:
-    """Origin of an answer: the address of a server, and how often the server had joined by then."""
-
-    url: str
-    joins: int
-
-
-class Server:
-    """One vLLM server, by its address."""
-
-    def __init__(self, url: str, request_timeout: float) -> None:
-        self.url, self.request_timeout = url.rstrip("/"), request_timeout
-        self.alive, self.pending, self.last_error = True, 0, ""
-        self.loaded, self.joins = "", 0  # latest version loaded by this run; how often the server joined
-        self.sums: tuple[str, str] = ("", "")  # version (or "base") and hash of its weights
-        self.busy, self.since = 0.0, 0.0  # seconds of work, counted up to `since`
-
-    def count(self, more: int) -> None:
-        """Add `more` to the number of pending requests; add up the seconds with pending requests."""
-        now = time.monotonic()
-        self.busy += now - self.since if self.pending else 0.0
-        self.since, self.pending = now, self.pending + more
-
-    def version(self) -> str | None:
-        """Return the version of the server's weights; None if the server does not answer."""
-        try:
-            return json.loads(self._at("weight_info", PROBE).get())["weight_version"]
-        except StatusError as error:
-            if error.status == 404:
-                raise RuntimeError(
-                    f"the server '{self.url}' does not tell the version of its weights; {HINT}"
-                ) from error
-            self.last_error = str(error)
-        except OSError as error:
-            self.last_error = str(error)
-        except (ValueError, KeyError, TypeError) as error:
-            raise RuntimeError(f"'{self.url}' is no vLLM server of version 0.32: {error!r}") from error
-        return None
-
-    def generate(self, request: bytes) -> bytes:
-        """Send a request for answers as JSON; raises `ConnectionError` without a response."""
-        return self._at("inference/v1/generate", self.request_timeout).post(request)
-
-    def load(self, weights: Weights) -> None:
-        """Load weights after all pending requests; clear the caches of keys, values and encoded images."""
-        self._post("pause?mode=wait", {})
-        try:
-            if weights.adapter:
-                load = {"lora_name": ADAPTER, "lora_path": str(weights.folder), "load_inplace": True}
-                self._post("v1/load_lora_adapter", load)
-            else:
-                where = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.folder)}}
-                self._post("collective_rpc", where)
-            for cache in ("prefix", "mm", "encoder"):
-                self._post(f"reset_{cache}_cache", {})
-            self._post("update_weight_version", {"new_version": weights.version})
-        finally:
-            self._post("resume", {})
-
-    def checksum(self) -> str:
-        """Hash all weights of the server except adapters."""
-        sums = json.loads(self._post("weight_checker", {"action": "checksum"}))["checksums"]
-        return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
-
-    def _post(self, path: str, content: Mapping[str, Any]) -> bytes:
-        try:
-            return self._at(path, self.request_timeout).post(content)
-        except StatusError as error:
-            raise RuntimeError(f"the server '{self.url}' took no weights ({error}); {HINT}") from error
-
-    def _at(self, path: str, timeout: float) -> JsonClient:
-        return JsonClient(f"{self.url}/{path}", request_timeout=timeout, request_retries=0, wait=0.0)
 
 
 class Servers:
@@ -122,21 +36,34 @@ class Servers:
         request_timeout: Seconds until a request must be answered.
         timeout: Seconds to wait for a server while no server is alive.
         parallel: Number of concurrent requests.
+        sleep_level: Level at which servers sleep between rollouts; 0: they stay awake.
+        kind: Class of the servers.
     """
 
     def __init__(
-        self, urls: Sequence[str], folder: Path, *, request_timeout: float, timeout: float, parallel: int
+        self,
+        urls: Sequence[str],
+        folder: Path,
+        *,
+        request_timeout: float,
+        timeout: float,
+        parallel: int,
+        sleep_level: int = 0,
+        kind: type[Server] = Server,
     ) -> None:
-        self.servers = [Server(url, request_timeout) for url in urls]
-        self.folder, self.timeout = folder, timeout
+        self.servers = [kind(url, request_timeout) for url in urls]
+        self.folder, self.timeout, self.sleep_level = folder, timeout, sleep_level
         self.slots = threading.Semaphore(max(parallel, len(self.servers)))
         self.given_up = threading.Event()  # set when pending answers will not be collected
         self.counting = threading.Lock()
-        self.weights: Weights | None = None
+        self.weights: Weights | None = None  # loaded last, for all pending requests
+        self.latest: list[Future] = []  # futures of the latest `begin`
         self.outstanding = 0  # pending requests
         self.asking: TextIO | None = None  # lock file, locked in shared mode while requests are pending
         self.again, self.seconds = 0, 0.0  # repeated requests, and seconds of weight updates
-        self.sent: list[int] = []  # sizes of requests in bytes, without repetitions
+        self.sleepers: set[str] = set()  # addresses of servers that have slept
+        self.published = 0  # bytes of weights sent, summed over servers
+        self.sent: list[int] = []  # sizes of requests in bytes, one entry per try
         self.since = 0.0  # start of the metrics' period; 0: no request yet
 
     @property
@@ -144,26 +71,77 @@ class Servers:
         """The servers that answered when they were last contacted."""
         return [server for server in self.servers if server.alive]
 
-    def bring(self, write: Callable[[], Weights]) -> Weights:
-        """Write weights with `write`, load them into all living servers, and return them.
+    def begin(
+        self, weights: Weights, futures: Sequence[Answered], requests: Callable[[], list[Asked]]
+    ) -> Future[None]:
+        """Load weights and send requests, in a thread if earlier requests are not answered yet.
 
-        Waits up to `timeout` seconds while no server is alive.
+        Args:
+            weights: The weights. Their folder must stay until the requests are answered.
+            futures: All futures that `requests` resolves or sends. Errors of earlier requests reach them too.
+            requests: Makes the requests; it may read the answers to all earlier requests.
+
+        Returns:
+            A future that is done when the weights are loaded.
         """
+        loaded: Future[None] = Future()
+        before, self.latest, given_up = self.latest, [loaded, *futures], self.given_up
+
+        def start(earlier: Sequence[Future] = ()) -> None:
+            try:
+                for future in earlier:
+                    future.result()  # an error ends all later requests too
+                with self._holding(weights, given_up):
+                    loaded.set_result(None)
+                    self._send(requests(), given_up)
+            except BaseException as error:
+                for future in (loaded, *futures):
+                    if not future.done():
+                        future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+        if all(future.done() for future in before):
+            start()
+        else:
+            threading.Thread(target=start, args=(before,), daemon=True).start()
+        return loaded
+
+    @contextmanager
+    def _holding(self, weights: Weights, given_up: threading.Event) -> Iterator[None]:
+        """Load weights into all living servers, and keep the servers from other weights inside the context.
+
+        Another learner, such as an evaluation, may load its weights between `bring` and the lock: then retry.
+        """
+        while True:
+            self.bring(weights, given_up)
+            with (self.folder / ASKING).open("a") as asking:
+                flock(asking, fcntl.LOCK_SH)
+                if {server.version() for server in self.alive} <= {None, weights.version}:
+                    yield
+                    return
+
+    def bring(self, weights: Weights, given_up: threading.Event) -> None:
+        """Load weights into all living servers; wait up to `timeout` seconds while no server is alive."""
+        pause(0.0, given_up)
         began = time.monotonic()
-        self.since = self.since or began
-        with locked(self.folder / LOCK):
-            self.weights = weights = write()
-        with ThreadPoolExecutor(len(self.servers)) as pool:
-            other = {*pool.map(Server.version, self.servers)} - {None, weights.version}
+        self.since, self.weights = self.since or began, weights
+        with ThreadPoolExecutor(len(self.servers)) as pool, (self.folder / ASKING).open("a") as asking:
             # Change no weights while any process has pending requests with other weights. Take ASKING first,
             # because a pending request may need the other lock, to load weights into a restarted server.
-            with locked(self.folder / ASKING) if other else nullcontext(), locked(self.folder / LOCK):
+            while {*pool.map(lambda server: server.version(), self.servers)} - {None, weights.version}:
+                try:
+                    flock(asking, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:  # look again, because another process may load the same weights
+                    pause(POLL, given_up)
+            with locked(self.folder / LOCK):
                 list(pool.map(self._join, self.servers))
         self._compare()
-        self.seconds += time.monotonic() - began
+        with self.counting:
+            self.seconds += time.monotonic() - began
         if not self.alive:
-            self._wait(self.servers, self.given_up)
-        return weights
+            self._wait(self.servers, given_up)
 
     def take(self) -> dict[str, float]:
         """Return the metrics since the last call; seconds of work are averaged over servers."""
@@ -176,28 +154,62 @@ class Servers:
                 "vllm/servers": float(len(self.alive)),
                 "vllm/asked_again": Count(self.again),
                 "vllm/publish_seconds": self.seconds,
+                "vllm/publish_bytes": Count(self.published),
                 "vllm/request_bytes": sum(self.sent) / max(1, len(self.sent)),
                 "vllm/busy_seconds": busy,
                 "vllm/idle_seconds": max(0.0, now - (self.since or now) - busy),
             }
-            self.again, self.seconds, self.since, self.sent = 0, 0.0, now, []
+            self.again, self.published, self.seconds, self.since, self.sent = 0, 0, 0.0, now, []
             for server in self.servers:
                 server.busy = 0.0
         return metrics
 
-    def ask(self, uid: str, request: Mapping[str, Any]) -> Future[tuple[list[Answer], Source]]:
+    def ask(self, uid: str, request: Mapping[str, Any]) -> Answered:
         """Send the request for a prompt to a server; weights do not change while it is pending."""
+        future: Answered = Future()
+        self._send([(future, uid, request)], self.given_up)
+        return future
+
+    def _send(self, requests: Sequence[Asked], given_up: threading.Event) -> None:
         with self.counting:
-            if not self.outstanding:
+            if requests and not self.outstanding:
                 self.asking = (self.folder / ASKING).open("a")
                 flock(self.asking, fcntl.LOCK_SH)
-            self.outstanding += 1
-        future: Future[tuple[list[Answer], Source]] = Future()
-        future.add_done_callback(self._answered)
-        # Daemon threads: Python's exit waits for the threads of a ThreadPoolExecutor.
-        work = threading.Thread(target=self._work, args=(future, uid, request, self.given_up), daemon=True)
-        work.start()
-        return future
+                self._wake_up(self.alive)  # they stay awake, because `rest` cannot take this lock
+            self.outstanding += len(requests)
+        for future, uid, request in requests:
+            future.add_done_callback(self._answered)
+            # Daemon threads: Python's exit waits for the threads of a ThreadPoolExecutor.
+            work = threading.Thread(target=self._work, args=(future, uid, request, given_up), daemon=True)
+            work.start()
+
+    def rest(self) -> None:
+        """Let all servers sleep at `sleep_level`, unless any process has pending requests."""
+        if not self.sleep_level:
+            return
+        with locked(self.folder / LOCK), (self.folder / ASKING).open("a") as asking:
+            try:
+                flock(asking, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return  # the last process with pending requests will do it
+            for server in self.alive:
+                try:
+                    self._send_to_sleep(server)
+                except OSError as error:  # it died: the next requests go elsewhere, or wait for it
+                    server.alive, server.last_error = False, str(error)
+
+    def _send_to_sleep(self, server: Server) -> None:
+        server.sleep(self.sleep_level)
+        if server.url not in self.sleepers:
+            if ["cpu"] in server.call_workers("device_type"):
+                log.warning("%s runs on a CPU, where vLLM releases no memory in its sleep", server.url)
+            self.sleepers.add(server.url)
+
+    def _wake_up(self, servers: Sequence[Server]) -> None:
+        """Wake servers up; the next request will find a server dead that does not answer."""
+        for server in servers if self.sleep_level else ():
+            with suppress(OSError):
+                server.wake_up()
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -233,9 +245,7 @@ class Servers:
         Raises `WrongAnswer` for an answer to another request, `ConnectionError` if no server answers.
         """
         assert self.weights is not None
-        written = as_json(request)
-        with self.counting:
-            self.sent.append(len(written))
+        sent = {name: value for name, value in request.items() if name != ECHO}
         faults: dict[str, list[str]] = {server.url: [] for server in self.servers}
         while able := [server for server in self.servers if len(faults[server.url]) < TRIES]:
             with self._least_busy(able, faults) as server:
@@ -244,8 +254,8 @@ class Servers:
                     pause(PAUSE * len(faults[server.url]), given_up)
                     source = Source(server.url, server.joins)
                     try:
-                        data = server.generate(written)
-                        return answers_of(data, request, uid, self.weights.version), source
+                        data = server.ask(sent, self.sent)
+                        return server.answers(data, request, uid, self.weights.version), source
                     except (OSError, WrongWeights) as error:
                         fault, server.last_error = error, str(error)
                         faults[server.url].append(str(error))
@@ -257,7 +267,7 @@ class Servers:
         raise ConnectionError(f"no server answers prompt '{uid}', asked {TRIES} times each: {errors}")
 
     def _look_at(self, server: Server, fault: Exception, uid: str) -> None:
-        """Check a server that did not answer; raise if the request is at fault."""
+        """Check a server that did not answer; raise `WrongAnswer` if the request is at fault."""
         assert self.weights is not None
         log.warning("%s did not answer prompt '%s', which is asked again: %s", server.url, uid, fault)
         with self.counting:
@@ -281,7 +291,9 @@ class Servers:
             server.sums = ("", "")
         if has not in (None, wanted):
             try:
+                self._wake_up([server])
                 server.load(self.weights)
+                self.published += self.weights.size
                 held = "base" if self.weights.adapter else wanted
                 if len(self.servers) > 1 and server.sums[0] != held:
                     server.sums = held, server.checksum()
@@ -304,7 +316,7 @@ class Servers:
     def _least_busy(
         self, able: Sequence[Server], faults: Mapping[str, Sequence[str]]
     ) -> Iterator[Server | None]:
-        """Choose a living server with the fewest faults, then with the fewest pending requests; else None."""
+        """Yield the living server with the fewest faults, then fewest pending requests; None without one."""
         with self.counting:
             living = [server for server in able if server.alive]
             server = min(living, key=lambda server: (len(faults[server.url]), server.pending), default=None)
@@ -340,7 +352,7 @@ class Servers:
 
 
 def pause(seconds: float, given_up: threading.Event) -> None:
-    """Wait for some seconds; raises `ConnectionError` if the answer is not wanted any more."""
+    """Wait for some seconds; raises `ConnectionError` if the answer is no longer wanted."""
     if given_up.wait(seconds):
         raise ConnectionError("the answer was given up, because the run has failed")
 

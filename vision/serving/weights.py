@@ -17,7 +17,8 @@ from mmrl.config.loading import ConfigError
 from mmrl.runtime.content_hash import of_tensors
 from mmrl.runtime.files import flock, remove
 from mmrl.runtime.fsdp import is_shard
-from mmrl.vision.serving.servers import LOCK, Weights, locked
+from mmrl.vision.serving.server import Weights
+from mmrl.vision.serving.servers import LOCK, locked
 
 DIGITS = 16  # hexadecimal digits of a version
 
@@ -25,10 +26,12 @@ DIGITS = 16  # hexadecimal digits of a version
 class WeightsWriter:
     """Writes the trained weights of a policy after every change: the adapter, or else the whole model.
 
-    The name of a folder is a hash of its weights, the version. So learners with equal weights share a folder,
+    A folder is named by its version, a hash of the weights. So learners with equal weights share a folder,
     and a server that was restarted is recognised by its version. The latest two folders stay until the
-    program ends. A folder that another learner uses is not removed.
+    program ends, and more if `keep` is larger. A folder that another learner uses is not removed.
     """
+
+    keep = 2  # number of folders to keep
 
     def __init__(self, policy: Any, folder: Path) -> None:
         if policy.part is not None:
@@ -53,8 +56,8 @@ class WeightsWriter:
     def version(self) -> str:
         """Hash the current weights.
 
-        Identities and version counters of tensors miss some changes: FSDP2 gathers into the same tensors,
-        ZeRO-1 writes to a flat copy, and a reference that samples is swapped in as `.data`.
+        `id()` and `_version` of tensors miss some changes: FSDP2 gathers into the same tensors, ZeRO-1 writes
+        to a flat copy, and a reference model that samples assigns its weights to `.data`.
         """
         if self.latest and any(map(is_shard, self.tensors().values())):
             return self.latest.version
@@ -79,7 +82,7 @@ class WeightsWriter:
         used = self.written.pop(path, None) or path.with_suffix(".used").open("a")
         flock(used, fcntl.LOCK_SH)
         self.written[path] = used
-        while len(self.written) > 2:
+        while len(self.written) > self.keep:
             _let_go(*self.written.popitem(last=False))
         return Weights(path, version, self.policy.adapter is not None)
 

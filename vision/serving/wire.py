@@ -1,7 +1,8 @@
 """Requests to vLLM servers and their answers, as token ids and tensors.
 
 So the chat template and the image processor run only here, not on the server. The format is `POST
-/inference/v1/generate` of vLLM 0.32 (`--enable-scale-out`).
+/inference/v1/generate` of vLLM 0.32 and 0.33 (`--enable-scale-out`); `vision/serving/families/` has
+the tensors of families.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -21,32 +24,33 @@ from torch import Tensor
 from mmrl.config.loading import ConfigError
 from mmrl.core.modalities import MODALITIES
 from mmrl.core.types import Prompt
-from mmrl.kv_cache.layout import placeholders
-from mmrl.vision.models.model_families import family_of
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
+from mmrl.vision.serving import families
+from mmrl.vision.serving.served_family import Item, ServedFamily, kind_of
 
-# Maps model families whose media vLLM accepts as tensors to the kinds of media. Videos of Qwen3-VL have time
-# stamps as text between frames, which the format cannot express.
-KINDS = {
-    "qwen2_vl": {"image", "video"},
-    "qwen2_5_vl": {"image", "video"},
-    "qwen3_vl": {"image"},
-    "llava": {"image"},
+SERVED: dict[str, ServedFamily] = {
+    model_type: family
+    for module in iter_modules(families.__path__, f"{families.__name__}.")
+    for model_type, family in import_module(module.name).FAMILIES.items()
 }
-PATCHES = ("pixel_values", "pixel_values_videos")  # for Qwen, one patch per row, sent as bytes
 FLOOR = -9999.0  # the server's value for a log-probability that is not finite
 FINAL_ONLY = 2  # output kind of vLLM without streaming, which would lose all but one of n answers
 RAW_VIEW = 3  # the extension type of bytes in vLLM's msgpack
+ECHO = "echo"  # key, not sent: token ids that the reply must contain, if they differ from those sent
 NEVER = -100.0  # bias that is added to the logits of placeholders
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a prompt: token ids (T,), log-probabilities (T,), and whether it has an end token."""
+    """An answer to a prompt: token ids (T,), log-probabilities (T,), and whether it has an end token.
+
+    `listed` maps the tokens of the setting `logprob_token_ids` to log-probabilities at the first position.
+    """
 
     ids: Tensor
     logp: Tensor
     stopped: bool
+    listed: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,87 +118,97 @@ def request_of(
         "return_token_ids": True,
         "cache_salt": salt,
     }
-    if encoded.media:
+    files = served_family(encoder.core.config).files
+    if encoded.media and files is None:
         request["features"] = features(encoder, encoded, salt)
+    elif encoded.media and files is not None:
+        ids, images = files(encoder, encoded)
+        request |= {"token_ids": ids.tolist(), ECHO: encoded.ids.tolist()}
+        request["content_parts"] = [_file(image, salt) for image in images]
     return request
+
+
+def _file(image: bytes, salt: str) -> dict[str, str]:
+    """Encode an image file, with a hash under which the server caches it."""
+    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    return {"type": "image_url", "url": url, "uuid": digest_of(image, salt)}
+
+
+def digest_of(content: bytes, salt: str) -> str:
+    """Hash the content of an item and the version of the weights."""
+    return hashlib.blake2b(content + salt.encode(), digest_size=16).hexdigest()
 
 
 def check_media(config: Any, prompts: Iterable[Prompt]) -> None:
     """Raise `ConfigError` for media that servers do not accept as tensors."""
-    able = KINDS.get(config.model_type, set())
     for prompt in prompts:
-        if other := {medium.kind for medium in prompt.media} - able:
-            families = ", ".join(sorted(family for family, kinds in KINDS.items() if other <= kinds))
-            kinds = " and ".join(f"{kind}s" for kind in sorted(other))
-            raise ConfigError(
-                f"`vision.vllm` cannot send {kinds} to a model of type '{config.model_type}', as prompt "
-                f"'{prompt.uid}' has them (it can to {families}); use `vision.generate`"
-            )
+        check_kinds(config, prompt.uid, {medium.kind for medium in prompt.media})
+
+
+def served_family(config: Any) -> ServedFamily:
+    """Return the `ServedFamily` of a `model_type`; an unknown type gets one without media."""
+    return SERVED.get(config.model_type, ServedFamily())
+
+
+def check_kinds(config: Any, uid: str, kinds: Set[str]) -> None:
+    """Raise `ConfigError` for kinds of media in a prompt that servers do not accept as tensors."""
+    family = served_family(config)
+    if other := kinds - family.kinds.keys():
+        able = sorted(name for name, one in SERVED.items() if other <= one.kinds.keys())
+        named = " and ".join(f"{kind}s" for kind in sorted(other))
+        reasons = [family.refused[kind] for kind in sorted(other & family.refused.keys())]
+        why = f": {'; '.join(reasons)}" if reasons else f" (it can to {', '.join(able)})"
+        raise ConfigError(
+            f"`vision.vllm` cannot send {named} to a model of type '{config.model_type}', as prompt '{uid}' "
+            f"has them{why}; use `vision.generate`"
+        )
+
+
+def modalities(config: Any, kinds: Iterable[str]) -> set[str]:
+    """Return the server's types of input (`image`, `video`) for kinds of media."""
+    sent = served_family(config).kinds
+    return {sent[kind] for kind in kinds}
+
+
+def check_tensors(config: Any, uid: str) -> None:
+    """Raise `ConfigError` if servers accept images only as files, which only rollouts can send."""
+    if served_family(config).files is not None:
+        raise ConfigError(
+            f"the images of prompt '{uid}' cannot be sent as tensors to a model of type "
+            f"'{config.model_type}', but as files, which is possible for rollouts only"
+        )
 
 
 def features(encoder: PromptEncoder, encoded: EncodedPrompt, salt: str) -> dict[str, Any]:
-    """Encode the media of a prompt as hashes, placeholder ranges and tensors, each by kind of media."""
-    config = encoder.core.config
-    split = family_of(config).split
-    assert split is not None  # `check_media` rejects models without `split`
+    """Encode the media of a prompt as hashes, placeholder ranges and tensors, each keyed by modality."""
+    config: Any = encoder.core.config
+    check_tensors(config, encoded.uid)
     hashes: dict[str, list[str]] = {}
     ranges: dict[str, list[dict[str, int]]] = {}
     data: dict[str, list[str]] = {}
-    for part in split(encoded.media):
-        kind = next((kind for kind in MODALITIES if any(kind in name for name in part)), "image")
-        item = {name: element(encoder, name, value, encoded.uid) for name, value in part.items()}
-        content = packed(item)
-        digest = hashlib.blake2b(content + salt.encode(), digest_size=16).hexdigest()
-        hashes.setdefault(kind, []).append(digest)
-        data.setdefault(kind, []).append(base64.b64encode(content).decode())
-        size = sum(family_of(config).features(encoder.core, part).values())
-        ranges.setdefault(kind, []).append({"length": size})
-    for kind, spans in ranges.items():
-        _place(spans, encoded, placeholders(config)[kind], kind)
+    items = served_family(config).items(encoder, encoded)
+    for offset, item in sorted(zip(offsets(items, encoded), items, strict=True), key=lambda pair: pair[0]):
+        content = packed({name: field.form for name, field in item.fields.items()})
+        hashes.setdefault(item.modality, []).append(digest_of(content, salt))
+        data.setdefault(item.modality, []).append(base64.b64encode(content).decode())
+        ranges.setdefault(item.modality, []).append({"length": item.length, "offset": offset})
     return {"mm_hashes": hashes, "mm_placeholders": ranges, "kwargs_data": data}
 
 
-def _place(ranges: Sequence[dict[str, int]], encoded: EncodedPrompt, token: int, kind: str) -> None:
-    """Set the offset of every medium's placeholders; raises ValueError if they are not contiguous."""
-    at = (encoded.ids == token).nonzero()[:, 0].tolist()
-    for span in ranges:
-        mine, at = at[: span["length"]], at[span["length"] :]
-        if len(mine) < span["length"] or mine[-1] - mine[0] + 1 != len(mine):
-            raise ValueError(f"the placeholders of a {kind} of prompt '{encoded.uid}' do not stand together")
-        span["offset"] = mine[0]
-    if at:
-        raise ValueError(f"prompt '{encoded.uid}' has {len(at)} placeholders of a {kind} too many")
-
-
-def element(encoder: PromptEncoder, name: str, value: Tensor, uid: str) -> dict[str, Any]:
-    """Encode a tensor of one medium, and how the server combines it with tensors of other media."""
-    config: Any = encoder.core.config
-    if name in PATCHES and config.model_type != "llava":
-        value = as_bytes(encoder.processor.image_processor, value, uid)
-        field = ["flat", {"keep_on_cpu": False, "slices": [[0, len(value), None]], "dim": 0}]
-    else:
-        value = value[0]  # the server stacks the media
-        field = ["batched", {"keep_on_cpu": name not in PATCHES}]
-    return {"data": value, "field": field}
-
-
-def as_bytes(processor: Any, patches: Tensor, uid: str) -> Tensor:
-    """Undo the normalisation of patches (S, 3 * pixels), which the server does again; return uint8.
-
-    Raises ValueError if the patches are not normalised bytes of this image processor.
-    """
-    scale = processor.rescale_factor if processor.do_rescale else 1.0
-    shape = (1, len(processor.image_mean), 1)
-    mean, std = (torch.tensor(v).view(shape) for v in (processor.image_mean, processor.image_std))
-    channels = patches.float().view(len(patches), shape[1], -1)
-    exact = (channels * std + mean) / scale
-    levels = exact.round().clamp(0, 255)
-    if (worst := float((exact - levels).abs().max())) > 0.05:
-        raise ValueError(
-            f"the pixels of prompt '{uid}' are no bytes in the normalisation of the image processor "
-            f"(they miss them by up to {worst:.2g} of a level), which the server would repeat"
-        )
-    return levels.to(torch.uint8).view(patches.shape)
+def offsets(items: Sequence[Item], encoded: EncodedPrompt) -> list[int]:
+    """Find the first placeholder of every item; raises ValueError if they are not contiguous."""
+    at = {item.token: (encoded.ids == item.token).nonzero()[:, 0].tolist() for item in items}
+    firsts = []
+    for item in items:
+        mine, at[item.token] = at[item.token][: item.length], at[item.token][item.length :]
+        if len(mine) < item.length or mine[-1] - mine[0] + 1 != len(mine):
+            raise ValueError(
+                f"the placeholders of one {item.modality} of prompt '{encoded.uid}' do not stand together"
+            )
+        firsts.append(mine[0])
+    if left := sum(map(len, at.values())):
+        raise ValueError(f"prompt '{encoded.uid}' has {left} placeholders of media too many")
+    return firsts
 
 
 def packed(value: Any) -> bytes:
@@ -237,10 +251,11 @@ def answers_of(data: bytes, request: Mapping[str, Any], uid: str, version: str) 
         answers = [_answer(choice, settings) for choice in choices]
         versions = [{span["version"] for span in choice["weight_versions"] or ()} for choice in choices]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WrongAnswer(f"{wrong} is not as vLLM 0.32 writes it ({error!r}): {data[:200]!r}") from None
-    if echoed != request["token_ids"]:
+        raise WrongAnswer(f"{wrong} is not as vLLM writes it ({error!r}): {data[:200]!r}") from None
+    wanted = request.get(ECHO, request["token_ids"])
+    if echoed != wanted:
         raise WrongAnswer(
-            f"{wrong} is about other tokens: {len(echoed or ())} instead of {len(request['token_ids'])}, or "
+            f"{wrong} is about other tokens: {len(echoed or ())} instead of {len(wanted)}, or "
             "others of them; does something between rewrite prompts?"
         )
     if [choice["index"] for choice in choices] != list(range(settings["n"])):
@@ -250,7 +265,7 @@ def answers_of(data: bytes, request: Mapping[str, Any], uid: str, version: str) 
     if not all(versions):
         raise WrongWeights(f"{wrong} does not say which weights it comes from")
     for number, answer in enumerate(answers):
-        _check(answer, settings, f"answer {number} of the server to prompt '{uid}'")
+        check_answer(answer, settings, f"answer {number} of the server to prompt '{uid}'")
     return answers
 
 
@@ -261,14 +276,19 @@ def _answer(choice: Mapping[str, Any], settings: Mapping[str, Any]) -> Answer:
     if ids != [token["token_id"] for token in content]:
         raise ValueError("its log-probabilities are of other tokens")
     stopped = bool(ids) and ids[-1] in settings["stop_token_ids"]
-    return Answer(torch.tensor(ids, dtype=torch.int64), torch.tensor(logp), stopped)
+    asked = settings.get("logprob_token_ids", ())
+    shown = content[0]["top_logprobs"] if asked and content else ()
+    top = {token["token_id"]: float(token["logprob"]) for token in shown}
+    listed = {token: top[token] for token in asked}
+    return Answer(torch.tensor(ids, dtype=torch.int64), torch.tensor(logp), stopped, listed)
 
 
-def _check(answer: Answer, settings: Mapping[str, Any], name: str) -> None:
-    """Raise `WrongAnswer` for a truncated answer, a media placeholder, or an invalid log-probability."""
+def check_answer(answer: Answer, settings: Mapping[str, Any], name: str) -> None:
+    """Raise `WrongAnswer` for an early end, a media placeholder, or an invalid log-probability."""
     ids, logp = answer.ids.tolist(), answer.logp.tolist()
     if held := {str(token) for token in ids} & settings["logit_bias"].keys():
         raise WrongAnswer(f"{name} holds the placeholder of a medium, token {min(held)}")
+    logp += answer.listed.values()
     if bad := [value for value in logp if not math.isfinite(value) or value <= FLOOR or value > 1e-3]:
         raise WrongAnswer(f"{name} has the log-probability {bad[0]}")
     if not answer.stopped and len(ids) != settings["max_tokens"]:
@@ -280,8 +300,16 @@ def _check(answer: Answer, settings: Mapping[str, Any], name: str) -> None:
 
 def media_of(encoded: EncodedPrompt) -> str:
     """Name the media of a prompt, such as "text", "image", "several images" or "image and video"."""
-    counts = {kind: len(encoded.media.get(f"{kind}_grid_thw", ())) for kind in MODALITIES}
-    if not any(counts.values()):
-        counts["image"] = len(encoded.media.get("pixel_values", ()))
-    parts = [kind if number == 1 else f"several {kind}s" for kind, number in counts.items() if number]
+    numbers = numbers_of(encoded).items()
+    parts = [kind if number == 1 else f"several {kind}s" for kind, number in numbers if number]
     return " and ".join(parts) or "text"
+
+
+def numbers_of(encoded: EncodedPrompt) -> dict[str, int]:
+    """Count the media of a prompt by kind; without a grid tensor, every tile or frame counts as one."""
+    counts = dict.fromkeys(MODALITIES, 0)
+    for name, value in encoded.media.items():
+        if name.startswith(("pixel_values", "input_features")) and not name.endswith("mask"):
+            kind = "audio" if name.startswith("input_features") else kind_of(name)
+            counts[kind] = len(encoded.media.get(f"{kind}_grid_thw", value))
+    return counts

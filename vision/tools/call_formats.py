@@ -6,6 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
+
+from torch import Tensor
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.plain_text import inside
@@ -18,7 +21,7 @@ from mmrl.core.tool_calls import (
     parse_mistral_calls,
     parse_qwen_xml_calls,
 )
-from mmrl.core.types import Message, Part, Prompt
+from mmrl.core.types import Message, Part, Prompt, Transcript
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
 
 Parser = Callable[[str], Sequence[Call | CallError]]
@@ -44,7 +47,7 @@ XML tags:
 
 
 def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> EncodedPrompt:
-    """Encode a prompt with tools, described by the chat template, or in Qwen's format if it has no tools."""
+    """Encode a prompt with tool descriptions, in Qwen's format if the chat template supports no tools."""
     if not tools or encoder.knows_tools(tools):
         return encoder.encode(prompt, tools)
     schemas = inside("tools", list(map(json.dumps, tools)))
@@ -58,11 +61,23 @@ def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> E
     return encoder.encode(replace(prompt, messages=(system, *others)))
 
 
-def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
-    """Find the parser that reads tool calls in the format in which the chat template writes them.
+def encode_transcript(
+    encoder: PromptEncoder, prompt: Prompt, transcript: Transcript
+) -> list[tuple[EncodedPrompt, Tensor]]:
+    """Return the encoded input and the token ids (t,) of every turn in a conversation's row."""
+    tools, read, turns = transcript.tools, encode_with_tools(encoder, prompt, transcript.tools), []
+    for ids, replies in zip_longest(transcript.turns, transcript.replies):
+        turns.append((read, ids))
+        if replies is not None:
+            read = encoder.extend(read, ids, *encoder.replies(replies, tools), tools=tools)
+    return turns[transcript.first :]
 
-    A template without tools gets `parse`, because the prompt then contains Qwen's description. Raises
-    ConfigError if no parser reads a call that the template writes, or if it does not write a tool's reply.
+
+def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
+    """Find the parser for the format in which the chat template writes tool calls.
+
+    Returns `parse` if the template supports no tools: the prompt then describes Qwen's format. Raises
+    ConfigError if no parser reads the template's calls, or if the template omits replies of tools.
     """
     if not tools or not encoder.knows_tools(tools):
         return parse
@@ -89,14 +104,14 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
 
 
 def _check_reply(encoder: PromptEncoder, tools: Tools) -> None:
-    """Raise ConfigError unless the chat template writes the reply of a tool after a call."""
+    """Raise ConfigError unless the chat template writes the replies of tools after tool calls."""
     read, words = encoder.template.reads("tool", tools), ""
     if not read.forms:
         words = f"no message of the role `tool` ({read.why})"
     else:
         try:
             after_call, after_words = encoder.template.after_calls(tools)
-            # The conversation continues after the text of a call, which the template need not recognise.
+            # Sampled calls stay plain text, so the text after a call must also fit after a plain answer.
             words = (
                 "" if after_call.endswith(after_words) else "other words than after an answer without calls"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.tool_calls import Call, CallError
-from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Trajectory
+from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Trajectory, Transcript
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
 from mmrl.vision.tools.functions import Tool
 from mmrl.vision.tools.pool import Replies
@@ -31,12 +32,12 @@ class Conversation:
     """A running conversation: the encoded prompt of the next turn, and all turns so far."""
 
     prompt: Prompt
-    index: int  # index of this answer among those to the prompt
+    index: int  # index of this answer among all answers to the prompt
     read: EncodedPrompt  # encoded prompt of the next turn
     images: list[Media]  # images that tools may refer to, by index
     tools: Mapping[str, Tool]
     turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)  # (prompt, ids (t,)) per turn
-    notes: list[Mapping[str, Tensor]] = field(default_factory=list)  # records of the engine, (t,) per turn
+    notes: list[Mapping[str, Tensor]] = field(default_factory=list)  # token values by name, (t,) per turn
     outcomes: list[Outcome] = field(default_factory=list)  # outcome of every turn
     messages: list[Message] = field(default_factory=list)  # turns of the model and replies to them
     temperature: float = 1.0
@@ -45,7 +46,9 @@ class Conversation:
     reads: list[EncodedPrompt] = field(default_factory=list)  # last encoding of each turn's prompt
     replies: list[Sequence[Message]] = field(default_factory=list)  # replies to every turn, with all media
     begins: list[int] = field(default_factory=lambda: [0])  # indices of turns with a rewritten prompt
-    first: int = 0  # index of the first turn, if this is one of several training rows
+    recorded: list[dict[str, float]] = field(default_factory=list)  # numbers about every turn, by name
+    first: int = 0  # index of the first turn; above 0 in later training rows of a conversation
+    past: list[Tensor] = field(default_factory=list)  # ids (t,) of the turns before the first
     collect: Callable[[], Replies] | None = None  # waits for the replies to pending calls
 
     @property
@@ -66,6 +69,7 @@ class Conversation:
         self.outcomes.append(answer.outcomes[-1])
         text = answer.outcomes[-1].text or ""
         self.messages.append(Message("assistant", (Part(text),), calls=tuple(calls)))
+        self.recorded.append({})
         self.temperature = answer.steps.temperature
 
     def extended(self, encoder: PromptEncoder, observed: Sequence[Message], most: int) -> list[EncodedPrompt]:
@@ -94,8 +98,14 @@ class Conversation:
         self.messages += observed
         self.shown += len(media)
 
+    @property
+    def transcript(self) -> Transcript:
+        """Return the turns up to the last one, and the replies before it as the policy read them."""
+        turns = (*self.past, *(ids for _, ids in self.turns))
+        return Transcript(self.schemas, turns, tuple(map(tuple, self.replies[: len(turns) - 1])), self.first)
+
     def rows(self, most: int) -> list[Self]:
-        """Split the conversation where its prompt was rewritten; every part becomes a training row.
+        """Split the conversation at turns with a rewritten prompt; every part becomes a training row.
 
         A part contains the messages up to its last turn, and the images from tools that its prompt shows.
         """
@@ -111,8 +121,11 @@ class Conversation:
                     turns=self.turns[begin:end],
                     notes=self.notes[begin:end],
                     outcomes=self.outcomes[begin:end],
+                    recorded=self.recorded[begin:end],
                     messages=self.messages[: ends[end - 1]],
                     images=images_of(self.prompt) + [x for x in media if x and x.kind == "image"],
+                    replies=seen,
+                    past=[ids for _, ids in self.turns[:begin]],
                     first=begin,
                     finish=self.finish if end == len(self.turns) else CALL,
                 )
@@ -120,7 +133,7 @@ class Conversation:
         return parts
 
     def states(self) -> list[str]:
-        """Return a name for the state before each turn: a hash of the prompt and of the latest replies.
+        """Return an id of the state before each turn: a hash of the prompt and of the latest replies.
 
         Turns for the same prompt and the same latest replies have the same state, whatever came before (the
         anchor observation of GiGPO). Before any reply, the state depends on the prompt alone.
@@ -137,6 +150,27 @@ class Conversation:
             names.append(hashlib.blake2b(repr((start, seen)).encode(), digest_size=16).hexdigest())
             replies = []
         return names[self.first :]
+
+    def actions(self) -> list[dict[str, str]]:
+        """Return the tags `action` and `tool` of every turn.
+
+        `action` holds the tool calls with their arguments as canonical JSON, and `tool` the names of the
+        tools. A turn without calls has its text, in lower case with single spaces, and `answer`.
+        """
+        written = [message for message in self.messages if message.role == "assistant"][self.first :]
+        return [action_tags(message) for message in written]
+
+
+def action_tags(turn: Message) -> dict[str, str]:
+    """Return the tags `action` and `tool` of a turn; see `Conversation.actions`."""
+    if not turn.calls:
+        return {"action": " ".join(turn.parts[0].text.lower().split()), "tool": "answer"}
+    calls = [
+        ("malformed", str(call)) if isinstance(call, CallError) else (call.name, call.arguments)
+        for call in turn.calls
+    ]
+    action = json.dumps(calls, sort_keys=True, default=str)
+    return {"action": action, "tool": " ".join(name for name, _ in calls)}
 
 
 def recent_media(replies: Sequence[Sequence[Message]], most: int) -> list[Sequence[Message]]:
@@ -162,7 +196,7 @@ def images_of(prompt: Prompt) -> list[Media]:
 
 
 def copied(talk: Conversation, index: int) -> Conversation:
-    """Copy a conversation between two turns under another answer index; both copies can continue."""
+    """Copy a conversation between two turns, with another answer index; both copies can continue."""
     values = {field.name: getattr(talk, field.name) for field in fields(talk)}
     lists = {name: list(value) for name, value in values.items() if isinstance(value, list)}
     return replace(talk, index=index, **lists)

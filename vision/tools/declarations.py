@@ -1,4 +1,4 @@
-"""Checks of tools and environments: a model needs a signature and a docstring to call them."""
+"""Checks and JSON schemas of tools and environments, from their signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = "image of the conversation"  # marks an argument type as an image, like 
 
 
 def parameters_of(tool: Callable) -> dict[str, inspect.Parameter]:
-    """Return the arguments that the model provides: all but keyword-only ones, which are options."""
+    """Return the arguments that the model provides: all except keyword-only arguments (the options)."""
     parameters = inspect.signature(tool).parameters
     return {name: p for name, p in parameters.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY}
 
@@ -44,9 +44,9 @@ def check_tool(tool: Callable, name: str) -> None:
 
 
 def schema_of(tool: Callable, name: str, hints: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Create the JSON schema of a tool with transformers, for the arguments that the model provides.
+    """Create the JSON schema of a tool, for the arguments that the model provides, with transformers.
 
-    Raises ConfigError with the name of the argument for a type that transformers cannot describe.
+    Raises ConfigError, which names the argument, for a type that transformers cannot describe.
     """
     for argument, hint in hints.items():
         parameter = inspect.Parameter(argument, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
@@ -74,7 +74,7 @@ def _described(what: str, name: str, doc: str, parameters: Sequence[inspect.Para
 def argument_types(tool: Callable, name: str) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the type that a model sends for each argument, and the names of the image arguments.
 
-    For an image a model sends its index, or None if the argument may be None. Raises ConfigError for types
+    The type of an image argument is int, the index of the image, or int | None. Raises ConfigError for types
     that cannot be resolved, and for an argument that combines images with other types.
     """
     try:
@@ -115,19 +115,19 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 # ---- environments
 
-RESERVED = ("reset", "get_reward")  # methods of an environment that the model cannot call
+RESERVED = ("reset", "get_reward", "get_turn_reward")  # methods of an environment that the model cannot call
 
 
 def tool_names(environment: type) -> list[str]:
-    """Return the methods of an environment that a model may call: all public ones except `RESERVED`."""
+    """Return the names of methods that a model may call: all public methods except `RESERVED`."""
     methods = inspect.getmembers(environment, inspect.isfunction)
     return [name for name, _ in methods if not name.startswith("_") and name not in RESERVED]
 
 
 def check_environment(target: Callable, name: str) -> None:
-    """Raise ConfigError for a class without the interface of TRL's environments; functions are not checked.
+    """Raise ConfigError if a class lacks the interface of TRL's environments; do not check functions.
 
-    An environment has `reset`, its public methods are tools, and `__init__` requires no positional arguments.
+    A class needs `reset`, an `__init__` without required positional arguments, and tools as public methods.
     """
     if not inspect.isclass(target):
         return
@@ -142,6 +142,6 @@ def check_environment(target: Callable, name: str) -> None:
                 f"the environment '{name}' cannot be made without `{parameter}`; give it a default, or make "
                 "it a keyword-only option of the run"
             )
-    unmade = target.__new__(target)  # bound methods have no argument `self`
+    unmade = target.__new__(target)  # not initialised; its methods have no argument `self`
     for method in tool_names(target):
         check_tool(getattr(unmade, method), f"{name}.{method}")

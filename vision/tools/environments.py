@@ -26,11 +26,12 @@ class Environment:
     """A kind of environment: its constructor, tools and error handling.
 
     Args:
-        name: Name in rewards and rows: the label, or else the name of the class.
+        name: Name in rewards and rows: the label if there is one, otherwise the class name.
         make: Function that creates an environment.
         takes: The parameters of `reset`.
         tools: The tools, bound to a probe object.
         scores: Whether the environment has `get_reward`.
+        scores_turns: Whether the environment has `get_turn_reward`.
         timeout: Time limit for each method call, in seconds.
         retries: Number of further tries of `reset` after an exception, each with a new environment.
         on_error: What to do after an error, as in `Tool`.
@@ -41,13 +42,14 @@ class Environment:
     takes: Mapping[str, inspect.Parameter]
     tools: tuple[Tool, ...]
     scores: bool
+    scores_turns: bool
     timeout: float = TIMEOUT
     retries: int = 0
     on_error: str = "tell"
 
     @staticmethod
     def of(factory: Callable[[], Any]) -> Environment:
-        """Create a kind of environment from a class or function, or from a configured class or function."""
+        """Create a kind of environment from a class or function, or from one with options (`Bound`)."""
         name, call = getattr(factory, "__name__", type(factory).__name__), {}
         if isinstance(factory, Bound):
             name, call = factory.name, dict(factory.call)
@@ -60,7 +62,7 @@ class Environment:
             factory,
             inspect.signature(probe.reset).parameters,
             tuple(replace(tool, **own) for tool in tools),
-            callable(getattr(probe, "get_reward", None)),
+            *(callable(getattr(probe, method, None)) for method in ("get_reward", "get_turn_reward")),
             **call,
         )
 
@@ -80,15 +82,15 @@ class Episode(Owner):
     environment: Any = None
 
     def tools(self) -> dict[str, Tool]:
-        """Return the methods that the model may call; maps names to tools."""
+        """Return the methods that the model may call, as tools keyed by name."""
         own = ((tool, getattr(self.environment, tool.name)) for tool in self.kind.tools)
         return {tool.name: replace(tool, function=method, owner=self) for tool, method in own}
 
     def begin(self, columns: Mapping[str, Any], images: Sequence[Media], others: Owner) -> Tool:
         """Prepare the call that creates and resets the environment.
 
-        A `reset` without the parameter `seed` uses the global random generators of Python and numpy. These
-        are therefore seeded, and all such calls run in order: they share the owner `others`.
+        If `reset` has no parameter `seed`, the global random generators of Python and numpy are seeded. Such
+        calls run one after another, because they share the owner `others`.
         """
         given = self._reset_arguments(columns, images)
 
@@ -108,12 +110,12 @@ class Episode(Owner):
         call = self._call("reset", reset if takes_seed else seeded, as_observation)
         return replace(call, retries=self.kind.retries, owner=None if takes_seed else others)
 
-    def ask(self) -> Tool:
-        """Prepare the call of the environment's `get_reward`."""
-        return self._call("get_reward", self.environment.get_reward, as_reward)
+    def ask(self, method: str = "get_reward") -> Tool:
+        """Prepare the call of the environment's `get_reward` or `get_turn_reward`."""
+        return self._call(method, getattr(self.environment, method), as_reward)
 
     def _call(self, name: str, function: Callable, convert: Callable[..., Answer]) -> Tool:
-        """Prepare a call of a method without arguments."""
+        """Prepare the call of a method without arguments; `convert` converts its result to an `Answer`."""
         limits: dict[str, Any] = {"timeout": self.kind.timeout, "on_error": self.kind.on_error}
         return Tool(name, function, inspect.Signature(), {}, frozenset(), {}, **limits, convert=convert)
 
@@ -131,7 +133,7 @@ class Episode(Owner):
 
 @dataclass(frozen=True)
 class LostEnvironment:
-    """Placeholder for an environment after a call that timed out and may still change the environment.
+    """Placeholder for an environment that may still change, because one of its calls timed out.
 
     The placeholder is false, and reading any attribute raises ToolFault.
     """
@@ -167,12 +169,12 @@ def global_seed(seed: int) -> Iterator[None]:
 
 
 def as_observation(result: Any, name: str, limits: Limits) -> Answer:
-    """Convert the result of `reset` to an answer like a tool's result, but None gives an empty answer."""
+    """Convert the result of `reset` to an answer, as for a tool; convert None to an empty answer."""
     return Answer() if result is None else Answer(as_parts(result, name, limits))
 
 
 def as_reward(result: Any, name: str, limits: Limits) -> Answer:
-    """Convert the result of `get_reward` to an answer: a finite number, or None for no reward."""
+    """Convert the result of a reward method to an answer: a finite number, or None for no reward."""
     match result:
         case None:
             return Answer()
@@ -203,7 +205,7 @@ def observed(prompt: Prompt, parts: Sequence[Part]) -> Prompt:
 
 
 def choose(kinds: Mapping[str, Environment], prompt: Prompt) -> tuple[Environment, dict[str, Any]]:
-    """Choose the environment of a prompt by its column `environment`, unless there is only one.
+    """Choose the environment that the column `environment` of a prompt names, unless there is only one.
 
     Returns the environment, and the other columns as the arguments of `reset`.
     """
@@ -220,7 +222,7 @@ def choose(kinds: Mapping[str, Environment], prompt: Prompt) -> tuple[Environmen
 
 
 def named(factories: Sequence[Callable]) -> dict[str, Environment]:
-    """Create the kinds of environments; maps names to kinds. Raises ConfigError for duplicate names."""
+    """Create the kinds of environments, keyed by name; raise ConfigError for duplicate names."""
     kinds = [Environment.of(factory) for factory in factories]
     by_name = {kind.name: kind for kind in kinds}
     if not kinds or len(by_name) < len(kinds):

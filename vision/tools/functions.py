@@ -1,4 +1,4 @@
-"""Functions that a model may call in a conversation, and the binding of a call to their arguments."""
+"""Functions that a model may call in a conversation, and the conversion of a call to their arguments."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mmrl.core.types import Media
 from mmrl.vision.tools.declarations import SHOWN, argument_types, check_tool, parameters_of, schema_of
 from mmrl.vision.tools.replies import Answer, Limits, as_answer
 
-ShownImage = Annotated[Any, SHOWN]  # argument type: a PIL image, which the model gives by its index
+ShownImage = Annotated[Any, SHOWN]  # argument type: a PIL image; the model sends its index
 TIMEOUT = 60.0  # default time limit of a tool call, in seconds
 MAX_CALLS = 16  # most calls per turn
 
 
 @dataclass(eq=False)
 class Owner:
-    """An object whose methods are called one at a time; `lost` becomes true after a call that timed out."""
+    """An object whose methods are called one at a time; `lost` becomes true when a call times out."""
 
     lost: bool = False
 
@@ -37,7 +37,7 @@ class Tool:
         function: The function; it gets the arguments in the order of `signature`.
         signature: The arguments that the model provides.
         types: Type of each argument in the model's call.
-        images: Names of the image arguments, for which the model gives an index.
+        images: Names of the image arguments, for which the model sends an index.
         schema: JSON schema, for the chat template.
         timeout: Seconds after which a call counts as failed.
         retries: Number of further tries after an exception.
@@ -61,31 +61,31 @@ class Tool:
 
     @staticmethod
     def of(function: Callable) -> Tool:
-        """Create a tool from a function, or from a function with options that a configuration names."""
+        """Create a tool from a function, or from a function with options of a configuration (`Bound`)."""
         target, name, call = function, getattr(function, "__name__", "tool"), {}
         if isinstance(function, Bound):
             target, name, call = function.entry.target, function.name, function.call
         check_tool(target, name)
         types, images = argument_types(target, name)
-        # The model gives arguments by name, but the function gets them by position: some are positional-only.
+        # The model names its arguments, but positional-only arguments need a call by position.
         by_name = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in parameters_of(target).values()]
         signature = inspect.signature(target).replace(parameters=by_name)
         return Tool(name, function, signature, types, images, schema_of(target, name, types), **call)
 
     def bind(self, given: Mapping[str, Any], images: Sequence[Media]) -> list[Any]:
-        """Return the arguments of a call in order, images undecoded. Raises CallError for wrong arguments."""
+        """Return the arguments of a call in order, with undecoded images; raise CallError if one is wrong."""
         try:
             bound = self.signature.bind(**given)
             for name, value in bound.arguments.items():
                 converted = convert(value, self.types[name], name)
-                if isinstance(converted, Enum):  # other values are passed as the model wrote them
+                if isinstance(converted, Enum):  # pass other values as the model wrote them
                     bound.arguments[name] = converted
         except (TypeError, ConfigError) as error:
             raise CallError(f"{self.name}: {error}") from error
         bound.apply_defaults()
         for name in self.images:
             number = bound.arguments[name]
-            if type(number) is not int:  # None, or a default that is an image
+            if type(number) is not int:  # None or a default value
                 continue
             if not 0 <= number < len(images):
                 numbers = f"0 to {len(images) - 1}" if images else "of which there is none"

@@ -41,7 +41,7 @@ def zoom(image: ShownImage, box: list[float], factor: float, *, max_pixels: Posi
 
 
 def pixel_box(box: Any, width: int, height: int) -> tuple[int, int, int, int]:
-    """Convert a box to integer pixels (left, upper, right, lower) inside the image, at least one pixel wide.
+    """Convert a box to integer pixels (left, upper, right, lower), at least one pixel wide and high.
 
     Four numbers of at most 1 are fractions of the image size. Raises ValueError for a box outside the image.
     """

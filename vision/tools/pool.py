@@ -23,7 +23,7 @@ Replies = list[tuple[Tool | None, Answer]]  # (tool, answer) per call; None for 
 
 @dataclass(eq=False)
 class Chain:
-    """Calls that run one after another; the running call has time until `deadline`."""
+    """Tool calls that run one after another; the running call must end before `deadline`."""
 
     calls: Sequence[BoundCall]
     limits: Limits
@@ -42,9 +42,9 @@ class Chain:
 
 
 class Pool:
-    """Runs chains of calls in threads, at most `most` at a time; the others queue.
+    """Runs chains of tool calls in threads, at most `most` chains at a time; the others queue.
 
-    A chain that has timed out no longer counts, although its thread lives until the call returns.
+    A chain that has timed out does not count towards `most`, but its thread lives until its call returns.
     """
 
     def __init__(self, most: int) -> None:
@@ -53,13 +53,13 @@ class Pool:
         self.waiting: deque[Chain] = deque()
 
     def add(self, chains: Sequence[Chain]) -> None:
-        """Queue chains, and start as many as the limit allows."""
+        """Queue chains of tool calls, and start as many as the limit allows."""
         with self.changed:
             self.waiting += chains
             self._start()
 
     def wait(self, chains: Sequence[Chain]) -> None:
-        """Wait until every call of the chains has returned an answer or timed out."""
+        """Wait until every tool call of the chains has returned an answer or timed out."""
         with self.changed:
             self._start()
             while any(chain.open for chain in chains):
@@ -68,7 +68,7 @@ class Pool:
                 self._start()
 
     def _start(self) -> None:
-        """Start queued chains to replace those that have ended or timed out."""
+        """Start queued chains of tool calls in place of chains that have ended or timed out."""
         self.running = [chain for chain in self.running if chain.open]
         while self.waiting and len(self.running) < self.most:
             self.running.append(chain := self.waiting.popleft())
@@ -77,7 +77,7 @@ class Pool:
             threading.Thread(target=self._work, args=(chain,), daemon=True).start()
 
     def _work(self, chain: Chain) -> None:
-        """Run the calls of a chain one after another, until one of them has timed out."""
+        """Run the tool calls of a chain one after another, until one of them has timed out."""
         for tool, arguments in chain.calls:
             answer = _with_retries(tool, arguments, chain.deadline, chain.limits)
             with self.changed:
@@ -93,15 +93,15 @@ POOL = Pool(MAX_THREADS)
 
 
 def run_calls(calls: Sequence[BoundCall], limits: Limits) -> list[Answer]:
-    """Run calls concurrently as `begin_calls` does, and return their answers."""
+    """Run tool calls concurrently as `begin_calls` does, and wait for their answers."""
     return [answer for _, answer in begin_calls(calls, limits)()]
 
 
 def begin_calls(calls: Sequence[BoundCall | CallError], limits: Limits) -> Callable[[], Replies]:
-    """Start calls concurrently (those of one owner in order); return a function that waits for the replies.
+    """Start tool calls concurrently; return a function that waits for the replies.
 
-    Timeouts count from the start of a call, regardless of when its reply is read. At most `MAX_THREADS` calls
-    per process run at a time. A `CallError` becomes a reply with the error as its fault.
+    Calls of one owner run in order. A timeout begins when its call starts, not when the reply is read. At
+    most `MAX_THREADS` calls per process run at a time. A `CallError` becomes a reply that contains the error.
     """
     places: dict[int, list[int]] = {}  # indices of the calls of each owner
     for place, call in enumerate(calls):
@@ -130,7 +130,7 @@ def begin_calls(calls: Sequence[BoundCall | CallError], limits: Limits) -> Calla
 
 
 def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Limits) -> Answer:
-    """Call a tool, and repeat the call up to `retries` times while it raises."""
+    """Call a tool; if it raises, repeat the call up to `tool.retries` times before the deadline."""
 
     async def awaited(result: Awaitable[Any]) -> Any:
         return await asyncio.wait_for(result, deadline - time.monotonic())

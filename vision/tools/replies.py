@@ -29,11 +29,11 @@ class Answer:
     """The converted result of a tool, or its error.
 
     Args:
-        parts: Texts, images and videos; empty if there are more images and videos than allowed.
+        parts: Texts, images and videos; empty if the result has more images and videos than allowed.
         fault: Error message; empty without an error.
         cause: The exception, if any.
         value: The result, if it is a number.
-        shown: Number of images and videos that the tool returned.
+        shown: Number of images and videos in the result, also if they are not in `parts`.
     """
 
     parts: tuple[Part, ...] = ()
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a reply: characters, pixels of an image (checked before decoding), and number of images."""
+    """Limits of a reply: characters, pixels per image (checked before decoding), and number of images."""
 
     chars: int
     pixels: int
@@ -53,7 +53,7 @@ class Limits:
 
 
 def as_answer(result: Any, name: str, limits: Limits) -> Answer:
-    """Convert the result of a tool to an answer; raises ToolFault as `as_parts` does.
+    """Convert the result of a tool to an answer; raise ToolFault for an unsupported type.
 
     If there are more images than allowed, they are counted but not decoded.
     """
@@ -65,7 +65,7 @@ def as_answer(result: Any, name: str, limits: Limits) -> Answer:
 
 
 def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
-    """Convert the result of a tool to message parts; raises ToolFault for an unsupported type.
+    """Convert the result of a tool to message parts; raise ToolFault for an unsupported type.
 
     A result is a text, an image (PIL, array or tensor), a content block with a text, an image or a video (a
     list of images of equal size, two per second), or a list of these. None, numbers and dictionaries are
@@ -76,7 +76,7 @@ def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
         match item:
             case str(text) | {"type": "text", "text": str(text)}:
                 if left >= 0:  # otherwise an earlier text was truncated
-                    parts.append(Part(text if len(text) <= left else text[:left] + " [...]", said=True))
+                    parts.append(Part(text if len(text) <= left else text[:left] + " [...]", quoted=True))
                 left -= len(text)
             case {"type": "video", "video": [*images]} if images and all(map(is_image, images)):
                 parts.append(Part(media=_to_media("video", images, name, limits.pixels)))
@@ -108,14 +108,14 @@ def _items(result: Any) -> Sequence[Any]:
 
 
 def _other_medium(kind: str, block: Mapping[str, Any], name: str) -> Media | None:
-    """Create a medium that is not an image or a video, whose pixels are limited elsewhere."""
+    """Create a medium such as sound from a content block; return None for images and videos."""
     if kind in ("image", "video") or kind not in MODALITIES:
         return None
     return MODALITIES[kind].from_value(block.get(kind), f"a {kind} from {name}")
 
 
 def _to_media(kind: str, images: Sequence[Any], name: str, max_pixels: int) -> Media:
-    """Decode an image, or the images of a video; check the sizes before any pixel is decoded."""
+    """Decode an image or a video; raise ToolFault, before decoding, if it has too many pixels."""
     what = "an image" if kind == "image" else "a video"
     try:
         images = [to_image(image, f"an image from {name}") for image in images]

@@ -16,7 +16,7 @@ from mmrl.config.registry import visualization
 from mmrl.core.reward_table import Measured
 from mmrl.core.tensor import linspace_indices
 from mmrl.core.types import Outcome, Prompt
-from mmrl.reporting.thumbnails import data_uri
+from mmrl.reporting.thumbnails import data_uri, sound_of_prompt
 from mmrl.vision.benchmarks.chair import Scene
 from mmrl.vision.benchmarks.time_spans import Span, parse_span
 
@@ -49,8 +49,8 @@ def film_strip(measured: Mapping[str, Measured], *, num: PositiveInt = 6, frames
             bars.append(_bar(name, [span] if span else [], duration, colour, f"no span in {text!r}"))
         query = html.escape(str(prompt.columns.get("query", prompt.text)))
         strips.append(
-            f"<figure><figcaption>{query}</figcaption><div class=film>"  # as wide as all frames together
-            f"<div class=frames>{images}</div>{''.join(bars)}</div></figure>"
+            f"<figure><figcaption>{query}</figcaption><div class=film>"  # as wide as all its frames
+            f"<div class=frames>{images}</div>{''.join(bars)}</div>{_player(prompt)}</figure>"
         )
     return f"<h2>Held-out videos</h2><div class=rows>{''.join(strips)}</div>"
 
@@ -75,7 +75,7 @@ def pairs(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
     """Show images with the chosen and the rejected answer of a preference pair and their scores.
 
     A pair consists of two answers to one prompt that record `preferred` and `score`, as with
-    `vision.preference_pairs`. Other rows are skipped. At most `num` pairs of every evaluation are shown.
+    `vision.preference_pairs`. Prompts without a pair are skipped. At most `num` pairs per model are shown.
     """
     parts = []
     for name, evaluation in measured.items():
@@ -105,7 +105,7 @@ def pairs(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
 def captions(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
     """Show images with their objects and each model's first caption; hallucinated objects are struck out.
 
-    Only images with annotated objects are used, as from `vision.closed_vocabulary`. At most `num` are shown.
+    At most `num` images are shown, all with annotated objects, as in `vision.closed_vocabulary`.
     """
     answers = {name: _answers(evaluation) for name, evaluation in measured.items()}
     scenes: dict[str, tuple[Prompt, Scene]] = {}
@@ -131,10 +131,10 @@ def marked(scene: Scene, text: str) -> str:
     wrong = {m.word for m in scene.ontology.mentions(text) if m.name not in scene.objects}
     if not wrong:
         return html.escape(text)
-    # The longest first, so that a phrase wins over its words. Mentions are singular, the text may be plural.
+    # Try longer phrases first, so that a phrase is matched before its words. The text may have plurals.
     pattern = "|".join(rf"\b{re.escape(word)}(?:e?s)?\b" for word in sorted(wrong, key=len, reverse=True))
     pieces = re.split(f"({pattern})", text, flags=re.IGNORECASE)
-    # `re.split` returns other text and matches alternately.
+    # `re.split` returns text without a match and matches alternately.
     return "".join(
         f"<s style='color:{BAD}'>{html.escape(piece)}</s>" if i % 2 else html.escape(piece)
         for i, piece in enumerate(pieces)
@@ -156,11 +156,18 @@ def _evenly_spaced(items: Sequence[Any], num: int) -> Sequence[Any]:
 
 
 def _figure(prompt: Prompt, words: str) -> str:
-    image = _jpeg(prompt.media[0].load().pixels[0], SIDE, SIDE, quality=85) if prompt.media else ""
+    pixels = getattr(prompt.media[0].load(), "pixels", None) if prompt.media else None
+    image = "" if pixels is None else _jpeg(pixels[0], SIDE, SIDE, quality=85)
     return (
         f"<figure class=beside><img alt='' width={SIDE} height={SIDE} src='{image}'>"
-        f"<div>{words}</div></figure>"
+        f"<div>{words}{_player(prompt)}</div></figure>"
     )
+
+
+def _player(prompt: Prompt) -> str:
+    """Return an element that plays the sound of a prompt; empty without a sound."""
+    sound = sound_of_prompt(prompt)
+    return f"<audio controls preload=none src='{data_uri(sound, 'audio/wav')}'></audio>" if sound else ""
 
 
 def _jpeg(pixels: Tensor, width: int, height: int, quality: int) -> str:

@@ -1,0 +1,1 @@
+"""Reference policies of vision-language models: teachers in this process and on servers."""

@@ -1,0 +1,1 @@
+"""Model families on vLLM servers: each file has a table `FAMILIES` from `model_type` to `ServedFamily`."""
