@@ -1,4 +1,4 @@
-"""LoRA adapters (arXiv 2106.09685) on the network of a diffusers pipeline: new, saved, and read back."""
+"""LoRA adapters (arXiv 2106.09685) on networks of diffusers pipelines: creation, saving and loading."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from mmrl.runtime.weights import (
     read_adapter,
 )
 
-# diffusers' names of the adapter's file, of this network in it, and of the settings in the file's header
+# Names in diffusers: adapter file, prefix of its weight names, key of the settings in its header
 FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."
 SETTINGS = "lora_adapter_metadata"
-NUMBER = re.compile(r"\d+")  # of a block
+NUMBER = re.compile(r"\d+")  # index of a block in a module name
 
 
 def place_of(folder: Path, network: str) -> Path:
-    """Folder of the adapter of a network in that of a policy: itself, or a subfolder for a second network.
+    """Return the folder of a network's adapter: `folder` itself, or a subfolder for a second network.
 
-    Diffusers reads one by `load_lora_weights(subfolder, load_into_transformer_2=True)`.
+    Diffusers loads the subfolder with `load_lora_weights(subfolder, load_into_transformer_2=True)`.
     """
     return folder if network == "transformer" else folder / network
 
 
 def places_in(folder: Path, networks: Collection[str]) -> list[Path]:
-    """List the folders of the adapters of these networks; for none, of the adapters that are there."""
+    """List the adapter folders of these networks; if `networks` is empty, of all adapters in `folder`."""
     found = [file.parent for file in sorted(folder.rglob(FILE))] or [folder]
     return [place_of(folder, name) for name in networks] or found
 
@@ -55,7 +55,7 @@ def check_unused(folder: Path, frozen: Collection[str]) -> None:
 
 
 def check_targets(network: nn.Module, targets: Sequence[str]) -> Sequence[str]:
-    """Return the names of modules that get LoRA; raises `ConfigError` for one that no module ends with."""
+    """Return `targets`; raises `ConfigError` if no module name of the network ends with one of them."""
     modules = [f".{name}" for name, _ in network.named_modules()]
     for target in targets:
         if not any(name.endswith(f".{target}") for name in modules):
@@ -70,7 +70,7 @@ def check_targets(network: nn.Module, targets: Sequence[str]) -> Sequence[str]:
 def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
     """Freeze a network and add LoRA of a rank, scaled by alpha / rank, to its modules `targets`.
 
-    The adapter is float32 or better. Before training the output of the network is unchanged.
+    The adapter is float32 or float64. It leaves the output of the network unchanged before training.
     """
     from peft import LoraConfig
 
@@ -98,7 +98,7 @@ def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | No
             f"the adapter in '{folder}' is of another model: {len(foreign)} of its {len(owners)} modules are "
             f"not in {type(network).__name__}, the first is '{foreign[0]}'"
         )
-    if not named:  # targets in all blocks, so that a file without some of its weights is refused
+    if not named:  # target all blocks, so that a file that lacks the weights of some is refused
         alike = lambda name: (NUMBER.sub("N", name), type(modules[name]))
         patterns = {alike(name) for name in owners}
         config.target_modules = {name for name in modules if alike(name) in patterns}
@@ -110,7 +110,7 @@ def _put(network: nn.Module, config: Any) -> None:
     network.requires_grad_(False)
     vars(network).pop(BASE, None)  # hash of the base weights of an earlier adapter
     network.add_adapter(config)
-    keep_training_precision(network, now=True)  # a saved adapter may be loaded into it, in float32
+    keep_training_precision(network, now=True)  # now, since saved float32 weights may be loaded next
 
 
 def save_lora(network: nn.Module, folder: Path) -> None:
@@ -128,7 +128,7 @@ def save_lora(network: nn.Module, folder: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert sets and enums of peft's settings to JSON."""
+    """Convert a set or enum in peft's settings to a JSON value."""
     return sorted(value) if isinstance(value, set) else getattr(value, "value", value)
 
 
@@ -152,10 +152,10 @@ def load_lora(network: nn.Module, folder: Path) -> None:
 
 
 def read_lora(folder: Path) -> tuple[dict[str, Tensor], Any, bool, str]:
-    """Read a saved adapter: weights, `LoraConfig`, whether the file has settings, and its base's hash or "".
+    """Return an adapter's weights, `LoraConfig`, whether its file has settings, and base hash (or "").
 
     Without settings in the header, every module is scaled by 1, as in diffusers. Raises `ValueError` unless
-    the file is a LoRA of the network alone, with settings that can be trained further.
+    the file holds only LoRA weights of the network, with settings that can be trained further.
     """
     if not (file := folder / FILE).is_file():
         raise ConfigError(f"there is no adapter in '{folder}'; wanted the file '{FILE}'")
@@ -189,7 +189,7 @@ def _inferred(weights: dict[str, Tensor], folder: Path) -> dict[str, Any]:
 
 
 def _base_of(network: nn.Module) -> str:
-    """Hash of the frozen base weights, computed once."""
+    """Return the hash of the frozen base weights; computed once and stored on the network."""
     if BASE not in vars(network):
         frozen = (value for name, value in network.named_parameters() if ".lora_" not in name)
         vars(network)[BASE] = base_hash(frozen)

@@ -1,4 +1,4 @@
-"""Check at the start: the text of a prompt reaches the network."""
+"""Check before training that the text of a prompt reaches the network."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mmrl.diffusion.model_family import Request, size_of
 def text_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Finding]:
     """Check that the likelihood of steps changes with the text of the prompt.
 
-    `rows` rollouts are compared.
+    Compares `rows` rollouts under their own text and under another text.
     """
     texts = list(dict.fromkeys(prompt.text for prompt in examined.prompts))
     if len(texts) < 2:
         return
     shown = examined.rollouts[:rows]
-    following = dict(zip(texts, [*texts[1:], texts[0]], strict=True))  # each text gets the next one
+    following = dict(zip(texts, [*texts[1:], texts[0]], strict=True))  # maps each text to the next text
     other = []
     for row in shown:
         request = replace(Request.of(row.prompt, size_of(row.outcomes[-1])), text=following[row.prompt.text])

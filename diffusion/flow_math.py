@@ -1,7 +1,7 @@
 """Arithmetic of the flow: x_t = (1 - t) x_0 + t noise, with velocity v = noise - x_0.
 
-All times are (B,) or scalars, latents and velocities (B, *L). Latents are float32 or better whatever the
-network computes in. Results have their precision; what solvers compute from times alone has that of times.
+Times are (B,) or scalars; latents and velocities are (B, *L). Latents are float32 or float64, whatever dtype
+the network computes in. Results have the dtype of the latents, or of the times if they depend only on times.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
-Flow = Callable[[Tensor, Tensor], Tensor]  # from latents (B, *L) and times (B,) to velocities (B, *L)
+Flow = Callable[[Tensor, Tensor], Tensor]  # maps latents (B, *L) and times (B,) to velocities (B, *L)
 
 
 def along(times: Tensor, latents: Tensor) -> Tensor:
-    """Reshape times to broadcast over latents: (B,) to (B, 1, ...)."""
+    """Reshape times (B,) to (B, 1, ...), so that they broadcast over latents."""
     return times.to(latents).view(-1, *[1] * (latents.ndim - 1))
 
 
 def mean_dims(values: Tensor, kept: int = 1) -> Tensor:
-    """Average over all axes after the first `kept`."""
+    """Average over all axes after the first `kept` axes."""
     return values.flatten(kept).mean(-1)
 
 
@@ -44,14 +44,14 @@ def noise_estimate(latents: Tensor, velocity: Tensor, time: Tensor) -> Tensor:
 def euler_step(
     latents: Tensor, velocity: Tensor, time: Tensor, following: Tensor, flow: Flow | None = None
 ) -> Tensor:
-    """Follow the flow in a straight line from `time` to `following`; `flow` is not called."""
+    """Take an Euler step from `time` to `following`; `flow` is not called."""
     return latents + along(following - time, latents) * velocity  # following < time: towards the data
 
 
 def heun_step(latents: Tensor, velocity: Tensor, time: Tensor, following: Tensor, flow: Flow) -> Tensor:
-    """Average the velocities at both ends of an Euler step: second order, one more call of `flow`.
+    """Take a second-order Heun step: average the velocities at the start and the end of an Euler step.
 
-    The last step, to time 0, stays an Euler step, since networks are not trained there.
+    Calls `flow` once. The last step, to time 0, stays an Euler step, since networks are not trained there.
     """
     ahead = euler_step(latents, velocity, time, following)
     if not (following > 0).all():
@@ -64,10 +64,9 @@ ODE_STEPS = {"euler": euler_step, "heun": heun_step}
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Gaussian of one stochastic step: `mean` (B, *L), `std` (B,).
+    """Gaussian distribution of the next latents in a stochastic step: `mean` (B, *L), `std` (B,).
 
-    Unless `normalized`, the log-density is minus the squared distance to the mean, without constants and
-    scale.
+    If not `normalized`, the log-density is minus the squared distance to the mean, unscaled.
     """
 
     mean: Tensor

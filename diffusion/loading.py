@@ -1,9 +1,9 @@
-"""Loading of diffusers pipelines: whole, of flow matching, and without code of their folders."""
+"""Loading of flow-matching pipelines of diffusers, with all weights and without running their code."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from torch import nn
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
 from mmrl.diffusion.schedule import check_scheduler
+from mmrl.runtime.low_bit import quantize_blocks
 from mmrl.runtime.modules import (
     DTYPES,
     copy_weights,
+    loading_onto,
     making_weights,
     model_source,
     placement,
@@ -27,17 +29,31 @@ from mmrl.runtime.weights import load_whole
 LIBRARIES = (None, "diffusers", "transformers")  # allowed sources of a pipeline's classes
 
 
-def load_pipeline(name: str, *, dtype: str) -> Any:
-    """Load a frozen pipeline from a hub id or folder, whose code never runs, or use a registered object.
+def load_pipeline(
+    name: str,
+    *,
+    dtype: str,
+    on_cpu: Callable[[str], bool] = lambda part: False,
+    later: Callable[[str], bool] = lambda part: False,
+    bits: int | None = None,
+) -> Any:
+    """Load a frozen pipeline from a hub id or folder, or take a registered pipeline object.
 
-    Raises `ValueError` for weights that are missing, and for an object that carries a LoRA adapter.
+    Code in the folder is never run. Raises `ValueError` if weights are missing, or an object carries LoRA.
+
+    Args:
+        name: Hub id, folder or registered object.
+        dtype: Name of the dtype of the weights.
+        on_cpu: Maps a component name to whether its network is loaded into CPU memory, not onto the device.
+        later: Maps a component name to whether its network gets fake weights now, to be read by `load_part`.
+        bits: Bits per weight in the blocks of text encoders, 4 or 8; None: as `dtype`.
     """
     if objects.is_object(name):
         pipe = objects.get(name)
         check_scheduler(type(pipe.scheduler).__name__, pipe.scheduler.config)
         check_plain(pipe)
     else:
-        pipe = _read_pipeline(name, dtype)
+        pipe = _read_pipeline(name, dtype, on_cpu, later, bits)
     pipe.set_progress_bar_config(disable=True)
     for module in modules_of(pipe):
         module.requires_grad_(False).eval()
@@ -45,9 +61,9 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
 
 
 def config_of(name: str) -> Mapping[str, Any]:
-    """Configuration of a pipeline by hub id, folder or object, without loading weights.
+    """Return the configuration of a pipeline (hub id, folder or object) without loading weights.
 
-    Raises `ValueError` unless its scheduler is one of flow matching.
+    Raises `ValueError` if the scheduler of a hub id or folder is not for flow matching.
     """
     if objects.is_object(name):
         pipe = objects.get(name)
@@ -57,12 +73,12 @@ def config_of(name: str) -> Mapping[str, Any]:
 
 
 def class_of(name: str) -> str:
-    """Name of the pipeline class of a hub id, folder or object, without loading weights."""
+    """Return the class name of a pipeline (hub id, folder or object) without loading weights."""
     return config_of(name)["_class_name"]
 
 
 def check_weights(name: str) -> None:
-    """Raise `ValueError` where a pipeline's folder lacks weights of a network; reads headers alone."""
+    """Raise `ValueError` if a pipeline's folder lacks weights of a network; reads only file headers."""
     if objects.is_object(name) or not Path(name).expanduser().is_dir():
         return  # files of a hub model may not be downloaded yet
     with _explained(f"the pipeline '{name}'"):
@@ -72,7 +88,7 @@ def check_weights(name: str) -> None:
 
 
 def check_plain(pipe: Any) -> None:
-    """Raise `ValueError` if a network of a pipeline carries LoRA, of `load_lora_weights` or a `Trainer`."""
+    """Raise `ValueError` if a network of a pipeline object already carries a LoRA adapter."""
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module) and (adapters := getattr(part, "peft_config", None)):
             raise ConfigError(
@@ -92,7 +108,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _parts_of(name: str) -> tuple[str, dict[str, Any]]:
-    """Locate a pipeline and read the classes of its parts; raises unless it is a flow-matching pipeline."""
+    """Return a pipeline's source and component classes; raises unless its scheduler is for flow matching."""
     try:
         import diffusers
     except ImportError as error:
@@ -106,7 +122,7 @@ def _parts_of(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _networks_in(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """List the classes of a pipeline's networks by the names of its parts."""
+    """Map the component names of a pipeline's networks to their classes."""
     named = {
         part: origin for part, origin in parts.items() if type(origin) is list and origin != [None, None]
     }
@@ -115,34 +131,55 @@ def _networks_in(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_part_of_diffusers(library: Any) -> bool:
-    """Whether a `library` of a pipeline's parts is the name of a folder of diffusers, such as `ltx2`."""
+    """Return whether `library` names a pipeline folder inside diffusers, such as `ltx2`."""
     from diffusers import pipelines
 
     return type(library) is str and library.isidentifier() and hasattr(pipelines, library)
 
 
 def _library(name: str) -> Any:
-    """Import the library of a part of a pipeline."""
+    """Import the library, or the pipeline folder of diffusers, that defines a component class."""
     return importlib.import_module(f"diffusers.pipelines.{name}" if _is_part_of_diffusers(name) else name)
 
 
-def _read_pipeline(name: str, dtype: str) -> Any:
-    """Read a pipeline from safetensors."""
+def load_part(name: str, part: str, *, dtype: str, bits: int | None = None) -> nn.Module:
+    """Load one frozen component of a pipeline (hub id or folder) into CPU memory."""
+    with _explained(f"the part '{part}' of the pipeline '{name}'"):
+        source, parts = _parts_of(name)
+        network = load_whole(_networks_in(parts)[part], source, subfolder=part, dtype=DTYPES[dtype])
+        network = _in_bits(network, bits)
+    return network.requires_grad_(False).eval()
+
+
+def _in_bits(network: nn.Module, bits: int | None) -> nn.Module:
+    """Quantise a text or image encoder (a transformers model); return other networks unchanged."""
+    from transformers import PreTrainedModel
+
+    return quantize_blocks(network, bits) if bits and isinstance(network, PreTrainedModel) else network
+
+
+def _read_pipeline(
+    name: str, dtype: str, on_cpu: Callable[[str], bool], later: Callable[[str], bool], bits: int | None
+) -> Any:
+    """Load a pipeline of a hub id or folder from safetensors files."""
     with _explained(f"the pipeline '{name}'"):
         source, parts = _parts_of(name)
-        # diffusers asks for parts that a pipeline does not have unless they are passed as None.
+        # diffusers requires components that a pipeline does not have, unless they are passed as None.
         absent = {part: None for part, origin in parts.items() if origin == [None, None]}
-        # Networks go onto the device file by file; of several GPUs, that is this process's current one.
+        # Networks are loaded onto the device file by file; with several GPUs, onto the current one.
         device, wanted = placement().device, DTYPES[dtype]
         on = {"": device.type} if device else None
-        networks = {
-            part: _of_config(kind, source, part, wanted)
-            if placement().empty
-            else load_whole(kind, source, subfolder=part, dtype=wanted, device_map=on)
-            for part, kind in _networks_in(parts).items()
-        }
+        networks: dict[str, nn.Module] = {}
+        for part, kind in _networks_in(parts).items():
+            if placement().empty or later(part):
+                with loading_onto(None, empty=True):
+                    networks[part] = _of_config(kind, source, part, wanted)
+            else:
+                place = None if on_cpu(part) else on
+                networks[part] = load_whole(kind, source, subfolder=part, dtype=wanted, device_map=place)
+            networks[part] = _in_bits(networks[part], bits)
         library = importlib.import_module("diffusers")
-        # The base class would read optional parts in spite of `absent`.
+        # The base class `DiffusionPipeline` would load optional components despite `absent`.
         pipeline: Any = getattr(library, parts["_class_name"], library.DiffusionPipeline)
         return pipeline.from_pretrained(
             source,
@@ -155,7 +192,7 @@ def _read_pipeline(name: str, dtype: str) -> Any:
 
 
 def _check_no_code(parts: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for classes of the pipeline's own folder, which older versions of diffusers run."""
+    """Raise `ValueError` if classes are defined in the model folder; older diffusers would run that code."""
     own = [
         part
         for part, origin in parts.items()
@@ -175,7 +212,7 @@ def _check_no_code(parts: Mapping[str, Any]) -> None:
 
 
 def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Module:
-    """Build a network from the configuration in a pipeline's folder; its weights are fake, without data."""
+    """Build a network with fake weights, without data, from the configuration in a pipeline's folder."""
     kept = kind._keep_in_fp32_modules
     with making_weights():
         if hasattr(kind, "load_config"):
@@ -187,8 +224,8 @@ def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Modu
             config = AutoConfig.from_pretrained(source, subfolder=part, trust_remote_code=False)
             with no_init_weights():  # some initialisers read the data of tensors, and fake tensors have none
                 network = kind(config)
-            network.tie_weights()  # which initialisation does otherwise
-            kept = kept if dtype == torch.float16 else ()  # transformers has them in bfloat16
+            network.tie_weights()  # normally done by the initialisation that is skipped
+            kept = kept if dtype == torch.float16 else ()  # transformers keeps float32 only in float16 models
     for name, weight in network.state_dict(keep_vars=True).items():
         if weight.is_floating_point() and not set(kept or ()) & set(name.split(".")):
             weight.data = weight.data.to(dtype)
@@ -196,7 +233,7 @@ def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Modu
 
 
 def modules_of(pipe: Any, but: Collection[str] = ()) -> Iterator[nn.Module]:
-    """List the networks of a pipeline, except the components named in `but`."""
+    """Iterate over the networks of a pipeline, except the components named in `but`."""
     for name, part in pipe.components.items():
         match part:
             case nn.Module() if name not in but:
@@ -205,7 +242,7 @@ def modules_of(pipe: Any, but: Collection[str] = ()) -> Iterator[nn.Module]:
 
 def load_network(network: nn.Module, folder: Path, name: str = "transformer") -> None:
     """Load the weights of the network `name` from the folder of a saved pipeline, bit for bit."""
-    # The folder holds trained weights in float32; read in the widest precision, nothing is lost.
+    # Trained weights are stored in float32; reading them in the widest dtype loses nothing.
     with _explained(f"the pipeline in '{folder}'"):
         widest = widest_dtype(network, folder / name)
         saved = load_whole(type(network), folder, subfolder=name, dtype=widest)

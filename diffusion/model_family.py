@@ -1,10 +1,11 @@
-"""Base classes of diffusion model families: what differs between pipelines of diffusers."""
+"""Base classes of model families: the operations that differ between the pipelines of diffusers."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +15,21 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from mmrl.config.registry import pieces
+from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.plain_text import PlainText, unused_marker, whole
 from mmrl.core.types import Outcome, Prompt
+from mmrl.data.text_files import RecordedAnswers
 from mmrl.diffusion.schedule import scheduled_times, size_shift
 
-# An encoded request without batch axis: tensors by the names of the network's arguments.
+# An encoded request without a batch axis: maps input names of the network to tensors.
 Condition = Mapping[str, Tensor]
 
-# LoRA targets of joint attention: image and text tokens have projections of their own.
+SHARED_BYTES = 256 << 20  # size of the cache of encoded texts and images that requests share
+
+# Guidance scales: one for all times, or one for each network of `PipelineFamily.stages`.
+Guidance = float | tuple[float, ...]
+
+# LoRA targets of joint attention, in which image tokens and text tokens have separate projections.
 JOINT_ATTENTION = (
     "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
     "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
@@ -44,40 +52,48 @@ class Request:
 
     @staticmethod
     def of(prompt: Prompt, size: tuple[int, int, int]) -> Request:
-        """Read the text of a prompt, and decode its images."""
+        """Create a request from the text of a prompt and its decoded images."""
         return Request(prompt.text, tuple(medium.load().pixels[0] for medium in prompt.media), size)
 
 
 class PipelineFamily(ABC):
-    """How to run the pipelines of one model family. Letters: `B` rows, `*L` the axes of a latent.
+    """Base class that encodes, denoises and decodes with the pipelines of one model family.
 
-    Times are the noise share `sigma`, from 1 (noise) to 0 (data); a velocity is `noise - data`, whatever the
-    network was trained on. What most image models share is the default of a method.
+    Shapes: `B` rows, `*L` the axes of one latent. A time `sigma` runs from 1 (noise) to 0 (data). A velocity
+    is `noise - data`, whatever the network was trained on. The default methods fit most image models.
     """
 
     pipelines: frozenset[str]  # names of the pipeline classes that this family serves
     targets: tuple[str, ...]  # names of the modules that get LoRA
     embedded_guidance: bool = False  # the guidance scale is an input of the network: no second pass
-    unguided: float = 1.0  # guidance scale at which the network runs with the prompt alone
-    images: tuple[int, int] = (0, 0)  # fewest and most images of a prompt
-    refuses_recorded: str = ""  # why recorded images or videos cannot be learned from; empty if they can
+    unguided: float = 1.0  # guidance scale that stands for no guidance: the network gets the prompt alone
+    images: tuple[int, int] = (0, 0)  # minimum and maximum number of images in a prompt
+    refuses_recorded: str = ""  # reason why recorded media cannot be trained on; empty if they can
+
+    def __init__(self) -> None:
+        size: Callable[[Condition], int] = lambda encoded: sum(value.nbytes for value in encoded.values())
+        self.shared: ByteLRU[Condition] = ByteLRU(SHARED_BYTES, size)
+
+    def once(self, encode: Callable[[], Condition], *key: Hashable) -> dict[str, Tensor]:
+        """Return the cached encoding (of a text or image) for `key`; at first use, compute it by `encode`."""
+        return dict(self.shared.get(key, encode))
 
     @abstractmethod
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise ValueError for a text that is too long for the encoders; reads the tokenizers alone."""
+        """Raise ValueError if a text is too long for the text encoders; needs only their tokenizers."""
 
     @abstractmethod
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode requests to one condition each, on the CPU; raise if `check_text` does."""
+        """Encode each request to a condition on the CPU; raises the errors of `check_text`."""
 
     def encode_negative(self, pipe: Any, request: Request, max_sequence_length: int) -> dict[str, Tensor]:
-        """Encode a request whose text is the negative prompt; like a prompt, unless the pipeline differs."""
+        """Encode a request whose text is the negative prompt; by default as `encode` does."""
         return self.encode(pipe, [request], max_sequence_length)[0]
 
     def check_images(self, prompt: Prompt) -> None:
-        """Raise ValueError unless the model takes as many images as the prompt has; reads no file."""
+        """Raise ValueError if a prompt has media other than images, or too few or many; reads no file."""
         if other := [medium.kind for medium in prompt.media if medium.kind != "image"]:
             raise ValueError(
                 f"the prompt has a medium of the kind '{other[0]}'; flow models take images only"
@@ -85,71 +101,85 @@ class PipelineFamily(ABC):
         self.check_count(len(prompt.media))
 
     def check_count(self, num_images: int) -> None:
-        """Raise ValueError unless the model takes `num_images` images."""
+        """Raise ValueError unless a prompt of this model can have `num_images` images."""
         fewest, most = self.images
         if not fewest <= num_images <= most:
             wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
             names = ", ".join(sorted(self.pipelines))
             raise ValueError(f"the prompt has {num_images} images; {names} takes {wanted}")
 
+    def check_source(self, pipe: Any, height: int, width: int) -> None:  # noqa: B027  most accept all
+        """Raise ValueError if the model does not accept a source image of this size in pixels."""
+
     def batch_key(self, condition: Condition) -> Hashable:
-        """Key of the conditions that `stack` can batch together; by default all conditions have one key."""
+        """Return a key that is equal for conditions that `stack` can batch; by default all keys are equal."""
         return ()
 
     def stages(self, config: Mapping[str, Any]) -> dict[str, float]:
-        """Name the networks of a pipeline, from noise to data, with the lowest time of each."""
+        """Map the network names of a pipeline to their lowest times, in order from noise to data."""
         return {"transformer": 0.0}
 
     def passes(self, guidance: float) -> int:
-        """Count the network calls of one guided velocity: two for `guidance` above 1."""
+        """Return the number of network calls per velocity: 2 with classifier-free guidance, otherwise 1."""
         return 2 if guidance > 1 and not self.embedded_guidance else 1
 
     def single_pass(self, pipe: Any) -> bool:
-        """Whether this model runs once at any guidance scale, as distilled models do."""
+        """Return whether one network call suffices at any guidance scale, as for distilled models."""
         return False
 
     def default_length(self, pipe: Any) -> int:
-        """Read the default of `max_sequence_length`."""
+        """Return the pipeline's default of `max_sequence_length`, in tokens."""
         return default_of(pipe, "max_sequence_length")
 
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
-        """Batch conditions. The default wants one length; override it to pad."""
+        """Batch conditions (encoded prompts). The default requires equal lengths; override it to pad."""
         return {name: torch.stack([row[name] for row in conditions]) for name in conditions[0]}
 
     def channels_and_patch(self, pipe: Any) -> tuple[int, int]:
-        """Read the number of latent channels, and the side of one token of the network in latents."""
+        """Return the number of latent channels, and the side of the network's patches in latent pixels."""
         return pipe.transformer.config.in_channels, pipe.transformer.config.patch_size
 
+    def pixels_per_latent(self, pipe: Any) -> int:
+        """Return the spatial downsampling factor of the autoencoder; 1 without an autoencoder."""
+        return 1 if pipe.vae is None else pipe.vae_scale_factor
+
+    def source_size(self, pipe: Any, height: int, width: int, area: int) -> tuple[int, int]:
+        """Compute a result size of about `area` pixels with the aspect ratio of a source image."""
+        multiple = self.pixels_per_latent(pipe) * self.channels_and_patch(pipe)[1]
+        sides = (math.sqrt(area * height / width), math.sqrt(area * width / height))
+        high, wide = (max(1, round(side / multiple)) * multiple for side in sides)
+        return high, wide
+
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
-        """Compute the shape of one latent: (C, h, w), or (C, f, h, w) for video. Sizes are in pixels."""
+        """Compute the latent shape of a result in pixels: (C, h, w), or (C, f, h, w) for a video."""
         if num_frames != 1:
             raise ValueError(f"this model makes images, so `num_frames` must be 1, not {num_frames}")
         channels, patch = self.channels_and_patch(pipe)
-        factor = 1 if pipe.vae is None else pipe.vae_scale_factor  # by which the autoencoder shrinks a side
+        factor = self.pixels_per_latent(pipe)
         check_size(height, width, factor * patch, pipe.transformer.config.get("pos_embed_max_size"))
         return channels, height // factor, width // factor
 
     def frames_per_latent(self, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Count the video frames that each latent frame of `shape` represents, in order; () for images."""
+        """Return the number of video frames that each latent frame represents; () for images."""
         return ()
 
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network: latents (B, *L), sigma (B,), guidance (B,) to velocities (B, *L)."""
+        """Predict velocities (B, *L) for latents (B, *L), times sigma (B,) and guidance scales (B,)."""
         inputs = {name: value.to(network.dtype) for name, value in condition.items()}
         return network(
             hidden_states=latents.to(network.dtype), timestep=1000 * sigma, **inputs, return_dict=False
         )[0]
 
     def guide(self, with_text: Tensor, without: Tensor, guidance: float) -> Tensor:
-        """Guide velocities (B, *L) away from those of the empty text (arXiv 2207.12598)."""
+        """Apply classifier-free guidance (arXiv 2207.12598) to velocities with and without text, (B, *L)."""
         return without + guidance * (with_text - without)
 
     def decode(self, pipe: Any, latents: Tensor) -> Tensor:
-        """Decode to float32 pixels of about [0, 1]: (B, 3, height, width), or (B, F, 3, height, width).
+        """Decode latents to float32 pixels in about [0, 1]: (B, 3, height, width), (B, F, 3, height, width).
 
-        Without an autoencoder latents are pixels in [-1, 1].
+        Without an autoencoder, the latents themselves are pixels in [-1, 1].
         """
         vae = pipe.vae
         if vae is None:
@@ -157,7 +187,7 @@ class PipelineFamily(ABC):
         if vae.config.get("latents_mean") is None:
             scaled = latents / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
             return (vae.decode(scaled.to(vae.dtype), return_dict=False)[0].float() + 1) / 2
-        # Autoencoders of videos standardise every channel. To them an image is a video of one frame.
+        # Video autoencoders standardise every channel, and take an image as a video of one frame.
         video = latents if latents.ndim == 5 else latents.unsqueeze(2)  # (B, C, f, h, w)
         mean, std = channel_moments(vae, video)
         frames = vae.decode((video * std + mean).to(vae.dtype), return_dict=False)[0]
@@ -165,7 +195,7 @@ class PipelineFamily(ABC):
         return pixels if latents.ndim == 5 else pixels.squeeze(1)
 
     def compress(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode pixels in [0, 1] to latents: the mode of the posterior, not a sample."""
+        """Encode pixels in [0, 1] to latents. Takes the mode of the autoencoder's posterior, not a sample."""
         vae, signed = pipe.vae, 2 * pixels - 1
         if vae is None:
             return signed
@@ -181,29 +211,29 @@ class PipelineFamily(ABC):
         return latents if signed.ndim == 5 else latents.squeeze(2)
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
-        """Compute the (S + 1,) times of the pipeline's own schedule, the last one 0."""
+        """Compute the times of the pipeline's own schedule, (`num_steps` + 1,); the last time is 0."""
         return scheduled_times(pipe.scheduler, num_steps)
 
 
 class PackedFamily(PipelineFamily):
-    """Base of image families whose pipelines pack 2 x 2 latents into one token, and space times evenly."""
+    """Base of image families that pack 2 x 2 latent pixels into one token and use evenly spaced times."""
 
     def channels_and_patch(self, pipe: Any) -> tuple[int, int]:
-        """Read the number of latent channels; a token has the 4 C channels of 2 x 2 latents."""
+        """Return the number C of latent channels, and the patch side 2; a token has 4 C channels."""
         return pipe.transformer.config.in_channels // 4, 2
 
     def batch_key(self, condition: Condition) -> Hashable:
-        """Key by the shapes of the images, since the networks cannot pad their tokens."""
+        """Return the latent shapes of a condition's images, because the networks cannot pad image tokens."""
         return tuple(tuple(latents.shape) for latents in images_of(condition).values())
 
     def image_latents(self, pipe: Any, image: Any) -> Tensor:
-        """Encode a Pillow image, of the size that the network shall see, to latents (C, h, w) on the CPU."""
+        """Encode a Pillow image, without resizing it, to latents (C, h, w) on the CPU."""
         processor = pipe.image_processor
         pixels = processor.numpy_to_pt(processor.pil_to_numpy(image))  # (1, 3, height, width) in [0, 1]
         return self.compress(pipe, pixels.to(pipe.vae.device))[0].cpu()
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
-        """Space times evenly from 1 to 1 / S, and shift them by the image's size, as the pipelines do."""
+        """Space times evenly from 1 to 1 / `num_steps`, and shift them for the image's size."""
         even = torch.linspace(1.0, 1.0 / num_steps, num_steps)
         return scheduled_times(
             pipe.scheduler, num_steps, sigmas=even, mu=size_shift(pipe.scheduler, shape, 2)
@@ -211,7 +241,7 @@ class PackedFamily(PipelineFamily):
 
 
 def family_of(pipeline: str) -> PipelineFamily:
-    """Find the family that serves a pipeline class of diffusers."""
+    """Create the model family that serves a pipeline class of diffusers, given the class name."""
     served = {name: entry.target for entry in pieces("family") for name in entry.target.pipelines}
     if pipeline not in served:
         raise ValueError(
@@ -226,9 +256,9 @@ def family_of(pipeline: str) -> PipelineFamily:
 
 @contextmanager
 def reading_words(pipe: Any, text: str) -> Iterator[str]:
-    """Make the tokenizers and processors of a pipeline read control words in a text as plain words.
+    """Let a pipeline tokenize control tokens that occur in a prompt text as plain text.
 
-    Inside the block the pipeline must get the yielded text instead of the original one.
+    Yields the text that must be passed to the pipeline inside the block, in place of the original text.
     """
     mark, marked = unused_marker([text]), whole(text)
     tokenizers = {name: getattr(part, "tokenizer", part) for name, part in pipe.components.items()}
@@ -247,7 +277,7 @@ def reading_words(pipe: Any, text: str) -> Iterator[str]:
         name: one.tokenizer if one.source is parts[name] else one.processor(parts[name])
         for name, one in plain.items()
     }
-    vars(pipe).update(twins)  # not as parts to be saved
+    vars(pipe).update(twins)  # without `__setattr__`, which would register them as components to save
     try:
         yield marked
     finally:
@@ -255,8 +285,8 @@ def reading_words(pipe: Any, text: str) -> Iterator[str]:
 
 
 def check_fits(tokenizer: Any, text: str, limit: int, **options: Any) -> None:
-    """Raise if an encoder of `limit` tokens would truncate a text; `options` are the tokenizer's."""
-    # Most tokenizers use at least one byte per token, plus a few special tokens.
+    """Raise ValueError if a text has more than `limit` tokens; `options` are passed to the tokenizer."""
+    # Shortcut: most tokens cover at least one byte; 8 leaves room for special tokens.
     if text.isascii() and len(text) + 8 <= limit:
         return
     length = len(tokenizer(text, truncation=False, verbose=False, **options).input_ids)
@@ -268,10 +298,17 @@ def check_fits(tokenizer: Any, text: str, limit: int, **options: Any) -> None:
 
 
 def size_of(outcome: Outcome) -> tuple[int, int, int]:
-    """Frames, height and width of an image or a video."""
+    """Return frames, height and width of an image or a video; an image has 1 frame."""
     pixels = outcome.image if outcome.video is None else outcome.video
     assert pixels is not None, "flow models make images and videos"
     return (1 if pixels.ndim == 3 else len(pixels), *pixels.shape[-2:])
+
+
+def sizes_of(answers: Sequence[Outcome]) -> list[tuple[int, ...]]:
+    """Return frames, height and width of each recorded image and video."""
+    if isinstance(answers, RecordedAnswers):
+        return answers.sizes()
+    return [size_of(answer) for answer in answers if answer.image is not None or answer.video is not None]
 
 
 def texts_of(requests: Sequence[Request]) -> list[str]:
@@ -286,7 +323,7 @@ def per_text(**encoded: Tensor) -> list[dict[str, Tensor]]:
 
 
 def images_of(condition: Condition) -> dict[str, Tensor]:
-    """Select the latents of a condition's images, `image_0` and so on, in order."""
+    """Return the image latents in a condition, the entries `image_0`, `image_1` and so on, in order."""
     return {name: condition[name] for name in sorted(condition) if name.startswith("image_")}
 
 
@@ -299,7 +336,7 @@ def default_of(pipe: Any, option: str) -> Any:
 
 
 def check_size(height: int, width: int, multiple: int, most: int | None = None) -> None:
-    """Raise unless height and width are 1 to `most` (None: any number) times `multiple` pixels."""
+    """Raise ValueError unless both sides are 1 to `most` (None: no limit) times `multiple` pixels."""
     limit = f" of at most {most * multiple}" if most else ""
     for side in (height, width):
         if side % multiple or side < multiple or (most and side > most * multiple):
@@ -310,16 +347,16 @@ def check_size(height: int, width: int, multiple: int, most: int | None = None) 
 
 
 def pack(latents: Tensor) -> Tensor:
-    """Pack 2 x 2 latents into one token: (B, C, h, w) to (B, h w / 4, 4 C)."""
+    """Pack each 2 x 2 block of latents (B, C, h, w) into one token: (B, h w / 4, 4 C)."""
     return rearrange(latents, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
 
 
 def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Undo `pack`: (B, h w / 4, 4 C) to (B, C, height, width), sizes in latents."""
+    """Convert packed tokens (B, h w / 4, 4 C) back to latents (B, C, height, width)."""
     return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=height // 2, w=width // 2, p=2, q=2)
 
 
 def channel_moments(vae: Any, like: Tensor) -> Tensor:
-    """Read mean and standard deviation per latent channel: (2, C, 1, 1, 1)."""
+    """Return mean and standard deviation of each latent channel of a VAE, stacked: (2, C, 1, 1, 1)."""
     moments = torch.tensor([vae.config.latents_mean, vae.config.latents_std]).to(like)
     return moments.view(2, -1, 1, 1, 1)  # broadcasts over (B, C, f, h, w)

@@ -24,7 +24,7 @@ _LOADED: WeakValueDictionary[tuple[str, ...], nn.Module] = WeakValueDictionary()
 
 
 def frames_of(prompt: Prompt, outcome: Outcome) -> Tensor:
-    """Get the frames of an outcome, (F, 3, height, width) uint8; an image is one frame."""
+    """Return the frames of an outcome, (F, 3, height, width) uint8; an image is one frame."""
     frames = outcome.video if outcome.image is None else outcome.image[None]
     if frames is None:
         raise ValueError(f"an outcome of prompt '{prompt.uid}' has neither an image nor a video")
@@ -37,7 +37,7 @@ def frames_of(prompt: Prompt, outcome: Outcome) -> Tensor:
 
 
 def images_of(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[Tensor]:
-    """Image to score per outcome, (3, height, width) uint8; outcomes are images."""
+    """Return the image of each outcome, (3, height, width) uint8; outcomes must be images."""
     return [frames_of(prompt, outcome)[0] for prompt, outcome in zip(prompts, outcomes, strict=True)]
 
 
@@ -89,7 +89,7 @@ def import_function(reward: str, name: str) -> Callable:
 
 
 def find_weights(reward: str, name: str) -> Path:
-    """Locate a checkpoint: a local path, or `owner/name:file` of the hub."""
+    """Return the path of a checkpoint: a local file, or `owner/name:file`, downloaded from the hub."""
     if Path(name).is_file():
         return Path(name)
     repository, colon, file = name.partition(":")
@@ -122,18 +122,18 @@ def read_weights(reward: str, name: str | Path) -> dict[str, Tensor]:
 
 
 def load_pretrained(reward: str, kind: type, name: str) -> nn.Module:
-    """Load a model of transformers in float32; a checkpoint that lacks weights is an error."""
+    """Load a transformers model in float32; raises if the checkpoint lacks weights."""
     with explained(f"{reward}: cannot load '{name}'", "Name a local folder, or a model of the hub"):
         return load_whole(kind, model_source(name), dtype=torch.float32, trust_remote_code=False)
 
 
 def shared_model(reward: str, device: str, make: Callable[[], nn.Module], *key: str) -> nn.Module:
-    """Create a frozen model on a device, or share the one with the same key, between training and evaluation.
+    """Return the frozen model of a key on a device, created once for training and evaluation.
 
     The device `auto` is the current GPU, or else the CPU.
     """
     if device == "auto":
-        # With its index: rewards run in threads of their own, whose current device is another.
+        # With an index: rewards run in other threads, whose current device may be another GPU.
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     key = (reward, *key, device)
     model = _LOADED.get(key)
@@ -147,7 +147,7 @@ class LinearHead(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        # The published names also count layers of dropout, which have no weights.
+        # The published layer numbers also count dropout layers, which have no weights.
         sizes = {"0": (width, 1024), "2": (1024, 128), "4": (128, 64), "6": (64, 16), "7": (16, 1)}
         self.layers = nn.Sequential(OrderedDict((name, nn.Linear(*size)) for name, size in sizes.items()))
 

@@ -21,7 +21,7 @@ def shift_times(times: Tensor, shift: float) -> Tensor:
 def scheduled_times(
     scheduler: Any, num_steps: int, *, sigmas: Tensor | None = None, mu: float | None = None
 ) -> Tensor:
-    """Times of a diffusers scheduler, (S + 1,) float32; the last is 0.
+    """Compute the times of a diffusers scheduler for S steps, (S + 1,) float32; the last is 0.
 
     `sigmas` (S,) are times before the scheduler shifts them, for pipelines that pass their own; `mu` is the
     shift of schedules that depend on the image's size. The scheduler itself is not changed.
@@ -36,7 +36,7 @@ def scheduled_times(
 
 
 def check_scheduler(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise unless a scheduler, by class name and configuration, is one of flow matching."""
+    """Raise ValueError unless class name and settings show that a scheduler is for flow matching."""
     predicts = settings.get("use_flow_sigmas") and settings.get("prediction_type") == "flow_prediction"
     if not name.startswith("FlowMatch") and not predicts:
         raise ValueError(
@@ -44,7 +44,7 @@ def check_scheduler(name: str, settings: Mapping[str, Any]) -> None:
             f"{settings.get('use_flow_sigmas', False)}), which is no scheduler of flow matching; give the "
             "pipeline a FlowMatchEulerDiscreteScheduler, or the scheduler that the model was published with"
         )
-    if "Heun" in name:  # it lists every time twice
+    if "Heun" in name:  # this scheduler lists every time twice
         raise ValueError(
             f"its scheduler is '{name}'; give the pipeline a FlowMatchEulerDiscreteScheduler, and set "
             "`ode: heun` of the engine `diffusion.denoise`"
@@ -54,8 +54,8 @@ def check_scheduler(name: str, settings: Mapping[str, Any]) -> None:
 def size_shift(scheduler: Any, shape: tuple[int, ...], patch: int) -> float | None:
     """Compute the shift `mu` of a schedule that depends on the image's size; None for other schedules.
 
-    It grows linearly with the number of tokens, patches of side `patch` of a latent (C, h, w), between the
-    two sequence lengths that the scheduler's configuration names.
+    `mu` is linear in the number of tokens, which are patches of side `patch` in a latent (C, h, w). The
+    scheduler's configuration gives two points of the line, each a sequence length and its shift.
     """
     settings = scheduler.config
     if not settings.get("use_dynamic_shifting", False):
@@ -64,12 +64,12 @@ def size_shift(scheduler: Any, shape: tuple[int, ...], patch: int) -> float | No
     low, high = settings.get("base_image_seq_len", 256), settings.get("max_image_seq_len", 4096)
     least, most = settings.get("base_shift", 0.5), settings.get("max_shift", 1.16)
     slope = (most - least) / (high - low)
-    # diffusers' line through (low, least) and (high, most); the scheduler takes exp(mu) as its shift
+    # as in diffusers, the line through (low, least) and (high, most); the scheduler shifts by exp(mu)
     return num_tokens * slope + least - slope * low
 
 
 def check_times(times: Tensor) -> Tensor:
-    """Raise unless a schedule falls strictly to 0, from 1 at most."""
+    """Return `times`; raises ValueError unless they fall strictly to 0 and start at 1 or below."""
     falls = times.ndim == 1 and len(times) > 1 and bool((times.diff() < 0).all())
     if not falls or times[-1] != 0:
         rounded = [round(time, 6) for time in times.flatten().tolist()]
@@ -87,7 +87,7 @@ def check_times(times: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TimeRange:
-    """Number and range of times: `fraction` of a schedule, or [`lowest`, 1] moved by `shift`."""
+    """How to draw times: in the first `fraction` of a schedule, or in [`lowest`, 1] and then shifted."""
 
     draws: int
     fraction: float
@@ -99,7 +99,7 @@ TimeRule = Callable[[TimeRange, Tensor, Generator, Generator], Tensor]
 
 
 def strata(start: int, stop: int, draws: int) -> tuple[Tensor, Tensor]:
-    """Cut the indices [start, stop] of a schedule into strata: their lower and upper ends, (draws,) each."""
+    """Cut schedule indices [start, stop] into `draws` strata; returns lower and upper ends, (draws,)."""
     edges = torch.linspace(start, stop, draws + 1, dtype=torch.float64).long()
     return edges[:-1], edges[1:]
 
@@ -107,7 +107,7 @@ def strata(start: int, stop: int, draws: int) -> tuple[Tensor, Tensor]:
 def discrete(
     bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator, start: int = 0, taken: int = 0
 ) -> Tensor:
-    """Take the first `taken` times of the schedule, and draw one per stratum from index `start` on."""
+    """Return the schedule's first `taken` times, then one drawn time per stratum from index `start` on."""
     if not len(schedule):
         raise ValueError(
             "discrete times index the schedule of the rollout, and recorded images have none; "
@@ -130,7 +130,7 @@ def discrete(
 
 
 def uniform(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
-    """Draw stratified over [lowest, 1], shuffled within the row, then shifted."""
+    """Draw stratified uniform times in [lowest, 1], shuffle them within the row, and shift them."""
     # (i + u) / draws is uniform in the i-th of `draws` equal strata of [0, 1].
     spread = (torch.arange(bounds.draws) + torch.rand(bounds.draws, generator=row)) / bounds.draws
     order = torch.randperm(bounds.draws, generator=row)
@@ -138,16 +138,16 @@ def uniform(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generat
 
 
 def logit_normal(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
-    """Draw stratified quantiles of a normal, through a sigmoid, then shifted; at least 0.01."""
+    """Draw logit-normal times at stratified quantiles, and shift them; times are at least 0.01."""
     quantile = (torch.arange(bounds.draws) + torch.rand(bounds.draws, generator=shared)) / bounds.draws
-    normal = torch.special.ndtri(quantile.double().clamp(1e-6, 1 - 1e-6))  # ends would be infinite
+    normal = torch.special.ndtri(quantile.double().clamp(1e-6, 1 - 1e-6))  # quantiles at 0 and 1 are infinite
     return shift_times(normal.sigmoid(), bounds.shift).clamp(min=0.01).float()
 
 
 TIME_TYPES: dict[str, TimeRule] = {
     "discrete": discrete,
-    "discrete_wo_init": partial(discrete, start=1),  # never pure noise
-    "discrete_with_init": partial(discrete, start=1, taken=1),  # always pure noise
+    "discrete_wo_init": partial(discrete, start=1),  # without the first time, pure noise
+    "discrete_with_init": partial(discrete, start=1, taken=1),  # always with the first time, pure noise
     "uniform": uniform,
     "logit_normal": logit_normal,
 }

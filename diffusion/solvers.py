@@ -26,12 +26,12 @@ def flow_sde(
     *,
     noise_level: PositiveFloat = 0.7,
 ) -> Gaussian:
-    """Step of the SDE with the flow's marginals (Flow-GRPO, arXiv 2505.05470).
+    """Compute a step of the SDE that has the flow's marginals (Flow-GRPO, arXiv 2505.05470).
 
-    The noise is s_t = noise_level sqrt(t / (1 - t)) per root of time. At t = 1, where that is infinite, 1 -
-    t takes the value of the schedule's `second` time; then the first step has the deviation `noise_level`.
-    Near t = 1 the noise grows as fast as steps shrink: the mean is exact, the variance up to a tenth too
-    large at noise level 0.7, which fades on the way to the data.
+    The noise per root of time is s_t = noise_level sqrt(t / (1 - t)). At t = 1 this is infinite, so 1 - t is
+    replaced by 1 minus the schedule's `second` time; the first step then has the deviation `noise_level`.
+    Near t = 1 the noise grows as fast as the steps shrink. There the mean is exact, but the variance is up
+    to a tenth too large at noise level 0.7; this error fades towards the data.
     """
     dt = following - time
     scale = noise_level * (time / (1 - torch.where(time == 1, second, time))).sqrt()  # s_t
@@ -51,7 +51,7 @@ def dance_sde(
     *,
     noise_level: PositiveFloat = 0.3,
 ) -> Gaussian:
-    """Step of constant noise, with the flow's marginals (DanceGRPO, arXiv 2505.07818)."""
+    """Compute a constant-noise SDE step with the flow's marginals (DanceGRPO, arXiv 2505.07818)."""
     dt = following - time
     # score = -x_1 / t, with x_1 the predicted noise
     drift = velocity + 0.5 * noise_level**2 * noise_estimate(latents, velocity, time) / along(time, latents)
@@ -68,12 +68,12 @@ def cps(
     *,
     noise_level: PositiveShare = 0.8,
 ) -> Gaussian:
-    """Step that keeps the noise at its scheduled share, part of it new (Flow-CPS, arXiv 2509.05952).
+    """Compute a step that renews part of the noise at its scheduled level (Flow-CPS, arXiv 2509.05952).
 
-    A `noise_level` of 1 replaces all of the noise. The log-density is unnormalized, as published. A last step
-    has no noise and log-density 0.
+    A `noise_level` of 1 replaces all of the noise. The log-density is unnormalized, as published. The last
+    step, to time 0, has no noise and log-density 0.
     """
-    std = following * math.sin(noise_level * math.pi / 2)  # noise_level is an angle, as a share of 90 degrees
+    std = following * math.sin(noise_level * math.pi / 2)  # noise_level: angle as a fraction of 90 degrees
     # Old and new noise are independent: their variances add up to following^2.
     old = (following.square() - std.square()).clamp(min=0).sqrt()
     mean = along(1 - following, latents) * clean_estimate(latents, velocity, time)

@@ -1,8 +1,8 @@
-"""Pipelines whose networks share the times: a network for high noise, and one for low noise."""
+"""Pipelines with several networks, each for a range of times, such as high noise and low noise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from mmrl.runtime.fsdp import is_shard, sharded_parts
 
 
 class StagedNetwork(nn.Module):
-    """Networks that share the times: each row goes through the network of its time.
+    """Networks for different ranges of times; each row runs through the network for its time.
 
     Args:
-        networks: By the name of the pipeline's component, from noise to data.
-        lowest: Smallest time of each network, the last one 0.
+        networks: Maps component names of the pipeline to networks, in order from noise to data.
+        lowest: Maps these names to the smallest time of each network; the last is 0.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module], lowest: Mapping[str, float]) -> None:
@@ -26,16 +26,14 @@ class StagedNetwork(nn.Module):
         self.lowest = [lowest[name] for name in networks]
 
     def stages(self, sigma: Tensor) -> Tensor:
-        """Number the networks of times (B,): 0 for the one nearest to noise."""
-        # Pipelines compare timesteps of 1000 times sigma, in float32.
-        timestep = 1000 * sigma.float()
-        return torch.stack([timestep < 1000 * lowest for lowest in self.lowest]).sum(0)
+        """Return the index of the network for each time (B,); 0 is the network for the highest noise."""
+        return stage_numbers(self.lowest, sigma)
 
     def forward(self, run: Callable[[nn.Module, Tensor], Tensor], sigma: Tensor) -> Tensor:
-        """Compute results (B, ...) of rows at times (B,).
+        """Run each row through the network for its time `sigma` (B,); returns the results (B, ...).
 
         `run` takes a network and the indices (R,) of its rows, and returns their results (R, ...). Networks
-        without rows add nothing, but take part in the backward pass, and in collectives of shards.
+        without rows add 0, so that they join the backward pass and the collectives of sharded networks.
         """
         stages = self.stages(sigma)
         order, results, nothing = [], [], []
@@ -53,28 +51,47 @@ class StagedNetwork(nn.Module):
         return whole + sum(nothing) if nothing else whole
 
 
+def stage_numbers(lowest: Sequence[float], sigma: Tensor) -> Tensor:
+    """Return the stage index of each time (B,); `lowest` holds the smallest time of each stage."""
+    # As in the pipelines, compare timesteps (1000 times sigma) in float32.
+    timestep = 1000 * sigma.float()
+    return torch.stack([timestep < 1000 * low for low in lowest]).sum(0)
+
+
+def check_trained(stages: Mapping[str, float], trained: Collection[str], times: Tensor) -> None:
+    """Raise `ConfigError` unless at least one recorded time is in the range of a trained network."""
+    met = {list(stages)[i] for i in stage_numbers(list(stages.values()), times).tolist()}
+    if not met & set(trained):
+        raise ConfigError(
+            f"no step in `stochastic` of `diffusion.denoise` is one of the trained network "
+            f"'{' or '.join(trained)}': they run from time {times.max():.3f} to {times.min():.3f}, and "
+            f"the networks end at {', '.join(f'{low:g}' for low in stages.values())}; move `stochastic`, "
+            "or set `policy.networks: both`"
+        )
+
+
 def meets(network: nn.Module) -> bool:
-    """Whether a forward pass of this network is a collective, in which every process has to take part."""
+    """Return whether a forward pass of this network is a collective call that all processes must join."""
     if not sharded_parts(network):
         return False
     return torch.is_grad_enabled() or any(map(is_shard, network.parameters()))
 
 
 def most_calls(calls: int, device: torch.device) -> int:
-    """Largest number of network calls of any process; every process must call this function."""
+    """Return the largest number of network calls over all processes; every process must call this."""
     most = torch.tensor(calls, device=device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     return int(most)
 
 
 def network_of(pipe: Any, stages: Mapping[str, float]) -> nn.Module:
-    """Find the network of a pipeline; several, of `PipelineFamily.stages`, are wrapped in one module."""
+    """Return the network of a pipeline as one module; several networks are put into a `StagedNetwork`."""
     networks = {name: getattr(pipe, name) for name in stages}
     return next(iter(networks.values())) if len(networks) == 1 else StagedNetwork(networks, stages)
 
 
 def chosen_networks(stages: Mapping[str, float], which: str) -> tuple[str, ...]:
-    """Name the trained networks: all for `both`, or the one of `high` or `low` noise."""
+    """Return the names of the networks to train: all for `both`, or the one for `high` or `low` noise."""
     names = tuple(stages)
     if which == "both":
         return names

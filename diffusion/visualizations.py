@@ -18,20 +18,20 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.image_io import to_pil
 from mmrl.reporting.thumbnails import data_uri
 
-WIDTH, HEIGHT = 60, 130  # of one step in the chart of turning points, SVG units; labels stand below
-LINE = 12  # of a label
+WIDTH, HEIGHT = 60, 130  # size of one step in the turning-point chart, SVG units; labels below
+LINE = 12  # height of a label line, SVG units
 GAIN_COLOUR, LOSS_COLOUR, TURN_COLOUR, TEXT_COLOUR = "#0f6fbf", "#d9622b", "#1d2733", "#566575"
 
 
 def displayed_image(outcome: Outcome) -> Tensor | None:
-    """Image of an outcome, or the middle frame of its video."""
+    """Return the image of an outcome, or the middle frame of its video."""
     return outcome.image if outcome.video is None else outcome.video[len(outcome.video) // 2]
 
 
 def data_url(image: Tensor, side: int) -> str:
-    """Encode an image (3, height, width) uint8 as source of an `<img>`, at most `side` pixels a side.
+    """Encode an image (3, height, width) uint8 as a data URL for `<img>`, at most `side` pixels a side.
 
-    Small images keep their pixels, losslessly; the page enlarges them.
+    Images that fit are stored losslessly in their own size; the page enlarges them.
     """
     from PIL import Image
 
@@ -42,13 +42,13 @@ def data_url(image: Tensor, side: int) -> str:
     else:
         pil.thumbnail((side, side), Image.Resampling.LANCZOS)
         pil.save(buffer, form, quality=85)
-    return data_uri(buffer.getvalue(), form)
+    return data_uri(buffer.getvalue(), f"image/{form}")
 
 
 def image_row(outcomes: Sequence[Outcome], side: int, labels: Sequence[str] = ()) -> str:
-    """HTML row of the images of outcomes, each at most `side` pixels wide, with labels below.
+    """Return an HTML row of the images of outcomes, at most `side` pixels wide each, with labels below.
 
-    Together they are at most as wide as the page. Outcomes without an image are left out.
+    The row is at most as wide as the page. Outcomes without an image are left out.
     """
     images = [image for outcome in outcomes if (image := displayed_image(outcome)) is not None]
     below = [f"<small>{label}</small>" for label in labels] or [""] * len(images)
@@ -61,7 +61,7 @@ def image_row(outcomes: Sequence[Outcome], side: int, labels: Sequence[str] = ()
 
 
 def figure(caption: str, inside: str) -> str:
-    """Put HTML into a figure with a caption of plain text."""
+    """Wrap HTML in a `<figure>` with a caption of plain text."""
     return f"<figure><figcaption>{html.escape(caption)}</figcaption>{inside}</figure>"
 
 
@@ -73,15 +73,15 @@ def image_grid(
     per_prompt: PositiveInt = 6,
     side: PositiveInt = 96,
 ) -> str:
-    """Images of several models for the same prompts, one line per model, with mean rewards.
+    """Show images of several models for the same prompts: one line per model, with mean rewards.
 
-    `measured` holds evaluations by the name of a model. Videos show their middle frame. Above the results of
-    an edit stand its source images.
+    `measured` maps model names to evaluations. A video is shown by its middle frame. The source images of an
+    edit are shown above its results.
 
     Args:
-        num: Most prompts, at equal distances in the order of the evaluation.
-        per_prompt: Most images of a prompt and model.
-        side: Width of an image, pixels.
+        num: Maximum number of prompts, evenly spaced in the order of the evaluation.
+        per_prompt: Maximum number of images per prompt and model.
+        side: Width of an image in pixels.
     """
     rows = [row for evaluation in measured.values() for row in evaluation.rollouts]
     shown = {r.prompt.uid: r.prompt for r in rows if displayed_image(r.outcomes[-1]) is not None}
@@ -115,7 +115,7 @@ class CreditedTrajectory:
 
     @property
     def steps(self) -> list[tuple[float, float, bool]]:
-        """Gain in reward and credit per step, and whether they differ (a turning point)."""
+        """For each step: the reward gain, the credit, and whether they differ (a turning point)."""
         added = [after - before for before, after in pairwise(self.rewards)]
         return [
             (gain, credit, abs(gain - credit) > 1e-9)
@@ -124,7 +124,7 @@ class CreditedTrajectory:
 
     @property
     def digits(self) -> int:
-        """Number of decimals in labels: two, or more if all steps are small."""
+        """Number of decimals in labels: two, or more if all gains and credits are small."""
         largest = max((abs(value) for step in self.steps for value in step[:2]), default=0.0)
         return max(2, 1 - math.floor(math.log10(largest))) if largest > 1e-6 else 2
 
@@ -137,19 +137,19 @@ def turning_points(
     num: PositiveInt = 4,
     side: PositiveInt = 96,
 ) -> str:
-    """Trajectories with image and reward of every prefix, and the gain of each step.
+    """Show trajectories: the image and reward of every prefix, and the reward gain of every step.
 
-    A step whose credit is not what it added is marked as a turning point. Trajectories with most of them come
-    first. Evaluations without prefix rollouts show nothing.
+    A step is marked as a turning point if its credit differs from its gain. The trajectories with the most
+    turning points come first. Evaluations without prefix rollouts show nothing.
 
     Args:
-        advantage: The pieces of the advantage chain up to the one that turns rewards of prefixes into credits
-            of steps.
-        num: Most trajectories.
-        side: Width of an image, pixels.
+        advantage: Advantage functions, in order, up to the one that turns rewards of prefixes into credits of
+            steps.
+        num: Maximum number of trajectories.
+        side: Width of an image in pixels.
     """
     paths = [path for name, run in measured.items() for path in credited(name, run, advantage)]
-    paths.sort(key=lambda path: -sum(turn for _, _, turn in path.steps))  # stable: else as evaluated
+    paths.sort(key=lambda path: -sum(turn for _, _, turn in path.steps))  # stable: ties in evaluation order
     if not paths:
         return ""
     figures = []
@@ -170,7 +170,7 @@ def turning_points(
 
 
 def credited(name: str, measured: Measured, chain: tuple[Callable, ...]) -> list[CreditedTrajectory]:
-    """Run the chain on the evaluation's rewards; rows with missing rewards are left out."""
+    """Apply advantage functions to an evaluation's rewards; rows with missing rewards are left out."""
     table = measured.table.select(measured.table.mine)  # rows of this process, as in `rollouts`
     if not len(table) or table.ends.shape[1] < 2:
         return []
@@ -190,9 +190,9 @@ def credited(name: str, measured: Measured, chain: tuple[Callable, ...]) -> list
 
 
 def bar_chart(path: CreditedTrajectory, side: int) -> str:
-    """Draw a bar per step; a turning point also has a frame as high as its credit."""
+    """Draw an SVG chart with a bar per step; a turning point also gets a frame as high as its credit."""
     count = len(path.credits)
-    # The longest bar takes 0.36 of the height on its side of the line; labels need the rest.
+    # The longest bar takes 0.36 of the height, above or below the middle line; labels need the rest.
     scale = 0.36 * HEIGHT / max(1e-9, *(abs(value) for step in path.steps for value in step[:2]))
 
     def bar(index: int, height: float, style: str, inset: float) -> str:
@@ -212,7 +212,7 @@ def bar_chart(path: CreditedTrajectory, side: int) -> str:
         if turn:
             frame = f"fill='none' stroke='{TURN_COLOUR}' stroke-width='2' stroke-dasharray='4 2'"
             parts.append(bar(i, credit, frame, 12))
-            # On a line of its own, since both numbers are wider than a step.
+            # On a separate line, since the two numbers side by side are wider than a step.
             parts.append(label(i, HEIGHT + LINE, credit, "→ ", f"font-weight='700' fill='{TURN_COLOUR}'"))
     # Bars stand between the images above them, so the chart is narrower by one image.
     placement = f"width:{100 * count / (count + 1):.2f}%;margin-left:{50 / (count + 1):.2f}%"

@@ -15,7 +15,7 @@ from mmrl.data.text_files import captions
 
 
 def word_tokenizer(texts: Iterable[str], max_length: int) -> Any:
-    """Build a tokenizer whose tokens are the words of some texts; all other words are one unknown token."""
+    """Build a tokenizer with one token for each word in `texts`, and one for all unknown words."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -48,16 +48,16 @@ class TinyFlowModel:
 
     Args:
         texts: File of prompts, as `diffusion.prompts` reads it: text, JSON lines, CSV or TSV.
-        side: Of the images, pixels.
-        patch: Side of the transformer's patches, pixels.
-        width: Of the transformer.
-        layers: Of the transformer.
-        heads: Of the transformer's attention.
-        text_width: Of the text encoders.
-        text_length: Most tokens of a text.
+        side: Height and width of the images in pixels.
+        patch: Side of the transformer's patches in pixels.
+        width: Hidden size of the transformer.
+        layers: Number of layers of the transformer.
+        heads: Number of attention heads of the transformer.
+        text_width: Hidden size of the text encoders.
+        text_length: Maximum number of tokens of a text.
         init: Scale of the text encoders' weights; at 1 their attention is too flat to tell words apart in the
             pooled vector.
-        shift: Of the denoising times towards noise; 1 does not move them.
+        shift: Shift of the denoising times towards noise; 1: none.
     """
 
     stream: Stream
@@ -79,12 +79,19 @@ class TinyFlowModel:
                 f"the width {self.width}"
             )
 
+    def autoencoder(self) -> Any:
+        """Return the autoencoder of the pipeline; None: the transformer sees pixels."""
+        return None
+
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the folder, and report the number of parameters and words."""
+        """Write the pipeline folder; returns the numbers of parameters and of tokens in the vocabulary."""
         from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
         from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-        texts = captions(Path(self.texts))
+        texts, vae = captions(Path(self.texts)), self.autoencoder()
+        # Without an autoencoder the transformer sees pixels.
+        factor = 1 if vae is None else 2 ** (len(vae.config.block_out_channels) - 1)
+        channels = 3 if vae is None else vae.config.latent_channels
         tokenizer = word_tokenizer(texts, self.text_length)
         text_config = CLIPTextConfig(
             vocab_size=len(tokenizer),
@@ -102,23 +109,23 @@ class TinyFlowModel:
         with seeded(self.stream.seed_of("tiny_flow_model")):
             encoders = [CLIPTextModelWithProjection(text_config) for _ in range(2)]
             network = SD3Transformer2DModel(
-                sample_size=self.side,
+                sample_size=self.side // factor,
                 patch_size=self.patch,
-                in_channels=3,
-                out_channels=3,
+                in_channels=channels,
+                out_channels=channels,
                 num_layers=self.layers,
                 attention_head_dim=self.width // self.heads,
                 num_attention_heads=self.heads,
-                joint_attention_dim=2 * self.text_width,  # both encoders' states, side by side
+                joint_attention_dim=2 * self.text_width,  # hidden states of both encoders, concatenated
                 caption_projection_dim=self.width,
                 pooled_projection_dim=2 * self.text_width,
-                pos_embed_max_size=self.side // self.patch,
+                pos_embed_max_size=self.side // factor // self.patch,
                 qk_norm="rms_norm",  # as in SD3.5
             )
         StableDiffusion3Pipeline(
             transformer=network,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=self.shift),
-            vae=None,  # the transformer sees pixels
+            vae=vae,
             text_encoder=encoders[0],
             tokenizer=tokenizer,
             text_encoder_2=encoders[1],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,25 +27,31 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
 from mmrl.diffusion.flow_math import ODE_STEPS
 from mmrl.diffusion.model_family import Request
 from mmrl.diffusion.schedule import check_times
+from mmrl.diffusion.sizes import FrameSize, check_engine_size, places_by, result_size
+from mmrl.diffusion.staged_network import check_trained
 from mmrl.diffusion.steps import Conditioning, FlowPolicy, FlowRow
 
-# Options that choose among stochastic steps, and their defaults, which leave the choice open.
+# Options that select stochastic steps, with their defaults; other values need a solver.
 CHOICES = {"stochastic": None, "window_size": 0, "window_start": None, "window_shrinks": False, "share": 1}
 
 
 @dataclass(frozen=True, eq=False)
 class DenoisingPlan:
-    """All random choices of one row.
+    """Size, schedule and all random choices for denoising one row.
 
-    `start` (*L) is the initial noise, `window` the stochastic steps [from, to), `noise` (T, *L) theirs, and
-    `at` the indices of the recorded ones.
+    `size` is the size of the result, `times` (S + 1,) the schedule of S steps. `start` (*L) is the initial
+    noise, or the latents at step `first`. `window` is the range [from, to) of the T stochastic steps, `noise`
+    (T, *L) is their noise, and `at` holds the indices of the recorded steps.
     """
 
     prompt: Prompt
+    size: FrameSize
+    times: Tensor
     start: Tensor
     window: tuple[int, int]
     noise: Tensor
     at: Tensor
+    first: int = 0
 
 
 @engine
@@ -55,27 +61,29 @@ class Denoise:
 
     Without a `solver` all steps are deterministic and no path is recorded. With a solver, steps in the range
     `stochastic` are sampled and recorded. Noise is keyed by prompt and generation, so it depends neither on
-    the order of a batch nor on `batch_size`.
+    the order of a batch nor on `batch_size`. A prompt can set its own size; images of one size run through
+    the network together.
 
     Args:
         num_inference_steps: Denoising steps.
-        guidance_scale: Strength of guidance. At 1 and below the network runs once per step, with the prompt
-            alone, as in diffusers (Z-Image: at 0); models that take guidance as an input run once at any.
-        height: Of the image, pixels.
-        width: Of the image, pixels.
-        num_frames: Frames of a video; 1 makes images.
-        frames_per_second: Of a video.
-        solver: Stochastic solver, such as `diffusion.flow_sde`; none makes all steps deterministic.
+        guidance_scale: Scale of classifier-free guidance. At 1 or below (Z-Image: at 0) the network runs once
+            per step, with the prompt alone, as in diffusers. Models with a scale input always run once.
+        guidance_scale_2: Scale for the second network, for low noise; by default `guidance_scale`.
+        height: Height of the image in pixels, unless the prompt sets its own.
+        width: Width of the image in pixels, unless the prompt sets its own.
+        num_frames: Frames of a video, unless the prompt sets its own; 1: images.
+        frames_per_second: Frame rate of a video.
+        solver: Stochastic solver, such as `diffusion.flow_sde`; without one, all steps are deterministic.
         stochastic: Range [from, to) of stochastic steps; by default all but the last, whose noise is too
             small to learn from.
-        window_size: Number of steps in `stochastic` that are stochastic per collection; 0 is all of them.
-        window_start: First step of the window. By default drawn for every collection (Flow-GRPO-Fast); a
-            schedule moves it (MixGRPO, arXiv 2507.21802). A window beyond `stochastic` is moved back.
-        window_shrinks: Cut such a window instead of moving it.
-        ode: Deterministic solver of the other steps.
-        share: Recorded share of the stochastic steps, at random per row (DanceGRPO, arXiv 2505.07818).
+        window_size: Number of steps in `stochastic` that are stochastic in a sampling round; 0: all.
+        window_start: First step of the window. By default it is random in every round (Flow-GRPO-Fast); a
+            schedule can move it (MixGRPO, arXiv 2507.21802). A window beyond `stochastic` is moved back.
+        window_shrinks: Cut a window beyond `stochastic`, instead of moving it back.
+        ode: Solver of the deterministic steps.
+        share: Fraction of stochastic steps to record, random per row (DanceGRPO, arXiv 2505.07818).
         same_noise: Start all rows of a prompt from the same noise.
-        batch_size: Most rows in the network at once; 0 is all.
+        batch_size: Maximum number of rows in the network at once; 0: all rows of one size.
     """
 
     notes = frozenset({"logp"})
@@ -85,6 +93,7 @@ class Denoise:
     stream: Stream
     num_inference_steps: PositiveInt = 10
     guidance_scale: NonNegativeFloat = 4.5
+    guidance_scale_2: NonNegativeFloat | None = None
     height: PositiveInt = 512
     width: PositiveInt = 512
     num_frames: PositiveInt = 1
@@ -134,16 +143,41 @@ class Denoise:
                 "it out",
                 stacklevel=2,
             )
+        if self.guidance_scale_2 is not None and len(self.policy.stages) == 1:
+            raise ConfigError(
+                "`guidance_scale_2` of `diffusion.denoise` is for a second network, and this model has one "
+                "for all times; leave it out"
+            )
         self.ode_step = ODE_STEPS[self.ode]
-        family, pipe = self.policy.family, self.policy.pipe
-        try:
-            self.shape = family.latent_shape(pipe, self.height, self.width, self.num_frames)
-        except ValueError as error:
-            raise ConfigError(f"`height`, `width` or `num_frames` of `diffusion.denoise`: {error}") from error
-        self.times = check_times(family.sigmas(pipe, num_steps, self.shape))
+        self.size = (self.num_frames, self.height, self.width)
+        check_engine_size(self.policy.family, self.policy.pipe, self.size, "diffusion.denoise")
+        self.schedules: dict[FrameSize, tuple[tuple[int, ...], Tensor]] = {}
+        self.shape, self.times = self.schedule(self.size)
+        if self.solver and learns_from_steps and self.stream.purpose == "train":
+            check_trained(self.policy.stages, self.policy.trained, self.times[low:high])
+
+    @classmethod
+    def size_from(cls, options: Mapping[str, Any]) -> FrameSize:
+        """Return frames, height and width of the results, given the options of the engine."""
+        given = {"num_frames": cls.num_frames, "height": cls.height, "width": cls.width} | dict(options)
+        return given["num_frames"], given["height"], given["width"]
+
+    def schedule(self, size: FrameSize) -> tuple[tuple[int, ...], Tensor]:
+        """Return the latent shape *L and the times (S + 1,) for a result size; both are cached."""
+        if size not in self.schedules:
+            (frames, height, width), family, pipe = size, self.policy.family, self.policy.pipe
+            shape = family.latent_shape(pipe, height, width, frames)
+            times = check_times(family.sigmas(pipe, self.num_inference_steps, shape))
+            self.schedules[size] = shape, times
+        return self.schedules[size]
+
+    def result_size(self, prompt: Prompt) -> FrameSize:
+        """Return the result size for a prompt; raises `PromptError` if the model cannot generate it."""
+        with reading(prompt):
+            return result_size(self.policy.family, self.policy.pipe, prompt, self.size)
 
     def window(self) -> tuple[int, int]:
-        """Choose the stochastic steps of this collection: [from, to)."""
+        """Choose the range [from, to) of the stochastic steps for this sampling round."""
         if self.solver is None:
             return 0, 0
         if not self.window_size:
@@ -158,48 +192,62 @@ class Denoise:
         return start, min(start + self.window_size, self.high)
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Sample an image or video for every entry, in order."""
+        """Sample an image or video for every prompt, in order."""
         return self.follow(self.plans(prompts))
 
     def plans(self, prompts: Sequence[Prompt]) -> list[DenoisingPlan]:
-        """Draw all noise, keyed by prompt and generation."""
+        """Create a plan for every prompt, with all its noise, which is keyed by prompt and generation."""
         low, high = self.window()
         recorded = max(1, round(self.share * (high - low))) if high > low else 0
         generations: Counter[str] = Counter()
-        plans = []
+        plans, sizes = [], dict[str, FrameSize]()
         for prompt in prompts:
+            if prompt.uid not in sizes:
+                sizes[prompt.uid] = self.result_size(prompt)
+            shape, times = self.schedule(size := sizes[prompt.uid])
             generator = self.stream.generator(prompt.uid, generations[prompt.uid])
             generations[prompt.uid] += 1
             # A shared start has the same key for all generations.
             first = self.stream.generator(prompt.uid, "start") if self.same_noise else generator
-            start = torch.randn(self.shape, generator=first)
+            start = torch.randn(shape, generator=first)
             # Noise for all steps of the window, so that `share` changes the recorded steps but not the path.
-            noise = torch.randn((high - low, *self.shape), generator=generator)
+            noise = torch.randn((high - low, *shape), generator=generator)
             chosen = torch.randperm(high - low, generator=generator)[:recorded].sort().values
-            plans.append(DenoisingPlan(prompt, start, (low, high), noise, low + chosen))
+            plans.append(DenoisingPlan(prompt, size, times, start, (low, high), noise, low + chosen))
         return plans
 
     @torch.no_grad()
-    def follow(self, plans: Sequence[DenoisingPlan], first: int = 0) -> Rollouts:
-        """Denoise the plans' latents, from step `first` of the schedule on."""
-        size = self.batch_size or len(plans) or 1
-        batches = [plans[at : at + size] for at in range(0, len(plans), size)]
-        named = ((f"denoising, batch {i + 1} of {len(batches)}", batch) for i, batch in enumerate(batches))
-        return tuple(row for work, batch in named for row in self._denoise(batch, first, work))
+    def follow(self, plans: Sequence[DenoisingPlan]) -> Rollouts:
+        """Denoise rows as their plans say, batched by size; returns one trajectory per plan, in order."""
+        groups = places_by((plan.size, plan.first) for plan in plans)
+        parts = [
+            group[at : at + size]
+            for group in groups
+            for size in [self.batch_size or len(group)]
+            for at in range(0, len(group), size)
+        ]
+        rows: dict[int, Trajectory] = {}
+        for number, part in enumerate(parts, 1):
+            work = f"denoising, batch {number} of {len(parts)}"
+            rows |= zip(part, self._denoise([plans[i] for i in part], work), strict=True)
+        return tuple(rows[i] for i in range(len(plans)))
 
-    def _denoise(self, plans: Sequence[DenoisingPlan], first: int, work: str) -> list[Trajectory]:
-        policy, (low, high) = self.policy, plans[0].window
+    def _denoise(self, plans: Sequence[DenoisingPlan], work: str) -> list[Trajectory]:
+        """Denoise a batch of plans that have the same size and first step."""
+        policy, (low, high), first = self.policy, plans[0].window, plans[0].first
         conditions, negatives, passes = [], [], policy.passes(self.guidance_scale)
         for plan in plans:
             with reading(plan.prompt):
-                request = Request.of(plan.prompt, (self.num_frames, self.height, self.width))
+                request = Request.of(plan.prompt, plan.size)
                 conditions.append(policy.condition(request))
                 negatives += [policy.condition(request, negative=True)] if passes > 1 else []
-        conditioning = Conditioning.of(conditions, self.guidance_scale, passes, negatives)
-        times = self.times.to(policy.device)
+        second = self.guidance_scale_2
+        guidance = self.guidance_scale if second is None else (self.guidance_scale, second)
+        conditioning = Conditioning.of(conditions, guidance, passes, negatives)
+        times = plans[0].times.to(policy.device)
         latents = torch.stack([plan.start for plan in plans]).to(policy.device, policy.precision)  # (B, *L)
         noise = torch.stack([plan.noise for plan in plans])  # (B, T, *L)
-        # The path is indexed as the schedule, so skipped steps are filled with the start.
+        # The path has an entry for each time of the schedule; skipped steps hold the start.
         path, logp = [latents.cpu()] * (first + 1), []
         for i in range(first, len(times) - 1):
             if low <= i < high:
@@ -215,15 +263,15 @@ class Denoise:
             # Without stochastic steps only the end of the path is needed.
             path = [*path, latents.cpu()] if high > low else [latents.cpu()]
         logps = torch.stack(logp, 1) if logp else torch.zeros(len(plans), 0)  # (B, T)
-        frames = policy.family.frames_per_latent(policy.pipe, self.shape)
+        frames = policy.family.frames_per_latent(policy.pipe, tuple(plans[0].start.shape))
         rows = []
         for i, (plan, pixels) in enumerate(zip(plans, policy.decode(latents), strict=True)):
             steps = FlowRow(
-                conditions[i], torch.stack([state[i] for state in path]), plan.at, self.times,
+                conditions[i], torch.stack([state[i] for state in path]), plan.at, plan.times,
                 conditioning.guidance, passes, self.solver, frames, negatives[i] if negatives else None,
             )  # fmt: skip
             length = policy.likelihood.length(steps)
-            # Only `diffusion.transition` has log-densities now; those of matching follow in `collate`.
+            # Only `diffusion.transition` has log-densities of sampled steps.
             notes = {"logp": logps[i][plan.at - low]} if policy.likelihood.stochastic else {}
             outcome = outcome_of(pixels, self.frames_per_second, length)
             rows.append(Trajectory(plan.prompt, plan.prompt.uid, (outcome,), steps, length, notes))
@@ -237,7 +285,7 @@ class Denoise:
 
 
 def check_finite(latents: Tensor, names: list[str], step: int) -> None:
-    """Raise if latents (B, *L) contain NaN or infinity; `names` are the prompts of the rows."""
+    """Raise FloatingPointError if latents (B, *L) hold NaN or infinity; `names` are the rows' prompt ids."""
     broken = (~latents.flatten(1).isfinite().all(1)).nonzero()[:, 0].tolist()
     if broken:
         raise FloatingPointError(
@@ -248,7 +296,7 @@ def check_finite(latents: Tensor, names: list[str], step: int) -> None:
 
 
 def outcome_of(pixels: Tensor, frames_per_second: float, end: int) -> Outcome:
-    """Wrap an image (3, height, width) or a video (F, 3, height, width) as an outcome."""
+    """Wrap an image (3, height, width) or video (F, 3, height, width) as the outcome after `end` steps."""
     if pixels.ndim == 3:
         return Outcome(image=pixels, end=end)
     return Outcome(video=pixels, times=torch.arange(len(pixels)) / frames_per_second, end=end)

@@ -1,8 +1,8 @@
-"""The prefix engine: decodes prefixes of a trajectory, completed without further noise."""
+"""Engine that cuts denoising trajectories after some steps, finishes the prefixes, and decodes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,22 +10,23 @@ from torch import Tensor
 
 from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import engine
-from mmrl.core.types import Prompt, Rollouts
+from mmrl.core.types import Prompt, Rollouts, Trajectory
 from mmrl.diffusion.engines.denoise import Denoise, check_finite, outcome_of
 from mmrl.diffusion.flow_math import clean_estimate
+from mmrl.diffusion.sizes import places_by
 from mmrl.diffusion.steps import Conditioning, FlowRow
 
 
 @engine
 class WithPrefixRollouts:
-    """Add an outcome per prefix of the stochastic steps, to credit single steps.
+    """Add an outcome for every prefix of the T stochastic steps, so that single steps can be credited.
 
-    By default prefixes of 0 .. T - 1 steps are completed by the deterministic solver with the row's own
-    guidance and schedule (TP-GRPO, arXiv 2602.06422), followed by the row's own image: T + 1 outcomes with
-    ends 0 .. T. The first starts from the row's own noise, as the definition asks (our reading: the published
-    code draws another). With `one_step`, the clean estimate after every step is decoded instead (VGPO, arXiv
-    2512.12387): T outcomes with ends 1 .. T, the last of them the row's own image. All unfinished prefixes of
-    a batch go through the network together; `batch_size` is the most rows at once, 0 all.
+    By default, prefixes of 0 .. T - 1 steps are completed by the deterministic solver with the row's guidance
+    and schedule (TP-GRPO, arXiv 2602.06422). With the row's own image, this gives T + 1 outcomes with ends
+    0 .. T. The prefix of 0 steps starts from the row's own noise, as in the definition (our reading: the
+    published code draws other noise). With `one_step`, the clean estimate after every step is decoded instead
+    (VGPO, arXiv 2512.12387), which gives T outcomes with ends 1 .. T; the last is the row's own image. The
+    unfinished prefixes of one size share network calls of at most `batch_size` rows (0: all).
     """
 
     notes = frozenset()
@@ -46,30 +47,39 @@ class WithPrefixRollouts:
 
     @torch.no_grad()
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Run the wrapped engine, and add an outcome for every prefix."""
+        """Run the wrapped engine, and add the outcomes of all prefixes of each denoising path."""
         rows = self.engine.rollout(prompts)
         if not rows or (self.one_step and len(rows[0].steps.at) == 1):
-            return rows  # the only step ends in the row's own image
+            return rows  # with one step, the only outcome is the row's own image
+        probed: dict[int, Trajectory] = {}
+        for places in places_by(row.steps.path.shape for row in rows):
+            probed |= zip(places, self._probe(tuple(rows[i] for i in places)), strict=True)
+        return tuple(probed[i] for i in range(len(rows)))
+
+    def _probe(self, rows: Rollouts) -> Iterator[Trajectory]:
+        """Yield rows of one size with the outcomes of their prefixes added."""
         flat = self.finished(rows).flatten(0, 1)  # (N K, *L)
         parts = flat.split(self.batch_size or len(flat))
         images = iter([image for part in parts for image in self.policy.decode(part)])
         ends, fps = range(int(self.one_step), len(rows[0].steps.at)), self.engine.frames_per_second
-        return tuple(
-            replace(row, outcomes=(*[outcome_of(next(images), fps, end) for end in ends], *row.outcomes))
-            for row in rows
-        )
+        for row in rows:
+            made = [outcome_of(next(images), fps, end) for end in ends]
+            yield replace(row, outcomes=(*made, *row.outcomes))
 
     def finished(self, rows: Rollouts) -> Tensor:
-        """Finish the prefixes of 0 .. T - 1 steps, or of 1 .. T - 1 with `one_step`: latents (N, K, *L)."""
+        """Finish the K prefixes of each of N rows of one size; returns latents (N, K, *L).
+
+        The prefixes have 0 .. T - 1 steps, or 1 .. T - 1 steps with `one_step`.
+        """
         states: list[FlowRow] = [row.steps for row in rows]
         conditioning = Conditioning.of_rows(states, "diffusion.with_prefix_rollouts")
         times = states[0].times.to(self.policy.device)
-        at = states[0].at[:-1] + 1 if self.one_step else states[0].at  # (K,) steps that prefixes go on from
+        at = states[0].at[:-1] + 1 if self.one_step else states[0].at  # (K,) steps at which prefixes end
         latents = torch.stack([state.path[at] for state in states])  # (N, K, *L)
 
         def compute(function: Callable[[Conditioning, Tensor, Tensor], Tensor], columns: Tensor) -> Tensor:
             """Map `function(conditioning, latents, times)` over (N, columns), `batch_size` rows at a time."""
-            flat = latents[:, columns].flatten(0, 1)  # rows times columns, a row's columns together
+            flat = latents[:, columns].flatten(0, 1)  # (rows x columns, *L), columns of a row adjacent
             owner = torch.arange(len(rows)).repeat_interleave(len(columns))
             time = times[at[columns]].repeat(len(rows))
             parts = torch.arange(len(flat)).split(self.batch_size or len(flat))
@@ -86,7 +96,7 @@ class WithPrefixRollouts:
                 torch.arange(len(at)),
             )
         for i in range(int(at[0]), len(times) - 1):
-            started = (at <= i).nonzero()[:, 0]  # later prefixes have not left the trajectory yet
+            started = (at <= i).nonzero()[:, 0]  # longer prefixes are completed from a later step
             step = lambda texts, x, _, i=i: self.engine.advance(texts, x, times[i], times[i + 1])
             latents[:, started] = moved = compute(step, started)
             check_finite(

@@ -1,1 +1,1 @@
-"""Likelihoods of flow models: what one training step is, and its log-likelihood."""
+"""Likelihoods of flow models: each defines a training step and its log-likelihood."""

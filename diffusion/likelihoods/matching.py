@@ -16,14 +16,14 @@ from mmrl.config.ranges import PositiveFloat, PositiveInt, PositiveShare, ShareB
 from mmrl.config.registry import likelihood
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import StepOutput
-from mmrl.core.types import Unit
+from mmrl.core.types import Steps, Unit
 from mmrl.diffusion.flow_math import mean_dims, noised
 from mmrl.diffusion.schedule import TIME_TYPES, TimeRange
-from mmrl.diffusion.steps import Conditioning, FlowRow, segments_of
+from mmrl.diffusion.steps import Conditioning, FlowRow, collate_sizes, segments_of
 
-TINY = 1e-10  # keeps the slopes of the roots finite at error 0
+TINY = 1e-10  # keeps the gradients of the roots finite at error 0
 
-# From the matching error and the time to minus the log-likelihood (section 3.2 of arXiv 2509.25050's code).
+# Functions of error, time and `power`: minus the log-likelihood (section 3.2 of arXiv 2509.25050's code).
 WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "uniform": lambda error, time, power: error,
     "t": lambda error, time, power: time * error,
@@ -39,24 +39,24 @@ class Matching:
     """Minus the flow-matching error as log-likelihood of finished images (AWM, arXiv 2509.25050).
 
     The error is the mean over dimensions of (v - (noise - x_0))^2, in float64. Times and noise are drawn once
-    per collection. Discrete time types take times from the rollout's schedule, and all rows of a collection
-    share them (our reading of "of a micro-batch", so that micro-batches do not matter); `logit_normal` is
-    shared by the collection as well; `uniform` is stratified row by row. A latent frame belongs to the
-    segment of the centre of its video frames, which may lie on both sides of a cut (our reading).
+    per training step. Discrete time types take times from the rollout's schedule. All rows of a training step
+    share discrete and `logit_normal` times (our reading of "of a micro-batch", so that the micro-batch size
+    does not matter); `uniform` times are stratified per row. If a cut between segments falls inside a latent
+    frame, the frame belongs to the segment of its centre (our reading).
 
     Args:
-        weighting: From error and time to minus the log-likelihood; the code's default `ghuber` with `power`
-            0.25 behaves like a self-normalized loss.
+        weighting: Function of error and time that gives minus the log-likelihood. `ghuber`, the default in
+            the paper's code, behaves with `power` 0.25 like a self-normalized loss.
         power: Exponent of `ghuber`.
-        draws: Draws of time and noise per image.
-        time_type: How times are spread.
-        fraction: Share of the schedule that discrete times come from, counted from the noise.
-        shift: Shift of continuous times towards noise; 1 does not move them.
+        draws: Number of draws of time and noise per image.
+        time_type: Distribution of the times.
+        fraction: Fraction of the schedule, from its noise end, that discrete times are drawn from.
+        shift: Shift of continuous times towards noise; 1: none.
         lowest: Lower end of `uniform` times, before the shift.
         shared_noise: Share times and noise within a group (Diffusion-DPO, arXiv 2311.12908).
         shared_time: Share only the times within a group (GDRO, arXiv 2601.02036: our reading).
-        segments: Above 1, cut the frames of a video into as many steps per draw (DenseDPO, arXiv 2506.03517),
-            as `diffusion.segment_preferences` cuts them.
+        segments: Number of segments that a video is cut into, each a step of every draw (DenseDPO, arXiv
+            2506.03517), as in `diffusion.segment_preferences`; 1: no cut.
     """
 
     outputs = frozenset({"velocity", "target", "time", "error"})
@@ -77,13 +77,12 @@ class Matching:
     segments: PositiveInt = 1
 
     def length(self, row: FlowRow) -> int:
-        """Count steps: draws times segments."""
+        """Count the training steps of a row: draws times segments."""
         return self.draws * self.segments
 
-    def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> MatchingSteps:
-        """Draw times and noise for every row."""
+    def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> Steps:
+        """Draw times and noise seeds for every row, and batch the rows."""
         conditioning = Conditioning.of_rows(rows, "diffusion.matching")
-        owner = owner_of_frames(rows[0], self.segments)
         bounds = TimeRange(self.draws, self.fraction, self.shift, self.lowest)
         generations: Counter[str] = Counter()
         times, seeds = [], []
@@ -97,15 +96,23 @@ class Matching:
             noise = self.stream.generator("matching noise", uid, 0 if self.shared_noise else index)
             # Seeds instead of noise: `draws` latents per row would need more memory than the images.
             seeds.append(torch.randint(2**62, (self.draws,), generator=noise))
-        clean = torch.stack([row.path[-1] for row in rows])
         unit = Unit.STEP if self.segments == 1 else Unit.ROW
-        drawn = torch.stack(times), torch.stack(seeds)
         weigh = partial(WEIGHTINGS[self.weighting], power=self.power)
-        return MatchingSteps(conditioning, clean, *drawn, owner, self.segments, weigh, unit)
+
+        def make(places: list[int]) -> MatchingSteps:
+            chosen, owner = (
+                conditioning[torch.tensor(places)],
+                owner_of_frames(rows[places[0]], self.segments),
+            )
+            clean = torch.stack([rows[i].path[-1] for i in places])
+            drawn = (torch.stack([values[i] for i in places]) for values in (times, seeds))
+            return MatchingSteps(chosen, clean, *drawn, owner, self.segments, weigh, unit)
+
+        return collate_sizes(rows, make)
 
 
 def owner_of_frames(row: FlowRow, segments: int) -> Tensor:
-    """Segment of every latent frame, (f,); raises if a segment has no frame."""
+    """Return the segment index of every latent frame, (f,); raises if a segment has no frame."""
     latent = tuple(row.path.shape[1:])
     frames = latent[1] if len(latent) == 4 else 1
     if segments == 1:
@@ -127,14 +134,14 @@ def owner_of_frames(row: FlowRow, segments: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class MatchingSteps:
-    """Finished latents (N, *L) with drawn times and noise. Noise is stored as seeds and drawn on demand.
+    """Finished latents of N rows with drawn times and noise; noise is stored as seeds.
 
-    The `T` steps are all draws of the first segment, then all of the next, so that a segment ends with its
-    last draw. Steps of one draw share the network call; with segments only whole rows can be selected.
+    The T steps of a row are all draws of the first segment, then all draws of the next, and so on. Steps of
+    one draw share a network call. With several segments, only whole rows can be selected.
     """
 
     conditioning: Conditioning
-    clean: Tensor
+    clean: Tensor  # (N, *L)
     times: Tensor  # (N, draws)
     seeds: Tensor  # (N, draws)
     owner: Tensor  # (f,) the segment of every latent frame
@@ -143,7 +150,7 @@ class MatchingSteps:
     unit: Unit
 
     def cost(self, rows: Tensor) -> int:
-        """Count network calls."""
+        """Count the network calls that these rows need."""
         return len(rows) * self.times.shape[1] * self.conditioning.passes
 
     def __getitem__(self, cut: tuple[Tensor, slice]) -> MatchingSteps:
@@ -153,7 +160,7 @@ class MatchingSteps:
         return dataclasses.replace(self, conditioning=conditioning, clean=clean, times=times, seeds=seeds)
 
     def noise(self) -> Tensor:
-        """Sample the noise of every draw: (N, draws, *L), the same at every call."""
+        """Generate the noise of every draw from its seed: (N, draws, *L), the same at every call."""
         shape, generator = self.clean.shape[1:], torch.Generator()
         drawn = [
             torch.randn(shape, generator=generator.manual_seed(seed))
@@ -162,13 +169,13 @@ class MatchingSteps:
         return torch.stack(drawn).view(*self.seeds.shape, *shape).to(self.clean)
 
     def states(self) -> tuple[Tensor, Tensor]:
-        """Mix finished latents and noise: (N, draws, *L), and their times."""
+        """Mix finished latents and noise; returns (N, draws, *L) and the times (N, draws)."""
         clean = self.clean[:, None].expand(*self.times.shape, *self.clean.shape[1:])
         mixed = noised(clean.flatten(0, 1), self.noise().flatten(0, 1), self.times.flatten())
         return mixed.view_as(clean), self.times
 
     def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput:
-        """Compute minus the weighted error of velocities (N, draws, *L)."""
+        """Compute minus the weighted error of velocities (N, draws, *L) as `logp`, and `extra` values."""
         target = (self.noise() - self.clean[:, None]).to(velocity)  # (N, draws, *L), v = noise - x_0
         error = self.error(velocity, target)
         time = self.times.to(velocity.device).repeat(1, self.segments)  # (N, T)
@@ -182,7 +189,7 @@ class MatchingSteps:
         return StepOutput(logp, {name: values[name]() for name in sorted(extra)})
 
     def error(self, velocity: Tensor, target: Tensor) -> Tensor:
-        """Average the squared distance over dimensions, or over the frames of every segment: (N, T)."""
+        """Average the squared error over all dimensions, or over those of each segment: (N, T)."""
         squared = (velocity - target).double().square()  # float32 would lose errors below 1e-38
         if self.segments == 1:
             return mean_dims(squared, 2)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mmrl.config.registry import likelihood
 from mmrl.core.step_table import StepOutput
-from mmrl.core.types import Unit
-from mmrl.diffusion.steps import Conditioning, FlowRow
+from mmrl.core.types import Steps, Unit
+from mmrl.diffusion.steps import Conditioning, FlowRow, collate_sizes
 
 
 @likelihood
@@ -25,11 +25,11 @@ class Transition:
     stochastic = True
 
     def length(self, row: FlowRow) -> int:
-        """Count the recorded steps."""
+        """Count the training steps of a row, which are its recorded steps."""
         return len(row.at)
 
-    def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> TransitionSteps:
-        """Batch paths; they must share schedule and number of recorded steps."""
+    def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> Steps:
+        """Batch rows; raises if schedules differ within a size, or recorded steps differ between rows."""
         for row, uid in zip(rows, uids, strict=True):
             if row.solver is None or not len(row.at):
                 raise ValueError(
@@ -37,21 +37,30 @@ class Transition:
                     "without a solver; use `diffusion.matching`, or give the engine a solver such as "
                     "`diffusion.flow_sde`"
                 )
-        conditioning = Conditioning.of_rows(rows, "diffusion.transition")
-        forms = {(len(row.at), *(round(time, 6) for time in row.times.tolist())) for row in rows}
-        if len(forms) > 1:
+        sizes = {tuple(row.path.shape[1:]) for row in rows}
+        # (size, times), since times may depend on the size
+        schedules = {(row.path.shape[1:], *(round(time, 6) for time in row.times.tolist())) for row in rows}
+        counts = {len(row.at) for row in rows}
+        if len(schedules) > len(sizes) or len(counts) > 1:
             raise ValueError(
                 "diffusion.transition wants rows of one schedule and number of recorded steps, but got "
-                f"(recorded, times) {sorted(forms)}"
+                f"{sorted(counts)} recorded steps and (latent, times) {sorted(schedules)}"
             )
-        # (N, S + 1, *L) and (N, T)
-        path, at = torch.stack([row.path for row in rows]), torch.stack([row.at for row in rows])
-        return TransitionSteps(conditioning, path, at, rows[0].times, rows[0].solver)
+        conditioning = Conditioning.of_rows(rows, "diffusion.transition")
+
+        def make(places: list[int]) -> TransitionSteps:
+            same = [rows[i] for i in places]
+            # paths (N, S + 1, *L), step indices (N, T)
+            path, at = torch.stack([row.path for row in same]), torch.stack([row.at for row in same])
+            chosen = conditioning[torch.tensor(places)]
+            return TransitionSteps(chosen, path, at, same[0].times, same[0].solver)
+
+        return collate_sizes(rows, make)
 
 
 @dataclass(frozen=True, eq=False)
 class TransitionSteps:
-    """Stochastic steps of `N` rows: paths (N, S + 1, *L), and the indices where `T` recorded steps start."""
+    """Stochastic steps of N rows: paths (N, S + 1, *L), and the indices at which T recorded steps start."""
 
     conditioning: Conditioning
     path: Tensor
@@ -61,7 +70,7 @@ class TransitionSteps:
     unit: Unit = Unit.STEP
 
     def cost(self, rows: Tensor) -> int:
-        """Count network calls."""
+        """Count the network calls that these rows need."""
         return len(rows) * self.at.shape[1] * self.conditioning.passes
 
     def __getitem__(self, cut: tuple[Tensor, slice]) -> TransitionSteps:
@@ -70,7 +79,7 @@ class TransitionSteps:
         return replace(self, conditioning=conditioning, path=self.path[rows], at=at)
 
     def states(self, shift: int = 0) -> tuple[Tensor, Tensor]:
-        """Latents (N, T, *L) and times (N, T), `shift` indices after the start of each recorded step."""
+        """Return latents (N, T, *L) and times (N, T) at `shift` indices after each recorded step's start."""
         rows = torch.arange(len(self.at))[:, None]
         return self.path[rows, self.at + shift], self.times[self.at + shift]
 

@@ -13,8 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 from mmrl.config.registry import family
 from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, check_fits, per_text
 from mmrl.diffusion.schedule import scheduled_times
+from mmrl.diffusion.staged_network import meets, most_calls
 
-# Settings of a scheduler after which a time before the shift cannot be computed from a time after it.
+# Scheduler settings with which the time before the shift cannot be recovered from the shifted time.
 OTHER_SCHEDULES = (
     "invert_sigmas", "shift_terminal", "use_beta_sigmas", "use_exponential_sigmas", "use_karras_sigmas"
 )  # fmt: skip
@@ -24,23 +25,23 @@ OTHER_SCHEDULES = (
 class CogView4(PipelineFamily):
     """CogView4: GLM-4 reads the text, padded on the left to a multiple of 16 tokens, without a mask.
 
-    The network reads times as they are before the scheduler's shift, recovered here from sigma. It also reads
+    The network takes times before the scheduler's shift, which are recovered here from sigma. It also takes
     the size in pixels, as the original and as the target size; crops are zero. It has no working mask for
-    texts: those of different lengths go through it in separate calls. Every text is padded by itself. In the
-    pipeline, padding and so the image depend on the other texts of a batch.
+    texts, so texts of different lengths run through it in separate calls. Every text is padded alone; in the
+    pipeline, the padding, and so the image, depends on the other texts of a batch.
     """
 
     pipelines = frozenset({"CogView4Pipeline"})
     targets = ("attn1.to_k", "attn1.to_out.0", "attn1.to_q", "attn1.to_v")
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if GLM would truncate a text."""
+        """Raise ValueError if GLM-4 would truncate a text."""
         check_fits(pipe.tokenizer, text, max_sequence_length)
 
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts: states (S, D), the rule of the time shift (3,), and pixels per latent ()."""
+        """Encode texts: hidden states (tokens, D), the time-shift rule (3,), and pixels per latent ()."""
         settings = {
             "time_shift": time_shift(pipe.scheduler),
             "pixels_per_latent": torch.tensor(pipe.vae_scale_factor),
@@ -55,7 +56,7 @@ class CogView4(PipelineFamily):
         return conditions
 
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
-        """Batch conditions: states (B, S, D) padded on the left, and their lengths (B,)."""
+        """Batch conditions: hidden states (B, tokens, D), padded on the left, and text lengths (B,)."""
         texts = [condition["encoder_hidden_states"] for condition in conditions]
         others = [
             {name: value for name, value in condition.items() if name != "encoder_hidden_states"}
@@ -69,18 +70,22 @@ class CogView4(PipelineFamily):
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network once for every length of texts."""
+        """Predict velocities, with a separate network call for each text length."""
         lengths = condition["length"]
         groups = [(length, (lengths == length).nonzero()[:, 0]) for length in lengths.unique().tolist()]
+        # A call of a sharded network is a collective, so all processes must make equally many calls.
+        idle = most_calls(len(groups), latents.device) - len(groups) if meets(network) else 0
         velocities = []
-        for length, rows in groups:
+        for length, rows in groups + groups[:1] * idle:
             part = {name: value[rows] for name, value in condition.items()}
             part["encoder_hidden_states"] = part["encoder_hidden_states"][:, -length:]
             velocities.append(self._velocity(network, latents[rows], sigma[rows], part))
-        return torch.cat(velocities)[torch.cat([rows for _, rows in groups]).argsort()]
+        order = torch.cat([rows for _, rows in groups]).argsort()
+        spare = sum(one.flatten()[:0].sum() for one in velocities[len(groups) :])
+        return torch.cat(velocities[: len(groups)])[order] + spare
 
     def _velocity(self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
-        """Run the network on rows of one length of texts."""
+        """Predict velocities of rows whose texts have the same length."""
         height, width = latents.shape[-2:]
         pixels = condition["pixels_per_latent"][:, None] * sigma.new_tensor([[height, width]])  # (B, 2)
         slope, offset, exponential = condition["time_shift"].unbind(1)
@@ -99,7 +104,7 @@ class CogView4(PipelineFamily):
         )[0]
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
-        """Space whole timesteps from 1000 to 1, and shift them by the root of the number of tokens."""
+        """Space integer timesteps evenly from 1000 to 1, and shift them for the number of image tokens."""
         import numpy as np
 
         slope, offset, _ = time_shift(pipe.scheduler).tolist()
@@ -109,9 +114,9 @@ class CogView4(PipelineFamily):
 
 
 def time_shift(scheduler: Any) -> Tensor:
-    """Read the rule of the shift: slope, offset, and whether it is an exponential, (3,) float64.
+    """Return a scheduler's time-shift rule: slope, offset, and whether exponential, (3,) float64.
 
-    The shift of a scheduler is `offset + slope sqrt(tokens)`, or the exponential of this number.
+    The shift is `offset + slope sqrt(tokens)`, or the exponential of this number.
     """
     settings = scheduler.config
     if wrong := [name for name in OTHER_SCHEDULES if settings.get(name)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ from mmrl.diffusion.model_family import (
 )
 from mmrl.diffusion.schedule import scheduled_times, size_shift
 
-MAX_TOKENS = 512  # of T5
+MAX_TOKENS = 512  # limit of T5
 
 
 @family
 class Flux(PackedFamily):
     """FLUX.1: T5 reads the whole text, CLIP gives one vector, and guidance is an input of the network.
 
-    CLIP sees the first 77 tokens, as in the pipeline; diffusers warns with the words that it leaves out.
+    CLIP reads the first 77 tokens, as in the pipeline; diffusers logs a warning with the truncated words.
     FLUX.1-schnell has no guidance input, and ignores the guidance scale.
     """
 
@@ -39,7 +40,7 @@ class Flux(PackedFamily):
     embedded_guidance = True
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if T5 would truncate a text."""
+        """Raise ValueError if T5 would truncate a text."""
         if max_sequence_length > MAX_TOKENS:
             raise ValueError(f"`max_sequence_length` is at most {MAX_TOKENS}, not {max_sequence_length}")
         check_fits(pipe.tokenizer_2, text, max_sequence_length)
@@ -47,18 +48,23 @@ class Flux(PackedFamily):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts: states (S, D) of T5, padded without a mask, and the vector (D,) of CLIP."""
-        for text in texts_of(requests):
-            self.check_text(pipe, text, max_sequence_length)
-        states, pooled, _ = pipe.encode_prompt(texts_of(requests), max_sequence_length=max_sequence_length)
-        return per_text(encoder_hidden_states=states, pooled_projections=pooled)
+        """Encode texts: T5 hidden states (tokens, D), padded without a mask, and the CLIP vector (E,)."""
+        texts = [(text, max_sequence_length) for text in texts_of(requests)]
+        for text in texts:
+            self.check_text(pipe, *text)
+        return [self.once(partial(self._read, pipe, *text), *text) for text in texts]
+
+    def _read(self, pipe: Any, text: str, max_sequence_length: int) -> Condition:
+        """Encode one text to a condition."""
+        states, pooled, _ = pipe.encode_prompt([text], max_sequence_length=max_sequence_length)
+        return per_text(encoder_hidden_states=states, pooled_projections=pooled)[0]
 
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network at timestep sigma; tokens of the condition's images follow those of the latents.
+        """Predict velocities at timestep sigma; tokens of condition images follow the latent tokens.
 
-        Position ids are (0, row, column), of images (1, row, column), and zeros for words.
+        Position ids are (0, row, column) for latents, (1, row, column) for images, and zeros for text.
         """
         images = images_of(condition)
         shown = [latents, *images.values()]  # (B, C, h, w) each
@@ -77,13 +83,13 @@ class Flux(PackedFamily):
         return unpack(tokens[:, : packed[0].shape[1]], *latents.shape[-2:])
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
-        """Space times evenly unless the scheduler does so itself, and shift them by the image's size."""
+        """Space times evenly unless the scheduler spaces them itself, and shift them for the image's size."""
         if pipe.scheduler.config.get("use_flow_sigmas", False):
             return scheduled_times(pipe.scheduler, num_steps, mu=size_shift(pipe.scheduler, shape, 2))
         return super().sigmas(pipe, num_steps, shape)
 
 
 def token_positions(latents: Tensor, first: int) -> Tensor:
-    """Number the tokens of latents (B, C, h, w) row by row: (tokens, 3) of `first`, row, column."""
+    """Return position ids (tokens, 3) of latents (B, C, h, w), row by row: `first`, row, column."""
     rows, columns = (torch.arange(side // 2, device=latents.device).float() for side in latents.shape[-2:])
     return torch.cartesian_prod(rows.new_full((1,), first), rows, columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ MAX_AREA = 1024 * 1024  # pixels; larger images of a prompt are shrunk to it
 class Flux2(PackedFamily):
     """FLUX.2: Mistral reads a system message and the text, and guidance is an input of the network.
 
-    A latent is a token: 2 x 2 positions of the autoencoder, standardised. Texts are padded without a mask.
-    A prompt has up to ten images. As in the pipeline, they are at least 64 pixels wide and high, are shrunk
-    to 1024 x 1024 pixels if larger, and lose up to 15 pixels a side, so that sides are multiples of 16. The
+    A token is one latent position: 2 x 2 standardised positions of the autoencoder. Texts are padded without
+    a mask. A prompt has up to ten images. As in the pipeline, they must be at least 64 pixels wide and high;
+    they are shrunk to 1024 x 1024 pixels if larger, and cropped to sides that are multiples of 16. The
     pipeline's option to rewrite the text (`caption_upsample_temperature`) is off.
     """
 
@@ -44,10 +45,10 @@ class Flux2(PackedFamily):
     images = (0, 10)
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if a text is too long, counted with the system message and the template."""
+        """Raise ValueError if a text, with the system message and the chat template, is too long."""
         from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 
-        reader = pipe.tokenizer  # a processor
+        reader = pipe.tokenizer  # a processor, despite its name
         conversation = format_input([text], system_message=pipe.system_message)[0]
         rendered = reader.apply_chat_template(conversation, add_generation_prompt=False, tokenize=False)
         begun = rendered.startswith(reader.tokenizer.bos_token)
@@ -56,33 +57,44 @@ class Flux2(PackedFamily):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts to states (S, D), and images to tokens (N, C) with positions (N, 4)."""
+        """Encode texts to hidden states (tokens, D), and images to tokens (N, C) with position ids (N, 4)."""
         conditions = []
         for request in requests:
             self.check_count(len(request.images))
             self.check_text(pipe, request.text, max_sequence_length)
-            states, _ = pipe.encode_prompt(request.text, max_sequence_length=max_sequence_length)
-            encoded = {"encoder_hidden_states": states}
+            text = (request.text, max_sequence_length)
+            encoded = self.once(partial(self._read, pipe, *text), *text)
             if request.images:
                 encoded["image_tokens"], encoded["image_positions"] = pipe.prepare_image_latents(
                     images=[self._prepared(pipe, image) for image in request.images],
                     batch_size=1,
-                    generator=None,  # the mode of the posterior
+                    generator=None,  # takes the mode of the posterior
                     device=pipe.vae.device,
                     dtype=pipe.vae.dtype,
                 )
             conditions += per_text(**encoded)
         return conditions
 
+    def check_source(self, pipe: Any, height: int, width: int) -> None:
+        """Raise ValueError if a source image is too small, or its aspect ratio too extreme."""
+        from PIL import Image
+
+        pipe.image_processor.check_image_input(Image.new("L", (width, height)))
+
+    def _read(self, pipe: Any, text: str, max_sequence_length: int) -> Condition:
+        """Encode a text to hidden states (1, tokens, D) on the CPU."""
+        states = pipe.encode_prompt(text, max_sequence_length=max_sequence_length)[0]
+        return {"encoder_hidden_states": states.cpu()}
+
     def _prepared(self, pipe: Any, image: Tensor) -> Tensor:
-        """Check, shrink and crop an image (3, height, width) as the pipeline does, to [-1, 1]."""
+        """Check, shrink and crop an image (3, height, width) as the pipeline does; values in [-1, 1]."""
         processor, multiple = pipe.image_processor, 2 * pipe.vae_scale_factor
         original = processor._resize_if_exceeds_area(processor.check_image_input(to_pil(image)), MAX_AREA)
         width, height = (side // multiple * multiple for side in original.size)
         return processor.preprocess(original, height=height, width=width, resize_mode="crop")
 
     def batch_key(self, condition: Condition) -> Hashable:
-        """Key by the positions of image tokens, which the network wants equal in all rows."""
+        """Return the position ids of image tokens as bytes: the network needs equal ids in all rows."""
         positions = condition.get("image_positions")
         return None if positions is None else positions.numpy().tobytes()
 
@@ -94,7 +106,7 @@ class Flux2(PackedFamily):
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network at timestep sigma; positions are (image, row, column, word)."""
+        """Predict velocities at timestep sigma; position ids are (image, row, column, text token)."""
         height, width = latents.shape[-2:]
         states = condition["encoder_hidden_states"].to(network.dtype)
         tokens, positions = rearrange(latents, "b c h w -> b (h w) c"), grid(1, height, width, 1)
@@ -113,23 +125,23 @@ class Flux2(PackedFamily):
         return rearrange(velocity[:, : height * width], "b (h w) c -> b c h w", h=height)
 
     def _scale(self, guidance: Tensor) -> Tensor | None:
-        """The guidance scale (B,) as an input of the network; None if it has none."""
+        """Return the guidance scale (B,) to pass to the network; None if the network has no such input."""
         return guidance
 
     def decode(self, pipe: Any, latents: Tensor) -> Tensor:
-        """Undo the standardisation and the packing, and decode."""
+        """Decode latents to pixels, after undoing the standardisation and the packing."""
         mean, std = moments(pipe.vae, latents)
         unpacked = rearrange(latents * std + mean, "b (c p q) h w -> b c (h p) (w q)", p=2, q=2)
         return (pipe.vae.decode(unpacked.to(pipe.vae.dtype), return_dict=False)[0].float() + 1) / 2
 
     def compress(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode pixels, pack 2 x 2 positions into one, and standardise."""
+        """Encode pixels to latents: pack 2 x 2 positions into one, and standardise."""
         mode = pipe.vae.encode((2 * pixels - 1).to(pipe.vae.dtype), return_dict=False)[0].mode()
         mean, std = moments(pipe.vae, mode)
         return (rearrange(mode, "b c (h p) (w q) -> b (c p q) h w", p=2, q=2) - mean) / std
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
-        """Space times evenly, and shift them by the image's size and the number of steps."""
+        """Space times evenly, and shift them for the image's size and the number of steps."""
         from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
         even = torch.linspace(1.0, 1.0 / num_steps, num_steps)
@@ -138,11 +150,11 @@ class Flux2(PackedFamily):
 
 
 def grid(*sizes: int) -> Tensor:
-    """Positions (N, 4) of a grid in row-major order."""
+    """Return the position ids (N, 4) of a grid with four axes, in row-major order."""
     return torch.cartesian_prod(*map(torch.arange, sizes))
 
 
 def moments(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Read mean and standard deviation of packed latents: (1, 4 C, 1, 1) each."""
+    """Return mean and standard deviation of packed latents, from the VAE: (1, 4 C, 1, 1) each."""
     mean, variance = (value.to(like).view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
     return mean, (variance + vae.config.batch_norm_eps).sqrt()

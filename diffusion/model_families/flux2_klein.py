@@ -15,15 +15,15 @@ from mmrl.diffusion.model_family import check_fits
 class Flux2Klein(Flux2):
     """FLUX.2 klein: Qwen3 reads the text as a user's turn, without thinking; guidance is classifier-free.
 
-    Images are conditions as in FLUX.2, also beside the negative prompt, which is fixed to the empty text in
-    the pipeline. Models distilled to few steps (`is_distilled`) ignore the guidance scale.
+    Images are conditions as in FLUX.2, and also accompany the negative prompt, which is always the empty text
+    in the pipeline. Models distilled to few steps (`is_distilled`) ignore the guidance scale.
     """
 
     pipelines = frozenset({"Flux2KleinPipeline"})
     embedded_guidance = False
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if a text is too long, counted with its template."""
+        """Raise ValueError if a text, with its chat template, is too long."""
         turn = [{"role": "user", "content": text}]
         rendered = pipe.tokenizer.apply_chat_template(
             turn, tokenize=False, add_generation_prompt=True, enable_thinking=False
@@ -31,9 +31,9 @@ class Flux2Klein(Flux2):
         check_fits(pipe.tokenizer, rendered, max_sequence_length)
 
     def single_pass(self, pipe: Any) -> bool:
-        """Whether the model is distilled to few steps."""
+        """Return whether the model is distilled to few steps, and so needs no guidance."""
         return pipe.config.is_distilled
 
     def _scale(self, guidance: Tensor) -> None:
-        """The network has no input for the guidance scale."""
+        """Return None, because the network has no input for the guidance scale."""
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from mmrl.diffusion.model_family import (
 )
 from mmrl.diffusion.schedule import scheduled_times
 
-# Settings of the pipeline's guider that are taken as they are by default; its scale is the engine's.
+# Required settings of the pipeline's guider, which are its defaults; the engine sets the scale.
 GUIDER = {"guidance_rescale": 0.0, "start": 0.0, "stop": 1.0, "use_original_formulation": False}
 
 
@@ -28,7 +29,7 @@ GUIDER = {"guidance_rescale": 0.0, "start": 0.0, "stop": 1.0, "use_original_form
 class HunyuanVideo15(PipelineFamily):
     """HunyuanVideo 1.5, text to video: Qwen2.5-VL reads the text in a template, ByT5 the words in quotes.
 
-    Texts have no padding here; in the pipeline they have, and the network masks it. The engine's guidance
+    Texts are not padded; the pipeline pads them, and the network masks the padding. The engine's guidance
     scale replaces the scale of the component `guider`, which must be plain classifier-free guidance at all
     steps. Networks that read the time of the next step (`use_meanflow`) are refused. The pipeline has no
     `load_lora_weights`; load a saved adapter by `pipe.transformer.load_lora_adapter`.
@@ -38,11 +39,11 @@ class HunyuanVideo15(PipelineFamily):
     targets = JOINT_ATTENTION
 
     def default_length(self, pipe: Any) -> int:
-        """Read the length of texts that the pipeline uses; its `__call__` has no such option."""
+        """Return the pipeline's maximum number of text tokens; its `__call__` has no option for it."""
         return pipe.tokenizer_max_length
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if an encoder would truncate a text after its template, or the words in quotes."""
+        """Raise ValueError if an encoder would truncate the templated text or the words in quotes."""
         from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
             extract_glyph_texts,
             format_text_input,
@@ -60,52 +61,46 @@ class HunyuanVideo15(PipelineFamily):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts: states (S, D) of Qwen2.5-VL, and (G, E) of ByT5, where G may be 0."""
+        """Encode texts: hidden states (tokens, D) of Qwen2.5-VL, (G, E) of ByT5 for G >= 0 quoted tokens."""
         conditions = []
         for request in requests:
             self.check_text(pipe, request.text, max_sequence_length)
-            states, mask, glyphs, glyph_mask = pipe.encode_prompt([request.text])
-            texts = {
-                "encoder_hidden_states": states[mask.bool()].cpu(),
-                "encoder_hidden_states_2": glyphs[glyph_mask.bool()].cpu(),
-            }
-            conditions.append(texts | self._encode_images(pipe, request))
+            text = self.once(partial(encode_text, pipe, request.text), request.text)
+            conditions.append(text | self._encode_images(pipe, request))
         return conditions
 
     def _encode_images(self, pipe: Any, request: Request) -> dict[str, Tensor]:
-        """Make the condition of no image: no tokens."""
+        """Return the image condition of text to video: no image tokens."""
         return {"image_embeds": torch.zeros(0, pipe.transformer.config.image_embed_dim)}
 
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
-        """Batch conditions, padding the texts: states (B, S, D) and masks (B, S) of both encoders."""
+        """Batch conditions with padded texts: hidden states (B, tokens, D), masks (B, tokens) per encoder."""
         others = [
             {name: value for name, value in condition.items() if not name.startswith("encoder_")}
             for condition in conditions
         ]
-        stacked = super().stack(others)
-        for suffix in ("", "_2"):
-            texts = [condition[f"encoder_hidden_states{suffix}"] for condition in conditions]
-            states, lengths = pad_sequence(texts, batch_first=True), torch.tensor([len(one) for one in texts])
-            stacked[f"encoder_hidden_states{suffix}"] = states
-            stacked[f"encoder_attention_mask{suffix}"] = torch.arange(states.shape[1]) < lengths[:, None]
-        return stacked
+        return {**super().stack(others), **pad_texts(conditions)}
 
     def channels_and_patch(self, pipe: Any) -> tuple[int, int]:
-        """Read the number of latent channels, and the side of a patch; a patch is one latent frame long."""
+        """Return the number of latent channels, and the side of a patch, which covers one latent frame."""
         return pipe.transformer.config.out_channels, pipe.transformer.config.patch_size
 
+    def pixels_per_latent(self, pipe: Any) -> int:
+        """Return the spatial downsampling factor of the autoencoder."""
+        return pipe.vae_scale_factor_spatial
+
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
-        """Compute (C, f, h, w): the first frame, and one latent frame for every four that follow."""
+        """Compute the latent shape (C, f, h, w): 1 latent frame for frame 1, then 1 for every 4 frames."""
         self._check_pipe(pipe)
-        factor, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
+        factor, span = self.pixels_per_latent(pipe), pipe.vae_scale_factor_temporal
         channels, patch = self.channels_and_patch(pipe)
         check_size(height, width, factor * patch)
-        if num_frames < 1 or (num_frames - 1) % span:  # the first frame is a latent frame of its own
+        if num_frames < 1 or (num_frames - 1) % span:  # the first frame has its own latent frame
             raise ValueError(f"`num_frames` must be one more than a multiple of {span}, not {num_frames}")
         return channels, (num_frames - 1) // span + 1, height // factor, width // factor
 
     def _check_pipe(self, pipe: Any) -> None:
-        """Raise for what this family does not read of a pipeline."""
+        """Raise ValueError if the network uses mean flow, or the pipeline's guider is not supported."""
         if pipe.transformer.config.use_meanflow:
             raise ValueError(
                 "this network reads the time of the next step (`use_meanflow`), which a likelihood does not "
@@ -120,18 +115,15 @@ class HunyuanVideo15(PipelineFamily):
             )
 
     def frames_per_latent(self, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Count 1 frame for the first latent frame, and four (the autoencoder's span) for every other."""
+        """Return the frames per latent frame: 1 for the first, 4 (the temporal factor) for all others."""
         return (1, *[pipe.vae_scale_factor_temporal] * (shape[1] - 1))
 
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network on latents, given latents, and a mask of the given ones, as channels."""
+        """Predict velocities from latents, the given first latent frame and its mask, joined as channels."""
         given, mask = torch.zeros_like(latents), torch.zeros_like(latents[:, :1])
-        inputs = {
-            name: value if value.dtype == torch.bool else value.to(network.dtype)
-            for name, value in condition.items()
-        }
+        inputs = cast_inputs(condition, network)
         if (first := inputs.pop("first_latent", None)) is not None:
             given[:, :, :1], mask[:, :, :1] = first, 1.0
         return network(
@@ -153,7 +145,7 @@ class HunyuanVideo15(PipelineFamily):
         return torch.cat([compress(pipe, row.transpose(0, 1)[None]) for row in pixels])
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
-        """Space times evenly from 1 to 1 / S, and let the scheduler shift them."""
+        """Space times evenly from 1 to 1 / `num_steps`, and let the scheduler shift them."""
         even = torch.linspace(1.0, 0.0, num_steps + 1)[:-1]
         return scheduled_times(pipe.scheduler, num_steps, sigmas=even)
 
@@ -162,15 +154,15 @@ class HunyuanVideo15(PipelineFamily):
 class HunyuanVideo15ImageToVideo(HunyuanVideo15):
     """HunyuanVideo 1.5, image to video: SigLIP and the autoencoder read the first frame.
 
-    The image is resized and cropped to the engine's size. The pipeline has no option for the size: it takes
-    about `target_size` squared pixels, a setting of its network, in nearly the shape of the image.
+    The image is resized and cropped to the engine's size. The pipeline has no option for the size: its videos
+    have about `target_size` squared pixels, a network setting, in nearly the aspect ratio of the image.
     """
 
     pipelines = frozenset({"HunyuanVideo15ImageToVideoPipeline"})
     images = (1, 1)
 
     def _encode_images(self, pipe: Any, request: Request) -> dict[str, Tensor]:
-        """Encode the image: tokens (N, D) of SigLIP, and one latent frame (C, 1, h, w)."""
+        """Encode the image to N SigLIP tokens (N, D), and to one latent frame (C, 1, h, w)."""
         from PIL.Image import fromarray
 
         _, height, width = request.size
@@ -183,3 +175,29 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
             torch.zeros(1, *shape), image, 1, height, width, on["dtype"], on["device"]
         )
         return {"image_embeds": tokens[0].cpu(), "first_latent": latent[0].cpu()}
+
+
+def encode_text(pipe: Any, text: str) -> dict[str, Tensor]:
+    """Encode a text without padding: hidden states (tokens, D) of Qwen2.5-VL, (G, E) of ByT5, G >= 0."""
+    states, mask, glyphs, glyph_mask = pipe.encode_prompt([text])
+    return {
+        "encoder_hidden_states": states[mask.bool()].cpu(),
+        "encoder_hidden_states_2": glyphs[glyph_mask.bool()].cpu(),
+    }
+
+
+def cast_inputs(condition: Condition, network: nn.Module) -> dict[str, Tensor]:
+    """Convert the tensors of a condition, except masks, to the dtype of a network."""
+    dtype: Any = network.dtype
+    return {name: x if x.dtype == torch.bool else x.to(dtype) for name, x in condition.items()}
+
+
+def pad_texts(conditions: Sequence[Condition]) -> dict[str, Tensor]:
+    """Pad and batch the texts of both encoders: hidden states (B, tokens, D), masks (B, tokens) of text."""
+    padded = {}
+    for suffix in ("", "_2"):
+        texts = [condition[f"encoder_hidden_states{suffix}"] for condition in conditions]
+        states, lengths = pad_sequence(texts, batch_first=True), torch.tensor([len(one) for one in texts])
+        padded[f"encoder_hidden_states{suffix}"] = states
+        padded[f"encoder_attention_mask{suffix}"] = torch.arange(states.shape[1]) < lengths[:, None]
+    return padded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +28,16 @@ FRAME_RATE = 24.0  # default of the pipeline
 class Ltx2(PipelineFamily):
     """LTX-2, text to video: Gemma 3 and connectors read the text; video and sound are denoised together.
 
-    Sound and video attend to each other, so a latent holds both: its first frames hold the latents of the
-    sound, one per entry, filled up with zeros that stay zero (given entries). Log-probabilities are of both;
-    segments count the sound to the first one. The sound is not decoded, and recorded videos, which have none
-    here, are refused.
+    Sound and video attend to each other, so one latent holds both. Its first frames hold the latents of the
+    sound, one per position; the remaining positions stay zero. Log-probabilities cover sound and video, and
+    the sound belongs to the first segment. The sound is not decoded. Recorded videos are refused, because
+    they are loaded without sound.
 
-    Guidance is classifier-free guidance with the engine's scale, for video and sound. This differs from the
-    defaults of the pipeline, which also guides away from skipped blocks (`stg_scale`), from separate
-    modalities (`modality_scale`), rescales (`guidance_rescale`), and has another scale for the sound. To
-    compare, pass it `stg_scale=0, modality_scale=1, guidance_rescale=0`, and the same for audio. The network
-    reads a rate of 24 frames per second.
+    Video and sound have classifier-free guidance with the engine's scale. By default the pipeline also
+    guides away from skipped blocks (`stg_scale`) and from separate modalities (`modality_scale`), rescales
+    (`guidance_rescale`), and has another scale for the sound. To compare, call the pipeline with
+    `stg_scale=0, modality_scale=1, guidance_rescale=0`, and the same for audio. The network is given a rate
+    of 24 frames per second.
     """
 
     pipelines = frozenset({"LTX2Pipeline"})
@@ -47,7 +48,7 @@ class Ltx2(PipelineFamily):
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if Gemma would truncate a text, or for a length that the connectors cannot fill up."""
+        """Raise ValueError if Gemma would truncate a text, or the connectors cannot pad to this length."""
         registers = pipe.connectors.config.video_connector_num_learnable_registers
         if registers and max_sequence_length % registers:
             raise ValueError(
@@ -58,31 +59,40 @@ class Ltx2(PipelineFamily):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts: states (S, D) for the video and (S, E) for the sound, and their mask (S,)."""
+        """Encode texts: hidden states (tokens, D) for video, (tokens, E) for sound, and a mask (tokens,)."""
         conditions = []
         for request in requests:
-            self.check_text(pipe, request.text, max_sequence_length)
-            states, mask, _, _ = pipe.encode_prompt(
-                [request.text], do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
-            )
-            video, sound, mask = pipe.connectors(states, mask, padding_side=pipe.tokenizer.padding_side)
-            (texts,) = per_text(
-                encoder_hidden_states=video, audio_encoder_hidden_states=sound, encoder_attention_mask=mask
-            )
-            conditions.append(texts | self._encode_images(pipe, request))
+            text = (request.text, max_sequence_length)
+            self.check_text(pipe, *text)
+            read = self.once(partial(self._read, pipe, *text), *text)
+            conditions.append(read | self._encode_images(pipe, request))
         return conditions
 
+    def _read(self, pipe: Any, text: str, max_sequence_length: int) -> Condition:
+        """Encode one text to a condition."""
+        states, mask, _, _ = pipe.encode_prompt(
+            [text], do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
+        )
+        video, sound, mask = pipe.connectors(states, mask, padding_side=pipe.tokenizer.padding_side)
+        return per_text(
+            encoder_hidden_states=video, audio_encoder_hidden_states=sound, encoder_attention_mask=mask
+        )[0]
+
     def _encode_images(self, pipe: Any, request: Request) -> dict[str, Tensor]:
-        """Make the condition of no image."""
+        """Return the image condition of text to video, which is empty."""
         return {}
 
+    def pixels_per_latent(self, pipe: Any) -> int:
+        """Return the spatial downsampling factor of the autoencoder."""
+        return pipe.vae_spatial_compression_ratio
+
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
-        """Compute (C, frames of sound and of video, h, w)."""
-        config, factor = pipe.transformer.config, pipe.vae_spatial_compression_ratio
+        """Compute the latent shape (C, f, h, w), where f counts latent frames of sound and of video."""
+        config, factor = pipe.transformer.config, self.pixels_per_latent(pipe)
         check_pipe(pipe)
         check_size(height, width, factor)
         span = pipe.vae_temporal_compression_ratio
-        if num_frames < 1 or (num_frames - 1) % span:  # the first frame is a latent frame of its own
+        if num_frames < 1 or (num_frames - 1) % span:  # the first frame has its own latent frame
             raise ValueError(f"`num_frames` must be one more than a multiple of {span}, not {num_frames}")
         height, width = height // factor, width // factor
         frames = (num_frames - 1) // span + 1
@@ -90,21 +100,21 @@ class Ltx2(PipelineFamily):
         return config.in_channels, filled + frames, height, width
 
     def frames_per_latent(self, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Count no frame for the sound, 1 for the first frame of the video, and eight for every other."""
+        """Return the frames per latent frame: 0 for sound, 1 for the first of the video, 8 for all others."""
         frames, _ = split(pipe.transformer.config, shape[1:])
         return (*[0] * (shape[1] - frames), 1, *[pipe.vae_temporal_compression_ratio] * (frames - 1))
 
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network on the tokens of video and sound, at timestep 1000 sigma."""
+        """Predict the velocities of video and sound together, at timestep 1000 sigma."""
         frames, length = split(network.config, latents.shape[2:])
         filled, height, width = latents.shape[2] - frames, *latents.shape[3:]
         entries = latents[:, :, :filled].flatten(2)  # (B, C, entries): sound, then zeros
         mask = condition["encoder_attention_mask"]
         time = (1000 * sigma).to(network.dtype)
         noisy, times = latents[:, :, filled:], {"timestep": time}
-        if (first := condition.get("first_latent")) is not None:  # a clean frame, at time 0
+        if (first := condition.get("first_latent")) is not None:  # clean first frame, at time 0
             first = first.to(noisy)
             noisy = torch.cat([first, noisy[:, :, 1:]], 2)
             clean = torch.arange(frames * height * width, device=time.device) < height * width
@@ -126,7 +136,7 @@ class Ltx2(PipelineFamily):
             use_cross_timestep=True,
             return_dict=False,
         )
-        # The velocity of given entries: (latent - given) / sigma, where zeros are given.
+        # Entries with a fixed value have the velocity (latent - value) / sigma; the padding is fixed at 0.
         zeros = entries[..., length:] / sigma.view(-1, 1, 1)
         sound = torch.cat([sound.transpose(1, 2).to(zeros), zeros], 2).unflatten(2, (filled, height, width))
         video = video.transpose(1, 2).to(zeros).unflatten(2, (frames, height, width))
@@ -145,11 +155,11 @@ class Ltx2(PipelineFamily):
         return pixels.transpose(1, 2).float() / 2 + 0.5
 
     def compress(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Raise: recorded videos have no sound here, and the network denoises both."""
+        """Raise ValueError: recorded videos are loaded without sound, which the network also needs."""
         raise ValueError(self.refuses_recorded)
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
-        """Space times evenly from 1 to 1 / S, and shift them by the number of video tokens."""
+        """Space times evenly from 1 to 1 / `num_steps`, and shift them for the number of video tokens."""
         even = torch.linspace(1.0, 1.0 / num_steps, num_steps)
         frames, _ = split(pipe.transformer.config, shape[1:])
         mu = size_shift(pipe.scheduler, (frames * math.prod(shape[2:]), 1), 1)
@@ -158,7 +168,7 @@ class Ltx2(PipelineFamily):
 
 @family
 class Ltx2ImageToVideo(Ltx2):
-    """LTX-2, image to video: the first latent frame is that of the image, and given; otherwise as `Ltx2`.
+    """LTX-2, image to video: as `Ltx2`, but the first latent frame is fixed to the encoded image.
 
     As in the pipeline, the image is compressed by H.264 as training images were, then resized.
     """
@@ -188,14 +198,14 @@ class Ltx2ImageToVideo(Ltx2):
 
 
 def sound_length(config: Any, frames: int) -> int:
-    """Count the latents of the sound of a video of `frames` latent frames."""
+    """Count the sound latents that belong to a video of `frames` latent frames."""
     seconds = ((frames - 1) * config.vae_scale_factors[0] + 1) / FRAME_RATE
     rate = config.audio_sampling_rate / config.audio_hop_length / config.audio_scale_factor
     return round(seconds * rate)
 
 
 def split(config: Any, shape: Sequence[int]) -> tuple[int, int]:
-    """Count the latent frames of the video, and the latents of the sound, in a latent of (f, h, w)."""
+    """Return the number of latent video frames and of sound latents in a joint latent of shape (f, h, w)."""
     total, height, width = shape
     for frames in range(1, total + 1):  # both parts grow with the length of the video
         length = sound_length(config, frames)
@@ -205,7 +215,7 @@ def split(config: Any, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def check_pipe(pipe: Any) -> None:
-    """Raise for a pipeline whose latents of video and sound have different sizes or patches."""
+    """Raise ValueError if the network's settings do not fit its sound settings or the autoencoders."""
     config, sound = pipe.transformer.config, pipe.audio_vae.config
     pairs = {
         "in_channels": (config.in_channels, config.audio_in_channels),

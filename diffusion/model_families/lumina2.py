@@ -12,28 +12,28 @@ from mmrl.config.registry import family
 from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, check_fits, check_size, per_text
 from mmrl.diffusion.schedule import scheduled_times, size_shift
 
-MAX_TOKENS = 512  # of the pipeline
+MAX_TOKENS = 512  # limit of the pipeline
 
 
 @family
 class Lumina2(PipelineFamily):
     """Lumina-Image 2.0: Gemma 2 reads a system prompt and the text; one sequence of text and image tokens.
 
-    The network counts times from 0 (noise) to 1 (data) and predicts `data - noise`. The system prompt is the
-    pipeline's; the negative prompt is read without it. As with the pipeline's defaults, guidance acts at all
-    steps (`cfg_trunc_ratio` 1), and a guided velocity is rescaled, row by row of every latent channel, to the
-    norm of the velocity with the text (`cfg_normalization`).
+    The network counts times from 0 (noise) to 1 (data) and predicts `data - noise`. The system prompt is that
+    of the pipeline; the negative prompt is encoded without it. As with the pipeline's defaults, guidance acts
+    at all steps (`cfg_trunc_ratio` 1). Each image row of a guided velocity, per latent channel, is rescaled
+    to the norm of the velocity with the text (`cfg_normalization`).
     """
 
     pipelines = frozenset({"Lumina2Pipeline"})
     targets = ("attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v")
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if a text is too long after the system prompt."""
+        """Raise ValueError if a text, with the system prompt, is too long."""
         self._check(pipe, f"{pipe.system_prompt} <Prompt Start> {text}", max_sequence_length)
 
     def _check(self, pipe: Any, words: str, max_sequence_length: int) -> None:
-        # The image tokens follow the last token of the text along the first axis of positions.
+        # The image takes the position after the last text token on the first axis, so one must be free.
         most = min(MAX_TOKENS, pipe.transformer.config.axes_lens[0] - 1)
         if max_sequence_length > most:
             raise ValueError(f"`max_sequence_length` is at most {most}, not {max_sequence_length}")
@@ -42,7 +42,7 @@ class Lumina2(PipelineFamily):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts after the system prompt: padded states (S, D), and their mask (S,)."""
+        """Encode texts after the system prompt: padded hidden states (tokens, D), and a mask (tokens,)."""
         conditions = []
         for request in requests:
             self.check_text(pipe, request.text, max_sequence_length)
@@ -61,7 +61,7 @@ class Lumina2(PipelineFamily):
         return per_text(encoder_hidden_states=states, encoder_attention_mask=mask)[0]
 
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
-        """Compute (C, h, w); rows and columns of tokens have numbered positions."""
+        """Compute (C, h, w); raises ValueError if the network has too few positions for this size."""
         shape = super().latent_shape(pipe, height, width, num_frames)
         most = min(pipe.transformer.config.axes_lens[1:])
         check_size(height, width, pipe.vae_scale_factor * pipe.transformer.config.patch_size, most)
@@ -70,7 +70,7 @@ class Lumina2(PipelineFamily):
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network at timestep 1 - sigma, and turn its velocity around."""
+        """Predict velocities: run the network at timestep 1 - sigma, and negate its output."""
         return -network(
             hidden_states=latents.to(network.dtype),
             timestep=1 - sigma,
@@ -80,15 +80,15 @@ class Lumina2(PipelineFamily):
         )[0]
 
     def guide(self, with_text: Tensor, without: Tensor, guidance: float) -> Tensor:
-        """Guide, then rescale every row of latents to its norm with the text alone."""
+        """Apply guidance, then rescale every image row of latents to its norm in `with_text`."""
         combined = super().guide(with_text, without, guidance)
         scale = with_text.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
         return combined * scale
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
-        """Space times evenly from 1 to 1 / S, and shift them as the pipeline does.
+        """Space times evenly from 1 to 1 / `num_steps`, and shift them as the pipeline does.
 
-        A shift by size is that of C tokens, since the pipeline reads channels for the number of tokens.
+        A size-dependent shift uses the number of channels C as the number of tokens, as in the pipeline.
         """
         even = torch.linspace(1.0, 1.0 / num_steps, num_steps)
         mu = size_shift(pipe.scheduler, (shape[0], 1), 1)

@@ -26,7 +26,7 @@ from mmrl.diffusion.model_family import (
 
 @family
 class QwenImage(PackedFamily):
-    """Qwen-Image: a vision-language model reads texts of any length; the autoencoder is a video model's.
+    """Qwen-Image: a vision-language model encodes the text without padding; the autoencoder is for videos.
 
     A guided velocity is rescaled, token by token, to the norm of the velocity with the text.
     """
@@ -38,7 +38,7 @@ class QwenImage(PackedFamily):
     )  # fmt: skip
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if a text is too long, counted with the end of its template."""
+        """Raise ValueError if a text, with the end of its template, is too long."""
         if max_sequence_length > pipe.tokenizer_max_length:
             raise ValueError(
                 f"`max_sequence_length` is at most {pipe.tokenizer_max_length}, not {max_sequence_length}"
@@ -49,30 +49,30 @@ class QwenImage(PackedFamily):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts in the pipeline's template: states (S, D) without the beginning of the template."""
+        """Encode templated texts: hidden states (tokens, D), without the beginning of the template."""
         conditions = []
         for text in texts_of(requests):
             self.check_text(pipe, text, max_sequence_length)
-            # Each text alone, so that none is padded inside the encoder.
+            # Each text separately, so that none is padded inside the encoder.
             states, _ = pipe.encode_prompt([text], max_sequence_length=max_sequence_length)
             conditions += per_text(encoder_hidden_states=states)
         return conditions
 
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
-        """Batch conditions: states (B, S, D), a mask (B, S) if lengths differ, and images of one shape."""
+        """Batch conditions: hidden states (B, tokens, D), a mask if lengths differ, and image latents."""
         texts = [condition["encoder_hidden_states"] for condition in conditions]
         images = super().stack([images_of(condition) for condition in conditions])
         lengths = torch.tensor([len(text) for text in texts])
         states = pad_sequence(texts, batch_first=True)
         if (lengths == lengths[0]).all():
             return {"encoder_hidden_states": states, **images}
-        mask = torch.arange(states.shape[1]) < lengths[:, None]  # (B, S)
+        mask = torch.arange(states.shape[1]) < lengths[:, None]  # (B, tokens)
         return {"encoder_hidden_states": states, "encoder_hidden_states_mask": mask, **images}
 
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network at timestep sigma; tokens of the condition's images follow those of the latents."""
+        """Predict velocities at timestep sigma; tokens of condition images follow the latent tokens."""
         height, width = latents.shape[-2:]
         shown = [latents, *images_of(condition).values()]  # (B, C, h, w) each
         packed = [pack(one) for one in shown]
@@ -88,7 +88,7 @@ class QwenImage(PackedFamily):
         return unpack(tokens[:, : packed[0].shape[1]], height, width)
 
     def guide(self, with_text: Tensor, without: Tensor, guidance: float) -> Tensor:
-        """Guide, then rescale every token of 2 x 2 latents to its norm with the text alone."""
+        """Apply guidance, then rescale every token (2 x 2 latent pixels) to its norm in `with_text`."""
         conditional, combined = pack(with_text), pack(super().guide(with_text, without, guidance))
         scale = conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
         return unpack(combined * scale, *with_text.shape[-2:])

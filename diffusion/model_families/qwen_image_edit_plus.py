@@ -17,9 +17,9 @@ READ_AREA = 384 * 384  # pixels of an image for the language model
 class QwenImageEditPlus(QwenImageEdit):
     """Qwen-Image-Edit-Plus: edits one image or combines several, numbered from 1 before the text.
 
-    As in the pipeline, the language model reads images of about 384 x 384 pixels, and the network sees them
-    in about 1024 x 1024, both of the image's aspect ratio in multiples of 32, whatever the size of the
-    result. The pipeline has no limit on the number of images; ten leave room for a text of 1024 tokens
+    As in the pipeline, an image is resized to about 384 x 384 pixels for the language model and to about
+    1024 x 1024 for the network, in its own aspect ratio, in multiples of 32, whatever the size of the
+    result. The pipeline does not limit the number of images. Ten images leave room for a text of 1024 tokens
     among the 4096 positions that the network has for texts.
     """
 

@@ -13,30 +13,30 @@ from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, chec
 
 @family
 class Sana(PipelineFamily):
-    """Sana: Gemma encodes an instruction and the text; the autoencoder shrinks sides by 32.
+    """Sana: Gemma encodes an instruction and the text; the autoencoder shrinks sides by a factor of 32.
 
-    The instruction is the default of the pipeline. The negative prompt is read without it. Published
-    schedulers are of second order and round times to whole numbers; only their sigmas are used.
+    The instruction is the pipeline's default; the negative prompt is encoded without it. Published
+    schedulers are second-order and round timesteps to integers; only their sigmas are used.
     """
 
     pipelines = frozenset({"SanaPipeline"})
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if Gemma would truncate a text after the instruction."""
+        """Raise ValueError if Gemma would truncate a text after the instruction."""
         prefix = "\n".join(default_of(pipe, "complex_human_instruction"))
         self._check(pipe, prefix, text, max_sequence_length)
 
     def _check(self, pipe: Any, prefix: str, text: str, max_sequence_length: int) -> None:
-        # Two of the instruction's tokens count for the text's length: the first, and the last.
+        # The first and the last token of the instruction count towards the text length.
         room = len(pipe.tokenizer.encode(prefix)) - 2 if prefix else 0
-        # Cleaned as in the pipeline.
+        # Text clean-up as in the pipeline.
         check_fits(pipe.tokenizer, prefix + text.lower().strip(), max_sequence_length + room)
 
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts after the instruction: padded states (S, D) and their mask (S,)."""
+        """Encode texts after the instruction: padded hidden states (tokens, D) and their mask (tokens,)."""
         return [self._encode(pipe, one.text, max_sequence_length, instructed=True) for one in requests]
 
     def encode_negative(self, pipe: Any, request: Request, max_sequence_length: int) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ class Sana(PipelineFamily):
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network at timestep 1000 sigma, times the scale in its configuration."""
+        """Predict velocities at timestep 1000 sigma, times the scale in the network's configuration."""
         velocity = network(
             latents.to(network.dtype),
             encoder_hidden_states=condition["encoder_hidden_states"].to(network.dtype),
@@ -71,6 +71,6 @@ class Sana(PipelineFamily):
         return velocity[:, : latents.shape[1]]  # further channels are a predicted variance
 
     def compress(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode pixels; the encoder is deterministic, so there is no posterior."""
+        """Encode pixels to latents; the encoder is deterministic, so there is no posterior."""
         signed = (2 * pixels - 1).to(pipe.vae.dtype)
         return pipe.vae.encode(signed, return_dict=False)[0] * pipe.vae.config.scaling_factor

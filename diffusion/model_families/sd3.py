@@ -30,7 +30,7 @@ class Sd3(PipelineFamily):
     targets = JOINT_ATTENTION
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if the end of a text is truncated by T5, or without T5 by CLIP."""
+        """Raise ValueError if T5 (CLIP, if the pipeline has no T5) would truncate a text."""
         if pipe.text_encoder_3 is None:
             check_fits(pipe.tokenizer, text, pipe.tokenizer_max_length)
         else:
@@ -39,7 +39,7 @@ class Sd3(PipelineFamily):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts with all encoders: states (S, D), and one pooled vector (D,)."""
+        """Encode texts with all encoders: hidden states (tokens, D), and one pooled vector (E,)."""
         for text in texts_of(requests):
             self.check_text(pipe, text, max_sequence_length)
         states, _, pooled, _ = pipe.encode_prompt(

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from mmrl.config.registry import family
-from mmrl.diffusion.model_family import PipelineFamily, Request, check_fits, check_size, per_text, texts_of
+from mmrl.diffusion.model_family import (
+    Condition,
+    PipelineFamily,
+    Request,
+    check_fits,
+    check_size,
+    per_text,
+    texts_of,
+)
 
 
 @family
 class Wan(PipelineFamily):
-    """Wan, text to video: UMT5 reads the text, padded with zeros; videos have 4 f - 3 frames.
+    """Wan, text to video: UMT5 reads the text, padded with zeros; f latent frames give 4 f - 3 frames.
 
-    The network attends to the zeros of the padding as well. Wan 2.2 A14B has a second network for times below
-    `boundary_ratio`; both are guided alike. Wan 2.2 of 5 billion weights gets one time for all tokens, which
-    have the same. Published schedulers are of second order and round times to whole numbers; only their
+    The network also attends to the zeros of the padding. Wan 2.2 A14B has a second network for times below
+    `boundary_ratio`; both networks are guided alike. Wan 2.2 5B gets one time per row, since all tokens of a
+    row have the same time. Published schedulers are second-order and round timesteps to integers; only their
     sigmas are used.
     """
 
@@ -25,13 +34,13 @@ class Wan(PipelineFamily):
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
     def stages(self, config: Mapping[str, Any]) -> dict[str, float]:
-        """Name the networks: with a `boundary_ratio`, a second one for times below it."""
+        """Map network names to their lowest times; with `boundary_ratio`, a second network runs below it."""
         if (boundary := config.get("boundary_ratio")) is None:
             return super().stages(config)
         return {"transformer": boundary, "transformer_2": 0.0}
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if UMT5 would truncate a text after the pipeline's clean-up."""
+        """Raise ValueError if UMT5 would truncate a text after the pipeline's clean-up."""
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         check_fits(pipe.tokenizer, prompt_clean(text), max_sequence_length)
@@ -39,25 +48,34 @@ class Wan(PipelineFamily):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts: states (S, D), zero after the text."""
-        for text in texts_of(requests):
-            self.check_text(pipe, text, max_sequence_length)
+        """Encode texts: hidden states (tokens, D), zeros after the text."""
+        texts = [(text, max_sequence_length) for text in texts_of(requests)]
+        for text in texts:
+            self.check_text(pipe, *text)
+        return [self.once(partial(self._read, pipe, *text), *text) for text in texts]
+
+    def _read(self, pipe: Any, text: str, max_sequence_length: int) -> Condition:
+        """Encode one text to a condition."""
         states, _ = pipe.encode_prompt(
-            texts_of(requests), do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
+            [text], do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
         )
-        return per_text(encoder_hidden_states=states)
+        return per_text(encoder_hidden_states=states)[0]
 
     def channels_and_patch(self, pipe: Any) -> tuple[int, int]:
-        """Read the number of latent channels, and the side of a patch; a patch is one latent frame long."""
+        """Return the number of latent channels, and the side of a patch, which covers one latent frame."""
         return pipe.transformer.config.in_channels, pipe.transformer.config.patch_size[-1]
 
+    def pixels_per_latent(self, pipe: Any) -> int:
+        """Return the spatial downsampling factor of the autoencoder."""
+        return pipe.vae_scale_factor_spatial
+
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
-        """Compute (C, f, h, w): the first frame, and one latent frame for every four that follow."""
-        factor, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
+        """Compute the latent shape (C, f, h, w): 1 latent frame for frame 1, then 1 for every 4 frames."""
+        factor, span = self.pixels_per_latent(pipe), pipe.vae_scale_factor_temporal
         channels, patch = self.channels_and_patch(pipe)
-        most = pipe.transformer.config.rope_max_seq_len  # positions along every axis
+        most = pipe.transformer.config.rope_max_seq_len  # number of positions along every axis
         check_size(height, width, factor * patch, most)
-        if num_frames < 1 or (num_frames - 1) % span:  # the first frame is a latent frame of its own
+        if num_frames < 1 or (num_frames - 1) % span:  # the first frame has its own latent frame
             raise ValueError(f"`num_frames` must be one more than a multiple of {span}, not {num_frames}")
         if (num_frames - 1) // span >= most:
             raise ValueError(
@@ -66,5 +84,5 @@ class Wan(PipelineFamily):
         return channels, (num_frames - 1) // span + 1, height // factor, width // factor
 
     def frames_per_latent(self, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Count 1 frame for the first latent frame, and four (the autoencoder's span) for every other."""
+        """Return the frames per latent frame: 1 for the first, 4 (the temporal factor) for all others."""
         return (1, *[pipe.vae_scale_factor_temporal] * (shape[1] - 1))

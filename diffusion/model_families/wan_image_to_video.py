@@ -14,16 +14,16 @@ from mmrl.diffusion.image_io import to_pil
 from mmrl.diffusion.model_families.wan import Wan
 from mmrl.diffusion.model_family import Condition, Request, channel_moments
 
-CLIP_TEXT_LENGTH = 512  # where diffusers' attention cuts the text's tokens from those of CLIP
+CLIP_TEXT_LENGTH = 512  # diffusers' attention takes the last 512 tokens as text, earlier ones as CLIP's
 
 
 @family
 class WanImageToVideo(Wan):
     """Wan, image to video: the prompt's image is the first frame, stretched to the size of the video.
 
-    Wan 2.1 and Wan 2.2 A14B read latents of the image followed by grey frames, and a mask, as further
-    channels; Wan 2.1 also reads the image through CLIP. Wan 2.2 of 5 billion weights (`expand_timesteps`)
-    has the first latent frame given instead, at time 0. The last frame cannot be given.
+    Wan 2.1 and Wan 2.2 A14B take a mask and the latents of the image followed by grey frames as extra
+    channels; Wan 2.1 also reads the image through CLIP. Wan 2.2 5B (`expand_timesteps`) instead takes the
+    image as a clean first latent frame, at time 0. Models that also need the last frame are not supported.
     """
 
     pipelines = frozenset({"WanImageToVideoPipeline"})
@@ -31,9 +31,9 @@ class WanImageToVideo(Wan):
     images = (1, 1)
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if a text is too long, or the network would split it at another token than the text's first.
+        """Raise ValueError if a text is too long, or a model with CLIP has a text length other than 512.
 
-        Behind CLIP's tokens diffusers' network takes the last 512 for the text.
+        The attention of diffusers takes the last 512 tokens as text, and the tokens before as CLIP's.
         """
         if pipe.transformer.config.image_dim is not None and max_sequence_length != CLIP_TEXT_LENGTH:
             raise ValueError(
@@ -44,7 +44,7 @@ class WanImageToVideo(Wan):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts (S, D) and images: latents (C, f, h, w), or (C, 1, h, w); tokens (T, E) of CLIP."""
+        """Encode texts (tokens, D); images to latents (C, f or 1, h, w), and CLIP tokens (N, E)."""
         conditions = super().encode(pipe, requests, max_sequence_length)
         for request, condition in zip(requests, conditions, strict=True):
             (image,) = map(to_pil, request.images)
@@ -68,11 +68,11 @@ class WanImageToVideo(Wan):
         return ((mode - mean) / std)[0].cpu()
 
     def channels_and_patch(self, pipe: Any) -> tuple[int, int]:
-        """Read the number of latent channels; the network has further input channels."""
+        """Return the number of latent channels (the network has more input channels), and the patch side."""
         return pipe.vae.config.z_dim, pipe.transformer.config.patch_size[-1]
 
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
-        """Compute (C, f, h, w); raises for a model that wants the last frame as well."""
+        """Compute the latent shape (C, f, h, w); raises ValueError if the model also needs the last frame."""
         if pipe.transformer.config.pos_embed_seq_len is not None:
             raise ValueError("this model wants the first and the last frame, and the last cannot be given")
         return super().latent_shape(pipe, height, width, num_frames)
@@ -80,7 +80,7 @@ class WanImageToVideo(Wan):
     def velocity(
         self, network: Any, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network with the image as further channels, or in place of the first latent frame."""
+        """Predict velocities with the image as extra channels, or in place of the first latent frame."""
         others = dict(condition)
         if (first := others.pop("first_latents", None)) is not None:
             return self._continued(network, latents, sigma, first.to(latents), others)
@@ -93,9 +93,9 @@ class WanImageToVideo(Wan):
     def _continued(
         self, network: Any, latents: Tensor, sigma: Tensor, first: Tensor, others: Condition
     ) -> Tensor:
-        """Run the network at time 0 for the tokens of the given frame `first` (B, C, 1, h, w).
+        """Predict velocities with a given first latent frame `first` (B, C, 1, h, w), at time 0.
 
-        The velocity of that frame points from `first` to the latents, so that Euler steps end at `first`.
+        The velocity of this frame points from `first` to the latents, so that Euler steps end at `first`.
         """
         _, patch_height, patch_width = network.config.patch_size
         frames, height, width = latents.shape[2:]
@@ -109,5 +109,5 @@ class WanImageToVideo(Wan):
             return_dict=False,
         )[0]
         time = along(sigma, latents)
-        fixed = (latents[:, :, :1] - first) / time.where(time > 0, 1)  # at time 0 both are equal
+        fixed = (latents[:, :, :1] - first) / time.where(time > 0, 1)  # at time 0 the latents equal `first`
         return torch.cat([fixed.to(velocity), velocity[:, :, 1:]], 2)

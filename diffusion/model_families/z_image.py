@@ -12,15 +12,15 @@ from torch.nn.utils.rnn import pad_sequence
 from mmrl.config.registry import family
 from mmrl.diffusion.model_family import Condition, PackedFamily, Request, check_fits, per_text, texts_of
 
-MULTIPLE = 32  # the network pads text tokens to a multiple
+MULTIPLE = 32  # the network pads text tokens to a multiple of this
 
 
 @family
 class ZImage(PackedFamily):
-    """Z-Image: Qwen3 reads the text as a user's turn, with thinking allowed; one stream reads all tokens.
+    """Z-Image: Qwen3 reads the text as a user turn with thinking; one stream for text and image tokens.
 
     As in the pipeline, a guided velocity is v(text) + s (v(text) - v(negative)), and guidance is on for a
-    scale s above 0: what other models call scale 4 is 3 here, and Turbo wants 0. The options
+    scale s above 0. So scale 4 of other models is scale 3 here, and Turbo needs scale 0. The options
     `cfg_normalization` and `cfg_truncation` are off.
     """
 
@@ -32,8 +32,8 @@ class ZImage(PackedFamily):
     )  # fmt: skip
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
-        """Raise if a text is too long, counted with its template."""
-        # Positions of padded text tokens start at 1, and that of the image follows.
+        """Raise ValueError if a text, with its chat template, is too long."""
+        # Positions of padded text tokens start at 1; the image takes the position after them.
         most = (pipe.transformer.config.axes_lens[0] - 2) // MULTIPLE * MULTIPLE
         if max_sequence_length > most:
             raise ValueError(f"`max_sequence_length` is at most {most}, not {max_sequence_length}")
@@ -46,7 +46,7 @@ class ZImage(PackedFamily):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts: states (S, D) of the last layer but one, without padding."""
+        """Encode texts: hidden states (tokens, D) of the second-to-last layer, without padding."""
         conditions = []
         for text in texts_of(requests):
             self.check_text(pipe, text, max_sequence_length)
@@ -57,27 +57,27 @@ class ZImage(PackedFamily):
         return conditions
 
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
-        """Batch conditions: padded states (B, S, D), and their lengths (B,)."""
+        """Batch conditions: padded hidden states (B, tokens, D), and text lengths (B,)."""
         texts = [condition["states"] for condition in conditions]
         lengths = torch.tensor([len(text) for text in texts])
         return {"states": pad_sequence(texts, batch_first=True), "lengths": lengths}
 
     def passes(self, guidance: float) -> int:
-        """Count the network calls of one guided velocity: two for `guidance` above 0."""
+        """Return the number of network calls per velocity: 2 for `guidance` above 0, otherwise 1."""
         return 2 if guidance > 0 else 1
 
     def guide(self, with_text: Tensor, without: Tensor, guidance: float) -> Tensor:
-        """Guide velocities (B, *L) by a scale that is 0 without guidance."""
+        """Apply classifier-free guidance to velocities (B, *L), with a scale at which 0 means no guidance."""
         return with_text + guidance * (with_text - without)
 
     def channels_and_patch(self, pipe: Any) -> tuple[int, int]:
-        """Read the number of latent channels, and the side of a patch."""
+        """Return the number of latent channels, and the side of the network's patches in latent pixels."""
         return pipe.transformer.config.in_channels, pipe.transformer.config.all_patch_size[0]
 
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Run the network at timestep 1 - sigma, from noise to data; it predicts data - noise."""
+        """Predict velocities: run the network, which predicts data - noise, at timestep 1 - sigma."""
         rows = zip(condition["states"].to(network.dtype), condition["lengths"].tolist(), strict=True)
         predicted = network(
             list(latents.to(network.dtype).unsqueeze(2)),  # (C, 1, h, w) each

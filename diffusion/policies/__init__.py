@@ -1,1 +1,1 @@
-"""Policies over latents, whose steps are denoising steps or draws of a matching loss."""
+"""Policies of flow models; a step is a denoising step or a random draw of a matching loss."""

@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core.plain_text import OPEN_CLIP, PlainText, parted
+from mmrl.core.reward_inputs import VISUAL, RewardInputs
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion import reward_base as base
 from mmrl.diffusion.image_io import to_pil
@@ -25,12 +26,12 @@ class TextImageSimilarity:
     name: str
     model: nn.Module
     batch_size: int
-    frames: int  # of a video
-    max_tokens: int  # that the text encoder reads
+    frames: int  # number of frames of a video to score
+    max_tokens: int  # limit of the text encoder
     factor: float = 1.0
-    count_tokens: Callable[[str], int]  # of a text before truncation, special ones included
-    embed_images: Callable[[Sequence[Tensor]], Tensor]  # images to (B, D)
-    embed_texts: Callable[[Sequence[str]], Tensor]  # texts to (B, D)
+    count_tokens: Callable[[str], int]  # counts tokens of the full text, with special tokens
+    embed_images: Callable[[Sequence[Tensor]], Tensor]  # maps B images to (B, D)
+    embed_texts: Callable[[Sequence[str]], Tensor]  # maps B texts to (B, D)
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
         """Compute the reward of every outcome."""
@@ -46,7 +47,7 @@ class TextImageSimilarity:
         return [self.factor * float(image @ text) for image, text in zip(shown, read, strict=True)]
 
 
-@reward
+@reward(inputs=RewardInputs(VISUAL))
 class PickScore(TextImageSimilarity):
     """Predicted preference of an image for its prompt, by a tuned CLIP (PickScore, arXiv 2305.01569).
 
@@ -55,11 +56,11 @@ class PickScore(TextImageSimilarity):
     Args:
         model: Folder or hub id of the CLIP model.
         processor: Folder or hub id of its processor.
-        scale: `logit`, about 20 to 24 for current models and what reports state, or `cosine` (DanceGRPO).
+        scale: `logit`: the score above, 20 to 24 for current models. `cosine`: the cosine alone (DanceGRPO).
         divide_by: Divisor of the score; Flow-GRPO uses 26 on the logit.
         frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
         batch_size: Images or texts in the model at once.
-        device: Of the model; `auto` takes the GPU if there is one.
+        device: Device of the model; `auto` takes the GPU if there is one.
     """
 
     name = "pick_score"
@@ -81,7 +82,7 @@ class PickScore(TextImageSimilarity):
         self.frames = frames
         self.model, self.batch_size = base.shared_model(self.name, device, load, model), batch_size
         with base.explained(f"pick_score: cannot load the processor '{processor}'"):
-            # Pillow, as the authors resize; torchvision differs by up to one of 255 levels.
+            # The authors resize with Pillow; torchvision differs by up to one of 255 levels.
             options = {"backend": "pil", "trust_remote_code": False}
             self.processor = CLIPProcessor.from_pretrained(model_source(processor), **options)
         self.plain = PlainText(self.processor.tokenizer, any_case=True)
@@ -103,19 +104,19 @@ class PickScore(TextImageSimilarity):
         return self.model.text_projection(encoded.pooler_output)
 
 
-@reward(packages={"open_clip": "clip"})
+@reward(packages={"open_clip": "clip"}, inputs=RewardInputs(VISUAL))
 class Hpsv2(TextImageSimilarity):
     """Predicted preference of an image for its prompt, by a tuned ViT-H-14 (HPS v2.1, arXiv 2306.09341).
 
-    The cosine of text and image in a model of open_clip that was tuned to rankings, about 0.2 to 0.35. An
-    image that is not square gets black bars, as the authors prepare it.
+    The score is the cosine of text and image, about 0.2 to 0.35, in an open_clip model tuned to rankings. An
+    image that is not square is padded with black bars, as by the authors.
 
     Args:
         weights: `HPS_v2.1_compressed.pt`: a file, or `owner/name:file` of the hub.
-        model: Architecture, by its name in open_clip.
+        model: Name of the architecture in open_clip.
         frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
         batch_size: Images or texts in the model at once.
-        device: Of the model; `auto` takes the GPU if there is one.
+        device: Device of the model; `auto` takes the GPU if there is one.
     """
 
     name = "hpsv2"
@@ -152,7 +153,7 @@ class Hpsv2(TextImageSimilarity):
         self.max_tokens = self.tokenizer.context_length
 
     def count_tokens(self, text: str) -> int:
-        return len(self.tokenizer.encode(parted(text, OPEN_CLIP))) + 2  # and the start and end tokens
+        return len(self.tokenizer.encode(parted(text, OPEN_CLIP))) + 2  # plus the start and end tokens
 
     def embed_images(self, images: Sequence[Tensor]) -> Tensor:
         pixels = torch.stack([self.prepare(to_pil(image)) for image in images])
@@ -163,19 +164,19 @@ class Hpsv2(TextImageSimilarity):
         return self.model.encode_text(ids.to(self.model.logit_scale.device))
 
 
-@reward
+@reward(inputs=RewardInputs(VISUAL))
 class Aesthetic:
-    """Predicted aesthetic rating of an image, about 1 to 10 (LAION); the prompt does not matter.
+    """Predicted aesthetic rating of an image, about 1 to 10 (LAION); ignores the prompt.
 
-    The predictor `sac+logos+ava1-l14-linearMSE`: linear layers on the embedding of an image by CLIP ViT-L/14,
-    at length 1.
+    The predictor `sac+logos+ava1-l14-linearMSE` has linear layers on the CLIP ViT-L/14 embedding of an image,
+    which is normalised to length 1.
 
     Args:
         model: Folder or hub id of the CLIP vision model.
-        weights: Of the linear layers: a file, or `owner/name:file` of the hub.
+        weights: Weights of the linear layers: a file, or `owner/name:file` of the hub.
         frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
         batch_size: Images in the model at once.
-        device: Of the model; `auto` takes the GPU if there is one.
+        device: Device of the model; `auto` takes the GPU if there is one.
     """
 
     def __init__(

@@ -10,25 +10,37 @@ from torch.nn.functional import interpolate, normalize
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
+from mmrl.core.reward_inputs import VISUAL, RewardInputs
 from mmrl.core.types import Media, Outcome, Prompt
 from mmrl.diffusion.reward_base import encode_distinct, images_of
-from mmrl.rewards.clip_score import load_towers
 from mmrl.rewards.frames import mean_over_frames
+from mmrl.runtime.clip_model import load_towers
+
+OF_EDITS = RewardInputs(VISUAL, source=True)
+
+
+def source_media(prompt: Prompt, reward: str) -> Media:
+    """Return the source image of an edit, the first medium of its prompt; ValueError without one."""
+    if not prompt.media:
+        raise ValueError(f"{reward} compares with the source image, but prompt '{prompt.uid}' has none")
+    return prompt.media[0]
 
 
 def source_of(prompt: Prompt, reward: str) -> Tensor:
-    """Decode the first image of a prompt, (3, height, width) uint8; ValueError without one."""
-    if not prompt.media:
-        raise ValueError(f"{reward} compares with the source image, but prompt '{prompt.uid}' has none")
-    return prompt.media[0].load().pixels[0]
+    """Decode the source image of an edit, (3, height, width) uint8."""
+    return source_media(prompt, reward).load().pixels[0]
 
 
-@reward(packages={"open_clip": "clip"})
+def _captioned(before: str, after: str) -> RewardInputs:
+    return RewardInputs(VISUAL, source=True, texts=(before, after))
+
+
+@reward(packages={"open_clip": "clip"}, inputs=_captioned)
 class ClipDirection:
     """CLIP directional similarity of an edit (StyleGAN-NADA, arXiv 2108.00946), from -1 to 1.
 
-    The cosine of two differences of unit vectors: image after minus image before, and caption after minus
-    caption before. It is 0 where an image or the caption does not change.
+    The reward is the cosine of two differences of unit embeddings: edited image minus source image, and
+    edited caption minus source caption. It is 0 if the image or the caption does not change.
 
     Args:
         before: Column with the caption of the source image, as in InstructPix2Pix' data (arXiv 2211.09800).
@@ -37,7 +49,7 @@ class ClipDirection:
         pretrained: Tag or file of weights for an architecture; null is `openai`.
         frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
         batch_size: Images or texts in the model at once.
-        device: Torch device; `auto` is the current GPU, or the CPU.
+        device: Device of the model; `auto` is the current GPU, or else the CPU.
     """
 
     def __init__(
@@ -68,7 +80,7 @@ class ClipDirection:
         return (turns[0] * turns[1]).sum(-1).tolist()
 
     def _pair(self, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Stack 2 N rows to the first and the last N: two tensors (N, D)."""
+        """Stack 2 N vectors (D,), and split them into the first and the last N: two tensors (N, D)."""
         width = rows[0].shape[-1] if rows else 1
         return tuple(torch.cat([torch.zeros(0, width), *(row[None] for row in rows)]).view(2, -1, width))
 
@@ -83,15 +95,15 @@ class ClipDirection:
         return caption
 
 
-@reward
+@reward(inputs=RewardInputs(VISUAL, source=True, optional=("mask",)))
 def unmasked_identity(
     prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, frames: PositiveInt = 8
 ) -> list[float | None]:
     """Similarity of an edited image to its source outside the mask, in [0, 1].
 
-    One minus the mean absolute difference of pixel values in [0, 1] where the prompt's `mask`
-    (`diffusion.edits`) is darker than half. Source and mask are resized to the result. A prompt without a
-    mask, or with one that covers the image, has no value.
+    The value is 1 minus the mean absolute difference of pixel values in [0, 1] where the prompt's `mask`
+    (`diffusion.edits`) is darker than half. Source and mask are resized to the result. The value is None if a
+    prompt has no mask, or its mask covers the whole image.
 
     Args:
         frames: Frames of a video to compare, evenly from the first to the last; the reward is their mean.

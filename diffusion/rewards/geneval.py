@@ -12,34 +12,34 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.reward_base import frames_of, import_function
 from mmrl.rewards.frames import mean_over_frames
 
-# Class name to objects: {"box": [left, top, right, bottom], "score": confidence, "color": name}.
+# Maps class names to objects: {"box": [left, top, right, bottom], "score": confidence, "color": name}.
 Detections = Mapping[str, Sequence[Mapping[str, Any]]]
-# {"class", "count", and perhaps "color" and "position": [relation, clause]}
+# Clauses: {"class", "count", and optionally "color" and "position": [relation, clause]}
 Clauses = Sequence[Mapping[str, Any]]
 
 CONFIDENCE, COUNTING_CONFIDENCE = 0.3, 0.9
-MAX_OBJECTS = 16  # of a class
-MARGIN = 0.1  # of the sizes of two boxes, by which their centres must be apart
-DIRECTION = 0.5  # of the distance of two centres, that an axis must exceed
+MAX_OBJECTS = 16  # per class
+MARGIN = 0.1  # fraction of the sizes of two boxes that is subtracted from the distance of centres
+DIRECTION = 0.5  # fraction of the distance of two centres that an axis must exceed to count
 
 
 @reward
 class Geneval:
-    """Share of a prompt's objects that an image shows with their number, colour and position.
+    """Fraction of a prompt's objects that an image shows in the right number, colour and position.
 
     GenEval (arXiv 2310.11513), as a reward in Flow-GRPO (arXiv 2505.05470). The prompt's columns `include`,
     `exclude` and `tag` are those of the benchmark. Detections with confidences up to 0.3 (0.9 for counting),
     and all after the first 16 of a class, are ignored.
 
     Args:
-        detector: `package.module:function` from an image (3, height, width) uint8 and the prompt's columns to
-            detections: class to a list of `{box: [left, top, right, bottom], score, color}`. By default they
-            are read from the outcome's tag or the prompt's column `detections`, as JSON.
-        form: `clauses` is the reward of training, the mean over the clauses; `strict` is 1 if all are right
-            and numbers exact; `official` is the benchmark's, where more objects are allowed except in prompts
-            that ask for counting.
-        clamp: Use 0 for a count above twice the number, which would be negative (our reading).
-        frames: Frames of a video to look at, evenly from the first to the last; the reward is their mean.
+        detector: `package.module:function` that maps an image (3, height, width) uint8 and the prompt's
+            columns to detections: class names to lists of `{box: [left, top, right, bottom], score, color}`.
+            By default, JSON in the outcome's tag or the prompt's column `detections` is read.
+        form: `clauses`: the training reward, a mean over the clauses. `strict`: 1 if all clauses are right
+            with exact numbers. `official`: 1 if an image is correct in the benchmark, where more objects are
+            allowed, except in counting prompts.
+        clamp: Score a count above twice the wanted number as 0, not as a negative value (our reading).
+        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ def confident(detections: Detections, tag: str) -> dict[str, list[Mapping[str, A
 
 
 def evaluate_clauses(detections: Detections, clauses: Clauses, *, exact: bool) -> tuple[bool, list[float]]:
-    """Check all clauses, and score each: its count, and its colour or position.
+    """Return whether all clauses hold, and their scores: for the count, and for colour or position.
 
-    Unless `exact`, additional objects are allowed, and the most confident are used. As in the reward's
-    source, a wrong position adds both 0 and 1, so it earns half.
+    Unless `exact`, additional objects are allowed, and the most confident objects are used. As in the
+    reward's source code, a wrong position adds both a 0 and a 1, so it earns half.
     """
     values: list[float] = []
     groups: list[Sequence | None] = []  # the objects of every clause that is right
@@ -110,7 +110,7 @@ def evaluate_clauses(detections: Detections, clauses: Clauses, *, exact: bool) -
         wanted = clause["count"]
         objects = detections.get(clause["class"], [])
         objects = objects if exact else objects[:wanted]
-        values.append(1 - abs(wanted - len(objects)) / wanted)  # below 0 for more than twice as many
+        values.append(1 - abs(wanted - len(objects)) / wanted)  # negative if more than twice as many
         correct = len(objects) == wanted
         if not correct and ("color" in clause or "position" in clause):
             values.append(0.0)
@@ -135,7 +135,7 @@ def evaluate_clauses(detections: Detections, clauses: Clauses, *, exact: bool) -
 
 
 def official(detections: Detections, columns: Mapping[str, Any]) -> bool:
-    """Whether an image is correct by the rules of the benchmark."""
+    """Return whether an image is correct by the rules of the GenEval benchmark."""
     correct, _ = evaluate_clauses(detections, columns["include"], exact=False)
     excluded = [(clause["class"], clause["count"]) for clause in columns.get("exclude") or ()]
     if columns.get("tag") == "counting":
@@ -144,10 +144,10 @@ def official(detections: Detections, columns: Mapping[str, Any]) -> bool:
 
 
 def relative_position(box: Sequence[float], other: Sequence[float]) -> set[str]:
-    """Compute where a box lies relative to another: up to two of left of, right of, above, below.
+    """Return where a box lies relative to another: up to two of left of, right of, above, below.
 
-    The vector between their centres is shortened on both axes by a tenth of both sizes, and divided by its
-    full length; an axis counts if more than half is left.
+    The vector between the centres is shortened on each axis by a tenth of the sum of both box sizes, and
+    divided by its original length. An axis counts if the result is above a half.
     """
     offset, shortened = [], []
     for low, high in ((0, 2), (1, 3)):  # left and right, top and bottom

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core.plain_text import PlainText
+from mmrl.core.reward_inputs import VISUAL, RewardInputs
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion import reward_base as base
 from mmrl.diffusion.image_io import to_pil
@@ -18,25 +19,25 @@ from mmrl.rewards.frames import mean_over_frames
 from mmrl.runtime.modules import model_source
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the published head's output
-MAX_TOKENS = 35  # of the prompt
-HEAD_SIZE = 64  # of every BLIP, in both encoders
+MAX_TOKENS = 35  # tokens of the prompt that are read
+HEAD_SIZE = 64  # size of an attention head in every BLIP, in both encoders
 MEAN_COLOUR, STD_COLOUR = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
-@reward
+@reward(inputs=RewardInputs(VISUAL))
 class ImageReward:
     """Predicted preference of an image for its prompt, by BLIP and linear layers (arXiv 2304.05977).
 
-    BLIP reads the prompt with attention to the image, and linear layers score its first token. Standardised:
-    0 is average, and it may be negative.
+    BLIP reads the prompt with attention to the image, and linear layers score its first token. The score is
+    standardised: 0 is average, and scores below average are negative.
 
     Args:
         weights: `ImageReward.pt`: a file, or `owner/name:file` of the hub. Its names are mapped onto the BLIP
             of transformers; a file with other names is refused.
-        tokenizer: Folder or hub id.
+        tokenizer: Folder or hub id of the tokenizer.
         frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
         batch_size: Images or prompts in the model at once.
-        device: Of the model; `auto` takes the GPU if there is one.
+        device: Device of the model; `auto` takes the GPU if there is one.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ImageReward:
         return [(value - MEAN) / STD for value in values]
 
     def encode(self, images: Sequence[Tensor]) -> Tensor:
-        """Encode images: (B, patches + 1, width)."""
+        """Encode images to features (B, patches + 1, width)."""
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 
         size = self.model.image_size
@@ -105,7 +106,7 @@ class BlipScorer(nn.Module):
         state = rename(published)
         with base.explained("image_reward: these are not the weights of ImageReward.pt", errors=(KeyError,)):
             patches = state["vision.embeddings.patch_embedding.weight"]  # (width, 3, patch, patch)
-            num_patches = state["vision.embeddings.position_embedding"].shape[1] - 1  # less the class token
+            num_patches = state["vision.embeddings.position_embedding"].shape[1] - 1  # minus class token
             self.vocabulary, text_width = state["text.embeddings.word_embeddings.weight"].shape
             max_length = len(state["text.embeddings.position_embeddings.weight"])
             vision_mlp = len(state["vision.encoder.layers.0.mlp.fc1.weight"])
@@ -132,7 +133,7 @@ class BlipScorer(nn.Module):
             num_attention_heads=text_width // HEAD_SIZE,
             max_position_embeddings=max_length,
             layer_norm_eps=1e-12,
-            is_decoder=True,  # which adds the layers of cross-attention to the image
+            is_decoder=True,  # adds the cross-attention layers that read the image
         )
         self.vision = BlipVisionModel(vision)
         self.text = BlipTextModel(text, add_pooling_layer=False)
@@ -146,15 +147,15 @@ class BlipScorer(nn.Module):
         return self.vision.device
 
     def forward(self, ids: Tensor, mask: Tensor, features: Tensor) -> Tensor:
-        """Score texts (B, S) with the features (B, patches + 1, width) of their images: (B,)."""
+        """Score texts (B, tokens) given the features (B, patches + 1, width) of their images: (B,)."""
         seen = torch.ones(features.shape[:2], dtype=torch.long, device=features.device)
         encoded = self.text(
             input_ids=ids, attention_mask=mask, encoder_hidden_states=features, encoder_attention_mask=seen
         )
-        return self.head(encoded.last_hidden_state[:, 0])  # of the first token, [CLS]
+        return self.head(encoded.last_hidden_state[:, 0])  # at the first token, [CLS]
 
 
-# Published name to ours. The encoders are BLIP's; its authors and transformers name the same things.
+# Patterns that map the tensor names of BLIP's authors to the equivalent names of transformers.
 BLOCK, LAYER = r"^blip\.visual_encoder\.blocks\.(\d+)\.", r"vision.encoder.layers.\1."
 NAMES = (
     (r"^mlp\.layers\.", "head.layers."),
@@ -168,12 +169,12 @@ NAMES = (
     (BLOCK + r"attn\.proj\.", LAYER + "self_attn.projection."),
     (BLOCK + r"mlp\.", LAYER + "mlp."),
 )
-# Projections for a loss of BLIP's own training, and a buffer.
+# Not needed: projections for BLIP's pre-training losses, and a buffer.
 UNUSED = r"^blip\.(vision_proj|text_proj|itm_head)\.|\.position_ids$"
 
 
 def rename(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Map published tensor names to our modules; an unknown name is an error."""
+    """Rename published tensors to the names in `BlipScorer`; raises ValueError for an unknown name."""
     renamed = {}
     for name, tensor in published.items():
         if re.search(UNUSED, name):

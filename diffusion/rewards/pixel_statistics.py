@@ -12,6 +12,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
+from mmrl.core.reward_inputs import VISUAL, RewardInputs
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.image_io import to_pil
 from mmrl.diffusion.reward_base import frames_of, images_of
@@ -21,7 +22,7 @@ from mmrl.rewards.frames import even_frames, mean_over_frames
 JPEG_QUALITY = 95
 
 
-@reward
+@reward(inputs=RewardInputs(VISUAL))
 def jpeg_compressibility(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Outcome],
@@ -32,7 +33,7 @@ def jpeg_compressibility(
     """Size of an image as JPEG of quality 95, in kilobytes (DDPO, arXiv 2305.13301).
 
     Args:
-        form: `incompressible` is that size; `compressible` is minus a 500th of it.
+        form: `incompressible`: the size. `compressible`: minus the size divided by 500.
         frames: Frames of a video to compress, evenly from the first to the last; the reward is their mean.
     """
 
@@ -44,25 +45,25 @@ def jpeg_compressibility(
 
 
 def jpeg_kilobytes(image: Tensor) -> float:
-    """Size of an image (3, height, width) uint8 as JPEG; 1 kB is 1000 bytes, as in the source."""
+    """Return the JPEG size of an image (3, height, width) uint8 in kB; 1 kB is 1000 bytes, as published."""
     buffer = io.BytesIO()
     to_pil(image).save(buffer, format="JPEG", quality=JPEG_QUALITY)
     return buffer.tell() / 1000
 
 
-@reward
+@reward(inputs=RewardInputs(VISUAL))
 @per_outcome
 def clipped_pixels(prompt: Prompt, outcome: Outcome) -> float:
-    """Share of the pixel values of an image or video that are 0 or 255; give it weight 0.
+    """Fraction of the pixel values of an image or video that are 0 or 255; give it weight 0.
 
-    Images that drift towards what a reward likes are often too bright, too dark or too saturated; a check on
-    this share reports it.
+    Images that are over-optimised for a reward are often too bright, too dark or too saturated; a check on
+    this fraction reports it.
     """
     frames = frames_of(prompt, outcome)
     return float(((frames == 0) | (frames == 255)).double().mean())
 
 
-@reward
+@reward(inputs=RewardInputs(VISUAL))
 def pairwise_diversity(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Outcome],
@@ -73,14 +74,14 @@ def pairwise_diversity(
     """Mean pixel distance of an image to the others of its prompt, in [0, 1]; give it weight 0.
 
     The distance is the root of the mean squared difference of pixels in [0, 1], after images were averaged
-    to `size` x `size` (our reading). Images after equally many steps are compared; an image without others
-    has no value. Videos are compared by all pixels of `frames` frames, evenly from the first to the last.
+    to `size` x `size` (our reading). Only images after equally many steps are compared; an image without
+    such others gets None. Videos are compared by `frames` frames, evenly from the first to the last.
     """
     images = [
         even_frames(frames_of(prompt, outcome), frames)
         for prompt, outcome in zip(prompts, outcomes, strict=True)
     ]
-    groups: dict[tuple, list[int]] = {}  # places by prompt and number of steps
+    groups: dict[tuple, list[int]] = {}  # indices by prompt, step and number of frames
     for i, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
         groups.setdefault((prompt.uid, outcome.end, len(images[i])), []).append(i)
     values: list[float | None] = [None] * len(outcomes)
@@ -88,7 +89,7 @@ def pairwise_diversity(
         if len(members) < 2:
             continue
         small = torch.stack([adaptive_avg_pool2d(images[i].double() / 255, size).flatten() for i in members])
-        # Without the matrix product, whose rounding would give identical images a distance.
+        # Not by matrix product, whose rounding would give identical images a distance.
         gaps = torch.cdist(small, small, compute_mode="donot_use_mm_for_euclid_dist") / small.shape[1] ** 0.5
         for row, i in enumerate(members):
             values[i] = float(gaps[row].sum() / (len(members) - 1))

@@ -13,39 +13,40 @@ from torch import Tensor
 from mmrl.config.registry import reward
 from mmrl.core.answer_text import spelled
 from mmrl.core.answers import targets_of
+from mmrl.core.reward_inputs import VISUAL, RewardInputs
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.reward_base import frames_of, import_function
 from mmrl.rewards.adapters import OwnAnswer
 
-# From an image (3, height, width) uint8 to texts with confidences.
+# Maps an image (3, height, width) uint8 to texts with confidences.
 Recogniser = Callable[[Tensor], Sequence[tuple[str, float]]]
-FRAME_STRIDE = 4  # of a video
+FRAME_STRIDE = 4  # every fourth frame of a video is read
 
 
 def _own_texts(prompt: Prompt, *, column: str) -> OwnAnswer:
     return OwnAnswer(tuple(wanted(prompt, column)))
 
 
-@reward(own_answer=_own_texts)
+@reward(own_answer=_own_texts, inputs=RewardInputs(VISUAL))
 class TextInImage:
-    """Share of a prompt's quoted text that can be read in its image, in [0, 1].
+    """Fraction of a prompt's quoted text that can be read in its image, in [0, 1].
 
-    As in Flow-GRPO (arXiv 2505.05470). The text is what is between the first quotes of the prompt, see
-    `quoted`; spaces and case do not matter, nor how Unicode writes a letter. All text recognised with a
-    confidence above 0 is joined in the order of the recogniser, so that lines in another order cost edits, as
-    in the source. An image that shows the text and more earns 1; otherwise the edit distance,
-    at most the length of the text, is taken off. Of a video every fourth frame is read, and must show the
-    text alone; frames that earn nothing are left out of the mean. A prompt without quotes is an error, an
-    empty text earns 0 (our reading), and so does an image at which the recogniser fails.
+    The reward of Flow-GRPO (arXiv 2505.05470). The wanted text is between the first quotes of the prompt, see
+    `quoted`. Spaces, case and the Unicode form of a letter are ignored. All text recognised with a confidence
+    above 0 is joined in the order of the recogniser, so lines in another order cost edits, as in the source.
+    An image that contains the wanted text earns 1. Otherwise it earns 1 minus the edit distance per letter of
+    the wanted text, at least 0. Every fourth frame of a video is read, and must show only the wanted text;
+    frames that earn 0 are left out of the mean. A prompt without quotes is an error. An empty wanted text
+    earns 0 (our reading), and so does an image at which the recogniser fails.
 
     Args:
-        recogniser: `package.module:function` from an image (3, height, width) uint8 to (text, confidence)
-            pairs; by default rapidocr.
-        column: Column of the data with the wanted text, or with a list of which each is right; empty: it is
-            quoted in the prompt.
+        recogniser: `package.module:function` that maps an image (3, height, width) uint8 to pairs (text,
+            confidence); by default rapidocr.
+        column: Data column with the wanted text, or with a list of accepted texts; empty: the text is quoted
+            in the prompt.
     """
 
-    column: str = ""  # the prompt's quotes
+    column: str = ""  # empty: the prompt's quotes
 
     def __init__(self, *, recogniser: str = "", column: str = "") -> None:
         self.column = column
@@ -65,14 +66,14 @@ class TextInImage:
 
     @staticmethod
     def grade_texts(prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, column: str) -> list[float]:
-        """Grade the texts of outcomes as if they were recognised in images."""
+        """Grade the text of each outcome as if it had been recognised in an image."""
         return [
             max(text_match(target, outcome.text or "", more=True) for target in wanted(prompt, column))
             for prompt, outcome in zip(prompts, outcomes, strict=True)
         ]
 
     def read(self, image: Tensor) -> str:
-        """Join the texts of an image (3, height, width)."""
+        """Recognise the texts in an image (3, height, width), and join them."""
         try:
             texts = self.recognise(image)
         except Exception as error:  # the source counts a failure as an image without text; here it warns
@@ -82,7 +83,7 @@ class TextInImage:
 
 
 def wanted(prompt: Prompt, column: str) -> list[str]:
-    """Texts that an image may show: from the column, or without a column the quoted text."""
+    """Return the accepted texts of a prompt: from the column, or without a column the quoted text."""
     if not column:
         return [quoted(prompt)]
     targets = [] if prompt.columns.get(column) == "" else targets_of(prompt.columns.get(column))
@@ -94,7 +95,7 @@ def wanted(prompt: Prompt, column: str) -> list[str]:
     return targets
 
 
-# Opening quotes with their closing quotes. The first non-empty pair counts; double quotes before single ones.
+# Maps opening to closing quotes. The first non-empty pair counts; double quotes come before single quotes.
 DOUBLE = {
     '"': '"”',
     "“": '”“"',
@@ -113,7 +114,7 @@ SINGLE = {"'": "'’", "‘": "’'", "‚": "‘’", "‹": "›", "`": "`'"}
 def quoted(prompt: Prompt) -> str:
     """Find the text between the first quotes of a prompt, of any form: "OPEN", “OPEN”, «OPEN», 'OPEN'.
 
-    An inch mark (a quote after a digit) and an apostrophe open nothing. Quotes may be escaped or doubled.
+    Inch marks (quotes after a digit) and apostrophes are no quotes. Quotes can be escaped or doubled.
     """
     text = re.sub(r"\\+(?=[\"'])", "", html.unescape(prompt.text)).replace(",,", "„")
     text = re.sub(r'"{2,}(?=\S)([^"]*[^"\s])"{2,}', r'"\1"', text.replace("``", "“").replace("''", "”"))
@@ -135,7 +136,7 @@ def quoted(prompt: Prompt) -> str:
 
 
 def _end(text: str, at: int, pairs: Mapping[str, str]) -> int:
-    """Index of the quote that closes the quote at `at`; 0 if none is opened or closed there."""
+    """Return the index of the quote that closes the quote at `at`; 0 if it opens none or is not closed."""
     mark, before = text[at], text[at - 1 : at] if at else ""
     apostrophe = mark in "'‘`" and (before.isalnum() or re.match(r"\d\ds\b", text[at + 1 : at + 4]))
     if apostrophe or (mark in "\"'”" and before.isdigit()):
@@ -144,7 +145,7 @@ def _end(text: str, at: int, pairs: Mapping[str, str]) -> int:
         if text[end] not in pairs[mark]:
             continue
         inside, after = text[end - 1], text[end + 1 : end + 2]
-        word = text[end] in "'’" and after.isalnum()  # don't
+        word = text[end] in "'’" and after.isalnum()  # apostrophe, as in don't
         inches = text[end] == '"' and inside.isdigit() and text[end + 1 :].count('"') % 2
         if end > at + 1 and (word or inches or (pairs is SINGLE and inside.isspace())):
             continue
@@ -188,7 +189,7 @@ def rapid_ocr() -> Recogniser:
         result = engine(image.flip(0).permute(1, 2, 0).contiguous().cpu().numpy())
         return list(zip(result.txts or (), result.scores or (), strict=True))
 
-    # Models are loaded at first use; a missing one should be noticed before training.
+    # Models are loaded at first use; run them now, so that a missing model is noticed before training.
     blank = torch.full((3, 48, 96), 255, dtype=torch.uint8)
     recognise(blank)
     engine(blank.permute(1, 2, 0).numpy(), use_det=False, use_cls=False)
