@@ -21,8 +21,8 @@ from mmrl.runtime.modules import evaluating
 class CalibrateCodebook:
     """Fit the codebook of the cache `compression.binary_codebook` on prompts that a model answers.
 
-    Use prompts similar to those of later runs, but not the evaluation data. Prompts that the model has
-    memorised show less clearly which errors matter. Reference answers are not read.
+    Use prompts that are similar to the prompts of later runs, but not the evaluation data. Prompts that the
+    model has memorised show less clearly which errors matter. Reference answers are not read.
 
     Args:
         stream: Source of random numbers.

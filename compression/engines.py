@@ -18,7 +18,7 @@ class AcceleratedEngine(Protocol):
     """Protocol of an engine with a compressed cache or a transformed copy of its policy's model."""
 
     policy: Any
-    rollout_policy: Any  # policy that answers: the engine's policy, or a transformed copy
+    rollout_policy: Any  # policy that generates: the engine's policy, or a transformed copy
     cache: Callable | None  # creates the KV cache; None: the full cache
 
     def exactly(self) -> AbstractContextManager:
@@ -62,7 +62,7 @@ class FidelityGate(Measured):
         engine: The engine to wrap, with a cache or transforms.
         num_prompts: Number of distinct prompts to compare.
         num_tokens: Number of tokens per answer.
-        min_agreement: Smallest fraction of tokens for which both predict the same token, in [0, 1].
+        min_agreement: Smallest fraction of tokens that policy and engine predict alike, in [0, 1].
         max_kl: Largest mean KL(policy || engine) per token, in nats.
         allow: Whether to print the result without stopping the run.
     """
@@ -116,7 +116,7 @@ class SpeedupProbe(Measured):
     Args:
         engine: The engine to wrap, with a cache or transforms.
         at: Index of the first rollout to repeat, counted from 0.
-        every: Number of rollouts between later repetitions; 0: no further repetitions.
+        every: Interval of later repetitions, in rollouts; 0: no further repetitions.
     """
 
     def __init__(
@@ -150,6 +150,6 @@ class SpeedupProbe(Measured):
         return rows
 
     def pop_metrics(self) -> Mapping[str, float]:
-        """Return the metrics of the last repeated rollout, once."""
+        """Return the metrics of the last repeated rollout and clear them."""
         metrics, self.latest = self.latest, {}
         return metrics

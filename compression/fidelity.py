@@ -1,4 +1,4 @@
-"""Fidelity of compressed caches and transformed models: agreement and KL of greedy answers, and a gate."""
+"""Fidelity of compressed caches and models on greedy answers: agreement, KL, and a pass/fail check."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def read_answer(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Read a prompt into a cache, then an answer (1, t) token by token; without `answer`, decode greedily.
 
-    Yields the logits (1, V) of the next token and that token (1, 1), without end.
+    Yields (logits (1, V), token (1, 1)) for one token after another, without end.
     """
     inputs = dict(inputs)
     ids, positions = inputs.pop("input_ids"), inputs.pop("position_ids", None)
@@ -124,9 +124,9 @@ def read_answer(
 
 
 def answer_positions(positions: Tensor | None, start: int, stop: int) -> dict[str, Tensor]:
-    """Return position ids (..., stop - start) of decoded tokens; token 0 is the last token of the prompt.
+    """Return {"position_ids": (..., stop - start)} of decoded tokens; token 0 is the last of the prompt.
 
-    Positions continue from the largest position, which may belong to an image. Empty without `positions`.
+    Positions continue from the largest position, which may belong to an image. {} without `positions`.
     """
     if positions is None:
         return {}

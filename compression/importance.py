@@ -28,7 +28,7 @@ def make_plan(
     kinds: Sequence[str] = KINDS,
     queries: Literal["all", "last"] = "all",
 ) -> dict[str, list]:
-    """Measure importance on calibration batches, each the inputs of one call (in the papers one prompt).
+    """Measure importance on calibration batches; a batch is the inputs of one call (paper: one prompt).
 
     Returns lists for L layers. "heads" (L, H): ratio of attention to visual tokens over attention to other
     tokens, summed over all queries or only the last one (arXiv 2410.06169), averaged over batches.
@@ -77,7 +77,7 @@ def unit_importance(
     finally:
         OBSERVER.reset(token)
     blocks = model.base_model.get_decoder().layers
-    # E|h_j| times the norm of column j of the output weights: the contribution of unit j to the hidden state.
+    # Contribution of unit j to the hidden state: E|h_j| times the norm of column j of the output weights.
     norms = torch.stack([block.mlp.down_proj.weight.double().norm(dim=0).cpu() for block in blocks])
     return {"heads": ratios, "ffn_units": active / tokens.clamp(min=1) * norms}
 
@@ -109,7 +109,7 @@ def attention_ratio(attention: LayerAttention, queries: str) -> Tensor:
 
 @torch.no_grad()
 def layer_importance(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Compute KL(full || layer frozen for visual tokens) at the last position, averaged over rows: (L,)."""
+    """Compute KL(full || layer frozen for visual tokens) at the last position, mean over prompts: (L,)."""
     layers = shape_of(model).layers
     total, rows = torch.zeros(layers, dtype=torch.float64), 0
     for inputs in batches:
@@ -123,7 +123,7 @@ def layer_importance(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> 
 
 
 def _last_logp(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Compute the log-probabilities (B, V) after the last token of each prompt, padded on either side."""
+    """Compute log-probabilities (B, V) after the last token of prompts that are padded on either side."""
     states, mask = _prefill(model, inputs), inputs.get("attention_mask")
     mask = torch.ones(states.shape[:2], device=states.device) if mask is None else mask
     # Position of the last 1 in the mask: argmax of mask * position.
@@ -165,7 +165,7 @@ def first_units(share: float, layers: int, size: int) -> Units:
 
 
 def best_each(scores: Sequence[Sequence[float]], share: float) -> Units:
-    """Choose the fraction `share` of most important units in every layer; among equal units the first."""
+    """Choose the fraction `share` of units with the highest scores in every layer; ties: the first unit."""
     best = lambda line: sorted(range(len(line)), key=lambda unit: -line[unit])
     return tuple(tuple(sorted(best(line)[: round(share * len(line))])) for line in scores)
 
@@ -176,8 +176,8 @@ def best_overall(scores: Sequence[Sequence[float]], share: float, whole: int) ->
     `share` is the fraction of the units of all layers, including the first `whole` layers.
     """
     size = len(scores[0])
-    # The first `whole` layers, which keep all units, count in the budget. The sort is stable: of equal units
-    # the first is chosen.
+    # Units of the first `whole` layers are part of the budget. The sort is stable: of equal units, the first
+    # is chosen.
     free = [(layer, unit) for layer in range(whole, len(scores)) for unit in range(size)]
     free.sort(key=lambda place: -scores[place[0]][place[1]])
     kept = set(free[: max(0, round(share * size * len(scores)) - whole * size)])

@@ -25,7 +25,7 @@ from mmrl.kv_cache.row_groups import group_slots
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryCodebookRecipe(SplitRecipe):
-    """Binary codes of a prompt, with calibrated `codebooks` per layer, or codebooks fitted to each prompt."""
+    """Recipe that stores prompts as bits of codebooks, which are calibrated or fitted to each prompt."""
 
     first: int
     newest: int
@@ -37,7 +37,7 @@ class BinaryCodebookRecipe(SplitRecipe):
         return replace(self, layer=layer)
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return token positions in P prompts: exact tokens (P, n), coded tokens as one group (P, 1, n)."""
+        """Return positions of the tokens of P prompts: exact tokens (P, n), and one coded group (P, 1, n)."""
         rank = real.cumsum(1) - 1
         coded = real & (rank >= self.first) & (rank < real.sum(1, keepdim=True) - self.newest)
         if self.visual:
@@ -84,8 +84,8 @@ def binary_codebook(
         config: Configuration of the model.
         visual: Mask of the visual tokens, (P, S) bool for P prompts of S tokens; needed for `of: visual`.
         mask: Mask of the tokens that are not padding, (P, S) bool.
-        nbits: Bits per element of the keys, in (0, 8], or 16 for exact keys; 1.5: 1.5 vectors per channel.
-            Default: 2.
+        nbits: Bits per element of the keys, in (0, 8], or 16 for exact keys. For example, 1.5 means 1.5
+            vectors per channel. Default: 2.
         value_nbits: Bits per element of the values; by default `nbits`.
         of: Tokens to quantise. `prompt`: the whole prompt. `visual`: only its visual tokens.
         codebook: File written by the builder `calibrate_codebook` for similar prompts; it sets the bits.

@@ -24,10 +24,10 @@ class KiviRecipe(Recipe):
     codec: KiviCodec
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return token positions in P prompts: older keys (P, E, g), older values (P, n), new tokens."""
+        """Return positions in P prompts: E groups of g old keys (P, E, g), old values (P, n), new (P, n)."""
         rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)  # padding is not counted
         residual = self.codec.residual_length
-        # As if tokens came one by one: keys are quantised in blocks of residual_length, values one at a time.
+        # As if tokens came one by one: residual_length keys are quantised together, values one at a time.
         keys = real & (rank < length - length % residual)
         values = real & (rank < length - residual)
         return {
@@ -38,7 +38,7 @@ class KiviRecipe(Recipe):
         }
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Quantise older tokens of prompts (P, h, S, D) once for all rows; newer ones go to row windows."""
+        """Quantise old tokens of prompts (P, h, S, D) once for all rows; copy new tokens to each row."""
         shared: tuple[list[Part], list[Part]] = [], []
         old, flat = layout.slots["keys"], layout.slots["keys"].flatten(1)
         if flat.shape[1]:

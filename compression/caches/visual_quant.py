@@ -18,7 +18,7 @@ from mmrl.kv_cache.row_groups import group_slots
 
 @dataclass(frozen=True, kw_only=True)
 class VisualQuantRecipe(SplitRecipe):
-    """Quantisation settings of the visual tokens; keys and values of text stay exact."""
+    """Recipe that quantises the keys and values of visual tokens, and stores those of text exactly."""
 
     rule: quantization.Rule
     q_group_size: int
@@ -29,8 +29,8 @@ class VisualQuantRecipe(SplitRecipe):
     guard: bool
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return token positions in P prompts: text tokens (P, n), visual tokens in groups (P, E, n)."""
-        group = None  # all visual tokens of a prompt
+        """Return positions of tokens in P prompts: text (P, n), and visual tokens in E groups (P, E, n)."""
+        group = None  # one group: all visual tokens of a prompt
         if self.per_image:
             # A group starts at each visual token after another kind of token; `pad` shifts right by one.
             group = ((visual & ~nn.functional.pad(visual, (1, -1))).cumsum(1) - 1).clamp(min=0)
@@ -80,7 +80,7 @@ def visual_quant(
     """Quantise the visual tokens of prompts; text, answers and later images stay exact.
 
     CalibQuant (arXiv 2502.14882) is `rule: shrunk, score_drop: 3.0`; only `guard`, which preserves the order
-    of scores, is our reading. Its first version is `rule: quantile`. Answers to a prompt share its cache.
+    of scores, is our reading. The paper's first version is `rule: quantile`. Answers share a prompt's cache.
 
     Args:
         config: Configuration of the model.

@@ -19,7 +19,7 @@ from mmrl.kv_cache.tails import GrowingTail
 
 @dataclass(eq=False, kw_only=True)
 class VLCacheRecipe(Recipe):
-    """Options of VL-Cache, and the scores of the layers so far; one recipe object serves all layers."""
+    """Recipe with the options of VL-Cache and the scores of the layers so far; one object for all layers."""
 
     keep: float
     by_density: bool
@@ -57,7 +57,7 @@ class VLCacheRecipe(Recipe):
 
 
 def allocate(density: Tensor, keep: float) -> Tensor:
-    """Allocate each of L layers a fraction of P prompts' tokens by densities (L, P); the mean is `keep`."""
+    """Compute the fractions (L, P) of P prompts' tokens that L layers keep, by attention densities (L, P)."""
     if keep == 1:
         return torch.ones_like(density)
     # Fractions are proportional to densities; after clamping to [0.01, 1], their mean may differ from `keep`.
@@ -101,7 +101,7 @@ def score_tokens(
 
 
 def choose(scores: Tensor, real: Tensor, share: Tensor, recent: float) -> Tensor:
-    """Choose tokens by scores (P, h, S) and fractions (P,). Returns slots (P, h, n), filled up with -1.
+    """Choose fractions (P,) of tokens by scores (P, h, S); return their slots (P, h, n), padded with -1.
 
     The fraction `recent` of a prompt's budget goes to its newest tokens, the rest to the tokens with the
     highest scores. Among equal scores the newer token is chosen.
@@ -137,16 +137,16 @@ def vl_cache(
     """Keep the prompt tokens that the text after the images attends to most (VL-Cache, arXiv 2410.23317).
 
     Visual and text tokens are treated alike. Each key head has its own selection. The whole prompt stays in
-    memory until the last layer is scored. With `layers: uniform`, `window: 64` and `pool: 7` it resembles
-    SnapKV (arXiv 2404.14469).
+    memory until the last layer is scored. With `layers: uniform`, `window: 64` and `pool: 7` the cache
+    resembles SnapKV (arXiv 2404.14469).
 
     Args:
         config: Configuration of the model.
         visual: Mask of the visual tokens, (P, S) bool for P prompts of S tokens.
         mask: Mask of the tokens that are not padding, (P, S) bool.
         keep: Fraction of the tokens to keep, in (0, 1], averaged over layers (paper: 0.1).
-        layers: `density`: keep more tokens in layers with denser attention, as in the paper. `uniform`: keep
-            the same fraction in all layers.
+        layers: Allocation of the tokens. `density`: more tokens to layers with denser attention, as in the
+            paper. `uniform`: the same fraction in all layers.
         window: Number of newest tokens whose attention gives the scores.
         recent: Fraction of the budget for the newest tokens, in [0, 1].
         threshold: Attention weight, relative to the largest, from which a token counts as attended to (paper:

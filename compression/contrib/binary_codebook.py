@@ -1,11 +1,11 @@
 """Binary codebooks: tokens as sums of codebook vectors, one bit per vector (experimental, our method).
 
-A token of D channels is x = low + bits @ vectors with m vectors, and takes m / D bits per element, in any
+A token of D channels is x = low + bits @ vectors with m vectors. It takes m / D bits per element, in any
 fraction. Vectors start from the principal components (Karhunen-Loeve transform), with bits allocated by
 reverse water-filling (textbook transform coding). Then vectors and bits are fitted alternately, so that
 vectors need not stay orthogonal. This is additive quantization (Babenko and Lempitsky, CVPR 2014) with
 codebooks of two entries; the sweep over single bits is ours. Fitting uses signs s = 2 * bits - 1 and halved
-vectors, whose mean is 0.
+vectors, and subtracts the mean of the tokens first.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mmrl.kv_cache.quantization import Codes, dequantize, pack, quantize, unpack
 ERROR = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.00104, 0.0003035, 0.0000869)
 HALF = (0.0, 0.798, 1.494, 2.051, 2.514, 2.915, 3.276, 3.613, 3.927)
 MAX_BITS = len(ERROR) - 1  # most bits per component
-MIN_VARIANCE = 1e-10  # relative to the largest variance; components below get no bits
-RIDGE = 1e-3  # ridge of the least squares, per token: two vectors may always have equal signs
+MIN_VARIANCE = 1e-10  # relative to the largest variance; components with less get no bits
+RIDGE = 1e-3  # ridge of least squares, per token, in case two vectors always have equal signs
 
 
 @dataclass(frozen=True)
 class Codebook:
     """A codebook: `low` (R, h, 1, D), and `vectors` (R, h, m, D) in 8 bits with one scale per vector.
 
-    R is the number of rows, h of key heads, m of vectors, D of channels. `metric` (1, h, D, D) weights the
-    error when bits are chosen. A `calibrated` codebook has one row for all prompts and takes no cache memory.
+    The sizes are R batch rows, h key heads, m vectors and D channels. `metric` (1, h, D, D) weights the error
+    when bits are chosen. A `calibrated` codebook has one row for all prompts and takes no cache memory.
     """
 
     low: Tensor
@@ -50,11 +50,11 @@ class Codebook:
         return 0 if self.calibrated else self.vectors.nbytes + self.low.nbytes
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return `low` and the dequantised vectors in `dtype`."""
+        """Return the offset `low` and the dequantised vectors of the codebook, in `dtype`."""
         return self.low.to(dtype), dequantize(self.vectors).to(dtype)
 
     def select(self, rows: Tensor) -> Codebook:
-        """Return the codebook of the given rows, in this order; unchanged if calibrated."""
+        """Return the codebook with only the given rows, in this order; unchanged if calibrated."""
         if self.calibrated:
             return self
         return replace(self, low=self.low[rows], vectors=self.vectors.map(lambda x: x[rows]))
@@ -63,11 +63,11 @@ class Codebook:
 def allocate_bits(variance: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Allocate `num` bits to components with variances (..., D), each where it lowers the error most.
 
-    Returns for every bit its component (..., num), and which bit of the component it is, counted from 0; the
-    largest gains come first. This is reverse water-filling with whole bits.
+    Returns two tensors (..., num): the component of every bit, and the number of the bit in its component,
+    counted from 0. The largest gains come first. This is reverse water-filling with whole bits.
     """
     error = variance.new_tensor(ERROR)
-    gains = variance[..., None] * (error[:-1] - error[1:])  # (..., D, MAX_BITS), gain of each further bit
+    gains = variance[..., None] * (error[:-1] - error[1:])  # (..., D, MAX_BITS), gain of each additional bit
     best = gains.flatten(-2).topk(num, -1).indices
     return best // MAX_BITS, best % MAX_BITS
 
@@ -82,7 +82,7 @@ def initial_vectors(covariance: Tensor, num: int) -> Tensor:
     which, level = allocate_bits(variance, num)
     number = torch.zeros_like(variance, dtype=torch.int64).scatter_add_(-1, which, torch.ones_like(which))
     number, spread = number.gather(-1, which), variance.gather(-1, which).sqrt()
-    # 2^b levels span 2 * half in 2^b - 1 steps: the last sign moves by one step, each earlier one by twice.
+    # 2^b levels span 2 * half in 2^b - 1 steps: the last sign moves by one step, each earlier by twice that.
     length = variance.new_tensor(HALF)[number] * spread * 2.0 ** (number - 1 - level) / (2.0**number - 1)
     columns = basis.gather(-1, which[..., None, :].expand(*basis.shape[:-1], num))  # (..., D, num)
     return (columns * length[..., None, :]).mT.to(covariance.dtype)
@@ -108,7 +108,7 @@ def choose_signs(
 
 
 def fit_vectors(x: Tensor, signs: Tensor, count: Tensor) -> Tensor:
-    """Fit vectors (..., m, D) to signs (..., n, m), 0 in padding, by least squares; `count` tokens."""
+    """Fit vectors (..., m, D) to `count` tokens by least squares; signs (..., n, m) are 0 in padding."""
     ridge = RIDGE * count.clamp(min=1) * torch.eye(signs.shape[-1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve(signs.mT @ signs + ridge, signs.mT @ x)
 
@@ -116,9 +116,9 @@ def fit_vectors(x: Tensor, signs: Tensor, count: Tensor) -> Tensor:
 def fit(
     x: Tensor, nbits: float, *, valid: Tensor | None = None, metric: Tensor | None = None, rounds: int = 3
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit a codebook of signs to tokens (R, h, n, D); only the tokens in `valid` (R, 1, n, 1) count.
+    """Fit vectors and signs to tokens (R, h, n, D); `valid` (R, 1, n, 1) is False for padding.
 
-    Returns the mean (R, h, 1, D), the vectors (R, h, m, D) and the signs (R, h, n, m) for m vectors.
+    Returns the mean (R, h, 1, D), m vectors (R, h, m, D) and the signs (R, h, n, m) of the tokens.
     """
     exact = x if x.dtype == torch.float64 else x.float()
     weight = torch.ones_like(exact[..., :1]) if valid is None else valid.expand_as(exact[..., :1]).to(exact)
@@ -145,16 +145,16 @@ def fit(
 
 
 def quantize_codebook(mean: Tensor, vectors: Tensor, dtype: torch.dtype) -> Codebook:
-    """Quantise a mean and vectors of signs to a codebook of bits (bit 1 adds twice the vector to `low`)."""
+    """Convert a mean and sign vectors to an 8-bit codebook for bits: bit 1 adds twice a sign vector."""
     codes = quantize((2 * vectors).to(dtype), 8, channels=vectors.shape[-1])
     low = mean - dequantize(codes).to(mean.dtype).sum(-2, keepdim=True) / 2
     return Codebook(low.to(dtype), codes)
 
 
 def encode(x: Tensor, codebook: Codebook, *, signs: Tensor | None = None, sweeps: int = 3) -> Tensor:
-    """Choose the bits of tokens (R, h, n, D); returns them packed, (R, h, n, ceil(m / 8)) uint8.
+    """Encode tokens (R, h, n, D) as packed bits (R, h, n, ceil(m / 8)) uint8, one per codebook vector.
 
-    Pass the fit's `signs` if available: starting from zeros gives larger errors, above all for many bits.
+    Pass the `signs` of `fit` if available: a start from zeros gives larger errors, above all for many bits.
     """
     exact = x if x.dtype == torch.float64 else x.float()
     low, vectors = codebook.dense(exact.dtype)

@@ -29,14 +29,14 @@ TOKENS = 1 << 14  # number of tokens, sampled from all prompts, to which the vec
 
 @dataclass(frozen=True)
 class CalibratedCodebook:
-    """Vectors (1, h, m, D), mean (1, h, 1, D) and metric (1, h, D, D) of one layer's keys or values."""
+    """Mean (1, h, 1, D), m vectors (1, h, m, D) and metric (1, h, D, D) of a layer's keys or values."""
 
     mean: Tensor
     vectors: Tensor
     metric: Tensor
 
     def for_tokens(self, like: Tensor) -> Codebook:
-        """Quantise the codebook in the precision of the tokens `like` (R, h, n, D); check their sizes."""
+        """Quantise the codebook in the dtype of tokens `like` (R, h, n, D); ValueError if h or D differ."""
         if self.mean.shape[1::2] != like.shape[1::2]:  # numbers of heads and channels
             raise ValueError(
                 f"the codebook was fitted for {self.mean.shape[1]} heads of {self.mean.shape[3]} channels, "
@@ -56,7 +56,7 @@ def write_codebooks(codebooks: Mapping[str, Tensor], path: str | Path) -> None:
 
 
 def read_codebooks(path: str, layers: int) -> list[tuple[CalibratedCodebook, CalibratedCodebook]]:
-    """Read the codebooks of a file: a pair (keys, values) for each of `layers` layers."""
+    """Read the codebooks of a file: a pair (keys, values) for each of the model's `layers` layers."""
     from safetensors import SafetensorError
 
     try:
@@ -102,7 +102,7 @@ def calibrate_codebooks(
     tokens: dict[str, list[list[Tensor]]] = {"keys": [], "values": []}
     moments: dict[str, Any] = {"keys": 0.0, "values": 0.0}
     for inputs in prompts:
-        # Tokens that the cache will quantise; the last token of a prompt is not in the cache.
+        # Find the tokens that the cache will quantise. The last token of a prompt is not in the cache.
         ids = inputs["input_ids"][:, :-1]
         coded = torch.arange(ids.shape[1], device=ids.device) >= first
         if of == "visual":
@@ -129,17 +129,17 @@ def scale_metric(moments: Tensor) -> Tensor:
     """Scale second moments (L, h, D, D) to a mean diagonal of 1, and add `FLOOR` to the diagonal."""
     mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(moments.shape[-1], dtype=moments.dtype, device=moments.device)
-    # If the answer does not depend on them, as in the last layer of some models, weight all channels equally.
+    # If answers do not depend on keys or values, as in the last layer of some models, all weights are equal.
     return torch.where(mean > 0, moments / mean.clamp(min=1e-30), eye) + FLOOR * eye
 
 
 def margin_gradients(
     model: nn.Module, inputs: Inputs, num: int, generator: torch.Generator | None
 ) -> dict[str, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """Return "keys" and "values" of a prompt in every layer, each with gradients of the logit margin."""
+    """Return the "keys" and "values" of a prompt in all layers, with gradients of the logit margin."""
     from transformers import DynamicCache
 
-    # A single prompt without padding needs no mask; `read_answer` uses a mask of ones.
+    # A single prompt without padding needs no mask: `read_answer` uses a mask of ones.
     inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
     ids, cache = inputs["input_ids"], DynamicCache(config=model.config)
     ends = model.generation_config.eos_token_id
@@ -150,7 +150,7 @@ def margin_gradients(
             answer.append(token)
             if int(token) in ends:
                 break
-    # Make the prompt's keys and values leaves of the graph; read the answer without its last token at once.
+    # Make the prompt's keys and values leaves of the graph. Then read the whole answer in one forward pass.
     length, prompt = ids.shape[1] - 1, DynamicCache(config=model.config)
     read = [
         [x[:, :, :length].detach().requires_grad_() for x in (layer.keys, layer.values)]

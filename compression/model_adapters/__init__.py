@@ -1,1 +1,1 @@
-"""Adapters of vision-language model families for pruned visual computation."""
+"""Adapters of vision-language model families, through which visual-token pruning reads the models."""

@@ -1,4 +1,4 @@
-"""Interface to model families for pruned visual computation: patch grids, projections, positions."""
+"""Adapter of a model family for visual-token pruning: patch grids, projections, positions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ModelAdapter:
 
     grids: Callable[[nn.Module, Mapping[str, Any]], dict[int, PatchGrids]]
     class_token_attention: Callable[[nn.Module], nn.Module] | None = None
-    grids_need_media: bool = False  # known only after encoding; stored with the features
-    multimodal_positions: bool = False  # M-RoPE: (time, height, width) per token
+    grids_need_media: bool = False  # grids are known when media are encoded; features carry them
+    multimodal_positions: bool = False  # M-RoPE: position ids (time, height, width) per token
     head_norm: bool = False  # queries and keys are normalised per head, as in Qwen3
 
     def project(
@@ -48,7 +48,7 @@ class ModelAdapter:
         if not self.multimodal_positions:
             return ids.expand(batch, -1)
         ids = ids if ids.dim() == 3 else ids[None]
-        return ids[-3:].expand(3, batch, -1)  # drop an axis of text positions before these three
+        return ids[-3:].expand(3, batch, -1)  # drop the axis of text positions, if there are four axes
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

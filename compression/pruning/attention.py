@@ -1,4 +1,4 @@
-"""Attention of one pruned layer: text tokens use all heads, visual tokens only the heads kept for them."""
+"""Attention of one pruned layer: text tokens use all heads, visual tokens only some of the heads."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def split_heads(kept: Heads | None, heads: int, kv_heads: int) -> HeadSplit:
 class LayerAttention:
     """Attention of one layer: queries, keys and values, and the computation on them.
 
-    `q` holds the queries of text tokens (B, H, n_t, D). `k` and `v` hold the keys and values of all columns
-    (B, Hkv, C, D). `rows` holds the queries, keys and values of visual tokens, only for their heads; the
-    queries are None if the layer is frozen.
+    `q` holds the queries of text tokens (B, H, n_t, D). `k` and `v` hold the keys and values (B, Hkv, C, D)
+    of all C tokens that can be attended to. `rows` holds the queries, keys and values of visual tokens, only
+    for the heads kept for them; the queries are None if the layer is frozen.
     """
 
     q: Tensor
@@ -63,7 +63,7 @@ class LayerAttention:
         stage, kept, lost, vis = self.stage, self.split.kept, self.split.lost, None
         if not torch.is_tensor(self.k):
             return self._attend_quantised_cache(), None
-        # No visual queries: no visual tokens, a frozen layer, or one in which all heads are dropped for them.
+        # Visual queries are missing without visual tokens, in frozen layers, and if no head is kept for them.
         if self.rows is None or self.rows[0] is None:
             if not lost or not stage.any_visual:
                 return self._attend_text(None), None
@@ -90,10 +90,10 @@ class LayerAttention:
         return _pick_heads(self.k, wanted), _pick_heads(self.v, wanted)
 
     def last_row(self) -> Tensor:
-        """Compute the attention weights of the last text token on visual tokens (B, n_v), mean over heads."""
+        """Compute the attention (B, n_v) of the last text token to visual tokens, averaged over heads."""
         k, _ = self.keys(None)
         weights = softmax_rows(self.q[:, :, -1:], k, self.stage.mask(self.stage.text[:, -1:]), self.scale)
-        past = k.shape[2] - self.stage.cols.shape[1]  # columns of earlier calls, without rows in this call
+        past = k.shape[2] - self.stage.cols.shape[1]  # number of columns from earlier calls
         return pick(weights.mean(1)[:, 0, past:], self.stage.vis_at)
 
     def _attend_quantised_cache(self) -> Tensor:
@@ -130,8 +130,8 @@ class LayerAttention:
                 return F.scaled_dot_product_attention(q, *self.keys(heads), is_causal=True, scale=self.scale)
             mask = stage.bias("text", lambda: stage.text_mask, q.dtype)
         if heads is None and q.shape[2] == 1 and group > 1:
-            # With one query per head, the query heads of a group become rows of their key head, so that keys
-            # are not repeated: (B, H, 1, D) becomes (B, Hkv, group, D).
+            # With one query per head, the query heads of a group become queries of their key head, so that
+            # keys are not repeated: (B, H, 1, D) becomes (B, Hkv, group, D).
             packed = q.unflatten(1, (-1, group))[:, :, :, 0]
             out = F.scaled_dot_product_attention(packed, self.k, self.v, attn_mask=mask, scale=self.scale)
             return out.flatten(1, 2)[:, :, None]
@@ -157,7 +157,7 @@ class LayerAttention:
             make = lambda: window_mask(stage, pruning)
             mask = stage.bias(("near", pruning.radius, pruning.causal), make, q.dtype)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
-        if split.kept is not None:  # visual tokens have only the needed key heads
+        if split.kept is not None:  # `mine` has only the key heads that the kept query heads read
             place = {head: at for at, head in enumerate(split.needed or range(mine[0].shape[1]))}
             heads = tuple(place[h // split.group] for h in split.kept)
             mine = [_pick_heads(x, heads) for x in mine]
@@ -173,6 +173,6 @@ def _pick_heads(x: Tensor, heads: Heads | None) -> Tensor:
 
 
 def softmax_rows(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Compute attention weights (B, H, n, C) of a few rows, in float32 or better."""
+    """Compute attention weights (B, H, n, C) of a few queries, in float32 or better."""
     scores = (q @ k.transpose(-1, -2) * scale).to(torch.promote_types(q.dtype, torch.float32))
     return scores.masked_fill(~mask, float("-inf")).softmax(-1)

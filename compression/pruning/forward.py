@@ -51,7 +51,7 @@ def forward_text(
     use_cache: bool | None = None,
     **other: Any,
 ) -> Any:
-    """Run a pruned language model; removed visual tokens keep their last hidden state."""
+    """Run a pruned language model. Its last hidden states are zeros for removed visual tokens."""
     from transformers import DynamicCache
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -104,12 +104,12 @@ class PrunedForward:
                 if reduction.layer == i:
                     stage, vis, scores = self._reduce(number, reduction, stage, text, vis, scores)
             layer = partial(self._layer, i, block, stage)
-            # As in transformers. With a cache, recomputation would append keys and values twice.
+            # Checkpoint as transformers does. With a cache, recomputation would append keys and values twice.
             if block.gradient_checkpointing and block.training and self.call.cache is None:
                 text, vis, scores = block._gradient_checkpointing_func(layer, text, vis)
             else:
                 text, vis, scores = layer(text, vis)
-        # Scatter rows to their positions in the sequence; padding rows (-1) go to an extra last position.
+        # Scatter states to their positions in the sequence. Padding (-1) goes to an extra last position.
         batch, size, width = states.shape
         out = states.new_zeros(batch, size + 1, width)
         lines = torch.arange(batch, device=states.device)[:, None]
@@ -142,7 +142,7 @@ class PrunedForward:
         stay = pack_places(keep)
         after = self.call.stage(number, pick(stage.vis, stay).masked_fill(stay < 0, NO_TOKEN))
         match self.call.cache:
-            case PromptCache() as cache if not self.call.past:  # later layers store fewer columns
+            case PromptCache() as cache if not self.call.past:  # later layers will store fewer columns
                 cache.lay_out(reduction.layer, after.visual, after.seen)
         return after, pick(vis, stay), scores if scores is None else pick(scores, stay)
 
@@ -155,7 +155,7 @@ class PrunedForward:
         )
         keys = torch.cat([rotate(k, *stage.text_rotary), rotate(vis_k, *stage.vis_rotary)], 2)
         keys = keys.repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)  # one per query head
-        last = rotate(q, *stage.text_rotary)[:, :, -1:]  # the last token, as rows are padded on the left
+        last = rotate(q, *stage.text_rotary)[:, :, -1:]  # the last token, because padding is on the left
         is_token = torch.cat([stage.text >= 0, stage.is_token], 1)
         weights = softmax_rows(last, keys, is_token[:, None, None], block.self_attn.scaling)
         return weights.mean(1)[:, 0, text.shape[1] :]
@@ -163,12 +163,12 @@ class PrunedForward:
     def _layer(
         self, i: int, block: nn.Module, stage: TokenStage, text: Tensor, vis: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Apply layer `i` to text and visual tokens; also return the scores that the next reduction needs."""
+        """Apply layer `i` to text and visual tokens; also return scores for the next reduction, if any."""
         attn, mlp, norm = block.self_attn, block.mlp, block.post_attention_layernorm
         attention, observe = self._attention(i, block, stage, text, vis), OBSERVER.get()
         if observe is not None:
             observe("attention", i, attention)
-        # A pre-norm residual layer. Text rows use all heads and inner units.
+        # A pre-norm residual layer. Text tokens use all heads and inner units.
         text_out, vis_out = attention.attend()
         text = text + attn.o_proj(text_out.transpose(1, 2).flatten(2))
         text = text + mlp(norm(text))
@@ -183,14 +183,14 @@ class PrunedForward:
             if observe is not None:
                 observe("ffn_units", i, (hidden, stage))
             vis = vis + sliced_linear(mlp.down_proj, hidden, columns=units)
-        # FastV ranks tokens by the attention of the layer before the cut.
+        # FastV ranks tokens by the attention of the layer before the reduction.
         wanted = any(r.scores == "previous" and r.layer == i + 1 for r in self.pruning.reductions)
         return text, vis, attention.last_row() if wanted and vis.shape[1] else None
 
     def _attention(
         self, i: int, block: nn.Module, stage: TokenStage, text: Tensor, vis: Tensor
     ) -> LayerAttention:
-        """Project text and visual tokens, and append their keys and values to those of the cache."""
+        """Project text and visual tokens to queries, keys and values; append the last two to the cache."""
         attn, shape, cache = block.self_attn, self.shape, self.call.cache
         split = split_heads(self.pruning.heads_of(i), shape.heads, shape.kv_heads)
         q, k, v = self.adapter.project(attn, block.input_layernorm(text))

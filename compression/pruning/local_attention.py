@@ -30,7 +30,7 @@ def block_keys(rows: int, columns: int, radius: int, causal: bool) -> tuple[int,
 
 @lru_cache(maxsize=64)
 def _window(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
-    """Compute for each query which keys of its block are in its window: (blocks, queries, keys) bool."""
+    """Compute the mask (blocks, queries, keys) of the keys of a block that are in each query's window."""
     block, reach = block_rows(rows, columns), min(radius, rows - 1)
     blocks, queries, keys = block_keys(rows, columns, radius, causal)
     start = torch.arange(blocks)[:, None] * block  # the first grid row of every block
@@ -41,7 +41,7 @@ def _window(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
     near = ((qy - ky).abs() <= radius) & ((qx - kx).abs() <= radius) & (ky >= 0) & (ky < rows)
     if causal:
         near &= ky * columns + kx <= qy * columns + qx
-    # Padding rows of the last block attend to all keys, so that softmax is defined; they are dropped later.
+    # Padding queries of the last block attend to all keys, so that softmax is defined; they are cut off.
     return near | (qy >= rows)
 
 
@@ -52,7 +52,7 @@ def attend_near(
     """Attend from visual tokens to their window and to the text before them; returns (B, H, n_v, D).
 
     `rows` holds the queries, keys and values of the visual tokens. `text` holds the keys and values (B, H, t,
-    D) of the text tokens in the columns `stage.words`. No token of a grid may have been removed.
+    D) of the text tokens in the columns `stage.words`. The grids must be complete (no removed tokens).
     """
     batch, heads, n, size = rows[0].shape
     flat = [x.transpose(1, 2).reshape(batch * n, heads, size) for x in rows]
@@ -70,7 +70,7 @@ def attend_near(
 
 
 def _grid_rows(stage: TokenStage) -> list[tuple[tuple[int, int], Tensor, bool]]:
-    """List per shape of grids: (shape, flat row indices (F, h * w), whether these are all rows in order)."""
+    """List (shape, flat token indices (F, h * w), whether all tokens are in order) for each grid shape."""
     batch, n = stage.vis.shape
     every = torch.arange(batch * n, device=stage.vis.device)
     place = (stage.inverse(stage.vis) + every[::n, None]).flatten()
@@ -84,7 +84,7 @@ def _attend_blocks(
     rows: list[Tensor], text: list[Tensor], bias: Tensor, shape: tuple[int, int], pruning: PruningSpec,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """Attend within F grids of equal shape, (F, h * w, H, D), block by block."""
+    """Attend from F grids of equal shape to their windows and text, block by block: (F, h * w, H, D)."""
     (height, width), (frames, _, heads, size) = shape, rows[0].shape
     block, reach = block_rows(height, width), min(pruning.radius, height - 1)
     blocks = -(-height // block)
@@ -102,7 +102,7 @@ def _attend_blocks(
 
 
 def _block_mask(stage: TokenStage, shape: tuple[int, int], at: Tensor, pruning: PruningSpec) -> Tensor:
-    """Compute the mask of every block for window and text: (F * blocks, 1, queries, keys + t) bool."""
+    """Compute the masks (F * blocks, 1, queries, keys + t) of window and text for the blocks of F grids."""
     (height, width), frames = shape, len(at)
     near = _window(height, width, pruning.radius, pruning.causal).to(at.device).expand(frames, -1, -1, -1)
     _, blocks, queries, _ = near.shape
@@ -117,7 +117,7 @@ def _pad_rows(x: Tensor, columns: int, above: int, below: int) -> Tensor:
 
 
 def window_mask(stage: TokenStage, pruning: PruningSpec) -> Tensor:
-    """Compute the window mask of visual tokens over all columns if grids lost tokens: (B, 1, n_v, C) bool."""
+    """Compute the window mask (B, 1, n_v, C) of visual tokens over all C keys; grids may lack tokens."""
     rows, cols = (
         [pick(axis, index) for axis in stage.call.layout.place] for index in (stage.vis, stage.cols)
     )

@@ -80,7 +80,7 @@ def lay_out(core: nn.Module, inputs: Mapping[str, Any], *, grids: bool) -> Token
 
 
 def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Encode images or videos with `method`, and attach grids and tower states to the features."""
+    """Encode images or videos with `method`; attach patch grids and vision-tower states to the features."""
     adapter, tower, hooks = adapter_of(core), {}, []
     if kind == "image" and pruning_of(core).tower:
         attn = adapter.class_token_attention(core)
@@ -93,7 +93,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
     finally:
         for hook in hooks:
             hook.remove()
-    if torch.is_tensor(out.pooler_output):  # a single tensor: grids follow from shapes
+    if torch.is_tensor(out.pooler_output):  # a single tensor: its shape gives the grids
         return out
     grids = iter(())
     if adapter.grids_need_media:
@@ -110,7 +110,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
 
 
 def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
-    """Encode the images of a call in advance, as `generate` does, so that features carry their attributes."""
+    """Encode the images of a call in advance, as `generate` does, so features carry vision-tower states."""
     if inputs.get("pixel_values") is None:
         return
     wanted = inspect.signature(core.get_image_features).parameters
@@ -121,7 +121,7 @@ def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
 def pack_places(flags: Tensor) -> Tensor:
     """Return the indices at which `flags` (B, S) is True, in order, padded on the left with -1: (B, n)."""
     n = int(flags.sum(1).max())
-    # A stable sort puts False before True and preserves the order within each.
+    # A stable sort puts False before True, and preserves the order of the indices of each.
     order = torch.sort(flags.to(torch.uint8), dim=1, stable=True).indices[:, flags.shape[1] - n :]
     return order.masked_fill(~flags.gather(1, order), NO_TOKEN)
 

@@ -30,7 +30,7 @@ def prune(
     """Return a view of a model with additional pruning; the view shares every weight with the model.
 
     `name` and `options` are recorded, so that the view can be saved and restored. `reductions` are added to
-    those of the model. `changes` are other fields of `PruningSpec`.
+    the reductions of the model. `changes` are other fields of `PruningSpec`.
     """
     layers, before = shape_of(model).layers, pruning_of(model)
     for reduction in reductions:
@@ -41,7 +41,7 @@ def prune(
     adapter_of(model.base_model)  # raises an error for families without an adapter
     view = record_transform(share_weights(model), model, name, options)
     core, text = view.base_model, view.base_model.get_decoder()
-    # Before the same layer, reductions that choose among the tokens come before the removal of all tokens.
+    # Of the reductions before one layer, those that choose tokens come before the removal of all tokens.
     order = lambda reduction: (reduction.layer, reduction.choose is None)
     reductions = tuple(sorted((*before.reductions, *reductions), key=order))
     vars(core)[PRUNING] = replace(before, reductions=reductions, **changes)
@@ -83,7 +83,7 @@ def share_weights(module: nn.Module, swap: Mapping[int, nn.Module] | None = None
 
 
 class BoundFunction:
-    """A partial function whose module arguments are replaced when its owner is copied.
+    """A partial function whose module arguments are replaced when the module that has it is copied.
 
     Works for `copy.deepcopy` and for `share_weights`.
     """

@@ -13,7 +13,7 @@ FeatureIndex = slice | Tensor | None  # selected outputs or inputs; None: all
 
 
 def feature_index(chosen: Sequence[int] | None, size: int = 1) -> FeatureIndex:
-    """Return feature indices of chosen units of `size` features; a slice if contiguous, to avoid copies."""
+    """Return the feature indices of units of `size` features each; a slice (no copies) if contiguous."""
     if chosen is None:
         return None
     first, last = (chosen[0], chosen[-1]) if chosen else (0, -1)  # no units: the empty slice
@@ -36,7 +36,7 @@ def take(x: Tensor, axis: int, chosen: FeatureIndex) -> Tensor:
 def sliced_linear(
     linear: nn.Module, x: Tensor, *, rows: FeatureIndex = None, columns: FeatureIndex = None
 ) -> Tensor:
-    """Compute some outputs (`rows` of the weight) from some inputs (`columns`); `x` has only these inputs.
+    """Compute the outputs `rows` of a linear layer from the inputs `columns`; `x` has only these inputs.
 
     Layers of an unknown type compute all outputs, with zeros for the missing inputs.
     """
@@ -74,7 +74,7 @@ def _adapted(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureI
     if linear.disable_adapters or linear.merged:  # merged: the base weight contains the adapter
         return out
     for name in linear.active_adapters:
-        if name in linear.lora_A:  # an active adapter may have no factors for this layer
+        if name in linear.lora_A:  # an active adapter may have no matrices for this layer
             down, up = linear.lora_A[name], linear.lora_B[name]
             inner = sliced_linear(down, linear.lora_dropout[name](x.to(down.weight.dtype)), columns=columns)
             out = out + (sliced_linear(up, inner, rows=rows) * linear.scaling[name]).to(out.dtype)

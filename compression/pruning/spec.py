@@ -11,17 +11,18 @@ from torch import nn
 from mmrl.kv_cache.hf_cache import head_size
 
 PRUNING = "mmrl_pruning"
-Units = tuple[tuple[int, ...] | None, ...]  # chosen units of each layer; None: all
+Units = tuple[tuple[int, ...] | None, ...]  # chosen heads or inner units of each layer; None: all
 
 
 @dataclass(frozen=True)
 class TokenReduction:
     """Removal of visual tokens before layer `layer`.
 
-    `choose(stage, vis, scores)` gets the hidden states (B, n_v, width) of the visual tokens of a
-    `TokenStage`. It returns a mask (B, n_v) of the tokens to keep, and the new states. If `choose` is None,
-    all tokens are removed. `scores` (B, n_v) is the attention of the last text token to the visual tokens,
-    averaged over heads: in the `previous` layer, or with the projections of this `layer`; empty: no scores.
+    `choose(stage, vis, scores)` gets a `TokenStage`, and hidden states (B, n_v, width) and scores (B, n_v) of
+    its visual tokens. It returns a mask (B, n_v) of the tokens to keep, and new states. Without `choose`, all
+    visual tokens are removed. The scores are the attention of the last text token to the visual tokens,
+    averaged over heads. The field `scores` selects its layer: the one before ("previous"), `layer` itself
+    ("layer"), or none ("").
     """
 
     layer: int

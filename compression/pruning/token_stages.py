@@ -1,8 +1,8 @@
-"""Stages: the layers between two token reductions, which have the same rows and columns of attention.
+"""Stages: the layers between two token reductions, with the same queries (rows) and keys (columns).
 
 All layers of a stage have the same visual tokens, and thus the same columns in their cache layers. The
-position and kind of every column are stored in extra layers at the end of the same cache. So beam search,
-repeats, crops and row selection also rearrange them.
+position and kind of every column are stored in extra layers at the end of the same cache. So operations on
+the cache, such as beam search, repetition, cropping and row selection, rearrange them, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines of rows, each (B, n, D)
 
 @dataclass(frozen=True, eq=False)
 class TokenStage:
-    """Rows and columns of attention in a stage: `S` tokens in this call, `C` columns including past ones.
+    """Queries (rows) and keys (columns) of a stage: `S` tokens in this call, `C` columns with the past.
 
     `text` (B, n_t) and `vis` (B, n_v) are indices of text and visual tokens of this call. `cols` (B, n_c) are
     the indices of tokens that become columns, in sequence order. All three are padded with -1 on the left.
@@ -44,7 +44,7 @@ class TokenStage:
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, name: Any, make: Callable[[], Any]) -> Any:
-        """Return a memoised value, computed once for all layers of the stage."""
+        """Return the value of `make()`, computed once for all layers of the stage and cached under `name`."""
         if name not in self.memo:
             self.memo[name] = make()
         return self.memo[name]
@@ -60,9 +60,9 @@ class TokenStage:
         return self.once((name, dtype), added)
 
     def mask(self, rows: Tensor, *, text_only: bool = False) -> Tensor:
-        """Compute the columns to which the rows (B, n) of this call attend: (B, 1, n, C) bool.
+        """Compute the mask (B, 1, n, C) of the columns to which the tokens `rows` (B, n) of this call attend.
 
-        A fully masked row (padding) attends to all columns, so that its softmax is defined.
+        A fully masked query (padding) attends to all columns, so that its softmax is defined.
         """
         at = rows.clamp(min=0) + self.call.past
         see = self.seen[:, None] & (self.orig[:, None] <= at[:, :, None])
@@ -74,28 +74,28 @@ class TokenStage:
 
     @cached_property
     def text_mask(self) -> Tensor | None:
-        """Attention mask of the text tokens; None if they attend to all columns."""
+        """Attention mask of the text tokens over the keys (columns); None if they attend to all keys."""
         mask = self.mask(self.text)
         return None if self.text.shape[1] == 1 and bool(mask.all()) else mask
 
     @cached_property
     def is_token(self) -> Tensor:
-        """Mask of the visual rows that are tokens and not padding: (B, n_v)."""
+        """Mask (B, n_v) of the entries of `vis` that are tokens, not padding."""
         return self.vis >= 0
 
     @cached_property
     def any_visual(self) -> bool:
-        """Whether at least one column is visual."""
+        """Whether at least one key (column) belongs to a visual token."""
         return bool(self.visual.any())
 
     @cached_property
     def all_text(self) -> bool:
-        """Whether the new columns are exactly the text tokens, in order."""
+        """Whether the tokens of this call that remain are exactly the text tokens, in order."""
         same_shape = self.vis.shape[1] == 0 and self.text.shape == self.cols.shape
         return same_shape and bool((self.text == self.cols).all())
 
     def inverse(self, index: Tensor) -> Tensor:
-        """Invert `index` (B, n): the position in `index` of every token of this call, (B, S); 0 if none."""
+        """Invert `index` (B, n): return the position of each token of this call in `index`, (B, S), or 0."""
         size = self.call.layout.visual.shape[1]
         order = torch.arange(index.shape[1], device=index.device).expand_as(index)
         # The extra last entry takes the values of padding (-1).
@@ -105,29 +105,29 @@ class TokenStage:
 
     @cached_property
     def text_at(self) -> Tensor:
-        """Column of every text token: (B, n_t)."""
+        """Position (B, n_t) of every text token in the sequence of remaining tokens of this call."""
         return self.inverse(self.cols).gather(1, self.text.clamp(min=0))
 
     @cached_property
     def vis_at(self) -> Tensor:
-        """Column of every visual token: (B, n_v)."""
+        """Position (B, n_v) of every visual token in the sequence of remaining tokens of this call."""
         return self.inverse(self.cols).gather(1, self.vis.clamp(min=0))
 
     @cached_property
     def gather(self) -> Tensor:
-        """Index of every new column in the concatenation of text and visual tokens: (B, n_c)."""
+        """Index of every remaining token in the concatenation of text and visual tokens: (B, n_c)."""
         return pick(self.inverse(torch.cat([self.text, self.vis], 1)), self.cols)
 
     @cached_property
     def runs(self) -> list[tuple[bool, slice, slice]] | None:
-        """Contiguous runs of the new columns: `(visual, rows, columns)`; rows and columns are slices.
+        """Runs of text or visual tokens in the remaining sequence: (is visual, slice of tokens, columns).
 
         None if the rows of the batch differ or have padding.
         """
         padded = torch.cat([self.text, self.vis, self.cols], 1).lt(0)
         if bool(padded.any()) or not self.cols.numel() or bool((self.gather != self.gather[0]).any()):
             return None
-        # A run ends where the row index jumps, or where it changes from text rows (below n) to visual rows.
+        # A run ends where the token index jumps, or where it changes from text (below n) to visual tokens.
         rows, n = self.gather[0].tolist(), self.text.shape[1]
         starts = [at for at, row in enumerate(rows) if not at or row != rows[at - 1] + 1 or row == n]
         runs = []
@@ -138,7 +138,7 @@ class TokenStage:
         return runs
 
     def join(self, text: Tensor, vis: Tensor, heads: FeatureIndex, total: int) -> Tensor:
-        """Merge text tokens (B, H, n_t, D) and visual tokens (B, h, n_v, D) in the order of the new columns.
+        """Merge text tokens (B, H, n_t, D) and visual tokens (B, h, n_v, D) in sequence order.
 
         `heads` are the heads, out of `total`, that the visual tokens have; other heads become zero.
         """
@@ -160,7 +160,7 @@ class TokenStage:
 
     @cached_property
     def words(self) -> tuple[Tensor, Tensor]:
-        """Text columns before visual tokens, (B, t) padded with -1, and their mask per row (B, n_v, t)."""
+        """Indices (B, t) of text keys before visual tokens, padded with -1; their causal mask (B, n_v, t)."""
         at = self.vis.clamp(min=0) + self.call.past
         last = at.masked_fill(self.vis < 0, -1).max(1).values
         columns = pack_places(~self.visual & self.seen & (self.orig < last[:, None]))
@@ -179,12 +179,12 @@ class ForwardCall:
     cache: Any
     layers: int  # layers of the model; the cache's extra layers come after these
     past: int
-    known: Tensor | None  # (B, past + S), True for tokens that are not padding
+    known: Tensor | None  # (B, past + S) mask of the tokens that are not padding, if known
     allowed: Tensor | None  # (B, S, past + S) mask of all pairs, if the caller passed one
-    rotary: Rotary  # of all tokens, each (B, S, D)
+    rotary: Rotary  # cosines and sines of all tokens, each (B, S, D)
 
     def stage(self, number: int, vis: Tensor | None = None) -> TokenStage:
-        """Build stage `number` with the visual tokens `vis`; None: all visual tokens."""
+        """Build stage `number` (0: the first) with visual tokens `vis` (B, n_v); None: all visual tokens."""
         from transformers.cache_utils import DynamicLayer
 
         visual = self.layout.visual
@@ -220,13 +220,13 @@ class ForwardCall:
 
 
 def past_tokens(cache: Any, layers: int) -> int:
-    """Return the number of tokens of the whole sequence in a cache, stored in its first extra layer."""
+    """Return how many tokens a cache has read, which is the length of its first extra layer; 0 if empty."""
     filled = cache is not None and cache.get_seq_length() and len(cache.layers) > layers
     return cache.layers[layers].get_seq_length() if filled else 0
 
 
 def read_mask(mask: Tensor | None, past: int, length: int) -> tuple[Tensor | None, Tensor | None]:
-    """Convert an attention mask to a padding mask (B, past + S), or a mask of all pairs (B, S, past + S)."""
+    """Convert a mask to (padding mask (B, past + S), None) or (None, mask of all pairs (B, S, past + S))."""
     if mask is None:
         return None, None
     if type(mask) is dict:

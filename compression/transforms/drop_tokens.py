@@ -15,7 +15,7 @@ from mmrl.compression.pruning.token_stages import TokenStage
 from mmrl.config.ranges import NonNegativeInt, PositiveInt, Probability
 from mmrl.config.registry import transform
 
-Chosen = tuple[Tensor, Tensor]  # mask (B, n_v) of the visual tokens to keep, and states of all
+Chosen = tuple[Tensor, Tensor]  # mask (B, n_v) of the visual tokens to keep, states of all visual tokens
 
 
 @transform
@@ -71,9 +71,9 @@ def pyramid_drop(
 
 
 def top_mask(scores: Tensor, is_token: Tensor, numbers: Tensor) -> Tensor:
-    """Mark the `numbers` (B,) highest scores (B, n) among real tokens; ties go to the earlier token."""
+    """Mark the `numbers` (B,) real tokens with the highest scores (B, n); earlier tokens win ties."""
     ranked = scores.masked_fill(~is_token, float("-inf")).sort(dim=1, descending=True, stable=True).indices
-    # The rank of every token, which is the inverse of the sorting permutation.
+    # Compute the rank of every token: the inverse of the sorting permutation.
     order = torch.arange(ranked.shape[1]).to(ranked).expand_as(ranked)
     place = torch.empty_like(ranked).scatter_(1, ranked, order)
     return is_token & (place < numbers[:, None])
@@ -134,7 +134,7 @@ def vision_zip(
 def vision_zip_image(
     states: Tensor, seen: Tensor, keys: Tensor, dominant: int, contextual: int
 ) -> tuple[Tensor, Tensor]:
-    """Select the patches of an image (n, width); return a mask of them, and the states after merging."""
+    """Select patches of an image with states (n, width); return their mask (n,) and all merged states."""
     n = len(states)
     stay = torch.zeros(n, dtype=torch.bool, device=states.device)
     stay[seen.topk(min(dominant, n)).indices] = True
@@ -149,7 +149,7 @@ def vision_zip_image(
     nearest = (keys[others] @ keys[targets].T).argmax(1)  # cosine similarity of the tower's keys
     total = states.new_zeros(number, states.shape[1]).index_add(0, nearest, states[others])
     count = torch.bincount(nearest, minlength=number).clamp(min=1)[:, None]
-    return stay, states.index_add(0, targets, total / count)  # each target plus the mean of its patches
+    return stay, states.index_add(0, targets, total / count)  # target + mean of its patches
 
 
 @transform
@@ -172,11 +172,11 @@ def div_prune(model: nn.Module, *, keep: Probability = 0.098) -> nn.Module:
 def max_min_diversity(states: Tensor, number: int) -> Tensor:
     """Choose `number` of n states (n, width) by greedy max-min distance; returns their indices.
 
-    The first choice is the state with the farthest nearest neighbour, then the one farthest from all chosen.
+    The first choice has the most distant nearest neighbour. Each next choice is farthest from all chosen.
     """
     if number >= len(states):
         return torch.arange(len(states), device=states.device)
-    # Distances between unit vectors: 1 - cosine; the diagonal is excluded from the nearest neighbours.
+    # The distance is 1 - cosine. The diagonal is excluded: a state is not its own nearest neighbour.
     unit = F.normalize(states.to(torch.promote_types(states.dtype, torch.float32)), dim=-1)
     far = 1 - unit @ unit.T
     nearest, chosen = far.clone().fill_diagonal_(float("inf")).min(1).values, []
@@ -194,7 +194,7 @@ def tome(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 
 
     Uses bipartite soft matching on the hidden states before layer `before`, until the fraction `keep`
     remains. Means are weighted by the number of original tokens. A merged token has the position of one of
-    its tokens. Our reading: attention is not weighted by size, because keys are cached only once.
+    its tokens. Our reading: attention ignores the size of merged tokens, because keys are cached only once.
     """
 
     def choose(stage: TokenStage, vis: Tensor, scores: None) -> Chosen:
@@ -210,10 +210,10 @@ def tome(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 
 
 
 def bipartite_soft_matching(states: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Merge states (n, width) into `number` states; return their indices and values.
+    """Merge states (n, width) into `number` states; return the remaining indices and the states.
 
-    In every round, each even token is matched with the most similar (cosine) odd token. The most similar
-    pairs are replaced by their mean, weighted by the number of original tokens.
+    In every round, each token at an even index is matched with the most similar (cosine) token at an odd
+    index. The most similar pairs are replaced by their mean, weighted by the number of original tokens.
     """
     number = max(number, min(1, len(states)))  # at least one token remains, even at `keep: 0`
     places, size = torch.arange(len(states), device=states.device), states.new_ones(len(states))

@@ -23,8 +23,8 @@ def layer_cast(
     """Store linear layers in 16 bits and cast each to float32 just before its computation (LayerCast).
 
     Everything else, including the cache, is in float32, so that greedy answers hardly depend on the batch
-    size. The policy must have `dtype: float32`. Saves half of the memory of the language model's linear
-    layers, because at most one of them is in float32 at a time. arXiv 2506.09501.
+    size. The policy must have `dtype: float32`. Linear layers take half of the memory of float32 layers,
+    because at most one of them is in float32 at a time. arXiv 2506.09501.
     """
     if torch.backends.cuda.matmul.allow_tf32:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Structured pruning: inner units and heads are removed from the weight matrices for all tokens."""
+"""Structured pruning: remove feed-forward units and attention heads from the weight matrices."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mmrl.runtime.modules import record_transform
 def structured_pruning(
     model: nn.Module, *, ffn_units: Probability = 1.0, heads: Probability = 1.0, plan: str = ""
 ) -> nn.Module:
-    """Remove inner units and heads of the language model for all tokens, so that weight matrices shrink.
+    """Remove feed-forward units and heads of the language model, so that the weight matrices shrink.
 
-    The cache and saved checkpoints shrink, too. Every layer keeps the same fraction, so that an ordinary
-    transformers config can describe the sizes. Heads are removed in groups with shared keys and values. The
-    model needs fine-tuning afterwards.
+    This affects all tokens. The cache and checkpoints shrink, too. Every layer keeps the same fraction, so
+    that an ordinary transformers config can describe the sizes. Heads are removed in groups with shared keys
+    and values. The model needs fine-tuning afterwards.
 
     Args:
         ffn_units: Fraction of the inner units to keep in every feed-forward layer, in (0, 1].
@@ -32,7 +32,7 @@ def structured_pruning(
         plan: Path of an importance plan that ranks units and groups. Without a plan the first ones are kept.
 
     Raises:
-        ValueError: If no unit or group would be left, or after transforms that use indices of heads or units.
+        ValueError: If no unit or group would be left, or if an earlier transform uses their indices.
     """
     shape, pruning = shape_of(model), pruning_of(model)
     if pruning.heads or pruning.ffn_units:

@@ -29,7 +29,7 @@ def drop_visual_heads(
         keep: Fraction of the query heads to keep, in [0, 1].
         plan: Path of an importance plan. The heads with the most attention to visual tokens are kept, ranked
             over all layers together. Without a plan, the first heads of every layer are kept.
-        whole: Number of first layers that keep all heads; only with a `plan`.
+        whole: Number of layers at the start that keep all heads; used only with a `plan`.
         heads: Query heads to keep, listed per layer (`null`: all heads of the layer), instead of `keep`.
     """
     shape = shape_of(model)
@@ -59,7 +59,7 @@ def local_visual_attention(model: nn.Module, *, radius: NonNegativeInt = 2, caus
     and text attends to everything. Every image, tile and video frame has its own patch grid, and grids do not
     attend to each other. With `causal`, tokens attend only to earlier neighbours, as in the model's training;
     in the released LLaVA checkpoints they attend to later ones, too. With one image, a radius as large as the
-    image changes nothing if `causal`. arXiv 2410.06169; separate grids and `causal`: our reading.
+    image changes nothing if `causal`. Separate grids and `causal` are our reading of arXiv 2410.06169.
     """
     options = {"radius": radius, "causal": causal}
     return prune(model, "local_visual_attention", options, **options)
