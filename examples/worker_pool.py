@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from multiprocessing import get_context, parent_process
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 
 def workers(jobs: int) -> Executor:
     """Return processes with a core each: small models gain nothing from two threads; 1: this process."""
     # A fork would inherit threads of torch.
     return ProcessPoolExecutor(jobs, get_context("spawn"), _begin) if jobs > 1 else Here()
+
+
+def each_seed(one_seed: Callable[[int], Result], seeds: Sequence[int], jobs: int) -> dict[int, Result]:
+    """Call a function for every seed, `jobs` at the same time; return the results by seed."""
+    with workers(min(jobs, len(seeds))) as pool:
+        return dict(zip(seeds, pool.map(one_seed, seeds), strict=True))
 
 
 class Here(Executor):

@@ -72,7 +72,12 @@ def read_shape(
 
 
 def overlap(cover: Tensor, shape: str) -> float:
-    """Fit a shape into the bounding box of the coverage, and compute their intersection over union."""
+    """Fit a shape into the bounding box of the coverage (H, W), and compute their intersection over union.
+
+    It is 0 if no pixel is half covered.
+    """
+    if cover.max() < 0.5:
+        return 0.0
     (top, bottom), (left, right) = (_extent(cover.amax(axis)) for axis in (1, 0))
     rows, columns = (
         (torch.arange(size * SUPERSAMPLING, dtype=cover.dtype) + 0.5) / SUPERSAMPLING for size in cover.shape

@@ -7,7 +7,6 @@ configurations, seed, code or packages have changed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from examples.demo_arguments import demo_parser
 from examples.video_grounding.demo import Trained, build, leave, make, plain, show, train
 from mmrl.config.loading import read
 from mmrl.config.schema import Config, load
@@ -85,12 +85,7 @@ class Spent:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo."""
-    parser = argparse.ArgumentParser(prog="examples.image_rl.demo", description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--output", default="runs/demo-image", help="folder of the results (default: runs/demo-image)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the three methods")
+    parser = demo_parser("image_rl", __doc__, "runs/demo-image", "the three methods")
     options = parser.parse_args(arguments)
     quiet()
     demo(Path(options.output), options.seed, options.overrides)

@@ -10,7 +10,6 @@ with a configuration of this folder; all results are written to `--output`.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from examples.demo_arguments import demo_parser
 from examples.video_grounding.demo import Trained, build, leave, make, plain, show, train
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
@@ -46,19 +46,12 @@ SHOWN = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo."""
-    parser = argparse.ArgumentParser(
-        prog="examples.preference_pairs.demo", description=__doc__.split("\n\n")[0]
-    )
+    parser = demo_parser("preference_pairs", __doc__, "runs/demo-pairs", "the three DPO runs")
     parser.add_argument(
         "--textures",
         default=".venv/textures",
         help="folder of background images (default: .venv/textures, where make puts some)",
     )
-    parser.add_argument(
-        "--output", default="runs/demo-pairs", help="folder of the results (default: runs/demo-pairs)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the three DPO runs")
     options = parser.parse_args(arguments)
     demo(Path(options.textures), Path(options.output), options.seed, options.overrides)
     return 0

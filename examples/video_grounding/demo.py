@@ -6,7 +6,6 @@ configuration of this folder; all results are written to `--output`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from examples.demo_arguments import demo_parser
 from mmrl.config.schema import BuildConfig, Config, load
 from mmrl.core.reward_table import Measured
 
@@ -39,15 +39,10 @@ class Trained:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo."""
-    parser = argparse.ArgumentParser(
-        prog="examples.video_grounding.demo", description=__doc__.splitlines()[0]
-    )
+    parser = demo_parser("video_grounding", __doc__, "runs/demo", "all three runs")
     parser.add_argument(
         "--videos", required=True, help="folder of the sample videos; subfolders are searched"
     )
-    parser.add_argument("--output", default="runs/demo", help="folder of the results (default: runs/demo)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to all three runs")
     options = parser.parse_args(arguments)
     demo(Path(options.videos), Path(options.output), options.seed, options.overrides)
     return 0

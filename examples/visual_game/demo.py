@@ -11,9 +11,7 @@ this folder; all results are written to `--output`.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
 import sys
 import time
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.demo_arguments import demo_parser
 from examples.preference_pairs.demo import mean_with_interval
 from examples.video_grounding.demo import Trained, build, leave, make, plain, show, train
 from examples.worker_pool import workers
@@ -43,17 +42,8 @@ Table = dict[str, Tensor]  # one number per held-out pair or question
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo."""
-    parser = argparse.ArgumentParser(prog="examples.visual_game.demo", description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--output", default="runs/demo-game", help="folder of the results (default: runs/demo-game)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--seeds", type=int, default=3, help="number of runs, each from nothing (default: 3)")
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time (default: one a core)"
-    )
+    parser = demo_parser("visual_game", __doc__, "runs/demo-game", "the self-play", seeds=3)
     parser.add_argument("--resume", action="store_true", help="go on where a killed run stopped")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the self-play")
     options = parser.parse_args(arguments)
     demo(
         Path(options.output),

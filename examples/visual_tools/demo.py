@@ -14,7 +14,6 @@ command with a configuration of this folder; all results are written to `--outpu
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.demo_arguments import demo_parser
 from examples.preference_pairs.demo import mean_with_interval
 from examples.video_grounding.demo import build, leave, make, plain, show, train
 from examples.worker_pool import workers
@@ -64,22 +64,15 @@ TITLES = {"look": "Looking closer", "search": "Searching captions"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo."""
-    parser = argparse.ArgumentParser(prog="examples.visual_tools.demo", description=__doc__.split("\n\n")[0])
+    parser = demo_parser(
+        "visual_tools", __doc__, "runs/demo-tools", "reinforcement learning", seeds=3, fresh="a new model"
+    )
     parser.add_argument(
         "--photographs",
         default=".venv/photographs",
         help="folder of photographs (default: .venv/photographs, where make puts some)",
     )
-    parser.add_argument(
-        "--output", default="runs/demo-tools", help="folder of the results (default: runs/demo-tools)"
-    )
     parser.add_argument("--part", choices=PARTS, action="append", help="by default look alone")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--seeds", type=int, default=3, help="number of runs, each from a new model")
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="trainings that run at the same time, a core each"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to reinforcement learning")
     options = parser.parse_args(arguments)
     demo(
         Path(options.photographs), Path(options.output), options.seed, options.seeds, options.overrides,
