@@ -1,6 +1,7 @@
 """Rollouts: tokens a second of `vision.generate`, `vision.vllm`, transformers' generate, vLLM and TRL.
 
     python -m benchmarks.generate [--visual 64 256 1024] [--new 32 256] [--prompts 1 8] [--threads 1 2]
+    python -m benchmarks.generate --turns 4 --output benchmarks/results/generate_turns.json
 
 Eight answers of exactly so many new tokens to every prompt, one image each, by a small Qwen2.5-VL with random
 weights, float32, log-probabilities of the sampled tokens included. Every repeat asks about other images, so
@@ -11,6 +12,9 @@ the repeats. "step" is one more token of all rows: the rest of a long rollout le
 those that torch dispatches for a step, counted, not timed. The limit of a step on one core is the larger of
 two times: its weights, keys and values, read once from memory, and its floating-point operations at the
 processor's peak.
+
+With `--turns` an answer is a conversation of so many turns, between which a tool shows half of the image;
+only `vision.generate` and `vision.vllm` hold it.
 
 Where MMRL_VLLM names an environment with vLLM, vLLM runs in process ("vllm"), and a server with the line of
 `mmrl serve-command --cpu` is asked by the engine `vision.vllm` and, where that environment has TRL 1.16, by
@@ -40,6 +44,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.decode_step import copy_rate
+from benchmarks.generate_turns import conversations
 from benchmarks.machine import describe
 from benchmarks.vllm_servers import family as processes_of
 from benchmarks.vllm_servers import processor_seconds, serving
@@ -116,20 +121,22 @@ def prompts_about(shown: list) -> list[Prompt]:
     return prompts
 
 
-def by_engine(engine: Generate | VllmEngine) -> Rollout:
+def by_engine(engine: Generate | VllmEngine, turns: int) -> Rollout:
+    holding = conversations(engine, turns) if turns > 1 else engine
+
     def rollout(shown: list, new: int) -> None:
-        engine.max_completion_length = new
-        rows = engine.rollout(prompts_about(shown))
+        engine.max_completion_length = new // turns
+        rows = holding.rollout(prompts_about(shown))
         assert [row.length for row in rows] == [new] * ANSWERS * len(shown)
 
     return rollout
 
 
-def by_vllm_engine(policy: Tokens, model: Path, url: str) -> Rollout:
+def by_vllm_engine(policy: Tokens, model: Path, url: str, turns: int) -> Rollout:
     recipe = Recipe(Piece("vision.tokens", {"model": str(model)}), (), 3, 0, (), Clock)
     folder = str(model.parent / "weights")
     return by_engine(
-        VllmEngine(policy, stream=Stream(0), recipe=recipe, servers=(url,), weights_folder=folder)
+        VllmEngine(policy, stream=Stream(0), recipe=recipe, servers=(url,), weights_folder=folder), turns
     )
 
 
@@ -290,7 +297,7 @@ def report(
 
 @contextmanager
 def libraries(
-    folder: Path, policy: Tokens, here: dict[str, Rollout], peers: list[str], threads: int, versions: dict
+    folder: Path, policy: Tokens, here: dict[str, Rollout], options: Any, threads: int, versions: dict
 ) -> Iterator[dict[str, Measure]]:
     """Start what runs elsewhere, with so many threads; yields all libraries, and ends what was started."""
     found, environment = {name: timed(rollout) for name, rollout in here.items()}, os.environ.get("MMRL_VLLM")
@@ -302,18 +309,19 @@ def libraries(
             versions["trl" if url else "vllm"] = peer.version
             return peer
 
-        if environment and "vllm" in peers:
+        if environment and "vllm" in options.peers:
             found["vllm"] = start()
-        if environment and {"vision.vllm", "trl"} & {*peers}:
+        if environment and {"vision.vllm", "trl"} & {*options.peers}:
             piece = Piece("vision.tokens", {"model": str(folder), "dtype": "float32"})
             servers = serving(
                 environment, piece, 1, folder.parent, flags=FLAGS, cache_bytes=1 << 30, threads=threads
             )
             (url,), (server,) = stack.enter_context(servers)
             pids = processes_of(server.pid)
-            if "vision.vllm" in peers:
-                found["vision.vllm"] = with_server(timed(by_vllm_engine(policy, folder, url)), pids)
-            if "trl" in peers:
+            if "vision.vllm" in options.peers:
+                rollout = by_vllm_engine(policy, folder, url, options.turns)
+                found["vision.vllm"] = with_server(timed(rollout), pids)
+            if "trl" in options.peers:
                 found["trl"] = with_server(start(url), pids)
         yield found
 
@@ -332,11 +340,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=1, help="of a conversation")
     parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     if max(options.threads) > len(CORES):
         parser.error(f"--threads {max(options.threads)}: this process may use {len(CORES)} cores")
+    if any(new % options.turns for new in options.new):
+        parser.error("--turns must divide all of --new")
+    if options.turns > 1:
+        options.peers = [peer for peer in options.peers if peer == "vision.vllm"]
     use_cores(1)
     lines: list[dict] = [describe()]
     with TemporaryDirectory() as place:
@@ -347,12 +360,12 @@ def main() -> None:
         ).build(folder)  # fmt: skip
         policy = Tokens(model=str(folder), dtype="float32")
         policy.prompt_encoder.end = []  # no answer ends before its last token
-        here = {"mmrl": by_engine(Generate(policy, stream=Stream(0)))}
+        here = {"mmrl": by_engine(Generate(policy, stream=Stream(0)), options.turns)}
         if "transformers" in options.peers:
             here["transformers"] = transformers(policy, policy.prompt_encoder.processor)
         for threads in options.threads:
             use_cores(threads)
-            with libraries(folder, policy, here, options.peers, threads, lines[0]) as running:
+            with libraries(folder, policy, here, options, threads, lines[0]) as running:
                 for prompts in options.prompts:
                     for visual in options.visual:
                         lines += measured(running, here, policy, options, visual, prompts)
@@ -374,7 +387,8 @@ def measured(
     counted = {name: operators_of_step(run, shown) for name, run in here.items()}
     for new in options.new:
         lines.append(report(taken, counted, visual, prompts, new))
-        if torch.get_num_threads() == 1:
+        lines[-1]["turns"] = options.turns
+        if torch.get_num_threads() == 1 and options.turns == 1:
             least = limit(policy.model, visual, new, prompts)
             lines[-1] |= {name: round(value, 2) for name, value in least.items()}
     print(*map(json.dumps, lines), sep="\n", flush=True)

@@ -7,10 +7,15 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from examples.video_grounding import demo
+from examples.video_grounding.spliced_videos import SHOTS, write_video
 from mmrl.config.schema import Piece
 from mmrl.runtime.json_client import JsonClient
 from mmrl.vision.serving.command import command_lines
@@ -69,6 +74,7 @@ def serving(
     flags: str = SMALL,
     cache_bytes: int = 64 << 20,
     threads: int = 1,
+    options: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[list[str], list[subprocess.Popen]]]:
     """Start servers with the lines of `mmrl serve-command --cpu`; yields their addresses and processes.
 
@@ -80,6 +86,7 @@ def serving(
         flags: Further words of each line.
         cache_bytes: Memory of keys and values.
         threads: Of each server's matrix products.
+        options: Options of the engine that asks them.
     """
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(number)]
     environment = {
@@ -91,9 +98,10 @@ def serving(
         "TORCH_COMPILE_DISABLE": "1",
         "OMP_NUM_THREADS": str(threads),
     }
+    lines = command_lines(policy, {"servers": urls, **(options or {})}, "policy", cpu=True)
     with ExitStack() as stack:
         processes = []
-        for i, line in enumerate(command_lines(policy, {"servers": urls}, "policy", cpu=True)):
+        for i, line in enumerate(lines):
             out = stack.enter_context((log / f"server{i}.log").open("w"))
             line = line.replace("VLLM_CPU_KVCACHE_SPACE=4 ", "")
             command = ["sh", "-c", f"env {line} {flags} --kv-cache-memory-bytes {cache_bytes}"]
@@ -115,3 +123,17 @@ def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
         except OSError:
             time.sleep(1)
     raise TimeoutError(f"{url} did not start in {START:g} s: {[*log.glob('*.log')]}")
+
+
+def demo_files(folder: Path) -> Path:
+    """Build the model of `make demo`, with its first weights, and videos of plain shots for it."""
+    generator = torch.Generator().manual_seed(0)
+    (folder / "sources").mkdir()
+    for file in {shot.file for shot in SHOTS}:
+        frames = 1 + max(shot.last for shot in SHOTS if shot.file == file)
+        shades = torch.randint(0, 255, (frames, 3, 1, 1), generator=generator, dtype=torch.uint8)
+        write_video(folder / "sources" / file, shades.expand(-1, -1, 32, 32), 25)
+    few = [f"build.sources={folder / 'sources'}", "build.num_train=4", "build.num_test=1", "build.side=56"]
+    demo.build("examples/video_grounding/videos.yaml", folder / "videos", 3, few)
+    demo.build("examples/video_grounding/model.yaml", folder / "model", 3)
+    return folder
