@@ -148,7 +148,7 @@ def test_the_folder_of_a_run_is_evaluated_with_its_last_checkpoint(file, tmp_pat
     assert rewards_in(run / "evaluation") == trained != rewards_in(tmp_path / "before")
     assert main(["evaluate", str(run), "evaluation.num_generations=1", f"output_dir={tmp_path / 'one'}"]) == 0
     assert (tmp_path / "one" / "predictions.parquet").exists()
-    assert "is no folder of a run" in failure(capsys, 2, "evaluate", str(run / "completions"))
+    assert "holds neither a run" in failure(capsys, 2, "evaluate", str(run / "completions"))
 
 
 def test_an_evaluation_leaves_the_numbers_of_a_run_alone(file, tmp_path, capsys, no_curves):

@@ -321,7 +321,7 @@ def test_the_layout_example_counts_features(module):
 def test_the_family_example_is_a_family_and_no_other_piece_is_in_its_way(module):
     from mmrl.diffusion.model_family import PipelineFamily, family_of
 
-    own = module("docs/howto/model.md", "diffusion/model_families/my_model.py").MyModel
+    own = module("docs/howto/model.md", "my_model.py").MyModel
     assert type(family_of("MyPipeline")) is own
     public = {name: value for name, value in vars(PipelineFamily).items() if not name.startswith("_")}
     methods = {name for name, value in public.items() if callable(value)}
@@ -336,7 +336,7 @@ def test_the_family_example_reads_the_network_as_sd3_does(module, tmp_path):
     tiny_sd3(tmp_path / "sd3")
     pipe = load(tmp_path / "sd3")
     theirs = family_of("StableDiffusion3Pipeline")
-    ours = module("docs/howto/model.md", "diffusion/model_families/my_model.py").MyModel()
+    ours = module("docs/howto/model.md", "my_model.py").MyModel()
     shape = theirs.latent_shape(pipe, 32, 48, 1)
     latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     given = (pipe.transformer, latents, torch.tensor([0.7]))
@@ -436,11 +436,13 @@ RARE = {
             "servers",
             "asked_again",
             "publish_seconds",
+            "publish_bytes",
             "request_bytes",
             "busy_seconds",
             "idle_seconds",
         )
     },
+    "vllm/pruning_gap": "vision/engines/vllm.py",
     "skipped_updates": "mmrl/training/trainer.py",
     "eval_peak_memory_bytes": "mmrl/training/evaluate.py",
     **{

@@ -54,7 +54,7 @@ LIGHT = {"torch", "omegaconf", "yaml", "einops", "jinja2", "markupsafe"}
 HEAVY = {
     "transformers", "diffusers", "open_clip", "timm", "bitsandbytes", "peft", "accelerate", "av", "PIL",
     "matplotlib", "datasets", "pyarrow", "tokenizers", "safetensors", "rich", "numpy", "torchvision",
-    "tensorboard", "wandb", "trackio", "ray",
+    "tensorboard", "wandb", "trackio", "ray", "playwright",
 }  # fmt: skip
 
 LINES, FUNCTION = 400, 60
@@ -188,10 +188,16 @@ def test_the_library_imports_neither_examples_nor_tests(path):
 
 @EACH
 def test_imports_at_load_are_light(path):
-    """Only torch, omegaconf, einops and the standard library, so that a look-up of names stays quick."""
+    """Only torch, omegaconf, einops and the standard library, so that a look-up of names stays quick.
+
+    Files `modeling_*.py` hold classes of models; families name them, and `load_model` imports them.
+    """
     allowed = LIGHT | {"mmrl"} | sys.stdlib_module_names
+    allowed |= {"transformers"} if path.name.startswith("modeling_") else set()
     for found in imports_of(path):
-        if found.at_load and found.top not in allowed:
+        if found.at_load and (
+            found.top not in allowed or found.module.startswith("mmrl.vision.models.modeling_")
+        ):
             yield f"{where(found)} when it is loaded; import it inside the function that uses it"
 
 
@@ -261,27 +267,27 @@ BUDGETS = {
     "advantages": 1390,
     "api": 720,
     "builders": 160,
-    "cli": 2070,
-    "compression": 3520,
-    "config": 2780,
-    "core": 3550,
-    "data": 2830,
+    "cli": 2100,
+    "compression": 3630,
+    "config": 2990,
+    "core": 3800,
+    "data": 3150,
     "datasets": 60,
-    "diagnostics": 1450,
-    "diffusion": 5990,
-    "engines": 1090,
-    "flat files": 1930,
-    "inference": 690,
-    "kv_cache": 2290,
+    "diagnostics": 1630,
+    "diffusion": 8150,
+    "engines": 1370,
+    "flat files": 1940,
+    "inference": 710,
+    "kv_cache": 2300,
     "objectives": 1490,
-    "papers": 10720,
-    "reporting": 2750,
-    "rewards": 2070,
-    "runtime": 3580,
+    "papers": 11480,
+    "reporting": 2810,
+    "rewards": 1990,
+    "runtime": 3940,
     "samplers": 830,
-    "training": 3010,
+    "training": 3080,
     "trl": 1310,
-    "vision": 15260,
+    "vision": 22310,
 }
 
 

@@ -44,7 +44,7 @@ PHRASES = (
     r"\bas they came\b",
     r"\bwhat is held\b",
     r"\bis told\b",
-    r"\b[Pp]ictures?\b",
+    r"(?<![-\"])\b[Pp]ictures?\b",  # but `make demo-pictures`
 )
 REPLACED = re.compile("|".join([rf"(?<!\w)(?:{'|'.join(GONE)})(?!\w)", *PHRASES]))
 

@@ -84,5 +84,10 @@ def test_bad_options_are_errors_of_the_configuration(tmp_path):
     with pytest.raises(ConfigError, match="holds an adapter"):
         merge(tmp_path, one, one)
     other = model(tmp_path / "b", {"w": torch.ones(1)})
+    low = tmp_path / "low" / "transformer_2"  # the adapter of a second network
+    low.mkdir(parents=True)
+    (low / "pytorch_lora_weights.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"holds an adapter \(transformer_2/pytorch_lora_weights"):
+        merge(tmp_path, other, low.parent)
     with pytest.raises(ConfigError, match="exists and is not empty"):
         MergeWeights(models=(other, other)).build(tmp_path / "b")

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from PIL import Image
 
 from mmrl import load_engine
+from mmrl.config.loading import ConfigError
+from mmrl.core.types import Sound
+from mmrl.data.sound import as_wav
+from mmrl.inference.session import Session
 from tests.cli.conftest import IMAGES, QUICK
 
 ASKED = [{"role": "user", "content": "what fox"}]
@@ -103,7 +108,7 @@ def test_a_column_that_nothing_reads_is_named(mmrl, model, tmp_path):
     ("arguments", "message"),
     [
         (("--prompt", "x", "--input", "{rows}"), "--prompt and --input both say what is asked; give one"),
-        (("--image", "{image}"), "--image and --video belong to a --prompt"),
+        (("--image", "{image}"), "--image and --video and --audio belong to a --prompt"),
         (("--prompt", "x", "--image", "no.png"), "there is no file 'no.png' (--image)"),
         (("--prompt", "x", "--image", "{rows}"), "wanted an image as PNG"),
         (("--prompt", "x", "--video", "{rows}"), "wanted a video as mov"),
@@ -152,3 +157,39 @@ def test_rows_that_cannot_be_asked_are_named(mmrl, model, tmp_path, row, message
     code, lines, err = mmrl("generate", model, *QUICK, "--input", rows, "--output", output)
     assert (code, lines) == (2, []) and not output.exists()
     assert "1 row of" in err and "rows.jsonl:2: " in err and message in err
+
+
+def test_a_prompt_that_the_model_cannot_read_is_one_line(mmrl, model, tmp_path):
+    sound = tmp_path / "a.wav"
+    sound.write_bytes(as_wav(Sound(torch.zeros(16000), 16000)))
+    code, lines, err = mmrl("generate", model, *QUICK, "--prompt", "what fox", "--audio", sound)
+    assert (code, lines) == (2, []) and err.startswith("error: prompt 'p0' shows an audio, but")
+
+
+def test_a_failure_leaves_no_file_and_replaces_none(mmrl, model, flow_model, tmp_path, monkeypatch):
+    def fails(self, prompts):
+        if any(prompt.text == "stop" for prompt in prompts):
+            raise ConfigError("it stopped")
+        return one_each(self, prompts)
+
+    one_each = Session.one_each
+    monkeypatch.setattr(Session, "one_each", fails)
+    rows = write(tmp_path / "rows.jsonl", {"prompt": "fox"}, {"prompt": "stop"})
+    answers, images = tmp_path / "new" / "answers.jsonl", tmp_path / "images"
+    for known, options, output in ((model, QUICK, answers), (flow_model, IMAGES, images)):
+        given = ("generate", known, *options, "--input", rows, "--batch-size", 1, "--output")
+        code, _, err = mmrl(*given, output)
+        assert code == 2 and err.splitlines()[-1] == "error: it stopped"
+        assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    kept = write(tmp_path / "kept.jsonl", {"prompt": "x", "completion": "y"})
+    given = ("generate", model, *QUICK, "--input", rows, "--batch-size", 1, "--overwrite", "--output")
+    assert mmrl(*given, kept)[0] == 2
+    assert read(kept) == [{"prompt": "x", "completion": "y"}]
+
+
+def test_a_folder_without_a_run_or_a_model_is_one_line(mmrl, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("nothing")
+    code, lines, err = mmrl("generate", tmp_path / "notes", "--prompt", "x")
+    assert (code, lines, len(err.splitlines())) == (2, [], 1)
+    assert "holds neither a run (config.yaml and a checkpoint) nor a model (config.json, model_index" in err

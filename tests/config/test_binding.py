@@ -305,6 +305,13 @@ def test_a_field_is_made_as_it_holds_its_pieces(pieces):
     assert "references.ref" in pieces.made
 
 
+def test_a_list_in_place_of_one_piece_is_a_mistake(pieces):
+    with pytest.raises(ConfigError, match="reward.engine takes one engine, not a list; write it without"):
+        pieces.name("reward", Piece("judge", {"engine": [{"name": "vision.generate"}]}))
+    with pytest.raises(ConfigError, match="reward.policy takes one policy, not a list"):
+        pieces.name("reward", Piece("judge", {"engine": "vision.generate", "policy": ["vision.tokens"]}))
+
+
 def test_only_second_models_are_like_the_policy_of_the_run():
     pieces = Pieces(Stream(), Piece("tests.support.toys:ToyText"))
     critic = {"advantage": ["total"], "objective": "value_regression"}

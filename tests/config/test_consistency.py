@@ -62,19 +62,20 @@ def test_metrics_of_turns_need_them_where_they_measure():
         (
             {"name": "vision.with_tools", "tool": ["vision.crop"]},
             "vision.with_branches",
-            "wraps 'vision.generate' alone, not 'vision.with_tools'; conversations with tools part at their "
-            "turns with `vision.with_turn_branches`",
+            "wraps 'vision.generate' or 'vision.vllm', not 'vision.with_tools'; conversations with tools "
+            "part at their turns with `vision.with_turn_branches`",
         ),
         (
             {"name": "vision.with_environments", "environment": "vision.grid_world"},
             {"name": "vision.with_turn_branches", "tool": ["vision.crop"]},
-            "wraps 'vision.generate' alone, not 'vision.with_environments'; it takes the place of "
+            "wraps 'vision.generate' or 'vision.openai_server' or 'vision.vllm', not "
+            "'vision.with_environments'; it takes the place of "
             "`vision.with_tools`, with the same `tool`; the state of an environment cannot be copied",
         ),
         (
             "vision.with_greedy",
             "vision.with_exits",
-            "wraps 'vision.generate' alone, not 'vision.with_greedy'",
+            "wraps 'vision.generate' or 'vision.vllm', not 'vision.with_greedy'",
         ),
     ],
 )
@@ -86,11 +87,14 @@ def test_an_engine_that_calls_the_parts_of_another_wraps_that_one_alone(inner, o
 
 
 @pytest.mark.parametrize("replay", ["with_replay", "with_contrast", "with_successes"])
-def test_replay_around_conversations_would_store_nothing(replay):
+def test_replay_around_games_would_store_nothing(replay):
     raw = merge(read(CONFIGS / "train" / "tools.yaml"), read(method_file("grpo")))
     check(parse(merge(raw, {"rollout": {"engine": ["vision.generate", replay]}}), Config))
-    engine = ["vision.generate", {"name": "vision.with_tools", "tool": ["vision.crop"]}, replay]
-    with pytest.raises(ConfigError, match=f"'{replay}' would store nothing: .*'vision.with_tools' answers"):
+    tools = {"tool": ["vision.crop"]}
+    engine = ["vision.generate", {"name": "vision.with_tools", **tools}, replay]
+    check(parse(merge(raw, {"rollout": {"engine": engine}}), Config))
+    engine[1] = {"name": "vision.with_step_candidates", **tools, "reward": ["think_format"]}
+    with pytest.raises(ConfigError, match=f"'{replay}' would store nothing: .*with_step_candidates' answers"):
         check(parse(merge(raw, {"rollout": {"engine": engine}}), Config))
 
 

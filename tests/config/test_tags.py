@@ -61,8 +61,9 @@ def test_a_chain_reads_tags_that_an_engine_sets(chain, tag, engines):
 
 
 def test_the_words_say_how_to_declare_a_tag():
-    with pytest.raises(ConfigError, match=r"sets_tags = frozenset\(\{'action'\}\)"):
-        check(run(["total", {"name": "action_credit", "of": "short_answer"}]))
+    with pytest.raises(ConfigError, match=r"sets_tags = frozenset\(\{'stage'\}\)"):
+        check(run(["total", {"name": "alternate", "of": "short_answer"}]))
+    check(run(["total", {"name": "action_credit", "of": "short_answer"}]))  # tools set `action`
     with pytest.raises(ConfigError, match="reads the tag 'part'"):
         check(run(["total", {"name": "group_center", "by": ["part"]}]))
 

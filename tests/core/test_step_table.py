@@ -164,6 +164,16 @@ def test_rows_fill_a_micro_batch_as_far_as_they_fit():
     assert [micro.group.tolist() for micro in groups] == [[1, 1], [2, 3]], "what is full is not looked at"
 
 
+def test_rows_of_several_buckets_are_apart_unless_the_unit_keeps_them_together():
+    batch = rows_of(4, 4, 4, 4, 4, group=[1, 1, 2, 2, 3])
+    batch.steps.buckets = torch.tensor([1, 0, 1, 1, 0])
+    of = lambda max_steps, unit: [rows.tolist() for rows, _ in batch.cuts(max_steps, unit)]
+    assert of(100, Unit.ROW) == of(100, Unit.STEP) == [[1, 4], [0, 2, 3]]
+    assert of(8, Unit.ROW) == [[1, 4], [0], [2, 3]], "group 2 fits alone, and stays together"
+    assert of(100, Unit.GROUP) == [[4], [0, 1], [2, 3]], "groups of buckets 0, of 0 and 1, and of 1"
+    assert of(4, Unit.ROW) == [[1], [4], [0], [2], [3]]
+
+
 def test_a_row_that_is_too_large_is_cut_between_its_steps():
     def widths(batch, max_steps):
         return [micro.mask.shape[1] for micro in batch.split(max_steps, Unit.STEP)]

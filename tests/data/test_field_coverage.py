@@ -83,6 +83,7 @@ FORMS = {
     "vocabulary": {"image": "a.png", "objects": ["dog"], "prompt": "@asked", "captions": ["a dog"]},
     "recorded": {"prompt": "@asked", "chosen": "a.png", "rejected": "b.png", "negative_prompt": "@not"},
     "recorded clip": {"prompt": "@asked", "videos": ["c.mp4"], "caption": "@said"},
+    "layers": {"caption": "@asked", "foreground": "a.png", "background": "a.png", "mask": "a.png"},
     "text to image": {"prompt": "@asked", "metadata": {"tag": "@tag"}, "image": "a.png"},
 }  # fmt: skip
 # What data sets need besides the rows, and those that read no rows of this kind.
@@ -93,7 +94,8 @@ OPTIONS = {
     "diffusion.videos": {"num_frames": 1, "height": 8, "width": 8},
 }
 WITHOUT_ROWS = {
-    "mixture", "drop_thoughts", "episodes", "vision.chair", "vision.amber", "vision.object_halbench"
+    "mixture", "drop_thoughts", "token_budget", "episodes",
+    "vision.chair", "vision.amber", "vision.object_halbench",
 }  # fmt: skip
 
 

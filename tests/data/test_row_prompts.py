@@ -200,7 +200,7 @@ def test_bad_rows_are_dropped_and_the_others_keep_their_numbers(tmp_path, caplog
         read(path, bad_rows="error")
     prompts = read(path, bad_rows="drop")
     assert [(prompt.uid, prompt.text) for prompt in prompts] == [("train#0", "one"), ("train#3", "four")]
-    assert prompts[1].uid == "train#3" and len(caplog.records) == 2
+    assert len(caplog.records) == 3  # each row, and how many there are
 
 
 def test_skipped_rows_and_a_limit(tmp_path):

@@ -199,7 +199,9 @@ def test_rows_that_a_reward_is_not_asked_about_do_not_count():
     assert line.startswith("rewards[0] 'short_answer': no row has a target that it reads")
     assert check_targets([], [Piece("vision.short_answer")], "rewards") == []  # a run without held-out data
     elsewhere = Piece("vision.short_answer", {"where": {"kind": "other"}})
-    assert check_targets(rows(None, None, kind="span"), [elsewhere], "rewards") == []
+    assert check_targets(rows(None, None, kind="span"), [elsewhere, Piece("think_format")], "rewards") == []
+    (line,) = check_targets(rows(None, None, kind="span"), [elsewhere], "rewards")
+    assert line == "rewards[0] 'short_answer': no row has {'kind': 'other'} (`where`), so it gives no reward"
 
 
 # ---- in commands and runs

@@ -126,6 +126,8 @@ class Known:
     precision = torch.float64
     outputs: Set[str] = frozenset()
     negative_prompt = ""
+    stages = {"transformer": 0.0}
+    trained = {"transformer": None}
 
     def __init__(self, *, likelihood: str = "diffusion.transition", std: float = 0.3) -> None:
         self.likelihood = make("likelihood", likelihood)

@@ -24,32 +24,41 @@ def places(pipe):
 
 def test_parts_stay_where_they_were_used():
     pipe = parts("transformer", "vae", "text_encoder", "text_encoder_2")
-    frozen = FrozenParts(pipe, {"transformer"}, ())
-    with frozen.on(OTHER, "text_encoders"):
-        assert places(pipe) == {
-            "transformer": "cpu",
-            "vae": "cpu",
-            "text_encoder": "meta",
-            "text_encoder_2": "meta",
-        }
-    assert places(pipe)["text_encoder"] == "meta"
+    FrozenParts(pipe, {"transformer"}, ()).on(OTHER, "text_encoders")
+    there = {"text_encoder": "meta", "text_encoder_2": "meta"}
+    assert places(pipe) == {"transformer": "cpu", "vae": "cpu", **there}
 
 
-def test_offloaded_parts_return_also_after_an_error(monkeypatch):
+def test_offloaded_parts_move_once_for_all_uses_until_a_network_needs_room(monkeypatch):
     pipe, moves = parts("transformer", "vae", "text_encoder"), []
     frozen = FrozenParts(pipe, {"transformer"}, ("vae",))
     monkeypatch.setattr(frozen, "_move", lambda group, device: moves.append((group, device.type)))
-    with pytest.raises(RuntimeError), frozen.on(OTHER, "text_encoders", "vae"):
-        raise RuntimeError("out of memory")
-    assert moves == [("text_encoders", "meta"), ("vae", "meta"), ("vae", "cpu")]
+    for _ in range(3):
+        frozen.on(OTHER, "vae")
+    frozen.make_room()
+    frozen.make_room()
+    frozen.on(OTHER, "text_encoders")
+    frozen.make_room()
+    assert moves == [("vae", "meta"), ("vae", "cpu"), ("text_encoders", "meta")]
+    frozen.on(OTHER, "vae")
+    frozen.on(CPU, "vae")  # the network was moved
+    assert moves[3:] == [("vae", "meta"), ("vae", "cpu")]
 
 
-def test_bytes_on_the_device():
-    pipe = parts("transformer", "vae", "text_encoder", "image_encoder")
-    # A layer of n outputs has 3 n numbers of 4 bytes: vae 24, text encoder 36, image encoder 48.
-    wanted = {(): 108, ("vae",): 84 + 24, ("text_encoders",): 24 + 84, ("vae", "text_encoders"): 84}
-    for offload, size in wanted.items():
-        assert FrozenParts(pipe, {"transformer"}, offload).device_bytes() == size, offload
+def test_a_batch_of_prompts_costs_one_move_of_the_encoders(checkpoint, monkeypatch):
+    policy, moves = flow(checkpoint("sd3"), offload=["text_encoders", "vae"], max_sequence_length=16), []
+    move = policy.frozen._move
+    monkeypatch.setattr(policy.frozen, "_move", lambda *given: (moves.append(given[0]), move(*given)))
+    engine = denoise(policy, guidance_scale=4.0, solver="diffusion.flow_sde")
+    engine.rollout(asked("a cat", "a dog", "a boat", num=2))
+    # Four texts (one is the empty one) are encoded, then the network needs room, then images are decoded.
+    assert moves == ["text_encoders", "text_encoders", "vae"]
+
+
+def test_sizes_of_groups():
+    frozen = FrozenParts(parts("transformer", "vae", "text_encoder", "image_encoder"), {"transformer"}, ())
+    # A layer of n outputs has 3 n numbers of 4 bytes.
+    assert (frozen.nbytes("vae"), frozen.nbytes("text_encoders")) == (24, 36 + 48)
 
 
 def test_an_autoencoder_that_cannot_is_named(checkpoint):

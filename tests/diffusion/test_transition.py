@@ -118,17 +118,13 @@ def test_rows_without_stochastic_steps_are_refused(likelihood, generator):
             collated(likelihood, [row(generator), odd])
 
 
-@pytest.mark.parametrize(
-    "odd", [{"guidance": 4.5}, {"passes": 2}, {"shape": (2, 3, 3)}, {"shape": (2, 3, 2, 4)}]
-)
+@pytest.mark.parametrize("odd", [{"guidance": 4.5}, {"passes": 2}])
 def test_rows_of_other_settings_are_refused(likelihood, generator, odd):
-    with pytest.raises(
-        ValueError, match="diffusion.transition wants rows of one guidance scale and size, but"
-    ):
+    with pytest.raises(ValueError, match="diffusion.transition wants rows of one guidance scale, but"):
         collated(likelihood, [row(generator), row(generator, **odd)])
 
 
-@pytest.mark.parametrize("odd", [{"at": (0, 1)}, {"num_steps": 7}])
+@pytest.mark.parametrize("odd", [{"at": (0, 1)}, {"num_steps": 7}, {"at": (0, 1), "shape": (2, 3, 3)}])
 def test_rows_of_other_schedules_are_refused(likelihood, generator, odd):
     with pytest.raises(ValueError, match="wants rows of one schedule and number of recorded steps, but got"):
         collated(likelihood, [row(generator), row(generator, **odd)])

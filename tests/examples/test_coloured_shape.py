@@ -82,6 +82,7 @@ def test_overlap_of_a_square_with_the_shapes_inside_it_is_their_share_of_it():
     assert overlap(cover, "rectangle") == 1.0
     assert overlap(cover, "circle") == pytest.approx(0.785, abs=0.01)
     assert overlap(cover, "triangle") == pytest.approx(0.5, abs=0.01)
+    assert overlap(0.4 * cover, "circle") == 0.0  # blotches: no pixel is half covered
 
 
 def test_one_pixel_is_a_rectangle():

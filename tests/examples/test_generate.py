@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.generate import Asked, Took, measure, report, with_server
+from benchmarks.generate import Asked, Took, by_engine, images, measure, report, with_server
 from benchmarks.vllm_servers import family, kill, processor_seconds
+from mmrl.core.rng import Stream
+from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
+from mmrl.vision.engines.generate import Generate
+from mmrl.vision.engines.with_tools import WithTools
+from mmrl.vision.policies.tokens import Tokens
 
 BUSY = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
 PARENT = f"""
@@ -97,3 +102,25 @@ def test_the_work_of_a_server_is_counted_with_its_clients():
     kill(process)
     assert took.seconds == 5.0
     assert took.processor == pytest.approx(1.3, abs=0.1)
+
+
+@pytest.mark.slow
+def test_the_turns_of_a_conversation_have_equal_lengths_and_see_a_half_more_each(tmp_path):
+    TinyQwen2_5Vl(stream=Stream(0), max_pixels=64 * 28 * 28).build(tmp_path / "model")
+    policy = Tokens(model=str(tmp_path / "model"), dtype="float32")
+    policy.prompt_encoder.end = []
+    rows, engine = [], Generate(policy, stream=Stream(0))
+    rollout = by_engine(engine, 4)
+    collate = WithTools.end
+
+    def noted(self, talks):
+        rows.extend(collate(self, talks))
+        return tuple(rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WithTools, "end", noted)
+        rollout(images(16, 1, 0), 8)
+    assert len(rows) == 8
+    for row in rows:
+        assert row.length == 8 and len(row.shown) == 3
+        assert row.steps.suffix.media["image_grid_thw"].tolist() == [[1, 8, 4]] * 3

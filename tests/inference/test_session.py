@@ -117,7 +117,7 @@ BLACK = numpy.zeros((28, 28, 3), dtype=numpy.uint8)
             [{"role": "user", "content": [{"type": "sound"}]}],
             None,
             RowError,
-            "of the types text, image and",
+            "of the types text, image, video and",
         ),
         (["x", "y"], [BLACK], RowError, "a list with the images of each of 2 prompts, got 1"),
         (["x", "y"], BLACK, RowError, "a list with the images of each of 2 prompts, got ndarray"),

@@ -148,9 +148,13 @@ def test_what_is_nowhere_is_an_error(name, message):
         (TRANSFORMS, {"transforms": [{"name": "os:system"}]}, "may only name a transform of mmrl"),
         ("adapter_config.json", {}, "names no base_model_name_or_path"),
         ("pytorch_lora_weights.safetensors", {}, "does not name its base model; name the run it comes from"),
+        ("transformer_2/pytorch_lora_weights.safetensors", {}, "does not name its base model"),
     ],
 )
 def test_a_folder_cannot_choose_code_or_files_elsewhere(tmp_path, file, content, message):
+    if file == CACHE:  # beside a model
+        (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=message):
         resolve(tmp_path)

@@ -9,12 +9,12 @@ import pytest
 from mmrl.config.registry import find
 from mmrl.objectives.aggregations import group_mean
 from mmrl.objectives.penalties import (
+    distillation,
     entropy_bonus,
     k1,
     k2,
     k3,
     kl_abs,
-    reverse_kl,
     sft,
 )
 from tests.support.tables import assert_rows, slope_of, step_table
@@ -184,10 +184,10 @@ def test_sft_adds_the_error_of_the_best_image_up_as_gdro_does():
     assert_rows(loss[None], [0.15])
 
 
-def test_reverse_kl_is_what_the_policy_says():
-    new, batch = step_table([[-1.0, -2.0]], extra={"reverse_kl": [[0.5, 0.25]]})
-    assert_rows(reverse_kl(new, batch, coef=2.0), [[1.0, 0.5]])
-    assert find("penalty", "reverse_kl").of_others == {"hidden"}
+def test_distillation_is_the_divergence_that_the_policy_says():
+    new, batch = step_table([[-1.0, -2.0]], extra={"divergence": [[0.5, 0.25]]})
+    assert_rows(distillation(new, batch, coef=2.0), [[1.0, 0.5]])
+    assert find("penalty", "distillation").of_others == {"hidden"}
 
 
 def fallen(*falls, advantage=0.0, mask=None):

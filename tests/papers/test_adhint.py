@@ -59,4 +59,5 @@ def test_an_easy_prompt_stays_plain():
     sampler = by_difficulty()
     for _ in range(8):
         sampler.observe((), reward_table([2.0], group=["p0"]))  # above the reward of a perfect answer
-    assert {prompt.tags.get("hint") for prompt in sampler.draw(1, 4)} == {None}
+    # The tag is there, because the advantage reads it in every step.
+    assert {prompt.tags["hint"] for prompt in sampler.draw(1, 4)} == {""}

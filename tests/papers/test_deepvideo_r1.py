@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.rng import Stream
-from mmrl.core.types import Frames, Part
+from mmrl.core.types import Frames, Outcome, Part
 from mmrl.papers.deepvideo_r1 import DifficultyAugmentation
 from mmrl.samplers.uniform import Uniform
 from mmrl.training.collect import collect
@@ -81,7 +82,7 @@ def test_noise_and_hint_grow_with_the_difficulty():
 
     def strength(difficulty):
         piece.difficulty = {data[0].uid: difficulty}
-        piece._changed(data[0])
+        piece._changed(data[0], SOLUTION)
         return {kind: values[0] for kind, values in piece.drawn.items() if values}
 
     for difficulty, kind, wanted in [
@@ -208,6 +209,51 @@ def test_changed_prompts_are_groups_of_their_own(tmp_path, no_page):
     counts = Counter(table.uids)
     assert sum(uid.endswith(("#noise", "#hint")) for uid in counts) > 0
     assert set(counts.values()) == {3} and len(table.group.unique()) == len(counts) == 3
+
+
+def test_the_policy_explains_the_right_answer_of_hard_prompts():
+    asked = []
+    texts = ["<think>One. Two! Three? Four.</think> wrong", "<think>Look. Count. Add. Say.</think> right"]
+
+    def ask(prompts):
+        asked.extend(prompts)
+        outcomes = [Outcome(text=text, end=1) for text in texts]
+        return [SimpleNamespace(outcomes=(outcome,)) for outcome in outcomes]
+
+    def reward(prompts, outcomes):
+        assert [prompt.uid for prompt in prompts] == ["v5", "v5"]  # as they are without the answer
+        return [float("right" in outcome.text) for outcome in outcomes]
+
+    data = [replace(prompt, target=7) for prompt in clips()]
+    piece = sampler(data, num_thoughts=2, reward=lambda: reward, max_hint=1.0)
+    piece.connect(ask, lambda value: [value])
+    step(piece, [0.5, 0.5])
+    assert asked == []  # nobody is hard before there is something to compare with
+    _, again = step(piece, [1.0, -0.25], number=1)  # difficulty 1/4 + 1/4: half of four sentences
+    assert [prompt.uid for prompt in asked] == ["v5#thought"] * 2
+    assert asked[0].text.endswith("The right answer is 7. Explain step by step how to find it.")
+    assert again[-1].uid == "v5#hint" and again[-1].text.endswith("\nHint: Look. Count.")
+
+
+def test_a_run_asks_its_own_engine_for_thoughts(tmp_path, no_page):
+    thoughts = {"hint_column": "", "num_thoughts": 2, "reward": "tests.support.toys:share_right"}
+    thoughts |= {"max_hint": 1.0, "max_reward": 0.01}  # an answer of a toy is one sentence
+    sampler = ["uniform", AUGMENTED["sampler"][1] | thoughts]
+    run = toy_run(tmp_path, **{**EVERYTHING, **AUGMENTED, "sampler": sampler, "group_filter": "keep_all"})
+    hinted = []
+    for number in range(3):
+        run.tick(number)
+        hinted += [row.prompt for row in collect(run).rollouts if row.prompt.uid.endswith("#hint")]
+    assert hinted and all("Hint: " in prompt.text for prompt in hinted)
+
+
+def test_sampled_thoughts_need_a_reward_and_an_engine():
+    with pytest.raises(ConfigError, match="needs a `reward` that chooses"):
+        sampler(num_thoughts=2)
+    piece = sampler(num_thoughts=2, reward=lambda: None)
+    step(piece, [0.5, 0.5])
+    with pytest.raises(ConfigError, match="was not given by `connect`"):
+        step(piece, [1.0, 0.0], number=1)
 
 
 def test_the_window_is_saved(tmp_path):

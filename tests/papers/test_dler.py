@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from mmrl.papers.dler import DifficultyLimit
+from mmrl.config.loading import ConfigError
+from mmrl.papers.dler import DifficultyLimit, UpdateSelectiveMerge
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -45,3 +48,21 @@ def test_accuracy_runs_and_is_restored():
 def test_a_reward_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="no reward called 'right'"):
         DifficultyLimit(of="right")(reward_table([1]))
+
+
+def test_merging_keeps_the_largest_updates_of_every_tensor(tmp_path):
+    weights = {
+        "base": {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "n": torch.tensor([7])},
+        "trained": {"w": torch.tensor([[1.1, 0.0], [3.5, 4.0]]), "n": torch.tensor([7])},
+    }
+    for name, tensors in weights.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    models = (str(tmp_path / "base"), str(tmp_path / "trained"))
+    UpdateSelectiveMerge(models=models, share=0.5).build(tmp_path / "out")
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert merged["w"].tolist() == [[1.0, 0.0], [3.5, 4.0]]  # moves of 2 and 0.5 stay, 0.1 and 0 do not
+    UpdateSelectiveMerge(models=models, share=1.0).build(tmp_path / "all")
+    assert load_file(tmp_path / "all/model.safetensors")["w"].equal(weights["trained"]["w"])
+    with pytest.raises(ConfigError, match="the base and the trained model"):
+        UpdateSelectiveMerge(models=models, weights=(0.5, 0.5))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mmrl.papers.gear import LearningVelocity
+from mmrl.config.loading import ConfigError
+from mmrl.core.types import Message, Outcome, Part, Prompt
+from mmrl.papers.gear import AbductionScore, LearningVelocity
 from tests.support.observing import by_source, made, next_step, observe, shown, uids
 
 
@@ -65,3 +67,38 @@ def test_a_saved_curriculum_goes_on():
         other.velocity[0],
     ) and other.opened == 2
     assert sampler.pop_metrics()["sampler/share/c"] == 0.0
+
+
+# ---- scores of hypotheses
+
+TABLE = {"a": [5, 1, 0, 1], "b": [5, 1, 1, 1], "c": [5, 0, 0, 1]}
+TABLE |= {"wrong": [6, 1, 1, 1], "few": [5, None, 1, None]}
+
+
+def look_up(hypothesis, inputs):
+    """Predict by a table: the observed input is 0, others are held out."""
+    return [TABLE[hypothesis][i] for i in inputs]
+
+
+def scored(score, *hypotheses):
+    columns = {"observed": [[0, 5]], "held_out": [1, 2, 3]}
+    prompt = Prompt("p", (Message("user", (Part("why"),)),), columns=columns)
+    text = " ".join(f"<hypothesis>{name}</hypothesis>" for name in hypotheses)
+    return AbductionScore(predict=f"{__name__}:look_up", score=score)([prompt], [Outcome(text=text)])[0]
+
+
+def test_hypotheses_are_scored_without_a_right_one():
+    # Vectors (1, 0, 1), (1, 1, 1) and (0, 0, 1) disagree on 1, 1 and 2 of three inputs: 4 of 9.
+    assert scored("diversity", "a", "b", "c", "wrong") == pytest.approx(4 / 9)
+    assert scored("consistency", "a", "b", "c", "wrong") == 0.75
+    assert scored("generalizability", "a", "few", "wrong") == pytest.approx(4 / 6)
+    assert [scored(name, "wrong") for name in ("consistency", "generalizability", "diversity")] == [0, 0, 0]
+    assert scored("diversity", "a") == 0.0
+
+
+def test_what_scores_need_is_named():
+    with pytest.raises(ConfigError, match="`predict` must be package.module:function"):
+        AbductionScore(predict="nowhere:f")
+    with pytest.raises(ValueError, match="has no column 'held_out'"):
+        bare = Prompt("p", (), columns={"observed": [[0, 5]]})
+        AbductionScore(predict=f"{__name__}:look_up")([bare], [Outcome(text="")])

@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.core.types import Outcome
 from mmrl.papers.grpo_s import CategoryScale, ClipHardness, hardness
-from mmrl.rewards.clip_score import load_towers
+from mmrl.runtime.clip_model import load_towers
 from tests.rewards import tiny_clip
 from tests.rewards.test_clip_score import asking
 from tests.support.tables import assert_rows, reward_table

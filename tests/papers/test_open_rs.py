@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mmrl.config.binding import Pieces
+from mmrl.config.loading import read
 from mmrl.config.schema import as_piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
@@ -45,3 +48,9 @@ def test_cosine_length_beyond_the_limit_and_in_characters():
 )
 def test_think_closed_wants_one_line_that_ends_the_thought(text, wanted):
     assert think_closed([Prompt("p", ())], [Outcome(text=text)]) == [wanted]
+
+
+def test_the_thought_counts_once_and_the_length_twice():
+    path = Path(__file__).parents[2] / "configs" / "methods" / "grpo" / "open_rs.yaml"
+    rewards = [Pieces(Stream()).make("reward", as_piece(one, "rewards")) for one in read(path)["rewards"]]
+    assert {reward.name: reward.weight for reward in rewards} == {"think_closed": 1.0, "cosine_length": 2.0}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from mmrl.advantages.normalize import group_normalize
+from mmrl.config.loading import read
 from mmrl.core.rng import Stream
 from mmrl.data.hints import with_hint
 from mmrl.papers.hill import WithHintReliance
@@ -102,3 +105,8 @@ def test_two_successes_may_replace_two_failures():
 def test_groups_are_changed_one_by_one():
     table = reward_table([0, 1, 0, 1], group=["a", "a", "b", "b"], tags={"hint": ["", "1", "", ""]})
     assert counted(first_success(table)) == [0, 1, 1, 1]
+
+
+def test_the_loss_is_a_mean_over_tokens_as_in_the_released_code():
+    methods = Path(__file__).parents[2] / "configs" / "methods" / "grpo"
+    assert read(methods / "scaf_grpo.yaml")["objective"]["aggregation"] == "step_mean"

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from functools import partial
 
+import pytest
 import torch
 from PIL import Image
 
-from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
+from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, Sound
 from mmrl.data.media import MediaError
-from mmrl.reporting.thumbnails import SIDE, data_uri, illustrated, of_outcome, of_prompt, of_tools, strip
+from mmrl.data.sound import load_sound
+from mmrl.reporting.thumbnails import (
+    SECONDS,
+    SIDE,
+    data_uri,
+    illustrated,
+    of_outcome,
+    of_prompt,
+    of_tools,
+    sound_of_prompt,
+    strip,
+)
 
 
 def opened(picture: bytes) -> Image.Image:
@@ -47,6 +61,27 @@ def test_a_prompt_shows_its_first_medium():
     media = Media("image", "x", lambda: Frames(coloured(7), torch.zeros(1).double()))
     assert opened(of_prompt(Prompt("p", (Message("user", (Part(media=media),)),)))).size == (144, 72)
     assert of_prompt(Prompt("p", (Message("user", (Part("word"),)),))) is None
+
+
+def test_a_prompt_plays_the_begin_of_its_first_sound():
+    def asked(*loaded):
+        parts = tuple(Part(media=Media("audio", "x", partial(lambda one: one, one))) for one in loaded)
+        return Prompt("p", (Message("user", parts),))
+
+    frames = Frames(coloured(7), torch.zeros(1).double())
+    sound = Sound(torch.linspace(-0.5, 0.5, 48000), 48000)
+    for prompt in (
+        asked(frames, sound),
+        asked(replace(frames, sound=sound)),
+        asked(sound, Sound(torch.ones(9), 8)),
+    ):
+        heard = load_sound(sound_of_prompt(prompt), "x")
+        assert (heard.rate, len(heard.samples)) == (16000, 16000)
+        assert heard.samples[8000] == pytest.approx(0.0, abs=1e-3)
+    long = load_sound(sound_of_prompt(asked(Sound(torch.zeros(8 * 40), 8))), "x")
+    assert (long.rate, len(long.samples)) == (8, 8 * SECONDS)
+    assert sound_of_prompt(asked(frames)) is None and of_prompt(asked(sound)) is None
+    assert of_prompt(asked(sound, frames))[:2] == b"\xff\xd8"
 
 
 def test_a_data_uri_embeds_the_jpeg():

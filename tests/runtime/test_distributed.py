@@ -291,6 +291,14 @@ PLANS |= {
         "objective": {"step_weight": ["truncated_importance"]},
         "max_steps": 5,
     },
+    "three steps ahead": {
+        "rollout": {
+            "num_prompts": 5,
+            "engine": ["tests.training.test_ahead:Beginning"],
+            "max_staleness": 3,
+        },
+        "max_steps": 7,
+    },
     "a pair": PAIR,
     "asked twice": ASKED_TWICE,
     "a flow": {"of": "flow", **FLOW},

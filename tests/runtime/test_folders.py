@@ -12,7 +12,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.config.loading import ConfigError
-from mmrl.runtime.files import LOCK, hold
+from mmrl.runtime.files import LOCK, hold, make_private
 from mmrl.runtime.folders import check_owner, check_writable, making, mark, mark_of
 from tests.support.toys import plan
 
@@ -169,3 +169,16 @@ def test_a_build_over_another_leaves_no_old_split(tmp_path, capsys, monkeypatch)
     assert files(tmp_path / "out") == ["manifest.json", "test.jsonl", "train.jsonl"]
     assert main([*other, "--overwrite"]) == 0
     assert files(tmp_path / "out") == ["manifest.json", "train.jsonl"]
+
+
+def test_a_private_folder_is_read_by_its_owner_alone(tmp_path, monkeypatch):
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o755)
+    make_private(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(ConfigError, match="link' belongs to another user, or is a link"):
+        make_private(tmp_path / "link")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="mine' belongs to another user"):
+        make_private(folder)

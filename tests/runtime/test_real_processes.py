@@ -197,6 +197,8 @@ def left_out(name, way):
     """Say why a plan cannot be trained in a way; nothing where it can."""
     if "4 bits" in name and (way != "ddp" or not BITSANDBYTES):
         return "weights of 4 bits are for data parallelism, and need bitsandbytes"
+    if name in ENGINES and way != "ddp":
+        return "engines hold conversations in the same way with weights in shards: one plan shows it"
     return ""
 
 
@@ -235,6 +237,9 @@ NAMES = (
     "an adapter that draws",
     "a 16-bit model that draws",
 )
+
+
+ENGINES = ("a tree of conversations", "candidates of turns", "an environment", "a game")
 
 
 @pytest.fixture(scope="module")

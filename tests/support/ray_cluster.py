@@ -64,7 +64,7 @@ def main() -> None:
 
     def dying(at: int, *rest: Any) -> None:
         if at == int(step):
-            assert run.ahead is not None
+            assert run.ahead
             os.kill(os.getpid(), signal.SIGKILL)
         finish(at, *rest)
 

@@ -89,6 +89,9 @@ class Elsewhere:
         for name, weight in trained(self.own.module).items():
             weight.data.copy_(trained(self.policy.module)[name])
 
+    def rest(self) -> None:
+        """Do nothing."""
+
     def ask(self, prompts) -> None:
         """Begin with nothing."""
 

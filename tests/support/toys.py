@@ -4,6 +4,7 @@ dimensions."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from mmrl.rewards.adapters import per_outcome
 from mmrl.training.trainer import Run
 from mmrl.vision.decoding.branching import Branch, Grown
 from mmrl.vision.decoding.decoding import inverse_cdf
+from mmrl.vision.decoding.divergence import generalized_jsd
 from mmrl.vision.decoding.inner_outputs import OF_LOGITS, OF_STATES, InnerOptions, of_logits, of_states
 
 STOP = 0  # the token that ends an answer
@@ -207,12 +209,13 @@ class ToyText:
             return {}
         hidden, shape = self.module()[batch.steps.prompt][:, places], batch.mask.shape
         others = [other.extra["hidden"] for other in batch.others.values() if "hidden" in other.extra]
-        teacher = None
-        if "reverse_kl" in extra and others:
+        options = InnerOptions(rank_stride=1)
+        said = of_logits(hidden.flatten(0, 1), batch.steps.tokens.flatten(), extra, options)
+        if "divergence" in extra and others:
             head = torch.linspace(0.5, 1.5, hidden.shape[-1], dtype=hidden.dtype)
             teacher = (others[-1].to(hidden.dtype) * head).flatten(0, 1)
-        options = InnerOptions(rank_stride=1)
-        said = of_logits(hidden.flatten(0, 1), batch.steps.tokens.flatten(), extra, options, teacher)
+            both = (logits.log_softmax(-1) for logits in (hidden.flatten(0, 1), teacher))
+            said["divergence"] = generalized_jsd(*both, 1.0)
         said = {name: value.view(*shape, *value.shape[1:]) for name, value in said.items() if name in extra}
         return said | of_states(hidden, batch.mask.new_full(shape[:1], shape[1]).long(), extra, options)
 
@@ -280,6 +283,16 @@ class ToyGenerate:
         return self.policy.table.shape[1]
 
     @torch.no_grad()
+    def answer(self, rows: Sequence[Any]) -> Rollouts:
+        """Sample an answer for every request."""
+        return self.rollout([row.prompt for row in rows])
+
+    def greedily(self) -> Any:
+        """Return a copy that decodes greedily."""
+        greedy = copy(self)
+        greedy.temperature = 0.0
+        return greedy
+
     def grow(
         self, branches: Sequence[Branch], *, temperature: float | None = None, batch_size: int = 0
     ) -> list[Grown | None]:
@@ -396,7 +409,9 @@ class ToyWindow:
 class ToyTurns(ToyNoting):
     """Sample tokens, and take every token for a turn of a conversation between two roles."""
 
-    sets_tags = frozenset({"turn", "state", "action", "role", "stage", "part", "game", "node", "parent"})
+    sets_tags = frozenset(
+        {"turn", "state", "action", "tool", "role", "stage", "part", "game", "node", "parent"}
+    )
 
     def rollout(self, prompts: Sequence[Prompt]) -> tuple[Trajectory, ...]:
         return tuple(self._talk(row, number) for number, row in enumerate(super().rollout(prompts)))
@@ -410,6 +425,7 @@ class ToyTurns(ToyNoting):
             "turn": str(k),
             "state": words[k - 1] if k else "start",
             "action": words[k],
+            "tool": words[k],
             "role": ("main", "sub")[k % 2],
             "stage": ("clue", "decide")[k % 2],
             "part": ("plan", "act")[k % 2],

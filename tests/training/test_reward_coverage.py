@@ -67,6 +67,27 @@ def test_a_label_that_the_chain_reads_stops_the_run_like_a_reward(tmp_path, nest
     train(run_with(tmp_path / "warn", {**label, "on_absent": "warn"}, 11, advantage=chain, learn=goes_on))
 
 
+def test_a_short_run_in_which_no_reward_applies_fails_at_its_end(tmp_path, capsys):
+    reward = {"name": f"{__name__}:absent"}
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(plan(tmp_path / "out", rewards=[reward], max_steps=2)))
+    assert main(["train", str(path)]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "no reward applied to any answer of the run ('absent')" in told
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()
+    for other in ([ALWAYS, reward], [{**reward, "on_absent": "warn"}]):  # one applies, or may be absent
+        train(toy_run(tmp_path / str(len(other)), rewards=other, max_steps=2))
+
+
+def test_a_reward_of_rows_that_there_are_not_is_named_by_the_check(tmp_path, capsys):
+    reward = {"name": ALWAYS, "where": {"wanted": 77}}
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(plan(tmp_path / "out", rewards=[reward])))
+    assert main(["check", str(path), "--data"]) == 0
+    told = capsys.readouterr().out
+    assert "rewards[0] 'brevity': no row has {'wanted': 77} (`where`), so it gives no reward" in told
+
+
 def test_a_reward_of_a_rare_task_is_waited_for(tmp_path):
     # One prompt a step: p0, the only one to which it applies, comes once in eight steps.
     train(run_with(tmp_path, {"name": "only_first"}, 16, rollout={"num_prompts": 1}))

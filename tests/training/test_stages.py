@@ -404,7 +404,7 @@ def test_a_process_that_is_killed_at_any_moment_goes_on_exactly(tmp_path, whole)
     draw, kills = random.Random(1), 0
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps({**plan(tmp_path / "run", max_steps=3, save_steps=2), "stages": STAGES}))
-    for number in (signal.SIGKILL, signal.SIGTERM) * 4:
+    for number in (signal.SIGKILL, signal.SIGTERM) * 2:
         process, line = started(file)
         if "all 3 stages" in line:
             break
@@ -414,7 +414,7 @@ def test_a_process_that_is_killed_at_any_moment_goes_on_exactly(tmp_path, whole)
         kills += process.returncode != 0 or not read_stages(tmp_path / "run")[-1].checkpoint
     process, line = started(file)
     rest, _ = process.communicate(timeout=600)
-    assert process.returncode == 0 and "all 3 stages are finished" in line + rest and kills > 3
+    assert process.returncode == 0 and "all 3 stages are finished" in line + rest and kills > 1
     assert not differences_of(tmp_path / "run", whole)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from mmrl.core.types import Message, Part, Prompt, PromptError
 from mmrl.data.dataset_io import Rows, read_prompts
 from mmrl.reporting import html
 from mmrl.runtime.distributed import Processes
+from mmrl.runtime.requests import taken
 from mmrl.training import consulting
 from mmrl.training.loop import train
 from tests.support.toys import ToyGenerate, toy_run
@@ -114,22 +116,23 @@ def test_an_evaluation_drops_it_or_names_it(tmp_path, caplog):
 class ChoosyAhead(Choosy):
     """Cannot read them when it is asked a step ahead."""
 
-    begun = None
+    def __init__(self, policy, *, stream):
+        super().__init__(policy, stream=stream)
+        self.begun = deque()
 
     def ask(self, prompts):
-        self.begun = self.rollout(prompts)
+        self.begun.append((self.stream.step, list(prompts), super().rollout(prompts)))
 
     def rollout(self, prompts):
-        begun, self.begun = self.begun, None
-        return super().rollout(prompts) if begun is None else begun
+        return taken(self.begun, self.stream.step, prompts, self.ask)[2]
 
 
-@pytest.mark.parametrize("bad", [(3,), (2, 3)])
-def test_what_is_asked_a_step_ahead_is_dropped_or_named(tmp_path, bad):
+@pytest.mark.parametrize(("bad", "lag"), [((3,), 1), ((2, 3), 1), ((2, 3), 3)])
+def test_what_is_asked_a_step_ahead_is_dropped_or_named(tmp_path, bad, lag):
     path, _ = written(tmp_path, bad=bad)
     engine = {
         "engine": [f"{__name__}:ChoosyAhead"],
-        "max_staleness": 1,
+        "max_staleness": lag,
         "num_prompts": 2,
         "num_generations": 2,
     }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import torch
 from torch import Tensor
 
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Trajectory
 from mmrl.rewards.adapters import per_outcome
+from mmrl.vision.checks.forward_agreement import WRONG_AFTER_VIDEO
 from mmrl.vision.engines.generate import Generate
+from mmrl.vision.models.model_families import TYPES_OF_TOKENS, family_of, type_arguments
 from mmrl.vision.models.processor import EncodedPrompt
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import tiny
@@ -19,7 +23,17 @@ TOGETHER = (
     "qwen3_vl",
     "llava_onevision",
     "internvl",
+    "glm46v",
+    "gemma4",
+    "gemma4_26b",
+    "ernie4_5_vl_moe",
+    "minicpmv4_6",
+    "minicpmv4_7",
+    "internvl_qwen3",
+    "internvl_qwen3_moe",
+    "internvl_gpt_oss",
 )  # pictures and clips in one prompt
+CLIPS = (*tiny.WITH_VIDEO, *TOGETHER, "molmo2")
 
 
 def prompts(family: str) -> list[Prompt]:
@@ -30,7 +44,7 @@ def prompts(family: str) -> list[Prompt]:
         tiny.ask("picture", tiny.picture(), "what"),
         tiny.ask("pictures", "is", wide, "like", tiny.picture(seed=2), "or not, the quick fox?"),
     ]
-    if family in tiny.WITH_VIDEO:
+    if family in CLIPS:
         asked += [
             tiny.ask("clip", tiny.clip(4), "when"),
             # LLaVA-OneVision reads clips of one length together.
@@ -43,7 +57,7 @@ def prompts(family: str) -> list[Prompt]:
         ]
     if family in TOGETHER:
         asked.append(tiny.ask("both", tiny.clip(4, seed=4), "and", tiny.picture(seed=5), "which"))
-    return asked
+    return asked[family.startswith("paligemma") :]  # which reads no question without an image
 
 
 def pictured(*, num: int = 3) -> list[Prompt]:
@@ -72,16 +86,22 @@ def answered(policy: Tokens, family: str) -> tuple[Trajectory, ...]:
 def placed(policy: Tokens, encoded: EncodedPrompt, more: int = 0) -> dict[str, Tensor]:
     """Give what transformers needs to place a prompt and `more` tokens after it: the kinds of tokens, from
     which it finds positions itself, or the positions where it finds wrong ones (the text after a video of
-    Qwen2-VL and Qwen2.5-VL; `test_positions.py` derives those by hand)."""
+    Qwen2-VL and Qwen2.5-VL; `test_positions.py` derives those by hand), and media as it takes them."""
     config, ids = policy.model.config, encoded.ids
-    if config.model_type in ("qwen2_vl", "qwen2_5_vl") and "video_grid_thw" in encoded.media:
+    whole = torch.cat([ids, ids.new_zeros(more)])[None]
+    own = family_of(config).assemble(policy.core, encoded.media)
+    if config.model_type != "paligemma":
+        own |= type_arguments(config, whole)
+    if config.model_type in WRONG_AFTER_VIDEO and "video_grid_thw" in encoded.media:
         later = (encoded.positions.max() + 1 + torch.arange(more)).expand(3, -1)
-        return {"position_ids": torch.cat([encoded.positions, later], 1)[:, None]}
-    if not config.model_type.startswith(("qwen", "glm", "gemma")):
-        return {}
+        return own | {"position_ids": torch.cat([encoded.positions, later], 1)[:, None]}
+    takes = signature(policy.model.forward).parameters
     kinds = 1 * (ids == config.image_token_id) + 2 * (ids == getattr(config, "video_token_id", -1))
-    name = "token_type_ids" if config.model_type == "gemma3" else "mm_token_type_ids"
-    return {name: torch.cat([kinds, kinds.new_zeros(more)])[None]}
+    after = kinds.new_zeros(more)
+    if config.model_type == "paligemma":  # 0 is the prompt, and 1 what follows it
+        kinds, after = torch.zeros_like(kinds), after + 1
+    kinds = torch.cat([kinds, after])[None]
+    return {name: kinds for name in TYPES_OF_TOKENS if name in takes} | own
 
 
 def logits_of(policy: Tokens, row: Trajectory) -> Tensor:

@@ -52,7 +52,7 @@ class Seeing(ProcessorMixin):
     _process_videos = _process_images
 
 
-def encoder_of(template: str, *, sees: bool, eos: str = "<eos>") -> PromptEncoder:
+def encoder_of(template: str, *, sees: bool, eos: str = "<eos>", **variables: object) -> PromptEncoder:
     """Make an encoder of prompts for a template, of a model that sees or reads text alone."""
     tokenizer = copy.deepcopy(tokenizer_for(tuple(sorted({*CONTROL.findall(template)} - {eos})), eos))
     if sees:
@@ -60,7 +60,7 @@ def encoder_of(template: str, *, sees: bool, eos: str = "<eos>") -> PromptEncode
     else:
         tokenizer.chat_template = template
         processor = TextProcessor(tokenizer)
-    return PromptEncoder(processor, SimpleNamespace(config=LlamaConfig()))
+    return PromptEncoder(processor, SimpleNamespace(config=LlamaConfig()), variables=variables)
 
 
 def medium(kind: str) -> Media:
@@ -75,11 +75,11 @@ def says(role: str, *parts: str | Media, extra: str = "") -> Message:
     return Message(role, made, extra=extra)
 
 
-def plain(processor, prompt: Prompt, form: str, tools=()) -> torch.Tensor | None:
+def plain(processor, prompt: Prompt, form: str, tools=(), **options: object) -> torch.Tensor | None:
     """Ask transformers for the ids (S,) of a prompt; None where it raises.
 
     Contents are given as "text", as "blocks", or as blocks with texts "merged", and the arguments of calls as
-    JSON where the form names it.
+    JSON where the form names it. `options` are for `apply_chat_template`.
     """
     messages = []
     for message in prompt.messages:
@@ -98,8 +98,8 @@ def plain(processor, prompt: Prompt, form: str, tools=()) -> torch.Tensor | None
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         messages.append({"role": message.role, "content": "".join(texts) if as_text else blocks, **keys})
     owner = processor.tokenizer if isinstance(processor, TextProcessor) else processor
-    options = {"tools": list(tools)} if tools else {}
-    options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+    options = {"add_generation_prompt": True, **({"tools": list(tools)} if tools else {}), **options}
+    options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     try:
         return owner.apply_chat_template(messages, **options)["input_ids"][0]
     except Exception:
@@ -107,8 +107,10 @@ def plain(processor, prompt: Prompt, form: str, tools=()) -> torch.Tensor | None
 
 
 def templates() -> dict[str, str]:
-    """Read the released templates that trl brings along."""
+    """Read the released templates that trl brings along, and the one in transformers, of SmolVLM's videos."""
     import trl
+    from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
     folder = Path(trl.__file__).parent / "chat_templates"
-    return {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
+    released = {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
+    return {**released, "smolvlm_video": DEFAULT_CHAT_TEMPLATE}

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.tool_calls import parse_calls
-from mmrl.core.types import Prompt
+from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.checks.prompt_agreement import prompt_agreement
 from mmrl.vision.models import processor
 from mmrl.vision.models.processor import PromptEncoder
@@ -25,7 +25,10 @@ TOOL = {"type": "function", "function": {"name": "crop", "description": "Cut it.
 CALL = {"id": "call00001", "type": "function", "function": {"name": "crop", "arguments": {"side": "left"}}}
 CALLS = json.dumps({"tool_calls": [CALL]})
 REPLY = json.dumps({"tool_call_id": "call00001", "name": "crop"})
+TWO = json.dumps({"tool_calls": [CALL, {**CALL, "id": "call00002"}]})
+OTHER = json.dumps({"tool_call_id": "call00002", "name": "crop"})
 THOUGHT = json.dumps({"reasoning_content": "so"})
+THOUGHT_AND_CALL = json.dumps({"reasoning_content": "so", "tool_calls": [CALL]})
 user = lambda *parts: says("user", *parts)
 model = lambda *parts, **more: says("assistant", *parts, **more)
 system = lambda *parts: says("system", *parts)
@@ -45,6 +48,7 @@ SEEN = {
     "images": (user("one", medium("image"), " two", medium("image")),),
     "image and turns": (system("one"), user(medium("image"), "two"), model("three"), user("four")),
     "video": (user(medium("video"), "one"),),
+    "images of turns": (user(medium("image"), "one"), model("two"), user("three", medium("image"))),
 }
 TOLD = {
     "tools": (user("one"),),
@@ -54,7 +58,34 @@ TOLD = {
         *(user("one"), model("", extra=CALLS), says("tool", "two", extra=REPLY)),
         *(model("three"), user("four")),
     ),
+    "two calls": (
+        *(user("one"), model(extra=TWO)),
+        *(says("tool", "two", extra=REPLY), says("tool", "three", extra=OTHER)),
+    ),
+    "thought and call": (
+        *(user("one"), model(extra=THOUGHT_AND_CALL), says("tool", "two", extra=REPLY)),
+        *(model("three", extra=THOUGHT), user("four")),
+    ),
 }
+LAST = {
+    "last": CASES["last"],
+    "last thought": CASES["last thought"],
+    "last of turns": (*CASES["turns"], model("six")),
+    "last after calls": (*TOLD["calls"], model("three")),
+}
+# Variables that templates read, each alone.
+VARIABLES = (
+    {"enable_thinking": False},
+    *(
+        pytest.param(one, marks=pytest.mark.slow)
+        for one in (
+            {"enable_thinking": True},
+            {"preserve_thinking": True},
+            {"reasoning_effort": "low"},
+            {"add_vision_id": True},
+        )
+    ),
+)
 FORMS = ("blocks", "text", "merged", "blocks json", "text json")
 SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_6", "qwen3_8", "gemma3", "gemma4", "diffusion")
 SEEING += ("llava", "smolvlm", "idefics3", "lfm2_2_5_vl", "muse")
@@ -81,12 +112,15 @@ def ends_of(name):
     return next(ends for names, ends in ENDS.items() if name.startswith(names))
 
 
+def eos_of(name):
+    # The tokenizers of these name the end of a turn, those of others the end of a text.
+    return ends_of(name)[0] if name.startswith(("cohere", "deepseek", "llava")) else "<eos>"
+
+
 @pytest.fixture(scope="module")
 def encoders():
-    # The tokenizers of these name the end of a turn, those of others the end of a text.
-    eos = lambda name: ends_of(name)[0] if name.startswith(("cohere", "deepseek", "llava")) else "<eos>"
     return {
-        name: encoder_of(text, sees=name.startswith(SEEING), eos=eos(name))
+        name: encoder_of(text, sees=name.startswith(SEEING), eos=eos_of(name))
         for name, text in templates().items()
     }
 
@@ -104,11 +138,12 @@ def is_whole(shown, prompt):
     return not printed and all(text.strip() in shown for text in texts)
 
 
-def of_transformers(encoder, prompt, tools):
+def of_transformers(encoder, prompt, tools, **options):
     """List the ids that transformers makes of a prompt, in every form of contents in which it shows all."""
-    made = [plain(encoder.processor, prompt, form, tools) for form in FORMS]
+    options |= encoder.template.variables
+    made = [plain(encoder.processor, prompt, form, tools, **options) for form in FORMS]
     blind = replace(prompt, messages=tuple(says(m.role, m.text, extra=m.extra) for m in prompt.messages))
-    without = plain(encoder.processor, blind, "blocks", tools) if prompt.media else None
+    without = plain(encoder.processor, blind, "blocks", tools, **options) if prompt.media else None
     return [
         ids
         for ids in made
@@ -118,9 +153,10 @@ def of_transformers(encoder, prompt, tools):
     ]
 
 
-def test_prompts_are_what_transformers_makes_of_them(encoders):
+def compare(named):
+    """Compare all cases of all encoders; count those that both refuse, and name those that differ."""
     wrong, refused = {}, 0
-    for name, encoder in encoders.items():
+    for name, encoder in named:
         for case, messages in (CASES | TOLD | (SEEN if name.startswith(SEEING) else {})).items():
             prompt, tools = Prompt(case, messages), (TOOL,) if case in TOLD else ()
             tools = tools if tools and encoder.knows_tools(tools) else ()
@@ -137,7 +173,74 @@ def test_prompts_are_what_transformers_makes_of_them(encoders):
                 wrong[name, case] = encoder.tokenizer.decode(ids)
             assert int((ids == encoder.tokenizer.bos_token_id).sum()) <= 1
     assert not wrong
-    assert refused < 200 < len(encoders) * len(CASES)
+    return refused
+
+
+def test_prompts_are_what_transformers_makes_of_them(encoders):
+    assert compare(encoders.items()) < 300 < len(encoders) * len(CASES)
+
+
+@pytest.mark.parametrize("variables", VARIABLES, ids=str)
+def test_variables_of_a_template_are_those_of_transformers(encoders, variables):
+    (variable,) = variables
+    named = [
+        (name, encoder_of(text, sees=name.startswith(SEEING), eos=eos_of(name), **variables))
+        for name, text in templates().items()
+        if variable in text and "training" not in name
+    ]
+    assert named
+    compare(named)
+    if variable == "enable_thinking":  # it changes what begins an answer
+        asked = Prompt("a", CASES["question"])
+        other = {name: encoders[name].encode(asked).ids for name, _ in named}
+        assert any(not torch.equal(encoder.encode(asked).ids, other[name]) for name, encoder in named)
+
+
+def test_a_variable_that_the_template_does_not_read_is_named():
+    for name in ("enable_thinkin", "tools", "add_generation_prompt"):
+        with pytest.raises(
+            ConfigError, match=f"`chat_template_kwargs` has '{name}', which is no variable of the"
+        ):
+            encoder_of(templates()["qwen3"], sees=False, **{name: True})
+
+
+def test_a_recorded_answer_is_the_last_turn_of_the_conversation(encoders):
+    """Prompt and answer together are what transformers makes of the whole conversation, or refused."""
+    wrong, refused = {}, set()
+    for name, encoder in encoders.items():
+        for case, (*asked, last) in LAST.items():
+            prompt, outcome = Prompt(case, (*asked,)), Outcome(text=last.text, extra=last.extra)
+            try:
+                begun, (text, answer) = encoder.encode(prompt).ids, encoder.recorded(prompt, outcome)
+            except ValueError as error:
+                assert "the chat template of the model" in str(error)
+                refused |= {(name, case)}
+                continue
+            words, end = encoder.tokenizer.decode, encoder.tokenizer.decode(encoder.end[0])
+            found = words(torch.cat([begun, answer])).removesuffix(end)
+            whole = Prompt(case, (*asked, last))
+            wanted = map(words, of_transformers(encoder, whole, (), add_generation_prompt=False))
+            after = [one.removeprefix(found) for one in wanted if one.startswith(found)]
+            # Phi writes the end of the text as well, which no answer needs.
+            if not any(rest.replace(end, "", 1).removesuffix("<eos>").strip() == "" for rest in after):
+                wrong[name, case] = found
+            assert last.text in text and answer[-1] in encoder.end
+    assert not wrong
+    # These begin every answer with a thought, whatever the last turn of a conversation is.
+    begin = {name for name in encoders if name.startswith(("nemotron", "deepseek"))}
+    assert {name for name, case in refused if case == "last"} == begin
+
+
+def test_an_answer_goes_on_in_a_thought_that_its_prompt_begins(encoders):
+    encoder, prompt = encoders["deepseek_r1_distill"], Prompt("a", CASES["question"])
+    text, ids = encoder.recorded(prompt, Outcome(text="so</think>two"))
+    assert text == "so</think>two" and torch.equal(ids, encoder.answer(text))
+    with pytest.raises(ValueError, match=r"begins an answer with '.*<think>\\n', and writes this one otherw"):
+        encoder.recorded(prompt, Outcome(text="two"))
+    encoder = encoders["qwen3_5_think"]  # an empty thought, or the one of the answer
+    for said, wanted in (("two", "\n</think>\n\ntwo"), ("so</think>two", "so\n</think>\n\ntwo")):
+        text, ids = encoder.recorded(prompt, Outcome(text=said))
+        assert text == wanted and torch.equal(ids, encoder.answer(wanted))
 
 
 def test_an_answer_ends_with_what_the_template_writes_after_a_turn(encoders):

@@ -143,7 +143,7 @@ def test_a_system_prompt_and_columns_of_other_names(home):
         ({"prompt": [{"role": "user", "content": [PLACE]}]}, "1 image places, but 0 are given"),
         ({"prompt": "<image> or <image>?", "image": "a.png"}, "2 image places, but 1 are given"),
         ({"prompt": "<image>?", "images": ["a.png", "b.png"]}, "1 image places, but 2 are given"),
-        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "parts of the types text, image"),
+        ({"prompt": [{"role": "user", "content": [{"type": "depth"}]}]}, "parts of the types text, image"),
         ({"prompt": [{"role": "user", "content": [{**PLACE, "image": "../a.png"}]}]}, "leaves its root"),
         ({"prompt": "What?", "image": "none.png"}, "there is no file 'none.png'"),
         ({"prompt": "What?", "completion": " "}, "wanted a text as `completion`"),
@@ -347,7 +347,7 @@ def test_the_label_of_a_row_of_kto_is_recorded(home):
         ({"prompt": "a", "messages": [SECOND, SAID]}, "is not the one of `messages`"),
         ({"messages": [FIRST, SAID], "completion": "blue"}, "ends with words of the assistant"),
         ({"prompt": ASKED, "system": "Be long."}, "is not the system prompt of the messages"),
-        ({"prompt": "What is <audio>?"}, "no model here hears"),
+        ({"prompt": "What is <audio>?"}, "have 1 audio places, but 0 are given"),
         ({"prompt": "a", "question": "b", "history": [["c", "d"]]}, "nothing reads the column `history`"),
     ],
 )

@@ -151,8 +151,8 @@ def test_parts_of_messages_give_their_media_in_place():
         (
             read_row,
             "ms_swift",
-            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
-            "wanted a text or parts .*audio",
+            {"messages": [{"role": "user", "content": [{"type": "depth"}]}]},
+            "wanted a text or parts .*depth",
         ),
         (read_row, "ms_swift", {"messages": [SYSTEM]}, "ask nothing"),
         (read_row, "llama_factory", {"text": "document"}, "conversations or messages or instruction"),

@@ -204,7 +204,7 @@ def test_a_row_keeps_the_longest_beginning_by_content(exact):
 
 @pytest.mark.parametrize(
     ("family", "most"),
-    [(FAMILY, 1), *((f, 2) for f in FAMILIES), *(pytest.param(f, 2, marks=pytest.mark.slow) for f in MORE)],
+    [(FAMILY, 1), *((f, 2) for f in FAMILIES)],
 )
 def test_conversations_whose_older_images_leave_are_those_of_reading_all_anew(
     exact, family, most, continued, caplog
@@ -268,7 +268,9 @@ def test_equal_images_of_rows_go_through_the_tower_once(exact, family):
     with torch.no_grad(), distinct_images(core, media, torch.device("cpu")) as tensors:
         found.append(core.get_image_features(**tensors, return_dict=True))
     with torch.no_grad():
-        found.append(core.get_image_features(**merge_media(media, torch.device("cpu")), return_dict=True))
+        found.append(
+            core.get_image_features(**merge_media(core, media, torch.device("cpu")), return_dict=True)
+        )
     hook.remove()
     assert computed[0] < computed[1] and "get_image_features" not in vars(core)
     for name in ("pooler_output", "deepstack_features"):

@@ -27,8 +27,8 @@ def test_every_family_is_read_as_transformers_read_it(exact, family):
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("qwen3_vl", {"positions": lambda core, inputs: model_families._linear(core, inputs).expand(3, -1)}),
-        ("glm46v", {"positions": lambda core, inputs: model_families._linear(core, inputs).expand(3, -1)}),
+        ("qwen3_vl", {"positions": lambda core, inputs: model_families.linear(core, inputs).expand(3, -1)}),
+        ("glm46v", {"positions": lambda core, inputs: model_families.linear(core, inputs).expand(3, -1)}),
         ("gemma3", {"types": ""}),
     ],
 )

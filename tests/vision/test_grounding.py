@@ -173,7 +173,10 @@ def test_bad_rows_are_dropped_and_named_in_the_log(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="mmrl"):
         prompts = made(tmp_path, {"start": 5, "end": 2}, {**SPAN, "id": "good"}, {}, bad_rows="drop")
     assert [prompt.uid for prompt in prompts] == ["good"]
-    assert [record.getMessage().split(": ")[0].rpartition(":")[2] for record in caplog.records] == ["1", "3"]
+    assert [record.getMessage().split(": ")[0].rpartition(":")[2] for record in caplog.records[:2]] == [
+        "1",
+        "3",
+    ]
 
 
 def test_unlabelled_rows_stay_where_they_are_wanted(tmp_path):

@@ -59,7 +59,7 @@ def test_hostile_answers(name, options, target):
     assert all(value is None or math.isfinite(value) for value in values)
 
 
-SIZE = 100_000
+SIZE = 30_000
 LONG = {
     part: (part * SIZE)[:SIZE]
     for part in (
@@ -74,7 +74,7 @@ LONG = {
     "digits in an answer": f"<answer>{'1' * SIZE}</answer>",
     "openings in an answer": f"<answer>{'[[' * (SIZE // 2)}</answer>",
     "openings and an end": "[ " * (SIZE // 2) + "] ]",
-    "a million letters": "word " * 200_000,
+    "many words": "word " * 60_000,
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_long_answers_take_no_longer_than_they_are_long(name, options, target):
     for kind, text in LONG.items():
         began = time.process_time()
         values = measured(name, options, target, [text])
-        assert time.process_time() - began < 25, kind  # about 1 s; quadratic time is minutes, cubic a year
+        assert time.process_time() - began < 6, kind  # about 0.3 s; quadratic time is minutes, cubic a year
         assert all(value is None or math.isfinite(value) for value in values)
 
 

@@ -6,29 +6,22 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-from mmrl.config.registry import Needs
-from mmrl.training.loop import evaluate_references
-from mmrl.vision.decoding import step_model
 from mmrl.vision.decoding.inner_outputs import (
-    OF_LOGITS,
     OF_STATES,
     InnerOptions,
     effective_ranks,
     of_logits,
     of_states,
 )
-from mmrl.vision.decoding.step_model import TeacherStates, chunked_logp
-from mmrl.vision.references import Teacher
 from tests.vision.test_tokens import loaded, recorded, shaken
 
 FAMILY = "qwen2_5_vl"
 SHARES = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64)
 
 
-def told(*extra, shares=SHARES, teacher=None, **options):
-    return of_logits(shares.log(), torch.tensor([0]), set(extra), InnerOptions(**options), teacher)
+def told(*extra, **options):
+    return of_logits(SHARES.log(), torch.tensor([0]), set(extra), InnerOptions(**options))
 
 
 def test_statistics_of_three_tokens_by_hand():
@@ -47,18 +40,6 @@ def test_a_second_temperature_by_hand():
     assert found["logp_hot"].exp().item() == pytest.approx(roots[0] / sum(roots))
     assert found["logp_cold"].exp().item() == pytest.approx(0.49 / 0.54)
     assert set(told("logp_hot")) == {"logp", "logp_hot"}, "what is not asked for is not computed"
-
-
-def test_reverse_kl_by_hand_and_its_gradient():
-    logits = torch.tensor([[0.3, -1.2, 0.5]], dtype=torch.float64, requires_grad=True)
-    teacher = torch.tensor([[0.5, 0.25, 0.25, 9.0]], dtype=torch.float64).log()  # the last is padding
-    (found,) = of_logits(logits, torch.tensor([0]), {"reverse_kl"}, teacher=teacher)["reverse_kl"]
-    p, q = logits.softmax(-1)[0], torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
-    assert float(found.detach()) == pytest.approx(float((p * (p / q).log()).sum().detach()))
-    (slope,) = torch.autograd.grad(found, logits)
-    # d KL / d logit_j = p_j (log p_j / q_j - KL)
-    torch.testing.assert_close(slope[0], (p * ((p / q).log() - found)).detach())
-    assert told("reverse_kl", teacher=SHARES.log())["reverse_kl"].item() == pytest.approx(0.0, abs=1e-12)
 
 
 def test_effective_ranks_by_hand():
@@ -90,30 +71,6 @@ def test_states_of_rows_of_different_lengths():
     assert of_states(hidden, torch.tensor([3, 1]), {"entropy"}) == {}
 
 
-def test_chunks_say_the_same_and_learn_the_same_from_a_teacher(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    head, other = nn.Linear(8, 50).double(), nn.Linear(6, 52).double()
-    ids = torch.randint(0, 40, (23,), generator=generator)
-    taught = TeacherStates(other, torch.randn(23, 6, generator=generator, dtype=torch.float64))
-    heat, sizes, results = torch.linspace(0.5, 2, 23, dtype=torch.float64), [], []
-    for module in (head, other):
-        module.register_forward_hook(lambda module, inputs, output: sizes.append(output.numel()))
-    for limit in (1 << 20, 4 * 102 * 4):
-        monkeypatch.setattr(step_model, "LOGIT_BYTES", limit)
-        sizes.clear()
-        hidden = torch.randn(23, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        hidden.requires_grad_()
-        out = chunked_logp(hidden, head, ids, heat, [41, 49], OF_LOGITS, teacher=taught)
-        (out["logp"] + out["reverse_kl"] * heat).sum().backward()
-        results.append([*(out[name].detach() for name in sorted(out)), hidden.grad])
-        # Logits of both at one time: 4 rows of 50 and of 52.
-        assert max(sizes) <= (4 * 52 if limit < 1 << 20 else 23 * 52)
-        assert set(out) == OF_LOGITS | {"logp"}
-        assert all(parameter.grad is None for parameter in other.parameters())
-    for value, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=0, atol=1e-12)
-
-
 # ---- on a small model
 
 
@@ -122,7 +79,7 @@ def test_a_policy_tells_what_its_model_computes(checkpoint):
     batch = recorded(policy, FAMILY)
     plain = policy(batch)
     assert plain.extra == {}
-    output = policy(batch, policy.outputs - {"reverse_kl"})
+    output = policy(batch, policy.outputs - {"divergence"})
     torch.testing.assert_close(output.logp, plain.logp)
     width = output.extra["hidden"].shape[-1]
     head, inside = policy.model.get_output_embeddings(), batch.mask > 0
@@ -141,38 +98,3 @@ def test_a_policy_tells_what_its_model_computes(checkpoint):
     assert output.extra["hidden"].requires_grad and not output.extra["logp_hot"].requires_grad
     ranks = output.extra["effective_rank"]
     assert (~ranks[inside].isnan()).sum() > 0 and ranks.shape == batch.mask.shape
-
-
-def test_distillation_over_the_whole_vocabulary_pulls_the_learner_to_its_teacher(
-    checkpoint, tmp_path_factory
-):
-    other, folder = shaken(loaded(checkpoint)), tmp_path_factory.mktemp("teacher")
-    other.save(folder)
-    learner = loaded(checkpoint, lora_rank=2)
-    before = len(list(learner.module.parameters()))
-    teacher = Teacher(learner, model=str(folder), dtype="float32")
-    assert len(list(learner.module.parameters())) == before, "the teacher is no part of what learns"
-    needs = Needs(others={"teacher": frozenset({"hidden"})})
-    batch = evaluate_references({"teacher": teacher}, recorded(learner, FAMILY), needs, 10**6)
-    p, q = (model(batch, frozenset({"hidden"})).extra["hidden"] for model in (learner, teacher))
-    p = learner.model.get_output_embeddings()(p).log_softmax(-1)
-    q = other.model.get_output_embeddings()(q).log_softmax(-1)
-    optimizer = torch.optim.Adam([p for p in learner.module.parameters() if p.requires_grad], lr=0.02)
-    found = []
-    for _ in range(8):
-        output = learner(batch, frozenset({"reverse_kl"}))
-        loss = (output.extra["reverse_kl"] * batch.mask).sum() / batch.mask.sum()
-        found.append(float(loss.detach()))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    inside = batch.mask > 0
-    wanted = (p.exp() * (p - q)).sum(-1)[inside].mean()  # placeholders included, whose share is small
-    assert found[0] == pytest.approx(float(wanted.detach()), rel=0.05)
-    assert found[-1] < 0.5 * found[0]
-
-
-def test_without_a_teacher_the_whole_vocabulary_has_nothing_to_compare_with(checkpoint):
-    policy = loaded(checkpoint)
-    with pytest.raises(ValueError, match="compares with one reference that has a model of its own"):
-        policy(recorded(policy, FAMILY), frozenset({"reverse_kl"}))

@@ -30,53 +30,53 @@ from tests.support.doc_blocks import ROOT, blocks_of, folder_of
 from tests.vision import tiny
 
 PAGE = "docs/howto/media.md"
-WIDTH = 4  # values of a recording that become one feature
+WIDTH = 3  # numbers of a point, which becomes one feature
 
 
 @pytest.fixture
-def signals(tmp_path):
+def clouds(tmp_path):
     """Register what the page defines; afterwards it is unknown again."""
     with folder_of(blocks_of((ROOT / PAGE).read_text(), PAGE), tmp_path):
+        import my_clouds  # pyright: ignore[reportMissingImports]
         import my_family  # pyright: ignore[reportMissingImports]
-        import my_signals  # pyright: ignore[reportMissingImports]
 
-        yield my_signals, my_family
-    assert list(MODALITIES) == ["image", "video"] and "my_listener" not in FAMILIES
-
-
-class ListenerConfig(t.LlamaConfig):
-    model_type = "my_listener"
-    signal_token_id = 0
+        yield my_clouds, my_family
+    assert list(MODALITIES) == ["image", "video", "audio"] and "my_model" not in FAMILIES
 
 
-class ListenerModel(t.LlamaModel):
-    """Projects recordings to the embeddings of their placeholder tokens."""
+class ScannerConfig(t.LlamaConfig):
+    model_type = "my_model"
+    cloud_token_id = 0
+
+
+class ScannerModel(t.LlamaModel):
+    """Projects scans to the embeddings of their placeholder tokens."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.ear = torch.nn.Linear(WIDTH, config.hidden_size)
+        self.eye = torch.nn.Linear(WIDTH, config.hidden_size)
 
-    def forward(self, input_ids=None, signal_values=None, inputs_embeds=None, **options):
+    def forward(self, input_ids=None, cloud_values=None, inputs_embeds=None, **options):
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if signal_values is not None:
-            heard = (input_ids == self.config.signal_token_id)[..., None]
-            embeddings = embeddings.masked_scatter(heard, self.ear(signal_values).to(embeddings))
+        if cloud_values is not None:
+            seen = (input_ids == self.config.cloud_token_id)[..., None]
+            embeddings = embeddings.masked_scatter(seen, self.eye(cloud_values).to(embeddings))
         return super().forward(inputs_embeds=embeddings, **options)
 
 
-class Listener(t.LlamaForCausalLM):
-    config_class = ListenerConfig
+class Scanner(t.LlamaForCausalLM):
+    config_class = ScannerConfig
 
     def __init__(self, config):
         super().__init__(config)
-        self.model = ListenerModel(config)
+        self.model = ScannerModel(config)
         self.post_init()
 
 
-class ListenerProcessor:
-    """Writes as many placeholders for a recording as it has features."""
+class ScannerProcessor:
+    """Writes as many placeholders for a cloud as it has features."""
 
-    image_processor, signal_token = None, "<signal>"
+    image_processor, cloud_token = None, "<cloud>"
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -87,18 +87,18 @@ class ListenerProcessor:
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin)
         if not tokenize:
             return text
-        signals = [block["signal"] for m in messages for block in m["content"] if "signal" in block]
-        return self(text=[text], signals=signals)
+        clouds = [block["cloud"] for m in messages for block in m["content"] if "cloud" in block]
+        return self(text=[text], clouds=clouds)
 
-    def __call__(self, *, text, signals=(), return_tensors="pt", text_kwargs=None):
-        whole, *pieces = text[0].split(self.signal_token)
-        for values, piece in zip(signals, pieces, strict=True):
-            whole += self.signal_token * (len(values) // WIDTH) + piece
+    def __call__(self, *, text, clouds=(), return_tensors="pt", text_kwargs=None):
+        whole, *pieces = text[0].split(self.cloud_token)
+        for values, piece in zip(clouds, pieces, strict=True):
+            whole += self.cloud_token * len(values) + piece
         inputs = {
             "input_ids": self.tokenizer(whole, add_special_tokens=False, return_tensors="pt")["input_ids"]
         }
-        if signals:
-            inputs["signal_values"] = torch.cat([*signals]).view(-1, WIDTH)
+        if clouds:
+            inputs["cloud_values"] = torch.cat([*clouds])
         return inputs
 
     def save_pretrained(self, folder):
@@ -106,39 +106,37 @@ class ListenerProcessor:
 
 
 @pytest.fixture
-def listener(signals):
+def scanner(clouds):
     tokenizer = tiny._tokenizer()
     tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<signal>"]}, replace_extra_special_tokens=False
+        {"additional_special_tokens": ["<cloud>"]}, replace_extra_special_tokens=False
     )
-    tokenizer.chat_template = tiny.TEMPLATE.replace("PLACEHOLDER", "<signal>")
-    placeholder = tokenizer.convert_tokens_to_ids("<signal>")
-    config = ListenerConfig(
-        **tiny.TEXT, vocab_size=len(tokenizer), signal_token_id=placeholder, pad_token_id=0
-    )
+    tokenizer.chat_template = tiny.TEMPLATE.replace("PLACEHOLDER", "<cloud>")
+    placeholder = tokenizer.convert_tokens_to_ids("<cloud>")
+    config = ScannerConfig(**tiny.TEXT, vocab_size=len(tokenizer), cloud_token_id=placeholder, pad_token_id=0)
     with seeded(0):
-        model = Listener(config).eval()
-    name = objects.put("listener", model)
-    objects.put("listener/processor", ListenerProcessor(tokenizer))
+        model = Scanner(config).eval()
+    name = objects.put("scanner", model)
+    objects.put("scanner/processor", ScannerProcessor(tokenizer))
     return name
 
 
-def recordings(folder):
-    """Write three rows, each with its recording: by a mark, by a part of a message, and in a list."""
+def scans(folder):
+    """Write three rows, each with its cloud: by a mark, by a part of a message, and in a list."""
     for i, name in enumerate("abc"):
-        numpy.save(folder / f"{name}.npy", numpy.arange(8, dtype="float32") + i)
+        numpy.save(folder / f"{name}.npy", numpy.arange(6, dtype="float32").reshape(2, WIDTH) + i)
     rows = [
-        {"prompt": "hear <signal> fox", "signal": "a.npy", "solution": "fox"},
+        {"prompt": "scan <cloud> fox", "cloud": "a.npy", "solution": "fox"},
         {
             "prompt": [
                 {
                     "role": "user",
-                    "content": [{"type": "text", "text": "the"}, {"type": "signal", "signal": "b.npy"}],
+                    "content": [{"type": "text", "text": "the"}, {"type": "cloud", "cloud": "b.npy"}],
                 }
             ],
             "solution": "fox",
         },
-        {"prompt": "which", "signals": ["c.npy", "a.npy"], "solution": "fox"},
+        {"prompt": "which", "clouds": ["c.npy", "a.npy"], "solution": "fox"},
     ]
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -164,34 +162,34 @@ def plan(folder, model, rows):
     }
 
 
-def test_a_toy_kind_of_media_trains_for_a_step(listener, tmp_path):
-    run = build(parse(plan(tmp_path, listener, recordings(tmp_path)), Config), quiet=True)
-    ear = run.policy.model.model.ear.weight
-    before = ear.detach().clone()
+def test_a_toy_kind_of_media_trains_for_a_step(scanner, tmp_path):
+    run = build(parse(plan(tmp_path, scanner, scans(tmp_path)), Config), quiet=True)
+    eye = run.policy.model.model.eye.weight
+    before = eye.detach().clone()
     train(run)
-    assert not torch.equal(before, ear)
+    assert not torch.equal(before, eye)
 
 
-def test_its_tokens_features_and_rewards_columns(listener, tmp_path):
-    prompts = find("data", "vision.conversations").target(path=str(recordings(tmp_path)))
-    policy = Tokens(model=listener, dtype="float32")
+def test_its_tokens_features_and_rewards_columns(scanner, tmp_path):
+    prompts = find("data", "vision.conversations").target(path=str(scans(tmp_path)))
+    policy = Tokens(model=scanner, dtype="float32")
     shown = [[medium.kind for medium in prompt.media] for prompt in prompts]
-    assert shown == [["signal"], ["signal"], ["signal", "signal"]]
-    # A recording of 8 values has two features of four values, each with a placeholder.
+    assert shown == [["cloud"], ["cloud"], ["cloud", "cloud"]]
+    # A cloud of two points has two features, each with a placeholder.
     encoded = [policy.prompt_encoder.encode(prompt) for prompt in prompts]
-    placeholder = policy.model.config.signal_token_id
+    placeholder = policy.model.config.cloud_token_id
     assert [int((one.ids == placeholder).sum()) for one in encoded] == [2, 2, 4]
-    assert torch.equal(encoded[0].media["signal_values"], torch.arange(8.0).view(2, 4))
-    assert "<signal: 2 tokens>" in policy.render(prompts[0])
+    assert torch.equal(encoded[0].media["cloud_values"], torch.arange(6.0).view(2, 3))
+    assert "<cloud: 2 tokens>" in policy.render(prompts[0])
     assert policy.prompt_encoder.placeholders == [placeholder]
     columns = shown_media(prompts[:2])
-    assert columns["signal"][1].values.tolist() == [*range(1, 9)] and "image" not in columns
+    assert columns["cloud"][1].points.tolist() == [[1, 2, 3], [4, 5, 6]] and "image" not in columns
 
 
-def test_answers_depend_on_what_is_heard(listener, tmp_path):
-    prompt, _, _ = find("data", "vision.conversations").target(path=str(recordings(tmp_path)))
-    policy = Tokens(model=listener, dtype="float32")
-    other = MediaReader()("signal", tmp_path / "c.npy", "the other")
+def test_answers_depend_on_what_is_scanned(scanner, tmp_path):
+    prompt, _, _ = find("data", "vision.conversations").target(path=str(scans(tmp_path)))
+    policy = Tokens(model=scanner, dtype="float32")
+    other = MediaReader()("cloud", tmp_path / "c.npy", "the other")
     parts = tuple(replace(part, media=part.media and other) for part in prompt.messages[0].parts)
     changed = replace(prompt, uid="changed", messages=(replace(prompt.messages[0], parts=parts),))
     rows = tuple(policy.encode(one, Outcome(text="fox")) for one in (prompt, changed, prompt))
@@ -200,34 +198,34 @@ def test_answers_depend_on_what_is_heard(listener, tmp_path):
     assert torch.equal(logp[0], logp[2]) and not torch.allclose(logp[0], logp[1])
 
 
-def test_the_same_content_has_the_same_digest(signals, tmp_path):
+def test_the_same_content_has_the_same_digest(clouds, tmp_path):
     for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
-        numpy.save(tmp_path / f"{name}.npy", numpy.full(4, value, dtype="float32"))
-    one, same, other = (digest_of(MediaReader()("signal", tmp_path / f"{x}.npy", x)) for x in "abc")
+        numpy.save(tmp_path / f"{name}.npy", numpy.full((2, 3), value, dtype="float32"))
+    one, same, other = (digest_of(MediaReader()("cloud", tmp_path / f"{x}.npy", x)) for x in "abc")
     assert one == same != other
 
 
-def test_a_form_that_the_table_lacks_is_an_error(signals):
-    with pytest.raises(ValueError, match="chat completions take text, images and videos only"):
-        MODALITIES["signal"].chat_parts(signals[0].Signal(torch.zeros(4)))
-    with pytest.raises(RowError, match="wanted a path as the signal, got"):
-        MediaReader()("signal", torch.zeros(4), "the signal")
+def test_a_form_that_the_table_lacks_is_an_error(clouds):
+    with pytest.raises(ValueError, match="chat completions take text, images, videos and sounds only"):
+        MODALITIES["cloud"].chat_parts(clouds[0].Cloud(torch.zeros(2, 3)))
+    with pytest.raises(RowError, match="wanted a path as the cloud, got"):
+        MediaReader()("cloud", torch.zeros(4), "the cloud")
 
 
-def test_a_damaged_file_and_a_missing_place_are_bad_rows(listener, tmp_path):
-    path = recordings(tmp_path)
-    rows = [{"prompt": "<signal> <signal> fox", "signal": "a.npy"}, {"prompt": "fox", "signal": "none.npy"}]
+def test_a_damaged_file_and_a_missing_place_are_bad_rows(scanner, tmp_path):
+    path = scans(tmp_path)
+    rows = [{"prompt": "<cloud> <cloud> fox", "cloud": "a.npy"}, {"prompt": "fox", "cloud": "none.npy"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(RowError, match="the messages have 2 signal places, but 1 are given"):
+    with pytest.raises(RowError, match="the messages have 2 cloud places, but 1 are given"):
         list(find("data", "vision.conversations").target(path=str(path)))
     (tmp_path / "a.npy").write_bytes(b"no numbers")
     with pytest.raises(MediaError, match=r"cannot decode '.*a\.npy'"):
-        MediaReader()("signal", tmp_path / "a.npy", "it").load()
+        MediaReader()("cloud", tmp_path / "a.npy", "it").load()
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(RowError, match="parts of the types text, image and video"):
-        read_messages([{"role": "user", "content": [{"type": "signal", "signal": "a"}]}], [], no_media)
+    with pytest.raises(RowError, match="parts of the types text, image, video and audio"):
+        read_messages([{"role": "user", "content": [{"type": "cloud", "cloud": "a"}]}], [], no_media)
 
 
 def test_digests_of_images_and_videos_stay_as_they_were():

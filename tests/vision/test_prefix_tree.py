@@ -118,7 +118,7 @@ def alone(policy, rows, weight) -> tuple[torch.Tensor, torch.Tensor]:
         logits = policy.model(
             input_ids=torch.cat([prompt.ids, suffix.ids])[None], use_cache=False,
             position_ids=positions[0] if len(positions) == 1 else positions,
-            **merge_media([prompt.media, suffix.media], torch.device("cpu")),
+            **merge_media(policy.core, [prompt.media, suffix.media], torch.device("cpu")),
         ).logits[0, len(prompt.ids) - 1 + suffix.chosen]  # fmt: skip
         said = logits.index_fill(-1, hidden, -1e30).log_softmax(-1)
         found[i, : row.length] = said.gather(-1, steps.ids[:, None])[:, 0]

@@ -10,6 +10,7 @@ from PIL import Image
 
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import as_piece, load
+from mmrl.config.stages import load_stages
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
 from mmrl.data.dataset_io import write_rows
@@ -77,8 +78,8 @@ def test_the_rows_of_r1_router(home):
 
 
 def test_the_rows_of_mimo_vl_miloco(home):
-    run = load(CONFIGS / "train/mimo_vl_miloco.yaml")
-    grounding, *others = run.data.options["data"]
+    _, run = (stage.config for stage in load_stages(CONFIGS / "train/mimo_vl_miloco.yaml"))
+    grounding, *others = run.data.options["data"]["data"]
     (screen, maths), found = shown_rows("mimo_vl_miloco"), []
     for row, options, source in zip((screen, maths), others, ("gui", "maths"), strict=True):
         path = home / f"{source}.jsonl"

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
+import torch
+from PIL import Image
 
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.data.fields import RowError
+from mmrl.data.media import MediaError
 from mmrl.vision.tools.functions import Tool
 from mmrl.vision.tools.pool import run_calls
 from mmrl.vision.tools.replies import Limits
-from mmrl.vision.tools.search import read_index, search
+from mmrl.vision.tools.search import read_index, search, search_images
 
 CAPTIONS = ("a red crab on a rocket", "a crab, a crab and a book", "the sky")
 
@@ -68,3 +72,45 @@ def test_a_row_without_a_text_is_an_error(tmp_path):
     file.write_text(json.dumps({"title": "crab"}) + "\n")
     with pytest.raises(RowError, match="caption"):
         search("crab", path=str(file))
+
+
+def test_rows_of_a_table_are_searched_as_a_whole(tmp_path):
+    file = tmp_path / "table.jsonl"
+    file.write_text('{"city": "Leiden", "inhabitants": 127000}\n{"city": "Delft", "mayor": null}\n')
+    assert search("leiden", path=str(file), column="") == "city: Leiden; inhabitants: 127000"
+    assert search("delft", path=str(file), column="") == "city: Delft"
+
+
+def test_images_are_found_by_their_captions_or_by_clip(tmp_path, monkeypatch):
+    colours = {"red": "a crab", "blue": "the sky"}
+    for colour in colours:
+        Image.new("RGB", (32, 16), colour).save(tmp_path / f"{colour}.png")
+    file = tmp_path / "images.jsonl"
+    rows = [{"image": f"{colour}.png", "caption": caption} for colour, caption in colours.items()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    image, caption = search_images("the sky", path=str(file))
+    assert image.getpixel((0, 0)) == (0, 0, 255) and caption == "the sky"
+    assert search_images("tractor", path=str(file)) == "nothing was found"
+
+    class Towers:
+        """Embeds an image as its mean colour, and a text as the colour that it names."""
+
+        def look(self, images):
+            return torch.stack([pixels.float().mean((1, 2)) / 255 for pixels in images])
+
+        def read(self, texts):
+            return torch.tensor(
+                [[float(colour in text) for colour in ("red", "green", "blue")] for text in texts]
+            )
+
+    monkeypatch.setattr("mmrl.vision.tools.search.load_towers", lambda *options: Towers())
+    found = search_images("what is red", path=str(file), model="tiny", most=2)
+    assert found[1::2] == ["a crab", "the sky"], "the best image first"
+    file.write_text(json.dumps({"image": "../red.png", "caption": "outside"}) + "\n")
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(MediaError):
+        search_images("outside", path=str(file))
+    file.write_text(json.dumps({"caption": "no image"}) + "\n")
+    os.utime(file, ns=(2, 2))
+    with pytest.raises(RowError, match="wanted one `image` to search, got 0"):
+        search_images("image", path=str(file))

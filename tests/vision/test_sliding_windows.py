@@ -90,7 +90,7 @@ def test_windows_are_found_by_the_types_of_layers_or_by_the_window_alone():
         ("sliding_attention", "eager", True, True),
         ("full_attention", "mmrl_sdpa", True, True),
         ("linear_attention", "sdpa", True, False),
-        ("chunked_attention", "sdpa", True, False),
+        ("chunked_attention", "sdpa", True, True),  # inputs end within the first chunk
         ("full_attention", "flash_attention_2", True, False),
         ("full_attention", "sdpa", False, False),  # attention that is not called through transformers
     ],

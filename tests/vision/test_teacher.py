@@ -14,7 +14,7 @@ from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import PromptError
 from mmrl.vision.policies.tokens import Tokens
-from mmrl.vision.references import Teacher
+from mmrl.vision.references.teacher import Teacher
 from tests.vision import tiny
 from tests.vision.test_tokens import learning, loaded, recorded, said, shaken
 
@@ -72,10 +72,8 @@ def test_distillation_pulls_the_learner_to_its_teacher(pair):
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_teacher_that_reads_other_tokens_is_refused(pair, checkpoint, tmp_path):
+def test_a_teacher_that_reads_other_tokens_is_refused(pair, tmp_path):
     _, folder, learner = pair
-    with pytest.raises(ValueError, match="is of type 'internvl' and the policy of type 'qwen2_5_vl'"):
-        Teacher(learner, model=str(checkpoint("internvl")))
     shutil.copytree(folder, tmp_path / "other")
     tokenizer = learner.processor.tokenizer.__class__.from_pretrained(folder)
     tokenizer.add_tokens(["zzz"])

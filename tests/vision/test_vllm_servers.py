@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from PIL import Image
 
-from benchmarks.vllm_servers import kill
+from benchmarks import served_families
+from benchmarks.served_families import gaps, shift
+from benchmarks.vllm_servers import demo_files, kill
 from benchmarks.vllm_servers import serving as servers
-from examples.video_grounding import demo
-from examples.video_grounding.spliced_videos import SHOTS, write_video
 from mmrl.build import build
 from mmrl.config.binding import Recipe
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, Piece, load, parse
 from mmrl.core.rng import Stream
+from mmrl.core.tool_calls import Call
 from mmrl.core.types import Clock
+from mmrl.papers.spo_tree import WithBranches
+from mmrl.runtime.json_client import JsonClient
 from mmrl.training.loop import train
 from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
+from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.vllm import Vllm
+from mmrl.vision.engines.with_prefix_rollouts import WithPrefixRollouts
+from mmrl.vision.engines.with_tools import WithTools
 from mmrl.vision.policies.tokens import Tokens
 from mmrl.vision.serving.agreement import LIMITS, gap, without_adapter
 from tests.runtime.test_real_processes import SPEAKING
-from tests.vision import tiny
 from tests.vision.tiny import ask, clip, picture
 
 HOME = os.environ.get("MMRL_VLLM", "")
@@ -72,23 +79,6 @@ def engine_of(model, folder, urls, given, **options):
     return Vllm(policy, stream=Stream(3), recipe=recipe, servers=tuple(urls), **options)
 
 
-def shift(policy, seed: int, size: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in policy.module.parameters():
-            if weight.requires_grad:
-                weight.add_(torch.randn(weight.shape, generator=generator) * size)
-
-
-def gaps(engine, prompts) -> dict[str, float]:
-    """Measure mean |dlogp| of three answers to each prompt."""
-    rows = engine.rollout([prompt for prompt in prompts.values() for _ in range(3)])
-    return {
-        kind: gap(engine.policy, tuple(row for row in rows if row.prompt is prompt))
-        for kind, prompt in prompts.items()
-    }
-
-
 def test_answers_with_an_adapter_of_the_tower_are_the_policys_before_and_after_a_swap(
     model, two_with_adapter, tmp_path
 ):
@@ -117,6 +107,108 @@ def test_draws_are_those_of_the_options(model, two_with_adapter, tmp_path):
     assert gap(warm.policy, warm.rollout(asked)) < 1e-5
     rows = engine_of(model, tmp_path, urls, LORA, top_k=1).rollout(asked)
     assert all((row.notes["logp"].abs() < 1e-5).all() for row in rows)  # of the one token that is left
+
+
+def look(image: Image.Image) -> Any:
+    """Show the left half of an image.
+
+    Args:
+        image: The image.
+    """
+    return ["half", image.crop((0, 0, image.width // 2, image.height))]
+
+
+def talks(inner, most: int):
+    """Hold conversations of three turns; in the first two, the policy calls `look`, whatever it writes."""
+    tools = WithTools(inner, stream=Stream(3), tool=(look,), max_turns=3, only_n_most_recent_images=most)
+    tools.read_calls = lambda text: [Call("look", {"image": 0})]
+    asked = [ask("a", picture(seed=4), "What?"), ask("b", picture(seed=5, height=84), "and", "How many?")]
+    return tools.rollout([prompt for prompt in asked for _ in range(2)])
+
+
+def cached_tokens(url: str) -> float:
+    """Read how many tokens the prefix cache of a server has given."""
+    lines = JsonClient(f"{url}/metrics", request_timeout=60, request_retries=0, wait=0).get().decode()
+    found = [line for line in lines.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
+    return float(found[0].split()[-1])
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_conversations_are_those_of_generate_at_temperature_0(model, two_with_adapter, tmp_path, most):
+    urls, _ = two_with_adapter
+    served = engine_of(model, tmp_path, urls[:1], LORA, temperature=0.0)
+    shift(served.policy, 7, 0.05)
+    before = cached_tokens(urls[0])
+    rows = talks(served, most)
+    local = Generate(served.policy, stream=Stream(3), max_completion_length=16, temperature=0.0)
+    for row, other in zip(rows, talks(local, most), strict=True):
+        assert torch.equal(row.steps.ids, other.steps.ids) and row.logged == other.logged
+        torch.testing.assert_close(row.notes["logp"], other.notes["logp"], rtol=0, atol=1e-4)
+    assert gap(served.policy, rows) < 1e-5
+    hits = cached_tokens(urls[0]) - before
+    print(f"{hits:.0f} tokens of {sum(len(row.steps.prompt.ids) for row in rows)} from the prefix cache")
+    assert hits > 0
+
+
+def test_what_continues_answers_on_a_server_is_that_of_generate(model, tmp_path):
+    with serving(model, LORA, 1, tmp_path) as (urls, _):
+        served = engine_of(model, tmp_path, urls, LORA, temperature=0.0, max_completion_length=12)
+        shift(served.policy, 7, 0.05)
+        local = Generate(served.policy, stream=Stream(3), max_completion_length=12, temperature=0.0)
+        asked = [PROMPTS["image"], PROMPTS["text"]] * 4
+        trees = [
+            WithBranches(engine, stream=Stream(3), branching=(2, 2), segment_length=4).rollout(asked)
+            for engine in (served, local)
+        ]
+        for row, other in zip(*trees, strict=True):
+            assert torch.equal(row.steps.ids, other.steps.ids) and row.outcomes == other.outcomes
+            torch.testing.assert_close(row.notes["logp"], other.notes["logp"], rtol=0, atol=1e-4)
+        check_scores(served, local)
+        letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+        words = served.first_words(asked[:2], [letters[:3], letters[3:]])
+        apart = torch.tensor(words) - torch.tensor(local.first_words(asked[:2], [letters[:3], letters[3:]]))
+        print(f"first words differ by {float(apart.abs().max()):.1e}")
+        assert apart.abs().max() < 1e-4
+        check_media(served, local, urls[0])
+
+
+def check_scores(served, local) -> None:
+    """Compare the likelihoods of right answers after prefixes, at another temperature."""
+    scored = [replace(PROMPTS["image"], target="ab 12")]
+    options = {"cut": "token", "interval": 4, "num_probes": 1, "score_target": True}
+    options |= {"stream": Stream(3), "probe_temperature": 1.5}
+    (row,), (other,) = (
+        WithPrefixRollouts(engine, **options).rollout(scored)
+        for engine in (served, replace(local, temperature=0.0))
+    )
+    names = ("answer_likelihood", "answer_probability")
+    found, wanted = ([o.recorded[n] for o in each.outcomes[:-1] for n in names] for each in (row, other))
+    assert len(found) >= 4
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-3, atol=1e-6)
+
+
+def check_media(served, local, url) -> None:
+    """Hold conversations whose images go by hash, also after the server has dropped them."""
+    media, wanted = served.asking.servers[0].media, talks(local, 0)
+    assert media.kept, "the server does not say that it keeps media"
+    served.pop_metrics()
+    talks(served, 0)  # the server gets all images
+    first, short = served.pop_metrics()["vllm/request_bytes"], []
+    without_kept = media.without_kept
+
+    def noted(request):
+        short.append(without_kept(request) is not request)
+        return without_kept(request)
+
+    media.without_kept = noted
+    assert [row.logged for row in talks(served, 0)] == [row.logged for row in wanted]
+    metrics = served.pop_metrics()
+    print(f"bytes a request: {first:.0f}, then {metrics['vllm/request_bytes']:.0f}")
+    assert all(short) and metrics["vllm/asked_again"] == 0 and metrics["vllm/request_bytes"] < first / 2
+    for cache in ("mm", "encoder", "prefix"):
+        JsonClient(f"{url}/reset_{cache}_cache", request_timeout=60, request_retries=0, wait=0).post({})
+    assert [row.logged for row in talks(served, 0)] == [row.logged for row in wanted]
+    assert served.pop_metrics()["vllm/asked_again"] == 0 and not all(short)
 
 
 def plan(model, urls, folder, **changes):
@@ -198,20 +290,6 @@ def test_grpo_of_the_demo_goes_on_where_one_of_its_two_servers_is_killed(tmp_pat
         check_killed(make, processes[1], tmp_path, rows=3 * 2 * 4)
 
 
-def demo_files(folder: Path) -> Path:
-    """Build the model of `make demo`, with its first weights, and videos of plain shots for it."""
-    generator = torch.Generator().manual_seed(0)
-    (folder / "sources").mkdir()
-    for file in {shot.file for shot in SHOTS}:
-        frames = 1 + max(shot.last for shot in SHOTS if shot.file == file)
-        shades = torch.randint(0, 255, (frames, 3, 1, 1), generator=generator, dtype=torch.uint8)
-        write_video(folder / "sources" / file, shades.expand(-1, -1, 32, 32), 25)
-    few = [f"build.sources={folder / 'sources'}", "build.num_train=4", "build.num_test=1", "build.side=56"]
-    demo.build("examples/video_grounding/videos.yaml", folder / "videos", 3, few)
-    demo.build("examples/video_grounding/model.yaml", folder / "model", 3)
-    return folder
-
-
 def kill_in_the_middle(run, process) -> None:
     """Kill a server when it is asked in the second step."""
     server = run.method.engine.asking.servers[1]
@@ -235,32 +313,21 @@ def test_answers_of_a_model_that_was_loaded_anew_are_the_policys(model, tmp_path
             shift(engine.policy, change, 0.02)
 
 
-def widened(family, folder, monkeypatch):
-    """Make the tiny checkpoint of a family with heads of 32, which vLLM needs on a CPU."""
-    for sizes in (tiny.TEXT, tiny.QWEN_VISION, tiny.TOWER):
-        monkeypatch.setitem(sizes, "hidden_size", 128)
-    monkeypatch.setitem(tiny.QWEN_VISION, "out_hidden_size", 128)
-    monkeypatch.setitem(tiny.MROPE, "mrope_section", [8, 4, 4])
-    tiny.make(family, folder)
-    if family == "llava":  # vLLM 0.32 reads the names that checkpoints of the Hub have, which saving keeps
-        file = folder / "model.safetensors"
-        names = {
-            name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in load_file(file)
-        }
-        save_file({names[name]: weight for name, weight in load_file(file).items()}, file, {"format": "pt"})
-    return folder
+# Others are measured by `python -m benchmarks.served_families`.
+OTHERS = ("qwen3_vl", "qwen3_5", "internvl", "glm46v")
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "llava"])
-def test_answers_of_other_families_are_the_policys(family, tmp_path, monkeypatch):
-    model = widened(family, tmp_path / "model", monkeypatch)
-    prompts = {kind: prompt for kind, prompt in PROMPTS.items() if kind != "video" or family == "qwen2_vl"}
-    with serving(model, {}, 1, tmp_path) as (urls, _):
-        engine = engine_of(model, tmp_path, urls, {"freeze_vision_tower": False})
+@pytest.mark.parametrize("family", OTHERS)
+def test_answers_of_other_families_are_the_policys(family, tmp_path):
+    model = served_families.build(family, tmp_path / "model")
+    given = {"freeze_vision_tower": False, "dtype": served_families.HALF.get(family, "float32")}
+    limit = LIMITS[True] if family in served_families.HALF else 1e-4  # weights are eight times as large
+    with serving(model, given, 1, tmp_path) as (urls, _):
+        engine = served_families.engine_of(model, tmp_path, urls, given)
         for change in range(2):
-            found = gaps(engine, prompts)
+            found = gaps(engine, served_families.prompts_of(family))
             print(f"{family} {change}:", {kind: f"{value:.1e}" for kind, value in found.items()})
-            assert max(found.values()) < 1e-4  # these weights are eight times as large
+            assert max(found.values()) < limit
             shift(engine.policy, change, 0.02)
 
 

@@ -88,7 +88,7 @@ def test_file_systems_without_locks_are_warned_of_once(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(fcntl, "flock", unable)
     files._warn_of_no_locks.cache_clear()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "mmrl"):
         for _ in range(3):
             with locked(tmp_path / LOCK):
                 pass

@@ -19,6 +19,7 @@ from mmrl.core.tool_calls import Call
 from mmrl.data.dataset_io import write_rows
 from mmrl.training.score import score
 from mmrl.vision.datasets.conversations import conversations
+from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_environments import WithEnvironments
 from mmrl.vision.environments.grid_world import GridWorld
@@ -304,3 +305,45 @@ def test_a_class_that_is_no_environment_is_an_error_of_the_configuration(name, m
 def test_two_environments_of_one_name_are_refused(engine):
     with pytest.raises(ConfigError, match="give each a `label`"):
         engine((Ladder, Ladder))
+
+
+class Rated(Ladder):
+    """A ladder whose turns earn the rung."""
+
+    def get_turn_reward(self):
+        return self.rung
+
+
+def test_a_turn_has_its_reward_its_action_and_how_likely_the_right_answer_was_before_it(engine):
+    made, ended = engine(Rated, (CLIMB, LOOK), turn_outcomes=True, score_target=True, opener="so"), []
+    end = made.end
+    made.end = lambda talks: ended.extend(talks) or end(talks)
+    prompts = [replace(prompt, target="fox") for prompt in asked(1, top=6)]
+    rows = made.rollout(prompts)
+    for row, talk in zip(rows, ended, strict=True):
+        # Each of the two turns that go on climbs a rung; the calls of the last one are not made.
+        assert [outcome.recorded.get("turn_reward") for outcome in row.outcomes] == [1, 2, None]
+        action = '[["climb", {"rungs": 1}], ["look", {}]]'
+        assert {(o.tags["action"], o.tags["tool"]) for o in row.outcomes} == {(action, "climb look")}
+        encoder, policy = made.policy.prompt_encoder, made.policy
+        forced = encoder.answer("so")[:-1], encoder.answer("fox")[:-1]
+        for place, outcome in enumerate(row.outcomes):
+            turns = [*talk.turns[:place], (talk.turns[place][0], torch.cat(forced))]
+            steps = TokenRow.of_turns(turns)
+            batch = policy.collate((replace(row, steps=steps, length=len(steps.ids)),))
+            logp = policy(batch).logp.detach()[0, len(steps.ids) - len(forced[1]) : len(steps.ids)]
+            assert outcome.recorded["answer_likelihood"] == pytest.approx(float(logp.mean().exp()), rel=1e-5)
+            assert outcome.recorded["answer_probability"] == pytest.approx(float(logp.exp().mean()), rel=1e-5)
+    with pytest.raises(ConfigError, match="set `turn_outcomes: true`, with"):
+        engine(Rated, score_target=True)
+
+
+def test_a_turn_on_the_grid_earns_by_coming_nearer():
+    world = GridWorld(size=4)
+    world.reset(seed=0)
+    world.agent, world.goal, world.before = (0, 0), (2, 0), 2
+    found = []
+    for way in ("right", "down", "right", "up", "left"):
+        world.move(way)
+        found.append(world.get_turn_reward())
+    assert found == [1, 0, 1, 1, 0]  # distances 1, 2, 1, 0, 1

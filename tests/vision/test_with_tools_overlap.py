@@ -124,7 +124,7 @@ def test_a_tool_begins_while_other_conversations_generate(policy, monkeypatch):
     inner = Generate(policy, stream=Stream(0), max_completion_length=20)
     engine = Asks(inner, stream=Stream(0), tool=(signal,), max_turns=2)
     talks = engine.begin([(prompt, 0) for prompt in asked(2, 1)])
-    engine._choose(talks, 0, inner.turns().begin)
+    engine._choose(talks, 0, inner.converse())
     assert [talk.length for talk in talks] == [1, 5]
     engine._reply(talks, False)
     shown = [policy.prompt_encoder.transcript(talk.read.ids) for talk in talks]

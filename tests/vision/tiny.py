@@ -18,6 +18,7 @@ TEXT = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+RECURRENT = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 QWEN_VISION = {
     "depth": 2,
@@ -37,6 +38,11 @@ TOWER = {
     "image_size": 28,
     "patch_size": 14,
 }
+
+
+def head_size() -> int:
+    """Return the width of a head of the language models."""
+    return TEXT["hidden_size"] // TEXT["num_attention_heads"]
 
 
 def _tokenizer():
@@ -102,7 +108,8 @@ def _qwen(kind: str, folder: Path) -> None:
         "pad_token_id": ids["<|endoftext|>"],
     }
     patch = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
-    images = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56, **patch)
+    half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if kind.startswith("qwen3") else {}
+    images = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56, **patch, **half)
     clips = {"size": {"shortest_edge": 28 * 28, "longest_edge": 8 * 56 * 56}, **patch}
     template = TEMPLATE.replace("PLACEHOLDER", QWEN_MEDIA)
     if kind == "qwen2_vl":
@@ -137,10 +144,9 @@ def _qwen(kind: str, folder: Path) -> None:
     elif kind == "qwen3_5":
         text |= {
             "num_hidden_layers": 4,  # the first three have a recurrent state, the last one attends
-            "head_dim": TEXT["hidden_size"] // TEXT["num_attention_heads"],
+            "head_dim": head_size(),
             "rope_parameters": {**MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            **RECURRENT,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
         }
@@ -156,7 +162,7 @@ def _qwen(kind: str, folder: Path) -> None:
         )
     else:
         vision = {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-        text["head_dim"] = TEXT["hidden_size"] // TEXT["num_attention_heads"]
+        text["head_dim"] = head_size()
         text["rope_parameters"] = {**MROPE, "mrope_interleaved": True}  # vLLM reads it, transformers need not
         model = t.Qwen3VLForConditionalGeneration(
             t.Qwen3VLConfig(text_config=text, vision_config=vision, **special)
@@ -173,24 +179,28 @@ def _qwen(kind: str, folder: Path) -> None:
 GLM_SPECIAL = ("image", "video", "begin_of_image", "end_of_image", "begin_of_video", "end_of_video")
 
 
-def _glm(folder: Path) -> None:
-    """Write GLM-4.6V, whose images have start and end tokens of their own."""
+def _glm(folder: Path, kind: str = "glm46v") -> None:
+    """Write GLM-4.6V, GLM-4.1V or GLM-4.5V, whose images have start and end tokens of their own."""
     import transformers as t
-    from transformers.models.glm46v import Glm46VImageProcessor, Glm46VVideoProcessor
 
     tokenizer = _tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{word}|>" for word in GLM_SPECIAL]})
     ids = {word: tokenizer.convert_tokens_to_ids(f"<|{word}|>") for word in GLM_SPECIAL}
     text = {
         **TEXT,
-        "model_type": "glm4v_text",
+        "model_type": "glm4v_moe_text" if kind == "glm4v_moe" else "glm4v_text",
         "vocab_size": len(tokenizer),
         "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0},
+        "attention_bias": True,  # vLLM reads it; transformers have a bias in any case
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    vision = {**QWEN_VISION, "model_type": "glm4v_vision", "image_size": 56}
+    vision = {**QWEN_VISION, "image_size": 56}
+    if kind == "glm4v_moe":
+        text |= {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        text |= {"moe_intermediate_size": 16, "n_shared_experts": 1, "head_dim": head_size()}
+        text |= {"use_qk_norm": False}  # vLLM reads it
     special = {
         f"{kind}_{place}token_id": ids[word]
         for kind in ("image", "video")
@@ -200,18 +210,21 @@ def _glm(folder: Path) -> None:
             "end_": f"end_of_{kind}",
         }.items()
     }
-    config = t.Glm46VConfig(text_config=text, vision_config=vision, **special)
+    name = {"glm46v": "Glm46V", "glm4v": "Glm4v", "glm4v_moe": "Glm4vMoe"}[kind]
+    config = getattr(t, f"{name}Config")(text_config=text, vision_config=vision, **special)
     size = {"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 56 * 56}  # of two frames
     patch = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     image = "<|begin_of_image|><|image|><|end_of_image|>"
-    media = "{% if c['type'] == 'video' %}<|video|>{% else %}" + image + "{% endif %}"
-    processor = t.Glm46VProcessor(
-        Glm46VImageProcessor(size=size, **patch),
+    video = "<|begin_of_video|><|video|><|end_of_video|>"
+    media = "{% if c['type'] == 'video' %}" + video + "{% else %}" + image + "{% endif %}"
+    name = name.removesuffix("Moe")  # GLM-4.5V has the processor of GLM-4.1V
+    processor = getattr(t, f"{name}Processor")(
+        getattr(t, f"{name}ImageProcessor")(size=size, **patch),
         tokenizer,
-        Glm46VVideoProcessor(size=size, **patch),
+        getattr(t, f"{name}VideoProcessor")(size=size, **patch),
         chat_template=TEMPLATE.replace("PLACEHOLDER", media),
     )
-    _save(t.Glm46VForConditionalGeneration(config), processor, folder)
+    _save(t.AutoModelForImageTextToText.from_config(config), processor, folder)
 
 
 def _gemma(folder: Path) -> None:
@@ -225,11 +238,12 @@ def _gemma(folder: Path) -> None:
         pad_token="<|endoftext|>",
         extra_special_tokens={"image_token": "<image>", "boi_token": "<img>", "eoi_token": "</img>"},
     )
+    tokenizer.add_tokens(["\n" * number for number in range(1, 5)])  # which vLLM looks for
     ids = _ids(_begin(tokenizer))
     text = {
         **TEXT,
         "vocab_size": len(tokenizer),
-        "head_dim": 8,
+        "head_dim": head_size(),
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 12,
         "bos_token_id": tokenizer.bos_token_id,
@@ -407,8 +421,16 @@ MAKERS = {
     "internvl": _internvl,
 }
 # Families of which more than norms compute in float32, whatever the weights are, and what that changes.
-IN_FLOAT32 = {"gemma3": 1e-5, "qwen3_5": 1e-3}
-WITH_VIDEO = tuple(name for name in MAKERS if name not in ("llava", "glm46v", "gemma3"))
+IN_FLOAT32 = {
+    "gemma3": 1e-5,
+    "internvl_gpt_oss": 1e-6,
+    "kimi_k25": 1e-6,
+    "llama4": 1e-6,
+    "minicpmv4_6": 1e-3,
+    "minicpmv4_7": 1e-3,
+    "qwen3_5": 1e-3,
+}
+WITH_VIDEO = tuple(name for name in MAKERS if name not in ("llava", "gemma3"))
 
 
 def make(family: str, folder: Path) -> Path:

@@ -89,8 +89,8 @@ def _mistral3(folder: Path) -> None:
 
     tokenizer = _tokenizer()
     config = t.Mistral3Config(
-        vision_config=t.PixtralVisionConfig(**{**TOWER, "image_size": 112}, head_dim=8),
-        text_config=t.MistralConfig(**_text(tokenizer, head_dim=8, sliding_window=None)),
+        vision_config=t.PixtralVisionConfig(**{**TOWER, "image_size": 112}, head_dim=tiny.head_size()),
+        text_config=t.MistralConfig(**_text(tokenizer, head_dim=tiny.head_size(), sliding_window=None)),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         spatial_merge_size=2,
         tie_word_embeddings=False,

@@ -1,8 +1,10 @@
-"""Shards of a network on two processes, of which one has images of several sizes and the other has none."""
+"""Shards of a network on two processes, of which one has images of more sizes than the other."""
 
 from __future__ import annotations
 
 import json
+from base64 import b64decode
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +12,14 @@ import torch
 from mmrl.build import build
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, parse
-from mmrl.core.types import Frames, Media, Message, Part, Prompt
-from mmrl.diffusion.policies.flow import FlowNetwork
+from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, Size
+from mmrl.diffusion.flow_network import FlowNetwork
 from mmrl.reporting import html
 from mmrl.runtime.checkpoint import MODEL
+from mmrl.runtime.json_client import png
 from mmrl.training.loop import train
 from tests.diffusion import tiny_flux_kontext
-from tests.diffusion.flows import picture
+from tests.diffusion.flows import asked, picture
 from tests.diffusion.test_flow_runs import MATCHING, plan
 from tests.support.distributed_worker import start
 
@@ -31,24 +34,48 @@ CHANGES = {
 }
 
 
+# Pairs of a rollout and a recorded image, kept whole by their loss. For two prompts their sizes differ.
+PAIRS = {
+    "data": "tests.diffusion.families.test_calls_in_shards:pairs",
+    "rollout": {"num_prompts": 4, "num_generations": 2},
+    "objective": {"penalty": [{"name": "sft", "coef": 1.0}]},
+    "learn": {"learning_rate": 0.3, "optimizer": "sgd", "micro_batch_steps": 4},
+    "policy": {"max_sequence_length": 8},
+    "max_steps": 1,
+}
+
+
+def pairs(**options) -> list[Prompt]:
+    """Make prompts of three sizes with a recorded image of 32 pixels."""
+    answer = Outcome(image=picture(9))
+    given = zip(
+        asked("p0", "p1", "p2", "p3", answers=[answer]), (48, 0, 64, 0), strict=True
+    )  # every second one is on one process
+    return [replace(prompt, size=Size(1, side, 32) if side else None) for prompt, side in given]
+
+
 def prompts(**options) -> list[Prompt]:
     """Make prompts without an image, and with images of two sizes."""
     made = []
     for i, side in enumerate((0, 0, 32, 64)):
         parts = [Part(f"p{i}")]
         if side:
-            frames = Frames(picture(i, side)[None], torch.zeros(1))
-            parts.insert(0, Part(media=Media("image", f"{i}.png", lambda shown=frames: shown, source=b"")))
+            frames, file = Frames(picture(i, side)[None], torch.zeros(1)), b64decode(png(picture(i, side)))
+            parts.insert(0, Part(media=Media("image", f"{i}.png", lambda shown=frames: shown, source=file)))
         made.append(Prompt(f"p{i}", (Message("user", tuple(parts)),)))
     return made
 
 
 @pytest.mark.slow
-def test_processes_that_make_fewer_calls_take_part_in_those_of_others(tmp_path, monkeypatch):
+@pytest.mark.parametrize("changes", [CHANGES, PAIRS], ids=["sources", "results"])
+def test_processes_that_make_fewer_calls_take_part_in_those_of_others(tmp_path, monkeypatch, changes):
     monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     model = tmp_path / "model"
     tiny_flux_kontext.tiny_flux_kontext(model)
-    plans = {name: plan(model, tmp_path / name, MATCHING, **merge(CHANGES, {})) for name in ("one", "two")}
+    plans = {name: plan(model, tmp_path / name, MATCHING, **merge(changes, {})) for name in ("one", "two")}
+    if changes is PAIRS:
+        for given in plans.values():
+            given["rollout"]["engine"].append({"name": "with_demos", "per_group": 1})
     listed = tmp_path / "plans.json"
     listed.write_text(json.dumps([plans["two"]]))
     processes = start("tests.support.real_worker", [str(listed), "fsdp2"], 2)

@@ -82,6 +82,19 @@ class TestCogView4(FamilyTests):
             alone = velocity(pipe, latents[i : i + 1], sigma[i : i + 1], [condition], 1.0)
             assert_close(together[i : i + 1], alone, atol=1e-5, rtol=0)
 
+    @torch.no_grad()
+    def test_a_process_of_shards_makes_as_many_calls_as_the_one_with_most_lengths(self, pipe, monkeypatch):
+        conditions = family_for(pipe).encode(
+            pipe, [Request("a cat"), Request("two dogs on a red boat")], LIMIT
+        )
+        latents, sigma = noise(pipe, (1, 32, 48), rows=2), torch.tensor([0.9, 0.6])
+        wanted, calls, forward = velocity(pipe, latents, sigma, conditions, 1.0), [], pipe.transformer.forward
+        monkeypatch.setattr("mmrl.diffusion.model_families.cogview4.meets", lambda network: True)
+        monkeypatch.setattr("mmrl.diffusion.model_families.cogview4.most_calls", lambda calls, device: 3)
+        count = lambda **given: calls.append(1) or forward(**given)
+        monkeypatch.setattr(pipe.transformer, "forward", count)
+        assert torch.equal(velocity(pipe, latents, sigma, conditions, 1.0), wanted) and len(calls) == 3
+
     def test_latents_are_scaled_as_the_pipeline_decodes_them(self, pipe):
         pixels = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from PIL import Image
 from torch.testing import assert_close
 
+from mmrl.cli import main
 from mmrl.diffusion.image_io import to_pil
 from mmrl.diffusion.model_family import Request, reading_words
 from tests.diffusion.families.common import Family, FamilyTests, family_for, noise, ours, pictures
 from tests.diffusion.flows import denoise, flow
+from tests.diffusion.test_flow_runs import plan
 
 LIMITS = {"flux2": 280, "flux2_klein": 120}  # tokens, with the template
 # Images of other sizes than the result; 90 x 70 loses pixels at its edges.
@@ -109,6 +114,21 @@ def test_a_text_of_exactly_the_limit_is_read_and_one_token_more_is_not(pipeline,
         family.check_text(pipe, "a" * (most + 1), limit)
 
 
+def test_equal_texts_for_several_images_are_encoded_once(pipeline, monkeypatch):
+    pipe, limit = pipeline("flux2_klein"), LIMITS["flux2_klein"]
+    family, texts, encode = family_for(pipe), [], pipe.encode_prompt
+    counted = lambda text, **given: texts.append(text) or encode(text, **given)
+    monkeypatch.setattr(pipe, "encode_prompt", counted)
+    images = [pictures(((64, 64),), seed=seed) for seed in range(2)]
+    with torch.no_grad():
+        first, second = family.encode(pipe, [Request("a cat", some) for some in images], limit)
+        (other,) = family.encode(pipe, [Request("a dog", images[0])], limit)
+    assert texts == ["a cat", "a dog"]
+    assert torch.equal(first["encoder_hidden_states"], second["encoder_hidden_states"])
+    assert not torch.equal(first["encoder_hidden_states"], other["encoder_hidden_states"])
+    assert not torch.equal(first["image_tokens"], second["image_tokens"])
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("sides", "said"), [((48, 64), "too small"), ((64, 640), "Aspect ratio")])
 def test_images_that_the_pipeline_refuses_are_refused(pipeline, name, sides, said):
@@ -142,3 +162,18 @@ def test_sizes_that_do_not_divide_are_refused(pipeline, name):
         family_for(pipe).latent_shape(pipe, 32, 40, 1)
     with pytest.raises(ValueError, match="num_frames"):
         family_for(pipe).latent_shape(pipe, 32, 32, 5)
+
+
+@pytest.mark.parametrize(
+    ("sides", "said"), [((48, 64), "too small"), ((64, 640), "Aspect ratio"), ((64, 64), "")]
+)
+def test_images_are_measured_before_weights_are_loaded(checkpoint, tmp_path, capsys, sides, said):
+    Image.new("RGB", sides[::-1]).save(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"image": "a.png", "prompt": "red"}))
+    data = {"name": "diffusion.edits", "path": str(tmp_path / "rows.jsonl")}
+    changes = {"policy": {"max_sequence_length": LIMITS["flux2_klein"]}, "data": data}
+    raw = plan(checkpoint("flux2_klein"), tmp_path / "run", "diffusion.transition", **changes)
+    (tmp_path / "run.yaml").write_text(json.dumps(raw))
+    assert main(["check", str(tmp_path / "run.yaml")]) == (2 if said else 0)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert said in line and ("rows.jsonl:1" in line) == bool(said)

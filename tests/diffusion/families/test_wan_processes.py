@@ -11,7 +11,7 @@ import torch
 from mmrl.build import build
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, parse
-from mmrl.diffusion.policies.flow import FlowNetwork
+from mmrl.diffusion.flow_network import FlowNetwork
 from mmrl.reporting import html
 from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.checkpoint import MODEL

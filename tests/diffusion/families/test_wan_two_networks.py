@@ -49,10 +49,15 @@ def policy_of(checkpoint, likelihood="diffusion.transition", **options):
     return flow(checkpoint("wan_a14b"), likelihood, max_sequence_length=64, **options)
 
 
-def rollout(policy, guidance=3.0):
+def rollout(policy, guidance=3.0, **options):
     """Sample two videos in four steps: two of them by the network of high noise."""
     engine = denoise(
-        policy, num_frames=5, num_inference_steps=4, solver="diffusion.flow_sde", guidance_scale=guidance
+        policy,
+        num_frames=5,
+        num_inference_steps=4,
+        solver="diffusion.flow_sde",
+        guidance_scale=guidance,
+        **options,
     )
     assert engine.times[1] > 0.7 > engine.times[2] > 0
     return engine.rollout([prompt_of(Request(text)) for text in ("a cat", "a dog")])
@@ -92,6 +97,39 @@ def test_rows_on_both_sides_of_the_boundary_are_those_of_each_network(pipeline):
             for condition in (conditions[i], conditions[::-1][i])
         )
         assert_close(together[one], family.guide(led, away, 3.0), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scales", [(4.0, 3.0), (2.0, 6.0)])
+@torch.no_grad()
+def test_each_network_has_its_guidance_scale_as_in_the_pipeline(pipeline, scales):
+    pipe, latents = pipeline("wan_a14b"), noise(pipeline("wan_a14b"), SIZE)
+    family, request = family_for(pipe), Request("a cat", (), SIZE)
+    wanted = pipe(
+        prompt="a cat", negative_prompt="a dog", latents=latents, guidance_scale=scales[0],
+        guidance_scale_2=scales[1], num_inference_steps=4, num_frames=5, height=32, width=32,
+        max_sequence_length=64, output_type="pt", return_dict=False,
+    )[0]  # fmt: skip
+    conditions, negatives = family.encode(pipe, [request], 64), family.encode(pipe, [Request("a dog")], 64)
+    times = family.sigmas(pipe, 4, tuple(latents.shape[1:]))
+    for now, following in zip(times, times[1:], strict=False):
+        led = velocity(pipe, latents, now[None], conditions, scales, negatives)
+        latents = latents + (following - now) * led
+    assert_close(family.decode(pipe, latents).clamp(0, 1), wanted, atol=1e-4, rtol=0)
+
+
+def test_rows_remember_both_scales(checkpoint):
+    policy = policy_of(checkpoint)
+    rows = rollout(policy, guidance_scale_2=2.0)
+    assert all(row.steps.guidance == (3.0, 2.0) for row in rows)
+    batch = policy.collate(rows)
+    assert_close(policy(batch).logp.float(), batch.notes["logp"], atol=1e-5, rtol=1e-6)
+    plain = rollout(policy)
+    assert not torch.equal(plain[0].steps.path[-1], rows[0].steps.path[-1])
+
+
+def test_a_second_scale_needs_a_second_network(checkpoint):
+    with pytest.raises(ConfigError, match="`guidance_scale_2` .* is for a second network"):
+        denoise(flow(checkpoint("wan"), "diffusion.matching"), num_frames=5, guidance_scale_2=3.0)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -160,6 +198,16 @@ def test_an_adapter_of_a_network_that_is_not_trained_is_refused(checkpoint, tmp_
     options = {"model": str(checkpoint("wan_a14b")), "lora_rank": 2, "adapter": str(tmp_path)}
     with pytest.raises(ConfigError, match="there is no adapter in .*transformer_2"):
         Flow.check_folders(options)
+
+
+@pytest.mark.parametrize(("networks", "never", "fine"), [("high", (2, 3), (0, 2)), ("low", (0, 2), (1, 3))])
+def test_stochastic_steps_of_a_frozen_network_alone_are_refused(checkpoint, networks, never, fine):
+    policy = policy_of(checkpoint, networks=networks, lora_rank=2)
+    given = {"num_frames": 5, "num_inference_steps": 4, "solver": "diffusion.flow_sde"}
+    name = {"high": "transformer", "low": "transformer_2"}[networks]
+    with pytest.raises(ConfigError, match=f"one of the trained network '{name}'.*networks: both"):
+        denoise(policy, stochastic=never, **given)
+    denoise(policy, stochastic=fine, **given)
 
 
 @pytest.mark.parametrize("networks", ["high", "low"])

@@ -38,6 +38,14 @@ def test_a_page_embeds_every_answer_once_and_no_html_of_it(tmp_path):
     assert "0 of 1 are correct: right is 1" in text
 
 
+def test_a_page_plays_the_sound_of_a_prompt(tmp_path):
+    data = data_of(
+        write_predictions_page(write(tmp_path / "p.parquet", [1.0, 0.0], heard=[b"RIFF", None])).read_text()
+    )
+    assert data["sounds"] == [base64.b64encode(b"RIFF").decode()]
+    assert [row["heard"] for row in data["rows"]] == [0, None]
+
+
 def test_a_conversation_is_shown_with_what_tools_showed(tmp_path):
     talk = f"{HOSTILE} tool <image: 4 tokens> a fox"
     more = {"conversation": [talk, talk], "seen": [b"whole", None], "shown": [[b"part"], None]}
@@ -52,7 +60,8 @@ def test_only_its_own_script_may_run(tmp_path):
     script = text[text.rindex("<script>") + 8 : text.rindex("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert (
-        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'" in text
+        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; "
+        f"script-src 'sha256-{digest}'" in text
     )
     assert "innerHTML" not in script and "insertAdjacentHTML" not in script
     assert not re.search(r'(src|href)="?https?:', text)

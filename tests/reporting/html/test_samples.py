@@ -137,6 +137,16 @@ def test_what_was_asked_about_is_written_once():
     assert text.count("<img ") == 1
 
 
+def test_a_sound_is_played_and_written_once(tmp_path):
+    write(
+        tmp_path, 3, [{"heard": b"RIFF", "prompt": "</audio><script>", "reward": float(i)} for i in range(3)]
+    )
+    text = samples_section(read_samples(tmp_path, {}))
+    assert text.count("<audio ") == 3 and text.count('src="data:audio/wav;base64,UklGRg=="') == 1
+    assert text.index("id=h0") < text.index("data-same=h0") and text.count("data-same=h0") == 2
+    assert "&lt;/audio&gt;&lt;script&gt;" in text and "<script>" not in text
+
+
 def test_the_mark_is_the_advantage_and_not_the_reward():
     # The best reward of a group in which all are as good has no advantage.
     text = samples_section([sample(9.0), sample(2.0, advantage=1.5), sample(3.0, advantage=-0.75)])
