@@ -1,0 +1,182 @@
+"""TP-GRPO against Flow-GRPO where the reward is decided at a few of many denoising steps.
+
+    python -m benchmarks.claims.tp_grpo [--seeds 0 1 2] [--quick]
+
+What is claimed and compared stands in docs/claims.md. The rate was chosen with Flow-GRPO at seed 100 (`RATE`).
+Writes results/claims_tp_grpo.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.claims.common import Claim, leave, once, options, outcome, row, value
+from benchmarks.claims.corners import SIDE, write
+from examples.image_rl.demo import Spent, quiet
+from mmrl.build import build, check, load_evaluator
+from mmrl.cli import main as mmrl
+from mmrl.config.loading import merge, read
+from mmrl.config.schema import Config, EvaluateConfig, parse
+from mmrl.training.loop import train
+
+STEPS, STOCHASTIC = 16, [0, 15]  # of denoising; all but the last
+PROMPTS, GROUP, UPDATES = 8, 8, 40
+RATE = 1e-3
+HERE = "benchmarks.claims.corners"
+REPORT = {"trackers": [], "log_completions": False, "startup_checks": [], "checks": []}
+FLOW, TURNING = "methods/flow/flow_grpo.yaml", "methods/flow/tp_grpo.yaml"
+GRAINED = {"advantage": ["total", "increments", {"name": "group_normalize", "std": "population"},
+                         "clip_advantage", "drop_zero"]}  # fmt: skip
+BASE = "Flow-GRPO"
+RUNS: dict[str, tuple[str, Mapping[str, Any]]] = {  # file of the method, and what is changed of it
+    BASE: (FLOW, {}),
+    "TP-GRPO": (TURNING, {}),
+    "increments alone": (TURNING, GRAINED),
+    "Flow-GRPO, as many network evaluations": (FLOW, {}),
+}
+CLAIM = Claim(
+    method="TP-GRPO",
+    baseline=BASE,
+    claim="A step's own change of the reward, and at turning points all that follows, teaches more in as many "
+    "updates than the reward of the image at every step (arXiv 2602.06422).",
+    situation=f"{STEPS} denoising steps that choose one of four corners; the reward is likeness to one of them.",
+    measure="share of images in the wanted corner",
+)
+
+
+def shared(folder: Path, model: Path) -> dict[str, Any]:
+    """Say what all runs share: policy, captions, reward and evaluation."""
+    sizes = {"num_inference_steps": STEPS, "guidance_scale": 1.0, "height": SIDE, "width": SIDE}
+    data = {"name": "diffusion.prompts", "path": str(folder / "images" / "prompts.jsonl")}
+    rewards = [f"{HERE}:right_corner", {"name": f"{HERE}:likeness"}]
+    return {
+        "policy": {"name": "diffusion.flow", "model": str(model), "dtype": "float32", "max_sequence_length": 1},
+        "data": data,
+        "rewards": [f"{HERE}:likeness"],
+        "rollout": {"engine": [{"name": "diffusion.denoise", **sizes}]},
+        "report": REPORT,
+        "save_steps": 1_000_000,
+        "evaluation": {
+            "data": data,
+            "engine": [{"name": "diffusion.denoise", **sizes}],
+            "rewards": rewards,
+            "num_generations": 16,
+        },
+    }  # fmt: skip
+
+
+def start(folder: Path, seed: int, quick: bool) -> Path:
+    """Match a small network to drawings of every corner; return its folder."""
+    model = folder / "matching" / f"checkpoint-{(steps := 3 if quick else 300)}" / "model"
+    if model.exists():
+        return model
+    write(folder / "images", 2 if quick else 24)
+    built = {
+        "build": {"name": "diffusion.tiny_flow_model", "texts": str(folder / "images" / "prompts.jsonl"),
+                  "side": SIDE, "patch": 2, "width": 32, "layers": 2, "text_width": 32, "text_length": 4},
+        "output": str(folder / "model"), "seed": seed,
+    }  # fmt: skip
+    (folder / "model.yaml").write_text(str(built))
+    if mmrl(["build", str(folder / "model.yaml")]):
+        raise SystemExit(1)
+    matched = {
+        "policy": {"likelihood": {"name": "diffusion.matching", "weighting": "uniform", "draws": 1,
+                                  "time_type": "uniform", "lowest": 0.0, "shift": 1.0}},
+        "data": {"name": "diffusion.images", "path": str(folder / "images" / "train.jsonl"),
+                 "root": str(folder / "images")},
+        "rewards": [{"name": "precomputed", "key": "score"}],
+        "advantage": [{"name": "pick", "of": "precomputed"}],
+        "rollout": {"engine": ["offline"], "num_prompts": 96, "num_generations": 1},
+        "learn": {"learning_rate": {"name": "linear", "start": 3e-3, "end": 1e-4, "steps": steps},
+                  "optimizer": "muon", "micro_batch_steps": 512},
+        "max_steps": steps, "save_steps": steps, "seed": seed, "output_dir": str(folder / "matching"),
+    }  # fmt: skip
+    raw = shared(folder, folder / "model")
+    raw = {key: raw[key] for key in ("policy", "report")}
+    shutil.rmtree(folder / "matching", ignore_errors=True)
+    raw = merge(read("methods/grpo/supervised.yaml"), raw)
+    train(build(parse(merge(raw, matched), Config), quiet=True))
+    return model
+
+
+def answers(evaluator: Any) -> dict[str, dict[str, float]]:
+    """Measure the captions; return every image's scores, by caption and number."""
+    table = evaluator.measure(intervals=False).table
+    names = [f"{uid}#{at}" for at, uid in enumerate(table.uids)]
+    return {
+        name: dict(zip(names, table.at_end(name).tolist(), strict=True))
+        for name in ("right_corner", "likeness")
+    }
+
+
+def train_one(name: str, given: argparse.Namespace, seed: int, updates: int, rate: float) -> dict[str, Any]:
+    """Train a row of the table from the start of its seed, and measure it."""
+    folder = given.runs / f"seed-{seed}"
+    method, changes = RUNS[name]
+    raw = shared(folder, start(folder, seed, given.quick))
+    engine = {**raw["rollout"]["engine"][0], "stochastic": STOCHASTIC,
+              "solver": {"name": "diffusion.flow_sde", "noise_level": 0.7}}  # fmt: skip
+    ahead = [engine, "diffusion.with_prefix_rollouts"] if method == TURNING else [engine]
+    output = folder / name.replace(" ", "_").replace(",", "")
+    shutil.rmtree(output, ignore_errors=True)
+    same = {
+        "objective": {"surrogate": {"name": "clip", "epsilon": 1e-4},
+                      "penalty": [{"name": "gaussian_kl", "coef": 0.04}]},
+        "rollout": {"engine": ahead, "num_prompts": PROMPTS, "num_generations": GROUP},
+        "learn": {"learning_rate": rate, "micro_batch_steps": 4096, "minibatches": 1},
+        "max_steps": updates, "seed": seed, "output_dir": str(output),
+    }  # fmt: skip
+    config = parse(merge(merge(merge(read(method), raw), same), changes), Config)
+    check(config)
+    spent = Spent()
+    run = spent.watch(build(config, quiet=True))
+    train(run)
+    final = run.final.table
+    names = [f"{uid}#{at}" for at, uid in enumerate(final.uids)]
+    scores = {
+        key: dict(zip(names, final.at_end(key).tolist(), strict=True)) for key in ("right_corner", "likeness")
+    }
+    shutil.rmtree(output)
+    return {"seed": seed, "answers": scores, "evaluations": spent.evaluations, "updates": updates}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train what is missing, and write the table."""
+    given = options("tp_grpo", __doc__, arguments)
+    quiet()
+    updates = 2 if given.quick else UPDATES
+    begun: list[float] = []
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in RUNS}
+    for seed in given.seeds:
+        folder = given.runs / f"seed-{seed}"
+        model = start(folder, seed, given.quick)
+        raw = shared(folder, model)
+        wanted = parse({key: raw[key] for key in ("policy", "evaluation")} | {"seed": seed}, EvaluateConfig)
+        before = once(folder / "start.json", lambda wanted=wanted: {"answers": answers(load_evaluator(wanted))})
+        begun.append(value(before, "right_corner"))
+        for name in RUNS:
+            count = updates
+            if name.endswith("evaluations"):  # equal cost: more updates of the cheaper method
+                spent = [runs[of][-1]["evaluations"] for of in ("TP-GRPO", BASE)]
+                count = round(updates * spent[0] / spent[1])
+            path = folder / f"{name}.json"
+            call = lambda name=name, seed=seed, count=count: train_one(name, given, seed, count, RATE)
+            runs[name].append(once(path, call))
+            print(name, seed, value(runs[name][-1], "right_corner"), runs[name][-1]["seconds"], flush=True)
+    rows = [row(name, done, runs[BASE], "right_corner") for name, done in runs.items()]
+    for one, done in zip(rows, runs.values(), strict=True):
+        one["updates"], one["evaluations"] = done[0]["updates"], done[0]["evaluations"]
+    at_cost = row("", runs["TP-GRPO"], runs[list(RUNS)[-1]], "right_corner")["gain"]
+    verdict = f"{outcome(rows[1]['gain'])}: at equal updates; at equal network evaluations TP-GRPO less Flow-GRPO is "
+    verdict += f"{at_cost[0]:+.3f} ({at_cost[1]:+.3f} to {at_cost[2]:+.3f})"
+    leave(given, CLAIM, sum(begun) / len(begun), rows, verdict, [run for done in runs.values() for run in done])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
