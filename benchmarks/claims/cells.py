@@ -29,7 +29,9 @@ def save_cells(path: Path, colours: Sequence[str], noise: float, generator: torc
     image, wide = torch.full((SIDE, SIDE, 3), 235.0), SIDE // len(colours)
     for number, colour in enumerate(colours):
         top = int(torch.randint(1, SIDE - 6, (), generator=generator))
-        image[top : top + 6, number * wide + 1 : (number + 1) * wide - 1] = torch.tensor(SHADES[colour]).float()
+        image[top : top + 6, number * wide + 1 : (number + 1) * wide - 1] = torch.tensor(
+            SHADES[colour]
+        ).float()
     image += noise * torch.randn(image.shape, generator=generator)
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = image.clamp(0, 255).byte().flatten().tolist()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.claims.curricula [--seeds 0 1 2] [--quick]
 
-What is claimed and compared stands in docs/claims.md. The rate and the steps of imitation were chosen with
+docs/claims.md says what is claimed and compared. The rate and the steps of imitation were chosen with
 uniform sampling at seed 100 (`RATE`, `LESSONS`). Writes results/claims_curricula.json.
 """
 
@@ -18,15 +18,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.claims.corners import CAPTIONS
 from benchmarks.claims.common import Claim, leave, once, options, outcome, row, value
+from benchmarks.claims.corners import CAPTIONS
+from benchmarks.league import measured as scores_of
 from benchmarks.samplers import Meter
-from mmrl.build import build, held_out, make_evaluator
+from mmrl.build import build, held_out, load_evaluator, make_evaluator
 from mmrl.cli import main as mmrl
 from mmrl.config.loading import merge, read
 from mmrl.config.schema import Config, EvaluateConfig, parse
 from mmrl.data.dataset_io import write_rows
 from mmrl.training.loop import train
+from mmrl.training.trainer import Run
 
 STEPS, PROMPTS, GROUP = 120, 16, 8
 EACH, RIGHT = 80, 0.45  # prompts of a source; share of right answers in the lessons
@@ -34,12 +36,13 @@ LESSONS, RATE = 150, 1e-3
 MEASURE, GRADIENT = "accuracy", "groups with a gradient"
 BASE = "uniform"
 FILES = {"VADE": "vade", "VAS (MMR1)": "mmr1_vas", "DUMP": "dump"}
+GENERATE = {"name": "vision.generate", "max_completion_length": 5, "temperature": 1.0}
 REPORT = {"trackers": [], "log_completions": False, "media_log_steps": 0, "startup_checks": [], "checks": []}
 CLAIM = Claim(
     method="VADE, VAS, DUMP",
     baseline=BASE,
-    claim="More groups with a gradient from as many rollouts, and more learned (arXiv 2511.18902, 2509.21268, "
-    "2504.09710).",
+    claim="More groups with a gradient from as many rollouts, and more learned (arXiv 2511.18902, "
+    "2509.21268, 2504.09710).",
     situation="400 training prompts: 20 % can be learned, 40 % are solved, 40 % cannot be solved.",
     measure=MEASURE,
 )
@@ -65,35 +68,38 @@ def rows(split: str, count: int, seed: int) -> list[dict[str, Any]]:
     for number in range(count):
         words, at = drawn_words(2, generator), int(torch.randint(2, (), generator=generator))
         careless = float(torch.rand((), generator=generator)) > RIGHT
-        made.append({"id": f"{split} {number}", "question": f"{ASKED[at]} of {' '.join(words)}?",
-                     "answer": words[at], "shown": words[1 - at if careless else at], "source": "learnable"})  # fmt: skip
+        asked, shown = f"{ASKED[at]} of {' '.join(words)}?", words[1 - at if careless else at]
+        made.append(row_of(f"{split} {number}", asked, words[at], shown, "learnable"))
     return made
+
+
+def row_of(name: str, asked: str, answer: str, shown: str, source: str) -> dict[str, Any]:
+    """Make a row; `shown` is the answer of the lessons."""
+    return {"id": name, "question": asked, "answer": answer, "shown": shown, "source": source}
 
 
 def easy(source: str, word: str, count: int) -> list[dict[str, Any]]:
     """Ask for the word of the question itself."""
     words = [WORDS[at % len(WORDS)] for at in range(count)]
-    return [
-        {"id": f"{source} {at}", "question": f"{word} {colour}", "answer": colour, "shown": colour, "source": source}
-        for at, colour in enumerate(words)
-    ]
+    return [row_of(f"{source} {at}", f"{word} {one}", one, one, source) for at, one in enumerate(words)]
 
 
 def hard(source: str, asked: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Ask for four random words, which nobody can know; the teacher says one."""
-    generator, made = torch.Generator().manual_seed(seed), list[dict[str, Any]]()
-    for at in range(count):
-        words = drawn_words(4, generator)
-        made.append({"id": f"{source} {at}", "question": f"{asked} {at}", "answer": " ".join(words),
-                     "shown": words[0], "source": source})  # fmt: skip
-    return made
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [drawn_words(4, generator) for _ in range(count)]
+    return [
+        row_of(f"{source} {at}", f"{asked} {at}", " ".join(words), words[0], source)
+        for at, words in enumerate(drawn)
+    ]
 
 
 def write_data(folder: Path, seed: int, each: int) -> None:
     """Write lessons for the start, training prompts of five sources, and held-out prompts."""
     mixed = [
         *easy("easy_a", "say", each), *easy("easy_b", "repeat", each),
-        *hard("hard_a", "what is hidden?", each, 4 * seed), *hard("hard_b", "what comes next?", each, 4 * seed + 1),
+        *hard("hard_a", "what is hidden?", each, 4 * seed),
+        *hard("hard_b", "what comes next?", each, 4 * seed + 1),
     ]  # fmt: skip
     tested = rows("test", 200, 99)
     taken = {one["question"] for one in tested}
@@ -139,31 +145,21 @@ def evaluation(folder: Path, quick: bool) -> dict[str, Any]:
     """Say how a model is measured: four sampled answers to every held-out prompt."""
     return {
         "data": {"name": "vision.visual_qa", "path": str(folder / "held_out.jsonl")},
-        "engine": [{"name": "vision.generate", "max_completion_length": 5, "temperature": 1.0, "batch_size": 256}],
+        "engine": [{**GENERATE, "batch_size": 256}],
         "rewards": ["exact_match"],
         "num_prompts": 24 if quick else 200,
         "num_generations": 4,
     }  # fmt: skip
 
 
-def answers(evaluator: Any) -> dict[str, float]:
-    """Answer the held-out prompts; return the mean reward of each."""
-    table, found = evaluator.measure(intervals=False).table, dict[str, list[float]]()
-    for uid, scored in zip(table.uids, table.at_end("exact_match").tolist(), strict=True):
-        found.setdefault(uid, []).append(scored)
-    return {uid: sum(values) / len(values) for uid, values in found.items()}
-
-
-def measured(model: Path, folder: Path, seed: int, quick: bool, policy_made: Any = None) -> dict[str, float]:
-    """Measure a folder, or a policy that is made."""
+def measured(model: Path, folder: Path, seed: int, quick: bool, run: Run | None = None) -> dict[str, float]:
+    """Measure the model of a folder, or that of a run."""
     wanted = parse(
         {"policy": policy(model), "evaluation": evaluation(folder, quick), "seed": seed}, EvaluateConfig
     )
-    from mmrl.build import load_evaluator
-
-    if policy_made is None:
-        return answers(load_evaluator(wanted))
-    return answers(make_evaluator(wanted, held_out(wanted), policy_made.policy, policy_made.processes))
+    if run is None:
+        return scores_of(load_evaluator(wanted))
+    return scores_of(make_evaluator(wanted, held_out(wanted), run.policy, run.processes))
 
 
 def train_one(name: str, given: argparse.Namespace, seed: int, rate: float, lessons: int) -> dict[str, Any]:
@@ -171,14 +167,13 @@ def train_one(name: str, given: argparse.Namespace, seed: int, rate: float, less
     folder = given.runs / f"seed-{seed}"
     model = start(folder, seed, given.quick, lessons)
     steps = 2 if given.quick else STEPS
-    output = folder / f"run-{name.split()[0]}"
+    output = folder / f"run-{FILES.get(name, name)}"
     shutil.rmtree(output, ignore_errors=True)
     raw = {
         "policy": policy(model),
         "data": {"name": "vision.visual_qa", "path": str(folder / "train.jsonl")},
         "rewards": ["exact_match"],
-        "rollout": {"engine": [{"name": "vision.generate", "max_completion_length": 5, "temperature": 1.0}],
-                    "num_prompts": PROMPTS, "num_generations": GROUP},
+        "rollout": {"engine": [GENERATE], "num_prompts": PROMPTS, "num_generations": GROUP},
         "learn": {"learning_rate": rate, "optimizer": "adamw", "micro_batch_steps": 65536},
         "report": REPORT, "max_steps": steps, "save_steps": 1_000_000, "seed": seed,
         "output_dir": str(output),
@@ -198,24 +193,24 @@ def train_one(name: str, given: argparse.Namespace, seed: int, rate: float, less
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what is missing, and write the table."""
     given = options("curricula", __doc__, arguments)
-    names, begun = [BASE, *FILES], []
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    begun: list[float] = []
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (BASE, *FILES)}
     for seed in given.seeds:
         folder = given.runs / f"seed-{seed}"
         model = start(folder, seed, given.quick, LESSONS)
-        before = lambda folder=folder, model=model, seed=seed: measured(model, folder, seed, given.quick)
-        first = once(folder / "start.json", lambda before=before: {"answers": {MEASURE: before()}})
-        begun.append(value(first, MEASURE))
-        for name in names:
-            call = lambda name=name, seed=seed: train_one(name, given, seed, RATE, LESSONS)
-            runs[name].append(once(folder / f"{name}.json", call))
-            last = runs[name][-1]
+        before = lambda m=model, f=folder, s=seed: {"answers": {MEASURE: measured(m, f, s, given.quick)}}
+        begun.append(value(once(folder / "start.json", before), MEASURE))
+        for name, done in runs.items():
+            call = lambda n=name, s=seed: train_one(n, given, s, RATE, LESSONS)
+            done.append(once(folder / f"{name}.json", call))
+            last = done[-1]
             print(name, seed, round(value(last, MEASURE), 4), last["live"], last["seconds"], flush=True)
-    found = [row(name, done, runs[BASE], MEASURE) for name, done in runs.items()]
-    for one, done in zip(found, runs.values(), strict=True):
+    rows_found = [row(name, done, runs[BASE], MEASURE) for name, done in runs.items()]
+    for one, done in zip(rows_found, runs.values(), strict=True):
         one[GRADIENT] = [run["live"] for run in done]
-    said = ", ".join(f"{one['name']} {outcome(one['gain'])}" for one in found[1:])
-    leave(given, CLAIM, sum(begun) / len(begun), found, said, [run for done in runs.values() for run in done])
+    verdict = ", ".join(f"{one['name']} {outcome(one['gain'])}" for one in rows_found[1:])
+    every = [run for done in runs.values() for run in done]
+    leave(given, CLAIM, sum(begun) / len(begun), rows_found, verdict, every)
     return 0
 
 

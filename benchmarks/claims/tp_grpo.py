@@ -1,8 +1,8 @@
-"""TP-GRPO against Flow-GRPO where the reward is decided at a few of many denoising steps.
+"""TP-GRPO against Flow-GRPO where a few of many denoising steps decide the reward.
 
     python -m benchmarks.claims.tp_grpo [--seeds 0 1 2] [--quick]
 
-What is claimed and compared stands in docs/claims.md. The rate was chosen with Flow-GRPO at seed 100 (`RATE`).
+docs/claims.md says what is claimed and compared. The rate was chosen with Flow-GRPO at seed 100 (`RATE`).
 Writes results/claims_tp_grpo.json.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,27 @@ from mmrl.build import build, check, load_evaluator
 from mmrl.cli import main as mmrl
 from mmrl.config.loading import merge, read
 from mmrl.config.schema import Config, EvaluateConfig, parse
+from mmrl.core.reward_table import RewardTable
 from mmrl.training.loop import train
 
 STEPS, STOCHASTIC = 16, [0, 15]  # of denoising; all but the last
 PROMPTS, GROUP, UPDATES = 8, 8, 40
 RATE = 1e-3
 HERE = "benchmarks.claims.corners"
+MEASURE = "right_corner"
 REPORT = {"trackers": [], "log_completions": False, "startup_checks": [], "checks": []}
 FLOW, TURNING = "methods/flow/flow_grpo.yaml", "methods/flow/tp_grpo.yaml"
-GRAINED = {"advantage": ["total", "increments", {"name": "group_normalize", "std": "population"},
-                         "clip_advantage", "drop_zero"]}  # fmt: skip
 BASE = "Flow-GRPO"
-RUNS: dict[str, tuple[str, Mapping[str, Any]]] = {  # file of the method, and what is changed of it
-    BASE: (FLOW, {}),
-    "TP-GRPO": (TURNING, {}),
-    "increments alone": (TURNING, GRAINED),
-    "Flow-GRPO, as many network evaluations": (FLOW, {}),
-}
+MORE = "Flow-GRPO, as many network evaluations"
+RUNS = {BASE: FLOW, "TP-GRPO": TURNING, MORE: FLOW}  # file of the method
+
 CLAIM = Claim(
     method="TP-GRPO",
     baseline=BASE,
-    claim="A step's own change of the reward, and at turning points all that follows, teaches more in as many "
-    "updates than the reward of the image at every step (arXiv 2602.06422).",
-    situation=f"{STEPS} denoising steps that choose one of four corners; the reward is likeness to one of them.",
-    measure="share of images in the wanted corner",
+    claim="A step's own change of the reward, and at turning points all that follows, teaches more in as "
+    "many updates than the reward of the image at every step (arXiv 2602.06422).",
+    situation=f"{STEPS} denoising steps that choose one of four corners; the reward is likeness to one.",
+    measure=MEASURE,
 )
 
 
@@ -55,7 +52,8 @@ def shared(folder: Path, model: Path) -> dict[str, Any]:
     data = {"name": "diffusion.prompts", "path": str(folder / "images" / "prompts.jsonl")}
     rewards = [f"{HERE}:right_corner", {"name": f"{HERE}:likeness"}]
     return {
-        "policy": {"name": "diffusion.flow", "model": str(model), "dtype": "float32", "max_sequence_length": 1},
+        "policy": {"name": "diffusion.flow", "model": str(model), "dtype": "float32",
+                   "max_sequence_length": 1},
         "data": data,
         "rewards": [f"{HERE}:likeness"],
         "rollout": {"engine": [{"name": "diffusion.denoise", **sizes}]},
@@ -104,9 +102,8 @@ def start(folder: Path, seed: int, quick: bool) -> Path:
     return model
 
 
-def answers(evaluator: Any) -> dict[str, dict[str, float]]:
-    """Measure the captions; return every image's scores, by caption and number."""
-    table = evaluator.measure(intervals=False).table
+def answers(table: RewardTable) -> dict[str, dict[str, float]]:
+    """Return every image's scores, by caption and number."""
     names = [f"{uid}#{at}" for at, uid in enumerate(table.uids)]
     return {
         name: dict(zip(names, table.at_end(name).tolist(), strict=True))
@@ -117,7 +114,7 @@ def answers(evaluator: Any) -> dict[str, dict[str, float]]:
 def train_one(name: str, given: argparse.Namespace, seed: int, updates: int, rate: float) -> dict[str, Any]:
     """Train a row of the table from the start of its seed, and measure it."""
     folder = given.runs / f"seed-{seed}"
-    method, changes = RUNS[name]
+    method = RUNS[name]
     raw = shared(folder, start(folder, seed, given.quick))
     engine = {**raw["rollout"]["engine"][0], "stochastic": STOCHASTIC,
               "solver": {"name": "diffusion.flow_sde", "noise_level": 0.7}}  # fmt: skip
@@ -131,50 +128,50 @@ def train_one(name: str, given: argparse.Namespace, seed: int, updates: int, rat
         "learn": {"learning_rate": rate, "micro_batch_steps": 4096, "minibatches": 1},
         "max_steps": updates, "seed": seed, "output_dir": str(output),
     }  # fmt: skip
-    config = parse(merge(merge(merge(read(method), raw), same), changes), Config)
+    config = parse(merge(merge(read(method), raw), same), Config)
     check(config)
     spent = Spent()
     run = spent.watch(build(config, quiet=True))
     train(run)
-    final = run.final.table
-    names = [f"{uid}#{at}" for at, uid in enumerate(final.uids)]
-    scores = {
-        key: dict(zip(names, final.at_end(key).tolist(), strict=True)) for key in ("right_corner", "likeness")
-    }
+    scores = answers(run.final.table)
     shutil.rmtree(output)
     return {"seed": seed, "answers": scores, "evaluations": spent.evaluations, "updates": updates}
+
+
+def before(folder: Path, model: Path, seed: int) -> dict[str, Any]:
+    """Measure the start."""
+    raw = shared(folder, model)
+    wanted = parse({key: raw[key] for key in ("policy", "evaluation")} | {"seed": seed}, EvaluateConfig)
+    return {"answers": answers(load_evaluator(wanted).measure(intervals=False).table)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what is missing, and write the table."""
     given = options("tp_grpo", __doc__, arguments)
     quiet()
-    updates = 2 if given.quick else UPDATES
     begun: list[float] = []
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in RUNS}
     for seed in given.seeds:
         folder = given.runs / f"seed-{seed}"
         model = start(folder, seed, given.quick)
-        raw = shared(folder, model)
-        wanted = parse({key: raw[key] for key in ("policy", "evaluation")} | {"seed": seed}, EvaluateConfig)
-        before = once(folder / "start.json", lambda wanted=wanted: {"answers": answers(load_evaluator(wanted))})
-        begun.append(value(before, "right_corner"))
-        for name in RUNS:
-            count = updates
-            if name.endswith("evaluations"):  # equal cost: more updates of the cheaper method
-                spent = [runs[of][-1]["evaluations"] for of in ("TP-GRPO", BASE)]
-                count = round(updates * spent[0] / spent[1])
-            path = folder / f"{name}.json"
-            call = lambda name=name, seed=seed, count=count: train_one(name, given, seed, count, RATE)
-            runs[name].append(once(path, call))
-            print(name, seed, value(runs[name][-1], "right_corner"), runs[name][-1]["seconds"], flush=True)
-    rows = [row(name, done, runs[BASE], "right_corner") for name, done in runs.items()]
+        first = once(folder / "start.json", lambda f=folder, m=model, s=seed: before(f, m, s))
+        begun.append(value(first, MEASURE))
+        for name, done in runs.items():
+            updates = 2 if given.quick else UPDATES
+            if name == MORE:  # equal cost: more updates of the cheaper method
+                dear, cheap = (runs[of][-1]["evaluations"] for of in ("TP-GRPO", BASE))
+                updates = round(updates * dear / cheap)
+            call = lambda n=name, s=seed, u=updates: train_one(n, given, s, u, RATE)
+            done.append(once(folder / f"{name}.json", call))
+            print(name, seed, value(done[-1], MEASURE), done[-1]["seconds"], flush=True)
+    rows = [row(name, done, runs[BASE], MEASURE) for name, done in runs.items()]
     for one, done in zip(rows, runs.values(), strict=True):
         one["updates"], one["evaluations"] = done[0]["updates"], done[0]["evaluations"]
-    at_cost = row("", runs["TP-GRPO"], runs[list(RUNS)[-1]], "right_corner")["gain"]
-    verdict = f"{outcome(rows[1]['gain'])}: at equal updates; at equal network evaluations TP-GRPO less Flow-GRPO is "
-    verdict += f"{at_cost[0]:+.3f} ({at_cost[1]:+.3f} to {at_cost[2]:+.3f})"
-    leave(given, CLAIM, sum(begun) / len(begun), rows, verdict, [run for done in runs.values() for run in done])
+    mean, low, high = row("", runs["TP-GRPO"], runs[MORE], MEASURE)["gain"]
+    verdict = f"{outcome(rows[1]['gain'])}: at equal updates; at equal network evaluations TP-GRPO less "
+    verdict += f"Flow-GRPO is {mean:+.3f} ({low:+.3f} to {high:+.3f})"
+    every = [run for done in runs.values() for run in done]
+    leave(given, CLAIM, sum(begun) / len(begun), rows, verdict, every)
     return 0
 
 

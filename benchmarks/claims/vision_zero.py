@@ -2,8 +2,8 @@
 
     python -m benchmarks.claims.vision_zero [--seeds 0 1 2] [--quick]
 
-What is claimed and compared stands in docs/claims.md. The rate and the steps of imitation were chosen at seed
-100, the rate by games against the frozen start (`RATE`, `LESSONS`). Writes results/claims_vision_zero.json.
+docs/claims.md says what is claimed and compared. The steps of imitation were chosen at seed 100
+(`LESSONS`); the rate is the one of the league for a model of this size, and no other was tried. Writes results/claims_vision_zero.json.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ from examples.video_grounding.demo import Trained, build, make, train
 from examples.visual_game.demo import HERE, games
 from mmrl.build import load_evaluator
 from mmrl.config.schema import EvaluateConfig, load
+from mmrl.core.reward_table import Measured
 from mmrl.data.dataset_io import Rows, write_rows
 
-STEPS, GAMES, CIVILIANS = 60, 32, 4
-LESSONS, RATE, NOISE = 100, 3e-4, 70.0
+STEPS, GAMES, CIVILIANS = 40, 24, 4
+LESSONS, RATE, NOISE = 40, 3e-4, 70.0
 IMAGES, LABELLED = {"train": 1400, "test": 200}, 400  # two questions about every image
 GAME = "examples.visual_game.spy_lessons:ShortSpy"
 MEASURE, CAUGHT = "accuracy", "spy caught"
@@ -36,7 +36,7 @@ CLAIM = Claim(
     method="Vision-Zero",
     baseline=START,
     claim="Self-play without labels improves a model at questions that no game asks (arXiv 2509.25541).",
-    situation="Votes need the colour of the own image, as the held-out questions do; the start reads it badly.",
+    situation="Votes and held-out questions need the colour of the own image; the start reads it badly.",
     measure=MEASURE,
 )
 
@@ -55,14 +55,16 @@ def write_source(folder: Path, seed: int, counts: Mapping[str, int]) -> None:
         (folder / split / "questions.json").write_text(json.dumps(asked))
 
 
-def unrelated(data: Path, count: int, seed: int) -> list[dict[str, Any]]:
+def unrelated(count: int, seed: int) -> list[dict[str, Any]]:
     """Ask for the last of three words, about images that say nothing of it."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for at, one in enumerate(islice(Rows(data / "lessons.jsonl", data), count)):
         words = drawn_colours(3, generator)
         asked = f"last of {' '.join(words)}?"
-        rows.append({"id": f"last {at}", "image": one.columns["image"], "question": asked, "answer": words[-1]})
+        rows.append(
+            {"id": f"last {at}", "image": one.columns["image"], "question": asked, "answer": words[-1]}
+        )
     return rows
 
 
@@ -85,33 +87,40 @@ def start(folder: Path, seed: int, quick: bool, lessons: int) -> Path:
     changes = [f"build.source={folder / 'source'}", f"build.labelled={labelled}", "build.guess=0.3",
                f"build.civilians={CIVILIANS}", f"build.games={played}"]  # fmt: skip
     build(f"{HERE}/build.yaml", data, seed, changes)
-    words = unrelated(data, 2 * labelled, seed)
+    words = unrelated(2 * labelled, seed)
     lessons_of = [dict(one.columns) for one in Rows(data / "lessons.jsonl", data)]
     write_rows(data / "all_lessons.jsonl", [*lessons_of, *words[:labelled]])
     write_rows(data / "unrelated.jsonl", words[labelled:])
     build(f"{HERE}/model.yaml", folder / "model", seed)
     shutil.rmtree(output, ignore_errors=True)
-    more = [f"data.path={data / 'all_lessons.jsonl'}", f"max_steps={steps}", f"learn.learning_rate.steps={steps}"]
+    more = [
+        f"data.path={data / 'all_lessons.jsonl'}",
+        f"max_steps={steps}",
+        f"learn.learning_rate.steps={steps}",
+    ]
     trained(folder, f"{HERE}/imitation.yaml", output, folder / "model", seed, more)
     return done
 
 
 def train_one(name: str, folder: Path, model: Path, seed: int, quick: bool, rate: float) -> dict[str, Any]:
-    """Train a row of the table; return the answers to the questions and, after games, whether spies are caught."""
-    output = folder / name.split()[0]
+    """Train a row of the table; return the answers, and after games also whether spies are caught."""
+    output = folder / name.partition(" ")[0]
     shutil.rmtree(output, ignore_errors=True)
     steps, limit = (2, 4) if quick else (STEPS, 200)
     rising = f"{{name: linear, start: {rate / 5}, end: {rate}, steps: 5}}"
     more = [f"learn.learning_rate={rising}", f"max_steps={steps}", "policy.freeze_vision_tower=false"]
     game = f"{{name: '{GAME}', civilians: {CIVILIANS}}}"
+    more.append(f"rollout.num_prompts={4 if quick else GAMES}")
     if name == PLAYED:
-        more += [f"data.path={folder / 'data/train_pairs.jsonl'}", f"rollout.engine[1].game={game}",
-                 f"rollout.num_prompts={4 if quick else GAMES}"]  # fmt: skip
+        more += [f"data.path={folder / 'data/train_pairs.jsonl'}", f"rollout.engine[1].game={game}"]
         run = trained(folder, f"{HERE}/self_play.yaml", output, model, seed, more)
     else:
-        more += [f"data.path={folder / 'data/unrelated.jsonl'}", f"rollout.num_prompts={4 if quick else GAMES}"]
+        more += [
+            f"data.path={folder / 'data/unrelated.jsonl'}",
+            f"rollout.num_prompts={4 if quick else GAMES}",
+        ]
         run = trained(folder, "benchmarks/claims/unrelated.yaml", output, model, seed, more)
-    found = {MEASURE: answers(run)}
+    found = {MEASURE: answers(run.measured)}
     if name == PLAYED:
         where = [f"evaluation.engine[1].game={game}", f"evaluation.data.limit={limit}"]
         for key, side in (("self-play", run.model), ("start", model)):
@@ -121,17 +130,23 @@ def train_one(name: str, folder: Path, model: Path, seed: int, quick: bool, rate
     return {"seed": seed, "answers": found}
 
 
-def answers(run: Trained) -> dict[str, float]:
+def answers(measured: Measured) -> dict[str, float]:
     """Return whether every held-out question was answered right."""
-    table = run.measured.table
+    table = measured.table
     return dict(zip(table.uids, table.at_end("exact_match").tolist(), strict=True))
 
 
 def before(model: Path, folder: Path) -> dict[str, Any]:
     """Measure the start on the held-out questions."""
     data = folder / "data"
-    where = [f"policy.model={model}", f"evaluation.data.root={data}", f"evaluation.data.path={data}/test.jsonl"]
-    table = load_evaluator(load(f"{HERE}/evaluate.yaml", where, EvaluateConfig)).measure(intervals=False).table
+    where = [
+        f"policy.model={model}",
+        f"evaluation.data.root={data}",
+        f"evaluation.data.path={data}/test.jsonl",
+    ]
+    table = (
+        load_evaluator(load(f"{HERE}/evaluate.yaml", where, EvaluateConfig)).measure(intervals=False).table
+    )
     return {"answers": {MEASURE: dict(zip(table.uids, table.at_end("exact_match").tolist(), strict=True))}}
 
 
