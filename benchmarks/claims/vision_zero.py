@@ -3,7 +3,8 @@
     python -m benchmarks.claims.vision_zero [--seeds 0 1 2] [--quick]
 
 docs/claims.md says what is claimed and compared. The steps of imitation were chosen at seed 100
-(`LESSONS`); the rate is the one of the league for a model of this size, and no other was tried. Writes results/claims_vision_zero.json.
+(`LESSONS`); the rate is the one of the league for a model of this size, and no other was tried.
+Writes results/claims_vision_zero.json.
 """
 
 from __future__ import annotations
@@ -56,16 +57,13 @@ def write_source(folder: Path, seed: int, counts: Mapping[str, int]) -> None:
 
 
 def unrelated(count: int, seed: int) -> list[dict[str, Any]]:
-    """Ask for the last of three words, about images that say nothing of it."""
+    """Ask for the last of three words, without an image."""
     generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for at, one in enumerate(islice(Rows(data / "lessons.jsonl", data), count)):
-        words = drawn_colours(3, generator)
-        asked = f"last of {' '.join(words)}?"
-        rows.append(
-            {"id": f"last {at}", "image": one.columns["image"], "question": asked, "answer": words[-1]}
-        )
-    return rows
+    drawn = [drawn_colours(3, generator) for _ in range(count)]
+    return [
+        {"id": f"last {at}", "question": f"last of {' '.join(words)}?", "answer": words[-1]}
+        for at, words in enumerate(drawn)
+    ]
 
 
 def trained(folder: Path, file: str, output: Path, model: Path, seed: int, more: Sequence[str]) -> Trained:
