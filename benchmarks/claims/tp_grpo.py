@@ -46,7 +46,7 @@ CLAIM = Claim(
 )
 
 
-def shared(folder: Path, model: Path) -> dict[str, Any]:
+def shared(folder: Path, model: Path, quick: bool) -> dict[str, Any]:
     """Say what all runs share: policy, captions, reward and evaluation."""
     sizes = {"num_inference_steps": STEPS, "guidance_scale": 1.0, "height": SIDE, "width": SIDE}
     data = {"name": "diffusion.prompts", "path": str(folder / "images" / "prompts.jsonl")}
@@ -63,7 +63,7 @@ def shared(folder: Path, model: Path) -> dict[str, Any]:
             "data": data,
             "engine": [{"name": "diffusion.denoise", **sizes}],
             "rewards": rewards,
-            "num_generations": 16,
+            "num_generations": 1 if quick else 16,
         },
     }  # fmt: skip
 
@@ -94,7 +94,7 @@ def start(folder: Path, seed: int, quick: bool) -> Path:
                   "optimizer": "muon", "micro_batch_steps": 512},
         "max_steps": steps, "save_steps": steps, "seed": seed, "output_dir": str(folder / "matching"),
     }  # fmt: skip
-    raw = shared(folder, folder / "model")
+    raw = shared(folder, folder / "model", quick)
     raw = {key: raw[key] for key in ("policy", "report")}
     shutil.rmtree(folder / "matching", ignore_errors=True)
     raw = merge(read("methods/grpo/supervised.yaml"), raw)
@@ -115,7 +115,7 @@ def train_one(name: str, given: argparse.Namespace, seed: int, updates: int, rat
     """Train a row of the table from the start of its seed, and measure it."""
     folder = given.runs / f"seed-{seed}"
     method = RUNS[name]
-    raw = shared(folder, start(folder, seed, given.quick))
+    raw = shared(folder, start(folder, seed, given.quick), given.quick)
     engine = {**raw["rollout"]["engine"][0], "stochastic": STOCHASTIC,
               "solver": {"name": "diffusion.flow_sde", "noise_level": 0.7}}  # fmt: skip
     ahead = [engine, "diffusion.with_prefix_rollouts"] if method == TURNING else [engine]
@@ -124,7 +124,8 @@ def train_one(name: str, given: argparse.Namespace, seed: int, updates: int, rat
     same = {
         "objective": {"surrogate": {"name": "clip", "epsilon": 1e-4},
                       "penalty": [{"name": "gaussian_kl", "coef": 0.04}]},
-        "rollout": {"engine": ahead, "num_prompts": PROMPTS, "num_generations": GROUP},
+        "rollout": {"engine": ahead, "num_prompts": 1 if given.quick else PROMPTS,
+                    "num_generations": GROUP},
         "learn": {"learning_rate": rate, "micro_batch_steps": 4096, "minibatches": 1},
         "max_steps": updates, "seed": seed, "output_dir": str(output),
     }  # fmt: skip
@@ -138,9 +139,9 @@ def train_one(name: str, given: argparse.Namespace, seed: int, updates: int, rat
     return {"seed": seed, "answers": scores, "evaluations": spent.evaluations, "updates": updates}
 
 
-def before(folder: Path, model: Path, seed: int) -> dict[str, Any]:
+def before(folder: Path, model: Path, seed: int, quick: bool) -> dict[str, Any]:
     """Measure the start."""
-    raw = shared(folder, model)
+    raw = shared(folder, model, quick)
     wanted = parse({key: raw[key] for key in ("policy", "evaluation")} | {"seed": seed}, EvaluateConfig)
     return {"answers": answers(load_evaluator(wanted).measure(intervals=False).table)}
 
@@ -154,10 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed in given.seeds:
         folder = given.runs / f"seed-{seed}"
         model = start(folder, seed, given.quick)
-        first = once(folder / "start.json", lambda f=folder, m=model, s=seed: before(f, m, s))
+        first = once(folder / "start.json", lambda f=folder, m=model, s=seed: before(f, m, s, given.quick))
         begun.append(value(first, MEASURE))
         for name, done in runs.items():
-            updates = 2 if given.quick else UPDATES
+            updates = 1 if given.quick else UPDATES
             if name == MORE:  # equal cost: more updates of the cheaper method
                 dear, cheap = (runs[of][-1]["evaluations"] for of in ("TP-GRPO", BASE))
                 updates = round(updates * dear / cheap)
