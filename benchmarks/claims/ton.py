@@ -11,6 +11,7 @@ import argparse
 import random
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
@@ -159,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.rate = RATE
     runs = {
         (arm, phase): [
-            once(given.runs / f"{phase}-{ARMS[arm]}-{seed}.json", lambda: run(given, arm, phase, seed))
+            once(given.runs / f"{phase}-{ARMS[arm]}-{seed}.json", partial(run, given, arm, phase, seed))
             for seed in given.seeds
         ]
         for phase in ("tuned", "grpo")

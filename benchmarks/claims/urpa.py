@@ -1,4 +1,4 @@
-"""URPA: from labelled videos of a source to 200 unlabelled ones of another domain, in few steps with its stop.
+"""URPA: from labelled videos of a source to 200 unlabelled ones of another domain, in few steps.
 
     python -m benchmarks.claims.urpa [--seeds 0 1 2] [--quick]
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -78,7 +79,7 @@ def make_source(given: argparse.Namespace, files: dict[str, Path], seed: int) ->
 def reinforced(
     model: Path, method: str, rows: dict[str, Any], rate: float, steps: int, seed: int
 ) -> dict[str, Any]:
-    """Configuration of a run of `configs/methods/grounding/METHOD.yaml`: 16 prompts of eight answers a step."""
+    """Configuration of a method of `configs/methods/grounding`: 16 prompts of eight answers a step."""
     raw = merge(shared(model, rows, seed), read(f"configs/methods/grounding/{method}.yaml"))
     changes = {"learn": {"learning_rate": rate}, "rollout": {"engine": [ENGINE], "num_prompts": 16}}
     return merge(raw, {**changes, "max_steps": steps})
@@ -92,7 +93,7 @@ def adapted(given: argparse.Namespace, model: Path, files: dict[str, Path], seed
     kept = {"save_steps": 1, "save_total_limit": 1, "metric_for_best_model": UNSURE, "until": STOP}
     run = build(load({**raw, **kept, "output_dir": str(folder)}, kind=Config), quiet=True)
     train(run)
-    return folder / f"checkpoint-{run.progress.best.step}" / "model", run.progress.step
+    return folder / f"checkpoint-{run.progress.best.step or run.progress.step}" / "model", run.progress.step
 
 
 def run(given: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.rate = RATE
     runs = {
         name: [
-            once(given.runs / f"{name}-{seed}.json", lambda: run(given, name, seed)) for seed in given.seeds
+            once(given.runs / f"{name}-{seed}.json", partial(run, given, name, seed)) for seed in given.seeds
         ]
         for name in (CLAIM.baseline, CLAIM.method, "with labels")
     }

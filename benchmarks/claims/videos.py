@@ -46,7 +46,7 @@ class Scenes:
 
 
 def draw(kind: Scenes, chance: random.Random) -> tuple[Tensor, list[tuple[str, int, int]]]:
-    """Draw a video; return its frames (F, 3, 28, 28) uint8 and its scenes: colour, start and end in seconds."""
+    """Draw a video: frames (F, 3, 28, 28) uint8, and its scenes as (colour, start, end in seconds)."""
     lengths = [chance.randrange(kind.shortest, kind.longest + 1, 2) for _ in range(kind.scenes)]
     free = (kind.seconds - sum(lengths)) // 2
     cuts = sorted(chance.randint(0, free) for _ in lengths)
