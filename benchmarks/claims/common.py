@@ -27,6 +27,7 @@ from mmrl.training.loop import train
 
 RESULTS = Path(__file__).parents[1] / "results"
 REPORT = {"trackers": [], "log_completions": False, "media_log_steps": 0, "startup_checks": []}
+PILOT = 100  # seed at which rates are chosen, and of imitation that all seeds share
 Run = Mapping[str, Any]
 
 

@@ -17,6 +17,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.claims.common import (
+    PILOT,
     Claim,
     answered,
     imitation,
@@ -83,7 +84,7 @@ def make_start(given: argparse.Namespace, files: Mapping[str, Path]) -> Path:
     """Imitate true spans of short videos and wrong ones of long videos, once for all seeds."""
     steps = 2 if given.quick else START_STEPS
     model = make_model(given.runs / "model", LONG.seconds)
-    raw = merge(shared(model, rows_of(files["start"]), 0), imitation(steps, 2e-3, 32))
+    raw = merge(shared(model, rows_of(files["start"]), PILOT), imitation(steps, 2e-3, 32))
     return trained(raw, given.runs / "start")
 
 

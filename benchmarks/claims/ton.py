@@ -20,6 +20,7 @@ from typing import Any
 from PIL import Image
 
 from benchmarks.claims.common import (
+    PILOT,
     REPORT,
     Claim,
     answered,
@@ -114,11 +115,11 @@ def shared(given: argparse.Namespace, model: Path, share: float, seed: int) -> d
     }
 
 
-def tuned(given: argparse.Namespace, arm: str, seed: int) -> Path:
-    """Imitate the demonstrations of an arm; return the model's folder."""
+def tuned(given: argparse.Namespace, arm: str) -> Path:
+    """Imitate the demonstrations of an arm, once for all seeds; return the model's folder."""
     steps = 2 if given.quick else TUNE_STEPS
-    raw = shared(given, make_model(given.runs / "model"), ARMS[arm], seed)
-    return trained(merge(raw, imitation(steps, 3e-3)), given.runs / f"tuned-{ARMS[arm]}-{seed}")
+    raw = shared(given, make_model(given.runs / "model"), ARMS[arm], PILOT)
+    return trained(merge(raw, imitation(steps, 3e-3)), given.runs / f"tuned-{ARMS[arm]}")
 
 
 def reinforced(given: argparse.Namespace, arm: str, seed: int) -> Path:
@@ -130,13 +131,13 @@ def reinforced(given: argparse.Namespace, arm: str, seed: int) -> Path:
         "learn": {"learning_rate": given.rate, "micro_batch_steps": 65536},
         "max_steps": 2 if given.quick else STEPS,
     }
-    raw = merge(shared(given, tuned(given, arm, seed), ARMS[arm], seed), changes)
+    raw = merge(shared(given, tuned(given, arm), ARMS[arm], seed), changes)
     return trained(raw, given.runs / f"grpo-{ARMS[arm]}-{seed}")
 
 
 def run(given: argparse.Namespace, arm: str, phase: str, seed: int) -> dict[str, Any]:
     """Train an arm up to a phase; return what is measured of its held-out answers."""
-    model = (tuned if phase == "tuned" else reinforced)(given, arm, seed)
+    model = tuned(given, arm) if phase == "tuned" else reinforced(given, arm, seed)
     test = make_rows(given.runs / "rows", "test", 4 if given.quick else 150)
     rows = {"name": "vision.visual_qa", "path": str(test), "demo": DEMO}
     found = answered(model, rows, REWARDS, LONGEST, given.runs / f"answers-{phase}-{ARMS[arm]}-{seed}")

@@ -16,6 +16,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.claims.common import (
+    PILOT,
     Claim,
     answered,
     imitation,
@@ -70,7 +71,7 @@ def make_source(given: argparse.Namespace, files: dict[str, Path], seed: int) ->
     """Imitate labels of the source, once for all seeds, then go on by GRPO; return the model's folder."""
     model, rows = make_model(given.runs / "model", SOURCE.seconds), rows_of(files["source"])
     steps, more = (2, 2) if given.quick else (START_STEPS, SOURCE_STEPS)
-    raw = merge(shared(model, rows, 0), imitation(steps, 2e-3, 32))
+    raw = merge(shared(model, rows, PILOT), imitation(steps, 2e-3, 32))
     start = trained(raw, given.runs / "start")
     raw = reinforced(start, "urpa_source", rows, given.rate, more, seed)
     return trained(raw, given.runs / f"source-{seed}")
