@@ -18,8 +18,16 @@ from typing import Any
 import torch
 
 from benchmarks.samplers import gap
+from mmrl.build import build, load_evaluator
+from mmrl.config.binding import Pieces
+from mmrl.config.loading import merge
+from mmrl.config.schema import BuildConfig, Config, EvaluateConfig, load
+from mmrl.core.rng import Stream
+from mmrl.training.loop import train
 
 RESULTS = Path(__file__).parents[1] / "results"
+REPORT = {"trackers": [], "log_completions": False, "media_log_steps": 0, "startup_checks": []}
+PILOT = 100  # seed at which rates are chosen, and of imitation that all seeds share
 Run = Mapping[str, Any]
 
 
@@ -122,3 +130,51 @@ def leave(
     given.output.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({"rows": found["rows"], "verdict": verdict, "seconds": found["seconds"]}, indent=1))
     return found
+
+
+# ---- models
+
+
+def policy(model: Path) -> dict[str, Any]:
+    """Name a model of which everything is trained."""
+    return {"name": "vision.tokens", "model": str(model), "dtype": "float32", "freeze_vision_tower": False}
+
+
+def imitation(steps: int, rate: float, prompts: int = 64) -> dict[str, Any]:
+    """Settings of supervised fine-tuning with Muon, at a rate that falls to a twentieth."""
+    falling = {"name": "linear", "start": rate, "end": rate / 20, "steps": steps}
+    return {
+        "include": ["methods/grpo/supervised.yaml"],
+        "rollout": {"num_prompts": prompts},
+        "learn": {"learning_rate": falling, "optimizer": "muon", "micro_batch_steps": 65536},
+        "max_steps": steps,
+    }
+
+
+def built(builder: Mapping[str, Any], folder: Path, seed: int = 0) -> Path:
+    """Build a model or rows into a folder, unless they are there; return the folder."""
+    if not folder.exists():
+        wanted = load({"build": dict(builder), "output": str(folder), "seed": seed}, kind=BuildConfig)
+        Pieces(Stream(seed)).make("builder", wanted.build).build(folder)
+    return folder
+
+
+def trained(raw: Mapping[str, Any], folder: Path) -> Path:
+    """Train a run to its end, from where it was killed; return the folder of its last model."""
+    model = folder / f"checkpoint-{raw['max_steps']}" / "model"
+    if not model.exists():
+        raw = merge({"save_steps": 1_000_000, "save_total_limit": 1}, raw)
+        train(build(load({**raw, "output_dir": str(folder)}, kind=Config), quiet=True))
+    return model
+
+
+def answered(
+    model: Path, data: Mapping[str, Any], rewards: Sequence[Any], longest: int, folder: Path
+) -> dict[str, dict[str, float]]:
+    """Answer held-out prompts greedily; return all rewards, and the number of `tokens`, by prompt."""
+    engine = {"name": "vision.generate", "max_completion_length": longest, "temperature": 0.0}
+    evaluation = {"data": dict(data), "engine": [{**engine, "batch_size": 64}], "rewards": list(rewards)}
+    config = {"policy": policy(model), "evaluation": evaluation, "output_dir": str(folder)}
+    table = load_evaluator(load(config, kind=EvaluateConfig)).measure().table
+    values = {name: table.at_end(name).tolist() for name in table.scored} | {"tokens": table.length.tolist()}
+    return {name: dict(zip(table.uids, column, strict=True)) for name, column in values.items()}
