@@ -46,7 +46,7 @@ CLAIM = Claim(
 SOURCE = Scenes(seconds=16, scenes=2)
 TARGET = replace(SOURCE, strength=0.5, noise=20.0)
 START_STEPS, SOURCE_STEPS, STEPS, VIDEOS = 200, 20, 13, 200
-RATE = 1e-3
+RATE = 3e-4  # at 1e-3 the labelled source fell at seed 100, from a reward of 0.893 to 0.793 in 20 steps
 ENGINE = {"name": "vision.generate", "max_completion_length": LONGEST}
 UNSURE = "rewards/span_confidence/mean"
 STOP = read("configs/train/charades_to_unlabelled_urpa.yaml")["stages"][1]["until"]
