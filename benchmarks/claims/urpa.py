@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -42,9 +43,10 @@ CLAIM = Claim(
     situation="drawn videos; scenes of the target are paler and noisy; 13 steps at most, stop on confidence",
     measure="mIoU",
 )
-SOURCE = Scenes(seconds=32)
-TARGET = Scenes(seconds=32, strength=0.5, noise=20.0)
-START_STEPS, SOURCE_STEPS, STEPS, VIDEOS, RATE = 200, 30, 13, 200, 1e-3
+SOURCE = Scenes(seconds=16, scenes=2)
+TARGET = replace(SOURCE, strength=0.5, noise=20.0)
+START_STEPS, SOURCE_STEPS, STEPS, VIDEOS = 200, 20, 13, 200
+RATE = 3e-4  # at 1e-3 the labelled source fell at seed 100, from a reward of 0.893 to 0.793 in 20 steps
 ENGINE = {"name": "vision.generate", "max_completion_length": LONGEST}
 UNSURE = "rewards/span_confidence/mean"
 STOP = read("configs/train/charades_to_unlabelled_urpa.yaml")["stages"][1]["until"]
@@ -53,9 +55,9 @@ WHY = ""  # a reason, written after the runs
 
 def make_data(folder: Path, quick: bool) -> dict[str, Path]:
     """Write the rows of the source, of the target with and without labels, and the held-out ones."""
-    source, target, test = (4, 16, 2) if quick else (300, VIDEOS, 100)
+    source, target, test = (4, 16, 2) if quick else (500, VIDEOS, 150)
     files = {
-        "source": make_rows(folder, "source", SOURCE, source, 0),
+        "source": make_rows(folder, "short", SOURCE, source, PILOT),
         "all": make_rows(folder, "all", TARGET, target, 0),
         "test": make_rows(folder, "test", TARGET, test, 0),
     }
@@ -69,7 +71,7 @@ def make_data(folder: Path, quick: bool) -> dict[str, Path]:
 
 def make_source(given: argparse.Namespace, files: dict[str, Path], seed: int) -> Path:
     """Imitate labels of the source, once for all seeds, then go on by GRPO; return the model's folder."""
-    model, rows = make_model(given.runs / "model", SOURCE.seconds), rows_of(files["source"])
+    model, rows = make_model(given.runs / "model", 64), rows_of(files["source"], limit=800)
     steps, more = (2, 2) if given.quick else (START_STEPS, SOURCE_STEPS)
     raw = merge(shared(model, rows, PILOT), imitation(steps, 2e-3, 32))
     start = trained(raw, given.runs / "start")
