@@ -167,9 +167,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     caught = [[value(run, f"{CAUGHT}, {key}") for run in runs[PLAYED]] for key in ("start", "self-play")]
     rows[1][CAUGHT] = {"start": caught[0], "self-play": caught[1]}
     less = row("", runs[PLAYED], runs[CONTROL], MEASURE)["gain"]
-    both = outcome(rows[1]["gain"]) == outcome(less) == "appears"
-    verdict = f"{'appears' if both else 'does not appear'}: self-play less the control is {less[0]:+.3f} "
-    verdict += f"({less[1]:+.3f} to {less[2]:+.3f})"
+    found = outcome(rows[1]["gain"])
+    if found == "appears" != outcome(less):
+        found = "does not appear"
+    verdict = f"{found}: self-play less the control is {less[0]:+.3f} ({less[1]:+.3f} to {less[2]:+.3f})"
     done = [run for some in runs.values() for run in some]
     leave(given, CLAIM, rows[0]["mean"], rows, verdict, done)
     return 0
