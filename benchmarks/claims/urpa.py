@@ -63,6 +63,8 @@ def make_data(folder: Path, quick: bool) -> dict[str, Path]:
     }
     for name, left_out in (("labelled", ()), ("unlabelled", ("start", "end"))):
         files[name] = folder / f"{name}.jsonl"
+        if files[name].exists():
+            continue
         first = {line.columns["video"]: line.columns for line in reversed([*Rows(files["all"], folder)])}
         plain = [{k: v for k, v in one.items() if k not in left_out} for one in first.values()]
         write_lines(files[name], plain)
