@@ -226,9 +226,7 @@ def test_converted_pairs_have_a_question_and_a_system_prompt(home):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": [FIRST, SAID, SECOND, SAID], "rejected": [FIRST, BLUE, SECOND, BLUE]}, "got 3 messages"),
-        ({"prompt": [FIRST], "chosen": [SAID, SECOND, BLUE], "rejected": [BLUE]}, "`chosen`, got 3 messages"),
-        ({"prompt": "a", "chosen": [SAID, SECOND], "rejected": [BLUE]}, "no words of the assistant"),
+        ({"prompt": "a", "chosen": [SAID, SECOND], "rejected": [BLUE]}, "words of the assistant as `chosen`"),
         ({"prompt": "a", "chosen": {"role": "user", "content": "x"}, "rejected": "y"}, "of the role 'user'"),
         ({"prompt": "a", "chosen": [SECOND, SAID], "rejected": [FIRST, BLUE]}, "not the one that `chosen`"),
         ({"prompt": "a", "chosen": ["blue", "green"], "rejected": "red"}, "`chosen`, got 2 answers"),
@@ -241,7 +239,7 @@ def test_converted_pairs_have_a_question_and_a_system_prompt(home):
             {"prompt": "a", "chosen": {**SAID, "loss": False}, "rejected": "blue"},
             "the key `loss` of",
         ),
-        ({"prompt": "a", "chosen": "x", "rejected": "y", "rejected_images": ["b.png"]}, "`rejected_images`"),
+        ({"prompt": "a", "chosen": "x", "rejected": "y", "chosen_images": ["b.png"]}, "`chosen_images`"),
     ],
 )
 def test_pairs_that_would_lose_words_are_named(home, row, message):
