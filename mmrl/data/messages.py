@@ -10,7 +10,7 @@ from typing import Any
 from mmrl.core.modalities import MODALITIES, media_marks
 from mmrl.core.tool_calls import ARGUMENTS, call_of
 from mmrl.core.types import Media, Message, Part, Prompt
-from mmrl.data.fields import RowError, listed, mapping, plain, short, text, unpacked
+from mmrl.data.fields import RowError, listed, mapping, parse_json, plain, short, text, unpacked
 from mmrl.data.row_fields import has_content
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -106,7 +106,7 @@ def kept_keys(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:
     """Convert tool calls to OpenAI's form, with arguments as an object; JSON texts are parsed."""
     try:
-        value = json.loads(value) if isinstance(value, str) else value
+        value = parse_json(value) if isinstance(value, str) else value
         calls = [without_null(mapping(call, f"{name}[{i}]")) for i, call in enumerate(listed(value, name))]
         read = [call_of(call) for call in calls]
     except ValueError as error:
