@@ -111,6 +111,42 @@ def question_and_sides(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     return asked_of({"prompt": prompt, "system": fields["system"]}), chosen, rejected
 
 
+def question_and_answer(columns: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the question and the answer of a row with one answer, from columns of any toolkit.
+
+    The answer is in `completion`, or is all turns after the last message of the user.
+    """
+    fields = {name: openai_turns(columns.get(name), name) for name in (*ASKED, "messages", "completion")}
+    fields |= {"system": columns.get("system")}
+    toolkit, answer = toolkit_of_row(columns), fields["completion"]
+    if toolkit is None:
+        question = asked_of(fields)
+    else:
+        question = asked_of({"prompt": conversation(columns, toolkit), "system": fields["system"]})
+    if has_content(answer):
+        return question, answer
+    turns = as_turns(question, "prompt")
+    roles = [mapping(turn, f"prompt[{i}]").get("role") for i, turn in enumerate(turns)]
+    end = len(roles) - roles[::-1].index("user") if "user" in roles else 0
+    if not turns[end:]:
+        raise RowError("wanted an answer, as `completion` or at the end of the messages, got none")
+    return turns[:end], turns[end:]
+
+
+def label_of(columns: Mapping[str, Any]) -> float:
+    """Return 1.0 for a desirable answer and -1.0 for an undesirable one, from `label` or `kto_tag`.
+
+    Raises `RowError` for a missing label, and unless it is true, false, 1 or 0.
+    """
+    given = {name: columns[name] for name in ("label", "kto_tag") if has_content(columns.get(name))}
+    if len(values := list(given.values())) > 1 and values[0] != values[1]:
+        raise RowError("the row has a `label` and another `kto_tag`; keep one of them")
+    if not values or type(values[0]) not in (bool, int) or values[0] not in (0, 1):
+        name = next(iter(given), "label")
+        raise RowError(f"wanted true or false as `{name}`, got {short(columns.get(name))}")
+    return 1.0 if values[0] else -1.0
+
+
 def toolkit_of_row(columns: Mapping[str, Any]) -> str | None:
     """Return the toolkit whose own columns ask in a row; None if the columns are TRL's and ours.
 

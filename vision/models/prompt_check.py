@@ -51,8 +51,12 @@ class PromptCheck:
         with reading(prompt):
             recorded = prompt.answers if type(prompt.answers) is tuple else ()
             recorded = [one for one in recorded if one.text or one.extra]
-            form = json.dumps(prompt.tools), tuple(
-                (m.role, tuple(p.media and p.media.kind for p in m.parts), m.extra) for m in prompt.messages
+            form = (
+                json.dumps(prompt.tools),
+                tuple(
+                    (m.role, tuple(p.media and p.media.kind for p in m.parts), m.extra)
+                    for m in prompt.messages
+                ),
             )
             answers = [
                 text for one in recorded for text in self._texts(prompt, one, plain=form in self._forms)
@@ -74,7 +78,7 @@ class PromptCheck:
                     encode_recorded(self.encoder, prompt, one)
 
     def _texts(self, prompt: Prompt, one: Outcome, plain: bool) -> list[str]:
-        """List the texts of the turns of an answer; `plain`: a text after such a prompt needs no rendering."""
+        """List the texts of the turns of an answer; `plain`: the prompt's form was rendered before."""
         if plain and not (one.extra or one.turns or one.asked):
             return [one.text or ""]
         return [text for text, *_ in recorded_turns(self.encoder, prompt, one)]

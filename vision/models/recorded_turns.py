@@ -38,18 +38,21 @@ def recorded_turns(
         yield text, ids, turns[place + 1 : following]
 
 
-def encode_recorded(encoder: Any, prompt: Prompt, outcome: Outcome) -> tuple[str, Turns, list[Sequence[Message]]]:
+def encode_recorded(
+    encoder: Any, prompt: Prompt, outcome: Outcome
+) -> tuple[str, Turns, list[Sequence[Message]]]:
     """Encode a recorded answer: the text of its last turn, its turns, and the replies between them.
 
     The input of a turn begins with the input and the tokens of the turn before. Raises ValueError for an
     answer that the model cannot read.
     """
     listed, tools = listed_tools(encoder, replace(prompt, messages=outcome.asked or prompt.messages))
-    read, turns, replies, text = encoder.encode(listed), [], [], ""
-    for text, ids, observed in recorded_turns(encoder, prompt, outcome):
+    read, turns, replies = encoder.encode(listed), [], []
+    written = list(recorded_turns(encoder, prompt, outcome))
+    for _, ids, observed in written:
         turns.append((read, ids))
         if observed:
             replies.append(tuple(observed))
             read = encoder.extend(read, ids, *encoder.replies(observed, tools), tools=tools)
     check_length(read.next_position + len(turns[-1][1]) - 1, encoder.limit)
-    return text, turns, replies
+    return written[-1][0], turns, replies
