@@ -56,6 +56,7 @@ from mmrl.vision.models.model_families import check_length, check_same_tokens
 from mmrl.vision.models.processor import PromptEncoder, pixel_limits
 from mmrl.vision.models.prompt_check import PromptCheck
 from mmrl.vision.models.trained_part import TrainedPart, holds_part, part_of
+from mmrl.vision.policies.recorded_rows import recorded_row
 from mmrl.vision.tools.call_formats import encode_transcript
 
 
@@ -280,17 +281,16 @@ class Tokens:
         return MediaReader.of_data(options, root)
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Encode a recorded answer, with its end token, as a row."""
+        """Encode a recorded answer, with its end token and earlier turns, as a row."""
         with reading(prompt):
             if outcome.image is None:
-                (text, ids), chosen = self.prompt_encoder.recorded(prompt, outcome), None
-            else:
-                text, writer = outcome.text, self.images or ImageWriter(self.prompt_encoder)
-                ids, chosen = writer.recorded(outcome)
+                return recorded_row(self.prompt_encoder, prompt, outcome)
+            writer = self.images or ImageWriter(self.prompt_encoder)
+            ids, chosen = writer.recorded(outcome)
             encoded = self.prompt_encoder.encode(prompt)
             check_length(encoded.next_position + len(ids) - 1, self.prompt_encoder.limit)
         tags = {"finish": "stop", **outcome.tags}
-        answer = Outcome(text, outcome.image, end=len(ids), tags=tags, recorded=outcome.recorded)
+        answer = Outcome(outcome.text, outcome.image, end=len(ids), tags=tags, recorded=outcome.recorded)
         row = TokenRow(encoded, ids, chosen=chosen)
         return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
 
