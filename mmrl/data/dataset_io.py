@@ -176,15 +176,16 @@ def read_each(
 def row_files(path: Path) -> list[Path]:
     """List the files of a dataset: the file itself, or the files in a folder or its subfolder `data`.
 
-    Files `.json` are read only if there are no others, since beside other files they are descriptions. The
-    last component of a path may be a pattern: `data/train-*.parquet`.
+    Files `.json` are read only if there are no others, since beside other files they are descriptions. A
+    path may be a pattern, such as `data/train-*.parquet` or `data/*/validation*`.
     """
     if path.is_file():
         if path.suffix not in FORMS:
             raise SourceError(f"cannot tell what '{path}' holds; rows come as {', '.join(FORMS)}")
         return [path]
     if not path.is_dir():
-        listed = sorted(path.parent.glob(path.name))
+        fixed = next((i for i, part in enumerate(path.parts) if set("*?[") & set(part)), len(path.parts) - 1)
+        listed = sorted(Path(*path.parts[:fixed]).glob(str(Path(*path.parts[fixed:]))))
         if matches := [one for one in listed if one.is_dir() or one.suffix in FORMS]:
             name_unread(path, listed, matches, FORMS)
             return [file for one in matches for file in row_files(one)]

@@ -87,7 +87,11 @@ def mmmu(columns: Columns, row: DataRow, place: int) -> Item:
     pictures = ((f"<image {i}>", columns.get(f"image_{i}")) for i in IMAGES)
     media = tuple(("image", value, mark) for mark, value in pictures if has_content(value))
     question = text(columns.get("question"), "question")
-    return Item(uid, question, _letters(answers, choices) if choices else answers, choices, media, named)
+    marked = set(re.findall(r"<image \d+>", "\n".join((question, *choices))))
+    if lost := sorted(marked - {mark for _, _, mark in media}):
+        raise RowError(f"its text shows {lost[0]}, but the row has no such image")
+    answers = _letters(answers, choices) if kind == "multiple-choice" else answers
+    return Item(uid, question, answers, choices, media, named)
 
 
 def mathvista(columns: Columns, row: DataRow, place: int) -> Item:

@@ -60,7 +60,9 @@ def _rule(prompt: Prompt, form: Benchmark | None) -> Benchmark:
 
 
 def _question(prompt: Prompt) -> Question:
-    columns, choices = prompt.columns, tuple(choices_in(prompt.columns).values())
+    columns, given = prompt.columns, prompt.columns.get("choices")
+    listed = given if isinstance(given, list | tuple) else choices_in(columns).values()
+    choices = tuple(map(str, listed))
     kind, precision = str(columns.get("answer_type") or ""), columns.get("precision")
     dataset = str(columns.get("dataset") or "")
     return Question(prompt.uid, targets_of(prompt.target), choices, kind, precision, dataset)
