@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -184,8 +185,7 @@ def row_files(path: Path) -> list[Path]:
             raise SourceError(f"cannot tell what '{path}' holds; rows come as {', '.join(FORMS)}")
         return [path]
     if not path.is_dir():
-        fixed = next((i for i, part in enumerate(path.parts) if set("*?[") & set(part)), len(path.parts) - 1)
-        listed = sorted(Path(*path.parts[:fixed]).glob(str(Path(*path.parts[fixed:]))))
+        listed = sorted(map(Path, glob(str(path))))
         if matches := [one for one in listed if one.is_dir() or one.suffix in FORMS]:
             name_unread(path, listed, matches, FORMS)
             return [file for one in matches for file in row_files(one)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from mmrl.data.dataset_io import DataRow
+from mmrl.data.dataset_io import DataRow, Rows
 from mmrl.data.fields import RowError, listed, mapping, number, short, text
 from mmrl.data.row_fields import Column, has_content
 from mmrl.vision.benchmarks.answer_rules import Benchmark
@@ -67,15 +68,25 @@ class Item:
 class Format:
     """How a benchmark writes its rows, and how it asks.
 
-    `prompt` and `open_prompt` (for questions without choices) are templates with `{question}` and
+    Every row has the columns `needs`; `parse` converts a row with the columns `reads`. `prompt` and `open_prompt` (for questions without choices) are templates with `{question}` and
     `{choices}`, `{hint}` and `{subtitles}`; `line` is that of a choice.
     """
 
+    needs: tuple[str, ...]
     reads: tuple[Column, ...]
     parse: Callable[[Columns, DataRow, int], Item]
     prompt: str
     open_prompt: str = ""
     line: str = "({letter}) {choice}"
+
+
+def benchmark_rows(path: Path, name: Benchmark) -> Iterator[DataRow]:
+    """Read the rows of a file or folder; a row that lacks columns of its benchmark gets a `fault`."""
+    needs = FORMATS[name].needs
+    for row in Rows(path, path):
+        lacks = [column for column in needs if column not in row.columns]
+        wanted = f"no row of {name}, it lacks {', '.join(lacks)}: {', '.join(map(str, row.columns))[:200]}"
+        yield row if row.fault or not lacks else replace(row, columns={}, fault=wanted)
 
 
 def mmmu(columns: Columns, row: DataRow, place: int) -> Item:
@@ -218,12 +229,14 @@ MV_ASK = (
 )
 FORMATS: dict[Benchmark, Format] = {
     "mmmu": Format(
+        ("id", "options", "question_type"),
         ("question", "options", "answer", "question_type", *(f"image_{i}" for i in IMAGES)),
         mmmu,
         f"{{question}}\n\n{{choices}}\n\n{DIRECTLY}",
         "{question}\n\nAnswer the question using a single word or phrase.",
     ),
     "mathvista": Format(
+        ("pid", "query", "answer_type"),
         ("pid", "query", "question", "image", "decoded_image", "choices", "answer", "unit", "precision")
         + ("question_type", "answer_type", "metadata"),
         mathvista,
@@ -231,12 +244,14 @@ FORMATS: dict[Benchmark, Format] = {
         "{question}",
     ),
     "mmbench": Format(
+        ("index", "question", "A", "B"),
         ("index", "question", "hint", "answer", "image", "category", "l2-category", *ascii_uppercase),
         mmbench,
         "{hint}Question: {question}\nOptions:\n{choices}\nPlease select the correct answer from the options above. \n",
         line="{letter}. {choice}",
     ),
     "ocrbench": Format(
+        ("question",),
         (("image_path", "image"), "question", ("answers", "answer"), ("dataset_name", "dataset"))
         + (("type", "question_type"),),
         ocrbench,
@@ -244,17 +259,24 @@ FORMATS: dict[Benchmark, Format] = {
         "{question}",
     ),
     "chartqa": Format(
+        (),
         (("imgname", "image"), ("query", "question"), ("label", "answer"), ("type", "human_or_machine")),
         chartqa,
         "",
         "{question}",
     ),
     "video_mme": Format(
+        ("question_id", "videoID", "options"),
         ("question_id", "videoID", "question", "options", "answer", "duration", "domain", "sub_category")
         + ("task_type",),
         video_mme,
         f"{{subtitles}}{VIDEO_ASK}",
         line="{letter}. {choice}",
     ),
-    "mvbench": Format(("video", "question", "candidates", "answer", "start", "end"), mvbench, MV_ASK),
+    "mvbench": Format(
+        ("video", "question", "candidates"),
+        ("video", "question", "candidates", "answer", "start", "end"),
+        mvbench,
+        MV_ASK,
+    ),
 }

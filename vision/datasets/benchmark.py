@@ -14,7 +14,7 @@ from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import data
 from mmrl.core.modalities import media_columns
 from mmrl.core.types import Media, Message, Prompt
-from mmrl.data.dataset_io import DataRow, Rows, read_prompts
+from mmrl.data.dataset_io import DataRow, read_prompts
 from mmrl.data.fields import RowError, fill_template, template_fields
 from mmrl.data.media_root import MediaRoot, media_refs
 from mmrl.data.messages import interleaved
@@ -22,7 +22,7 @@ from mmrl.data.row_fields import declared
 from mmrl.data.video import FrameSampling, sample_times, video_duration
 from mmrl.vision.benchmarks.answer_rules import Benchmark
 from mmrl.vision.benchmarks.benchmark_files import attach_answers, read_answers
-from mmrl.vision.benchmarks.question_formats import FORMATS, Item
+from mmrl.vision.benchmarks.question_formats import FORMATS, Item, benchmark_rows
 from mmrl.vision.media.frame_folder import video_or_folder
 from mmrl.vision.media.subtitles import read_subtitles, subtitles_at
 
@@ -92,7 +92,7 @@ def benchmark(
 
     precomputed = read_answers(Path(answers)) if answers else {}
     reads = declared((*form.reads, *template_fields(*templates.values())))
-    rows = Rows(source, media.root)
+    rows = benchmark_rows(source, format)
     prompts = read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
     if format == "mmbench" and max(map(len, rotations.values())) == 1:
         log.warning("'%s' asks every question once; CircularEval needs the rows of all rotations", source)

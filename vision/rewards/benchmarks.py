@@ -15,7 +15,9 @@ from mmrl.vision.benchmarks.answer_rules import RULES, Benchmark, Question, own_
 
 def _own(prompt: Prompt, *, form: Benchmark | None, of: str, tag: str) -> OwnAnswer | None:
     asked = _question(prompt)
-    return OwnAnswer(own_answer(_rule(prompt, form), asked)) if asked.answers and of == "correct" else None
+    if not asked.answers:
+        return None
+    return OwnAnswer(own_answer(_rule(prompt, form), asked) if of == "correct" else ())  # labels are not graded
 
 
 @reward(own_answer=_own)
