@@ -109,7 +109,9 @@ def test_video_mme_letters_agree():
 
 
 def test_mvbench_agrees_but_for_answers_without_a_word():
-    apart = [case["text"] for case, asked in cases("mvbench") if mvbench(case["text"], asked)[0] != case["right"]]
+    apart = [
+        case["text"] for case, asked in cases("mvbench") if mvbench(case["text"], asked)[0] != case["right"]
+    ]
     assert {text.strip().split(" ")[0] for text in apart} <= {""}
     assert not any(mvbench("", asked)[0] for _, asked in cases("mvbench"))
 

@@ -152,7 +152,9 @@ def ocrbench(columns: Columns, row: DataRow, place: int) -> Item:
     listing = answers if isinstance(answers, list | tuple) else [answers]
     right = tuple(answer_of(answer, f"answers[{i}]") for i, answer in enumerate(listing))
     # The file's own `id` occurs several times.
-    return Item(str(place), text(columns.get("question"), "question"), right, (), (("image", image, ""),), named)
+    return Item(
+        str(place), text(columns.get("question"), "question"), right, (), (("image", image, ""),), named
+    )
 
 
 def chartqa(columns: Columns, row: DataRow, place: int) -> Item:
@@ -213,7 +215,9 @@ def _letters(answers: tuple[str, ...], choices: tuple[str, ...]) -> tuple[str, .
     """Check that answers are letters of the choices, and that these are at most 26."""
     letters = ascii_uppercase[: len(choices)]
     if len(choices) > len(letters) or not all(len(answer) == 1 and answer in letters for answer in answers):
-        raise RowError(f"wanted letters of the {len(choices)} choices as `answer`, got {short(list(answers))}")
+        raise RowError(
+            f"wanted letters of the {len(choices)} choices as `answer`, got {short(list(answers))}"
+        )
     return answers
 
 

@@ -49,7 +49,11 @@ def _expressions(columns: Columns, boxes: Boxes) -> list[dict[str, Any]]:
     if columns.get("sentences") is not None:
         key = columns.get("ann_id")
         if not boxes or key not in boxes:
-            what = f"the instances have no annotation {key}" if boxes else "set `instances`, the file of the boxes"
+            what = (
+                f"the instances have no annotation {key}"
+                if boxes
+                else "set `instances`, the file of the boxes"
+            )
             raise RowError(f"{what}, for `ann_id`")
         sentences = [mapping(one, "sentences") for one in listed(columns["sentences"], "sentences")]
         queries = [(text(one.get("sent"), "sent"), f"{one.get('sent_id')}") for one in sentences]

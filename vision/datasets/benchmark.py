@@ -97,7 +97,9 @@ def benchmark(
     if format == "mmbench" and max(map(len, rotations.values())) == 1:
         log.warning("'%s' asks every question once; CircularEval needs the rows of all rotations", source)
     if shown.missing:
-        log.warning("%d of %d videos have no subtitles in '%s'", len(shown.missing), len(rotations), subtitles)
+        log.warning(
+            "%d of %d videos have no subtitles in '%s'", len(shown.missing), len(rotations), subtitles
+        )
     return attach_answers(prompts, precomputed, answers, limit)
 
 
@@ -162,4 +164,3 @@ class _Shown:
         video = self.media.locate(self._video(item))
         times = sample_times(0.0, video_duration(video), self.sampling)
         return f"{HEAD}{subtitles_at(read_subtitles(MediaRoot(self.folder).locate(name)), times)}\n"
-

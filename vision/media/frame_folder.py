@@ -41,7 +41,9 @@ class FrameFolder:
         if begin >= end:
             raise MediaError(f"'{self.name}' lasts {duration:.2f} s; there is nothing from {begin:.2f} s on")
         times = sample_times(begin, end, sampling)
-        images = [self._image(files[min(int(time * self.rate), len(files) - 1)], len(times)) for time in times]
+        images = [
+            self._image(files[min(int(time * self.rate), len(files) - 1)], len(times)) for time in times
+        ]
         if len({image.shape for image in images}) > 1:
             raise MediaError(f"the images of '{self.name}' differ in size")
         return Frames(torch.stack(images), torch.tensor(times, dtype=torch.float64), duration)

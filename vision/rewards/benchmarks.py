@@ -17,7 +17,9 @@ def _own(prompt: Prompt, *, form: Benchmark | None, of: str, tag: str) -> OwnAns
     asked = _question(prompt)
     if not asked.answers:
         return None
-    return OwnAnswer(own_answer(_rule(prompt, form), asked) if of == "correct" else ())  # labels are not graded
+    return OwnAnswer(
+        own_answer(_rule(prompt, form), asked) if of == "correct" else ()
+    )  # labels are not graded
 
 
 @reward(own_answer=_own)
