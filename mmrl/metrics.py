@@ -46,8 +46,8 @@ def recall_at(
 def grouped_minimum(table: RewardTable, *, of: str, by: Tag = "cluster", label: str = "") -> dict[str, float]:
     """Compute the mean over groups of the lowest reward of each group; NaN without any reward.
 
-    With rotations of one question as groups, this is the accuracy of CircularEval (MMBench, arXiv 2307.06281):
-    a question counts if the answers to all its rotations are right.
+    With rotations of one question as groups, this is CircularEval (MMBench, arXiv 2307.06281): a question
+    counts if the answers to all its rotations are right.
 
     Args:
         of: Name of the reward.

@@ -1,6 +1,6 @@
 """The rules of the benchmarks give the numbers of the benchmarks' own code.
 
-`benchmark_answers.json` has texts, and what the functions named there, at the commit named there, made of them.
+`benchmark_answers.json` has texts, and what the functions and commits named there made of them.
 """
 
 from __future__ import annotations

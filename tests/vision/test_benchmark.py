@@ -16,10 +16,11 @@ from examples.video_grounding.spliced_videos import write_video
 from mmrl.cli import main
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.dataset_io import RowError, write_rows
+from mmrl.data.media_root import MediaRoot, decode_image
 from mmrl.data.video import FrameSampling
 from mmrl.vision.benchmarks.question_formats import FOLDER_OF
 from mmrl.vision.datasets.benchmark import benchmark
-from mmrl.vision.media.frame_folder import FrameFolder, MediaRoot
+from mmrl.vision.media.frame_folder import FrameFolder
 from mmrl.vision.media.subtitles import read_subtitles, subtitles_at
 from mmrl.vision.rewards.benchmarks import benchmark_answer
 
@@ -138,11 +139,10 @@ def test_mmmu_shows_images_where_the_texts_mark_them(home):
     assert chosen.text.startswith(
         "Is \n like \n?\n\n(A) \n\n(B) it's a cat\n\nAnswer with the option's letter"
     )
-    shades = [medium.load().pixels[0].permute(1, 2, 0).numpy() for medium in chosen.media]
-    wanted = [Image.open(io.BytesIO(png(shade))) for shade in (2, 1, 3)]
+    shown = [medium.load().pixels for medium in chosen.media]
     assert all(
-        (torch.tensor(a) == torch.tensor(list(b.getdata())).view(30, 40, 3)).all()
-        for a, b in zip(shades, wanted)
+        torch.equal(pixels, decode_image(png(shade), "").pixels)
+        for pixels, shade in zip(shown, (2, 1, 3), strict=True)
     )
     assert open_one.target == ("2", "two") and open_one.columns["choices"] == []
     assert open_one.messages[0].parts[0].media and open_one.text.startswith(
@@ -258,7 +258,7 @@ WRONG = [
     ("mathvista", MATHVISTA, {"decoded_image": None}, "there is no file 'images/7.jpg'"),
     ("mmbench", MMBENCH, {"index": "x"}, "wanted a finite number as `index`, got 'x'"),
     ("mmbench", MMBENCH, {"index": 1.5}, "wanted a whole number as `index`"),
-    ("mmbench", MMBENCH, {"B": None, "C": "x"}, "wanted at least two choices, in the columns A, B, ... without a gap"),
+    ("mmbench", MMBENCH, {"B": None, "C": "x"}, "wanted at least two choices, in the columns A"),
     ("mmbench", MMBENCH, {"image": "9"}, "it shows the image of row 9, which is not before it"),
     ("mmbench", MMBENCH, {"image": None}, "wanted one image, got 0"),
     ("ocrbench", OCR, {"image_path": "../../etc/passwd"}, "leaves its root"),
@@ -337,7 +337,7 @@ NO_MODEL = ["policy=vision.recorded_answers", "evaluation.engine=[offline]", "ou
 ANSWERED = {  # ids and answers, and the numbers of the official rules
     "mmmu": (
         {"validation_Art_Theory_1": "(B)", "validation_Math_2": "it is 3"},
-        {"accuracy": 0.5, "parsed": 1.0, "humanities_and_social_science": math.nan, "art_and_design": 1.0, "science": 0.0},
+        {"accuracy": 0.5, "parsed": 1.0, "business": math.nan, "art_and_design": 1.0, "science": 0.0},
     ),
     "mathvista": (
         {"7": 'So the answer. The answer is "B".', "8": "about 1.2"},

@@ -28,6 +28,7 @@ INSTANCES = {
     "annotations": [{"id": 5, "image_id": 1, "bbox": [1, 2, 10, 20]}],
 }
 HUB = {"image": "COCO_1.jpg", "answer": ["a cat", "b"], "bbox": [1, 2, 30, 40], "question_id": "7"}
+INSTANCE = {"instances": "instances.json"}
 QWEN = {"image": "COCO_1.jpg", "sent": "a cat", "bbox": [1, 2, 30, 40], "width": 64, "height": 48}
 
 
@@ -67,16 +68,16 @@ def test_the_other_layouts_have_their_own_corners(home):
 @pytest.mark.parametrize(
     ("path", "row", "options", "message"),
     [
-        ("refs.json", None, {}, "set `instances`, the file of the boxes, for `ann_id`"),
-        ("rows.jsonl", {**REF, "ann_id": 6}, {"instances": "instances.json"}, "the instances have no annotation 6"),
-        ("rows.jsonl", {**REF, "sentences": [{}]}, {"instances": "instances.json"}, "wanted a text as `sent`"),
+        ("refs.json", None, {}, "set `instances`, the file of its box"),
+        ("rows.jsonl", {**REF, "ann_id": 6}, INSTANCE, "have no annotation 6"),
+        ("rows.jsonl", {**REF, "sentences": [{}]}, INSTANCE, "wanted a text as `sent`"),
         ("rows.jsonl", {**HUB, "bbox": [1, 2, 3]}, {}, r"rows.jsonl:1: wanted a list of 4 as `bbox`"),
         ("rows.jsonl", {**HUB, "bbox": [1, 2, 0, 3]}, {}, "left < right and top < bottom"),
         ("rows.jsonl", {**HUB, "image": "../x.jpg"}, {}, "leaves its root|there is no file"),
-        ("rows.jsonl", {"image": "COCO_1.jpg", "bbox": [0, 0, 1, 1]}, {}, "wanted `sentences`, `answer` or `sent`"),
-        ("refs(unc).p", None, {}, "is a pickle, which can run code and is never read; convert it to JSON"),
+        ("rows.jsonl", {"image": "COCO_1.jpg", "bbox": [0, 0, 1, 1]}, {}, "wanted `sentences`, `answer`"),
+        ("refs(unc).p", None, {}, "is a pickle, which can run code and is never read"),
         ("refs.json", None, {"instances": "refs.json"}, "must hold a JSON dict"),
-        ("refs.json", None, {"instances": "instances.json", "split": "testB"}, "holds no row that can be used"),
+        ("refs.json", None, {**INSTANCE, "split": "testB"}, "holds no row that can be used"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(home, path, row, options, message):

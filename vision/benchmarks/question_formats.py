@@ -68,8 +68,9 @@ class Item:
 class Format:
     """How a benchmark writes its rows, and how it asks.
 
-    Every row has the columns `needs`; `parse` converts a row with the columns `reads`. `prompt` and `open_prompt` (for questions without choices) are templates with `{question}` and
-    `{choices}`, `{hint}` and `{subtitles}`; `line` is that of a choice.
+    Every row has the columns `needs`; `parse` converts a row with the columns `reads`. `prompt` and
+    `open_prompt` (for questions without choices) are templates with `{question}`, `{choices}`, `{hint}` and
+    `{subtitles}`; `line` is the template of a choice.
     """
 
     needs: tuple[str, ...]
@@ -123,7 +124,7 @@ def mathvista(columns: Columns, row: DataRow, place: int) -> Item:
 
 
 def mmbench(columns: Columns, row: DataRow, place: int) -> Item:
-    """Parse a row of MMBench (arXiv 2307.06281): an image in base64, or the `index` of the row that has it."""
+    """Parse a row of MMBench (arXiv 2307.06281): an image in base64, or the `index` of a row with it."""
     index = number(columns.get("index"), "index")
     if index % 1 or index < 0:
         raise RowError(f"wanted a whole number as `index`, got {short(columns['index'])}")
@@ -227,9 +228,10 @@ VIDEO_ASK = (
     "the letter (A, B, C, or D) of the correct option.\n{question}\n{choices}\nThe best answer is:"
 )
 MV_ASK = (
-    "Carefully watch the video and pay attention to the cause and sequence of events, the detail and movement "
-    "of objects, and the action and pose of persons. Based on your observations, select the best option that "
-    "accurately addresses the question.\nQuestion: {question}\nOptions:\n{choices}\nOnly give the best option."
+    "Carefully watch the video and pay attention to the cause and sequence of events, the detail and "
+    "movement of objects, and the action and pose of persons. Based on your observations, select the best "
+    "option that accurately addresses the question.\nQuestion: {question}\nOptions:\n{choices}\n"
+    "Only give the best option."
 )
 FORMATS: dict[Benchmark, Format] = {
     "mmmu": Format(
@@ -251,7 +253,8 @@ FORMATS: dict[Benchmark, Format] = {
         ("index", "question", "A", "B"),
         ("index", "question", "hint", "answer", "image", "category", "l2-category", *ascii_uppercase),
         mmbench,
-        "{hint}Question: {question}\nOptions:\n{choices}\nPlease select the correct answer from the options above. \n",
+        "{hint}Question: {question}\nOptions:\n{choices}\n"
+        "Please select the correct answer from the options above. \n",
         line="{letter}. {choice}",
     ),
     "ocrbench": Format(

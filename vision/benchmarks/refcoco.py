@@ -18,9 +18,9 @@ Boxes = Mapping[int, tuple[str, Any]]  # id of an annotation to (image file, lef
 def refcoco_rows(path: Path, instances: str = "", split: str = "") -> Iterator[DataRow]:
     """Read one row for every expression, with `image`, `query` and `bbox` (left, top, right, bottom).
 
-    Three layouts are known: refs as JSON (`sentences`, `ann_id`, `image_id`) with COCO `instances`; a box with
-    a list of expressions as `answer` (parquet of the hub: left, top, width, height); one expression as `sent`
-    (Qwen-VL: left, top, right, bottom). `split` selects the rows of one split.
+    Three layouts are known: refs as JSON (`sentences`, `ann_id`, `image_id`) with COCO `instances`; a box
+    with a list of expressions as `answer` (parquet of the hub: left, top, width, height); one expression as
+    `sent` (Qwen-VL: left, top, right, bottom). `split` selects the rows of one split.
     """
     if path.suffix in (".p", ".pkl", ".pickle"):
         raise SourceError(f"'{path}' is a pickle, which can run code and is never read; convert it to JSON")
@@ -49,12 +49,8 @@ def _expressions(columns: Columns, boxes: Boxes) -> list[dict[str, Any]]:
     if columns.get("sentences") is not None:
         key = columns.get("ann_id")
         if not boxes or key not in boxes:
-            what = (
-                f"the instances have no annotation {key}"
-                if boxes
-                else "set `instances`, the file of the boxes"
-            )
-            raise RowError(f"{what}, for `ann_id`")
+            missing = f"the instances have no annotation {key}"
+            raise RowError(missing if boxes else "set `instances`, the file of its box")
         sentences = [mapping(one, "sentences") for one in listed(columns["sentences"], "sentences")]
         queries = [(text(one.get("sent"), "sent"), f"{one.get('sent_id')}") for one in sentences]
         rest["image"], box = boxes[key]

@@ -1,4 +1,4 @@
-"""Data set of question benchmarks in their published files: MMMU, MathVista, MMBench, Video-MME and others."""
+"""Data set of question benchmarks in their published files: MMMU, MathVista, MMBench and others."""
 
 from __future__ import annotations
 

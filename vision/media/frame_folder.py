@@ -49,7 +49,7 @@ class FrameFolder:
         return Frames(torch.stack(images), torch.tensor(times, dtype=torch.float64), duration)
 
     def _image(self, name: str, count: int) -> torch.Tensor:
-        """Read an image as (3, height, width) uint8, shrunk to the pixel limits of a video of `count` frames."""
+        """Read an image as (3, height, width) uint8, shrunk to the limits of a video of `count` frames."""
         path = self.media.locate(name)
         image = read_image(path, str(path))
         limits = (self.sampling.max_pixels, self.sampling.total_pixels // count)

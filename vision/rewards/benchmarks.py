@@ -57,8 +57,8 @@ def benchmark_answer(
 def _rule(prompt: Prompt, form: Benchmark | None) -> Benchmark:
     if (form or prompt.columns.get("benchmark")) not in RULES:
         raise ValueError(
-            f"the prompt '{prompt.uid}' is of no benchmark; set `form` of `vision.benchmark_answer` to one of "
-            f"{', '.join(RULES)}"
+            f"the prompt '{prompt.uid}' is of no benchmark; set `form` of `vision.benchmark_answer` to "
+            f"one of {', '.join(RULES)}"
         )
     return form or prompt.columns["benchmark"]
 
