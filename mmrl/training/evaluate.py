@@ -17,6 +17,7 @@ from mmrl.core.episodes import join_episodes
 from mmrl.core.protocols import Engine, Preparing
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.rng import Stream
+from mmrl.core.tensor import group_index
 from mmrl.core.types import Prompt, TrainerState
 from mmrl.reporting.metrics import describe_lengths
 from mmrl.runtime.content_hash import of_prompts, of_weights
@@ -93,16 +94,18 @@ class Evaluator:
         if torch.cuda.is_available():
             metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
         samples = self.resample(whole) if intervals else {}
-        ranges = {name: self.interval(values, len(set(table.uids))) for name, values in samples.items()}
+        units = len(_units(table).unique())
+        ranges = {name: self.interval(values, units) for name, values in samples.items()}
         return Measured(metrics, ranges, rollouts, table, self.correct)
 
     def resample(self, table: RewardTable) -> dict[str, Tensor]:
         """Compute every metric on bootstrap samples: (RESAMPLES,) each, NaN if undefined in a sample.
 
-        Prompts are drawn with replacement. Tables of the same prompts get the same draws.
+        Prompts are drawn with replacement, those with an equal tag `cluster` together, because they are not
+        independent. Tables of the same prompts get the same draws.
         """
         # Prompts are the independent unit: the answers of one prompt are drawn together.
-        _, members = torch.unique(table.group, return_inverse=True)
+        _, members = torch.unique(_units(table), return_inverse=True)
         rows_of = [(members == group).nonzero()[:, 0] for group in range(int(members.max()) + 1)]
         drawn: dict[str, Tensor] = {}
         generator = self.stream.fixed("bootstrap")
@@ -142,10 +145,20 @@ def student_t(z: float, freedom: int) -> float:
     return z + first / n + second / n**2 + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384 / n**3
 
 
-def _of_groups(table: RewardTable, groups: Sequence[Tensor]) -> RewardTable:
-    """Select the rows of groups; a group that occurs twice becomes two groups."""
-    sample = table.select(torch.cat(list(groups)))
-    sizes = torch.tensor([len(rows) for rows in groups])
+def _units(table: RewardTable) -> Tensor:
+    """Return the id of the independent unit of each row (N,): its cluster, or without one its group."""
+    cluster = table.ids["cluster"][:, 0] if "cluster" in table.ids else torch.zeros_like(table.group)
+    return torch.where(cluster == 0, table.group, cluster)
+
+
+def _of_groups(table: RewardTable, units: Sequence[Tensor]) -> RewardTable:
+    """Select the rows of units; a unit that occurs twice becomes two, each with groups of its own."""
+    sample = table.select(torch.cat(list(units)))
+    sizes = torch.tensor([len(rows) for rows in units])
     # With its old id, a prompt that was drawn twice would form one larger group, and count once.
-    number = torch.arange(len(groups)).repeat_interleave(sizes)
-    return sample.replace(ids={**sample.ids, "group": number[:, None].expand_as(sample.ends)})
+    number = torch.arange(len(units)).repeat_interleave(sizes)
+    columns = {"group": number}
+    if "cluster" in table.ids:
+        columns = {"group": group_index([number, sample.group]), "cluster": number}
+    wide = {name: column[:, None].expand_as(sample.ends) for name, column in columns.items()}
+    return sample.replace(ids={**sample.ids, **wide})

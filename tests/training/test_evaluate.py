@@ -144,6 +144,20 @@ def test_a_prompt_that_is_drawn_twice_counts_as_two_groups(metric, rewards, want
     torch.testing.assert_close(found, drawn["reward"] if wanted is None else torch.full_like(found, wanted))
 
 
+def test_prompts_of_a_cluster_are_drawn_together():
+    evaluator = object.__new__(evaluate.Evaluator)
+    evaluator.stream = Stream()
+    metrics = ({"name": "grouped_minimum", "of": "reward", "label": "all"}, {"name": "mean", "of": "reward"})
+    evaluator.metrics = [Pieces(Stream()).make("metric", as_piece(metric, "")) for metric in metrics]
+    # Of both clusters, one prompt of two is right: drawn apart, a sample could have right ones alone.
+    tags = {"cluster": ["x", "x", "y", "y"]}
+    drawn = evaluator.resample(reward_table([1, 0, 0, 1], group="abcd", tags=tags))
+    assert set(drawn["all"].tolist()) == {0.0} and set(drawn["reward"].tolist()) == {0.5}
+    # Without a cluster, a prompt is a unit of its own.
+    loose = evaluator.resample(reward_table([1, 0, 0, 1], group="abcd", tags={"cluster": ["x", "x", "", ""]}))
+    assert len(set(loose["reward"].tolist())) > 2
+
+
 def test_draws_are_the_same_every_time_and_of_their_own(tmp_path):
     run = toy_run(tmp_path, evaluation={"data": DATA, "num_generations": 4})
     first = run.evaluator.measure()
