@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -128,10 +129,15 @@ class StoredEvaluation:
         """Return the command that evaluates again with one other setting; "" if no command is recorded."""
         if "command" not in self.record or not inside(setting, "policy", "evaluation", "seed"):
             return ""
+        folder = f"output_dir={self.predictions.path.parent}-{setting.rpartition('.')[2]}"
+        listed = re.match(r"evaluation\.(engine|rewards)", setting)
+        if listed and self.config and not self.record["of"]["evaluation"].get(listed[1]):
+            # The list is that of the training, so the override has to name it whole.
+            changed = changed_config(self.config, {setting: value})
+            setting, value = listed[0], as_plain(vars(changed.evaluation)[listed[1]])
         value = None if value is ABSENT else value
         simple = isinstance(value, str) and SIMPLE.fullmatch(value)
         text = value if simple else json.dumps(value, default=str)
-        folder = f"output_dir={self.predictions.path.parent}-{setting.rpartition('.')[2]}"
         kept = [part for part in self.record["command"] if not part.startswith("output_dir=")]
         return shlex.join(["mmrl", "evaluate", *kept, f"{setting}={text}", folder])
 
@@ -226,8 +232,7 @@ class StoredAnswers:
     notes = frozenset[str]()
 
     def __init__(self, predictions: Predictions) -> None:
-        self.policy: Any = nn.Identity()
-        self.policy.module = nn.Module()  # there is no model
+        self.policy: Any = SimpleNamespace(module=nn.Module())  # there is no model
         self.rows = by_prompt(predictions)
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:

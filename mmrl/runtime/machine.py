@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 POWERCAP = Path("/sys/class/powercap")  # RAPL counters of Linux, one folder per processor package
-JOULES = "energy/{}_joules"  # metric names; the devices are `cpu` and `gpu`
+JOULES = {"cpu": "energy/cpu_joules", "gpu": "energy/gpu_joules"}  # metric name per kind of device
 
 # Function that reads the joules of a device since some fixed time, and the joules at which it restarts at 0.
 Counter = tuple[Callable[[], float], float]
@@ -62,7 +62,7 @@ class EnergyMeter:
             now = [read() for read, _ in self.counters[name]]
             pairs = zip(before, now, self.counters[name], strict=True)
             steps = [b - a + (wrap if b < a else 0.0) for a, b, (_, wrap) in pairs]
-            spent[JOULES.format(name)] = sum(max(0.0, step) for step in steps)  # below 0: a restarted driver
+            spent[JOULES[name]] = sum(max(0.0, step) for step in steps)  # below 0: a restarted driver
             self.last[name] = now
         return spent
 
