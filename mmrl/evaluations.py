@@ -287,7 +287,7 @@ def rescore(stored: StoredEvaluation, changes: Mapping[str, Any]) -> Rescored:
     evaluator = make_evaluator(config, prompts, engine.policy, Processes(), engine)
     measured = evaluator.measure(intervals=False)
     draws = evaluator.resample(measured.table)
-    values = {name: float(measured.metrics[name]) for name in draws}
+    values = {name: float(measured.metrics.get(name, math.nan)) for name in draws}
     return Rescored(_with_rewards(stored.predictions, rows, measured), values, draws, evaluator.interval)
 
 

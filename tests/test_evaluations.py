@@ -154,14 +154,14 @@ def test_prompts_are_rendered_with_the_other_settings(home, answered, tmp_path, 
         evaluation__data={
             "name": "vision.visual_qa",
             "path": str(home / "rows.jsonl"),
-            "template": "Be brief. {{ question }}<script>",
+            "prompt": "Be brief. {question}<script>",
         },
         policy__dtype="float32",
         evaluation__engine__0__temperature=0.5,
         seed=3,
     )
     effects = {effect.setting: effect for effect in explain(read_stored(first), read_stored(second)).effects}
-    prompts = effects["evaluation.data.template"].prompts
+    prompts = effects["evaluation.data.prompt"].prompts
     assert (prompts.different, prompts.prompts, prompts.uid) == (4, 4, "q0")
     (_, before), (_, after) = prompts.excerpts()
     assert before.startswith("the quick fox 0") and after.startswith("Be brief. the quick fox 0")

@@ -34,8 +34,9 @@ class RunGroup:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The settings that all runs share."""
-        return {key: value for key, value in self.runs[0].config.items() if key not in ("seed", *UNTOLD)}
+        """The settings of the first run, with the seeds of all."""
+        shared = {key: value for key, value in self.runs[0].config.items() if key not in UNTOLD}
+        return {**shared, "seed": ", ".join(str(run.config.get("seed", "not set")) for run in self.runs)}
 
     @property
     def config_text(self) -> str:
