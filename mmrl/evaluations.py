@@ -374,6 +374,11 @@ class Rendering:
         self.config = stored.config
 
     @cached_property
+    def renderer(self) -> Any:
+        """The prompt check of the policy, which renders if it is a `RendersPrompts`; None without one."""
+        return self._renderer(self.config)
+
+    @cached_property
     def texts(self) -> dict[str, tuple[str, str]]:
         """Text and input hash of every prompt under the settings of the evaluation."""
         return self._render(self.config, self.stored.prompts)
@@ -381,7 +386,7 @@ class Rendering:
     def difference(self, setting: str, value: Any) -> PromptDifference | None:
         """Count the prompts whose inputs differ under another setting; None if it cannot change prompts."""
         option = re.match(r"policy\.(\w+)", setting)
-        if option and option[1] not in getattr(self._renderer(self.config), "rendering", ()):
+        if option and option[1] not in getattr(self.renderer, "rendering", ()):
             return None
         config = changed_config(self.config, {setting: value})
         prompts = (

@@ -43,7 +43,7 @@ def compare(given: argparse.Namespace) -> None:
     explanation = replace(explanation, notes=[*explanation.notes, *faults])
     for title, listed in changes.items():
         titles, rows = change_rows(listed, names)
-        print_table(titles, *rows, title=title or None)
+        print_table(titles, *rows, title=printable(title) or None)
         print()
     if explanation.effects:
         titles, rows = explanation.rows(names)
