@@ -17,6 +17,7 @@ from mmrl.core.types import Media, Outcome, Prompt, reading
 from mmrl.data.media import upright_size
 from mmrl.data.media_root import MediaFile
 from mmrl.data.sound import sound_duration
+from mmrl.runtime.content_hash import of_tensors
 from mmrl.vision.models.listed_tools import QWEN_TOOLS, listed_tools
 from mmrl.vision.models.media_arguments import check_images, check_seconds, extractor_of, video_size_options
 from mmrl.vision.models.model_families import check_length, check_sounds
@@ -36,6 +37,9 @@ class PromptCheck:
     counts and its bytes could exceed the context. The check does not detect videos that are too long
     for other processors, nor faults that only decoding shows, such as truncated files.
     """
+
+    # Options of the policy that change how prompts are rendered.
+    rendering = frozenset({"model", "min_pixels", "max_pixels", "chat_template_kwargs"})
 
     def __init__(self, encoder: PromptEncoder) -> None:
         self.encoder = encoder
@@ -99,6 +103,14 @@ class PromptCheck:
         check = getattr(find("engine", engine.name).target, "check_prompt", None)
         self.check_served = check and partial(check, engine.options)
 
+    def render(self, prompt: Prompt) -> str:
+        """Render a prompt with the chat template; media become `<image: 64 tokens>`."""
+        return self.encoder.render(prompt)
+
+    def input_hash(self, prompt: Prompt) -> str:
+        """Hash the token ids of a prompt, and its media tensors."""
+        return input_hash(self.encoder, prompt)
+
     @cached_property
     def _around(self) -> int:
         """Number of bytes that the template adds around a user message."""
@@ -118,6 +130,12 @@ class PromptCheck:
         if count is None:
             return self.limit  # so large that `__call__` encodes the prompt
         return int(count(image_sizes=[[height, width]])["num_image_tokens"][0])
+
+
+def input_hash(encoder: PromptEncoder, prompt: Prompt) -> str:
+    """Hash the token ids of a prompt, then its media tensors: two hashes of 16 digits, with a space."""
+    encoded = encoder.encode(prompt)
+    return f"{of_tensors([encoded.ids])[:16]} {of_tensors(encoded.media.values())[:16]}"
 
 
 def most_image_tokens(check: PromptCheck, medium: Media) -> int:
