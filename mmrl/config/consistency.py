@@ -31,7 +31,8 @@ def check_training(config: Config) -> Pieces:
     parse(as_plain(config), Config)  # types and ranges, in case `config` was not read from a file
     _check_together(config)
     checked = check_all(pieces, config)
-    _check_rewards(checked, "rewards")
+    reads = [getattr(bound.entry.target, "reads_rewards", True) for bound in _listed(checked, "advantage")]
+    _check_rewards(checked, "rewards", weighted=all(reads))
     _check_rewards(checked, "evaluation.rewards", weighted=False)
     _check_reward_names(checked, config.evaluation.correct)
     _check_every_turn(checked)

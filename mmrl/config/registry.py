@@ -207,6 +207,7 @@ def kind(
         own_answer: Callable[..., Any] | None = None,
         inputs: RewardInputs | Callable[..., RewardInputs] | None = None,
         trains: bool | None = None,
+        reads_rewards: bool | None = None,
         scope: str = "",
     ) -> Callable:
         of = dict.fromkeys(others, frozenset(of_others))
@@ -216,7 +217,8 @@ def kind(
 
         def enter(target: Callable) -> Callable:
             attributes = {"own_answer": own_answer, "reward_inputs": inputs, "trains": trains}
-            _set_declared(target, sets_tags=frozenset(sets_tags) or None, **attributes)
+            attributes |= {"sets_tags": frozenset(sets_tags) or None, "reads_rewards": reads_rewards}
+            _set_declared(target, **attributes)
             declared = Needs(unit, *read), frozenset(of_others), None, packages, on, copies_policy, programs
             return _register(name, target, scope, *declared)
 

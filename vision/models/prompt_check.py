@@ -16,7 +16,7 @@ from mmrl.data.media import upright_size
 from mmrl.data.media_root import MediaFile
 from mmrl.data.sound import sound_duration
 from mmrl.vision.models.media_arguments import check_images, check_seconds, extractor_of, video_size_options
-from mmrl.vision.models.model_families import check_length, check_sounds
+from mmrl.vision.models.model_families import check_length, check_max_length, check_sounds
 from mmrl.vision.models.processor import PromptEncoder
 
 SIZES = 1 << 16  # number of image sizes in the cache
@@ -38,6 +38,7 @@ class PromptCheck:
         self.limit = encoder.limit
         self._forms: set[Any] = set()
         self.check_served: Callable[[Any, Prompt], None] | None = None
+        self.max_length = 0
         self.image_features = lru_cache(SIZES)(self._features_of)  # maps (height, width) to a count
 
     def __call__(self, prompt: Prompt) -> None:
@@ -65,15 +66,18 @@ class PromptCheck:
             texts = len(prompt.text.encode()) + sum(len(m.extra) for m in prompt.messages)
             around = self._around * len(prompt.messages)
             # A token has at least one byte, so bytes are an upper bound of tokens.
-            if self.limit and features + texts + longest_answer + around >= self.limit:
+            most = features + texts + longest_answer + around
+            if (self.limit and most >= self.limit) or (self.max_length and most > self.max_length):
                 encoded = self.encoder.encode(prompt)
                 longest = max((len(self.encoder.answer(text)) for text in answers), default=1)
                 check_length(encoded.next_position + longest - 1, self.limit)
+                check_max_length(len(encoded.ids) + longest, self.max_length)
 
     def check_engine(self, engine: Piece) -> None:
-        """Also check prompts with the check of an engine, whose servers may not support all media."""
+        """Also check the limits of an engine: media that its servers support, and its `max_length`."""
         check = getattr(find("engine", engine.name).target, "check_prompt", None)
         self.check_served = check and partial(check, engine.options)
+        self.max_length = int(engine.options.get("max_length") or 0)
 
     @cached_property
     def _around(self) -> int:
