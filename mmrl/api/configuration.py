@@ -19,7 +19,7 @@ from mmrl.config.schema import Config, as_plain, parse
 from mmrl.data.object_rows import put_rows
 from mmrl.inference.sources import names_pipeline
 from mmrl.runtime.modules import DTYPES
-from mmrl.trl.given import CONVERSING, pairs_of
+from mmrl.trl.given import CONVERSING, kind_of_run
 from mmrl.trl.names import NAMES
 from mmrl.trl.run import quantized
 from mmrl.trl.translation import arguments_of, kind_of, lora_of, tell, translated
@@ -36,6 +36,7 @@ OTHERS = {  # unsupported arguments of TRL's trainers, and what to do instead
     "preprocess_logits_for_metrics": "Metrics are pieces: `evaluation.metrics`.",
     "model_init": "Give the model.",
     "formatting_func": "Map the rows before.",
+    "compute_loss_func": "Losses are pieces: `objective`.",
 }
 Factories = Callable[[], Any] | str | Mapping[str, Any]
 
@@ -110,10 +111,10 @@ def _with_data(raw: dict[str, Any], train: Any, test: Any, factories: Sequence[F
 
 
 def _kind(args: Any, keywords: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Return the method ("dpo" or "grpo") that arguments of TRL belong to, by their class or names."""
-    if args is None or isinstance(args, Mapping):
-        return "dpo" if pairs_of(keywords, own) else "grpo"
-    return kind_of(args)
+    """Return the method that arguments of TRL belong to, by their class or names."""
+    named = args is None or isinstance(args, Mapping)
+    kind = kind_of_run(keywords, own) if named else kind_of(args)
+    return "supervised" if kind == "sft" else kind
 
 
 def _changed(

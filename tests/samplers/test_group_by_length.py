@@ -56,7 +56,9 @@ def test_steps_stay_whole_where_epochs_end_inside_a_step():
     drawing = sampler([5] * 5 + [500] * 5)
     found = steps(drawing, 20, 4)  # 8 epochs of 10 prompts; 10 = 4 + 4 + 2
     counts = {uid: sum(uid in step for step in found) for uid in (f"p{i}" for i in range(10))}
-    assert max(counts.values()) - min(counts.values()) <= 1
+    assert (
+        max(counts.values()) - min(counts.values()) <= 2
+    )  # a prompt comes once in a step that two epochs share
     mixed = sum(len({int(uid[1:]) < 5 for uid in step}) > 1 for step in found)
     assert mixed <= 12  # at most one step inside an epoch, and one across its end, mixes both lengths
 
