@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config import objects
-from mmrl.config.loading import ConfigError, merge, nearest, read
+from mmrl.config.loading import ConfigError, merge, method_file, nearest, read
 from mmrl.config.plain import ABSENT, as_list, as_mapping, lookup, nested
 from mmrl.config.registry import find, import_name
 from mmrl.config.schema import Config, as_plain, parse
@@ -141,17 +141,6 @@ def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
         case _:
             raw = read(config)
     return merge(raw, read(method_file(method))) if method else raw
-
-
-def method_file(name: str) -> Path:
-    """Return the path of the configuration file of a method such as "dapo"."""
-    package = Path(__file__).parents[1]
-    homes = [home / "methods" for home in (package / "configs", package.parent / "configs")]
-    files = {file.stem: file for home in homes for file in home.glob("*/*.yaml")}
-    if name not in files:
-        hint = nearest(name, files) or f"there are {', '.join(sorted(files))}"
-        raise ConfigError(f"there is no method '{name}'; {hint}")
-    return files[name]
 
 
 def is_pipeline(model: Any) -> bool:
