@@ -89,9 +89,9 @@ def trl_table() -> str:
 
 KEYS = (
     "`include` lists files to start from; later keys win, mappings merge, lists replace. `method: dapo` "
-    "includes, after them, the file of that name in configs/methods. A key that is named after a kind of piece holds a "
-    "piece: a name, or a mapping with `name` and options. On the command line keys are dotted, and items of a "
-    "list have numbers: `rollout.engine.0.max_completion_length=64`."
+    "includes, after them, the file of that name in configs/methods. A key that is named after a kind of "
+    "piece holds a piece: a name, or a mapping with `name` and options. On the command line keys are dotted, "
+    "and items of a list have numbers: `rollout.engine.0.max_completion_length=64`."
 )
 PARTS = {
     "Config": "A training run",

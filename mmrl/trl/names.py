@@ -108,7 +108,7 @@ BOTH: dict[str, Name] = {
     **_rows("rollout.num_prompts", "batches", "It counts, however many processes run.", num_processes=None),
     "learning_rate": Name(_RATE, 1e-6, "learning_rate", sft=2e-5),
     **_rows(_RATE, "learning_rate", lr_scheduler_kwargs=None),
-    **_rows("", "sampler", "`group_by_length` is for SFT.", train_sampling_strategy="random"),
+    **_rows("", "sampler", train_sampling_strategy="random"),
     **_rows("", "sampler", "Read with `group_by_length` alone; not given, characters are counted.",
             length_column_name="length"),
     **_rows(_RATE, "learning_rate", "Decay begins at step 0.", lr_scheduler_type="linear"),
