@@ -15,7 +15,7 @@ from mmrl.config.registry import engine, find
 from mmrl.config.schema import Piece
 from mmrl.core.protocols import EncodesConversations, Engine, Policy
 from mmrl.core.rng import Stream
-from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory, reading
+from mmrl.core.types import Outcome, Prompt, PromptError, Rollouts, Trajectory, reading
 
 ROWS = ("assistant_only_loss", "max_length")
 
@@ -84,9 +84,8 @@ class Offline:
         for prompt in prompts:
             count = len(prompt.answers)
             if not count:
-                raise ValueError(
-                    f"prompt '{prompt.uid}' has no recorded answers; the engine `offline` needs them"
-                )
+                reason = f"prompt '{prompt.uid}' has no recorded answers; the engine `offline` needs them"
+                raise PromptError(prompt.uid, reason)
             place = following.get(prompt.uid, 0)
             following[prompt.uid] = (place + 1) % count
             if self.shuffle:  # one order for all rollouts of a prompt

@@ -97,7 +97,7 @@ def test_the_block_trl_reads_the_names_of_sft(plan):
     raw = json.loads(file.read_text())
     for key in ("method", "rollout", "learn", "num_train_epochs", "save_steps", "output_dir", "sampler"):
         del raw[key]
-    raw["trl"] = {"packing": True, "max_length": 99, "output_dir": "out", "max_steps": 7, "bf16": False}
+    raw["trl"] = {"packing": True, "max_length": 99, "output_dir": "out", "max_steps": 7}
     file.write_text(json.dumps(raw))
     config = load(file)
     assert config.policy.options["packing"] and config.max_steps == 7

@@ -38,7 +38,7 @@ class PromptCheck:
         self.limit = encoder.limit
         self._forms: set[Any] = set()
         self.check_served: Callable[[Any, Prompt], None] | None = None
-        self.max_length = 0
+        self.max_length, self.needs_answers = 0, False
         self.image_features = lru_cache(SIZES)(self._features_of)  # maps (height, width) to a count
 
     def __call__(self, prompt: Prompt) -> None:
@@ -47,6 +47,8 @@ class PromptCheck:
             self.check_served(self.encoder.core.config, prompt)
         with reading(prompt):
             recorded = prompt.answers if type(prompt.answers) is tuple else ()
+            if self.needs_answers and prompt.answers == ():
+                raise ValueError("it has no recorded answers, and the engine needs them")
             form = tuple(
                 (m.role, tuple(p.media and p.media.kind for p in m.parts), m.extra) for m in prompt.messages
             )
@@ -74,8 +76,10 @@ class PromptCheck:
                 check_max_length(len(encoded.ids) + longest, self.max_length)
 
     def check_engine(self, engine: Piece) -> None:
-        """Also check the limits of an engine: media that its servers support, and its `max_length`."""
-        check = getattr(find("engine", engine.name).target, "check_prompt", None)
+        """Also check what an engine needs: media that its servers support, recorded answers, `max_length`."""
+        target = find("engine", engine.name).target
+        self.needs_answers = bool(getattr(target, "needs_answers", False))
+        check = getattr(target, "check_prompt", None)
         self.check_served = check and partial(check, engine.options)
         self.max_length = int(engine.options.get("max_length") or 0)
 
