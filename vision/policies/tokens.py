@@ -148,11 +148,8 @@ class Tokens:
         shape = {"rank": lora_rank, "alpha": lora_alpha, "layers": lora_target_modules}
         self._adapt(adapter, roles, bool(transform), **shape, tower=not freeze_vision_tower)
         self.outputs = self.outputs - {"reversed_logp"} | (self.part.outputs if self.part else frozenset())
-        self._choose_weights(freeze_vision_tower, frozen)
-        if gradient_checkpointing:
-            checkpoint_layers(self.model)
         self.compute, self.share_prefix, self.packing = DTYPES[dtype], share_prefix, packing
-        self.packed = gradient_checkpointing or packing
+        self._choose_weights(freeze_vision_tower, frozen, gradient_checkpointing)
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
         self.teachers: list[Teaching] = []  # each teacher appends itself
         self.module: nn.Module = StepModel(
@@ -213,8 +210,8 @@ class Tokens:
         self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
         self.part: TrainedPart | None = self.roles if self.adapter else part_of(self.model)
 
-    def _choose_weights(self, freeze_vision_tower: bool, frozen: bool) -> None:
-        """Choose the trained weights, except adapters, and convert them to float32."""
+    def _choose_weights(self, freeze_vision_tower: bool, frozen: bool, checkpointed: bool) -> None:
+        """Choose the trained weights, except adapters, and convert them to float32; checkpoint the layers."""
         if isinstance(self.part, nn.Module):
             self.model.requires_grad_(False)
             self.part.requires_grad_(True)
@@ -227,6 +224,9 @@ class Tokens:
         if stays := self.prompt_encoder.family.frozen:
             self.core.get_submodule(stays).requires_grad_(False)
         keep_training_precision(self.model)
+        self.packed = self.packing or checkpointed
+        if checkpointed:
+            checkpoint_layers(self.model)
 
     def check_steps_of(self, policy: Tokens) -> None:
         """Raise `ValueError` unless this model can read another policy's token ids and encoded images."""
