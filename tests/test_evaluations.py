@@ -162,6 +162,7 @@ def test_prompts_are_rendered_with_the_other_settings(home, answered, tmp_path, 
     )
     effects = {effect.setting: effect for effect in explain(read_stored(first), read_stored(second)).effects}
     prompts = effects["evaluation.data.prompt"].prompts
+    assert prompts, effects["evaluation.data.prompt"].text
     assert (prompts.different, prompts.prompts, prompts.uid) == (4, 4, "q0")
     (_, before), (_, after) = prompts.excerpts()
     assert before.startswith("the quick fox 0") and after.startswith("Be brief. the quick fox 0")
