@@ -47,10 +47,14 @@ class Policy(LogProbs, Protocol):
 
 @runtime_checkable
 class RendersPrompts(Protocol):
-    """A policy that renders prompts as its model reads them."""
+    """A policy, or its prompt check without weights, that renders prompts as the model reads them."""
 
     def render(self, prompt: Prompt) -> str:
         """Render a prompt with its chat template; media become short placeholders."""
+        ...
+
+    def input_hash(self, prompt: Prompt) -> str:
+        """Hash the model inputs of a prompt: token ids, then media tensors, separated by a space."""
         ...
 
 

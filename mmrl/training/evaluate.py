@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.tensor import group_index
 from mmrl.core.types import Prompt, TrainerState
+from mmrl.reporting.intervals import RESAMPLES, percentile_interval
 from mmrl.reporting.metrics import describe_lengths
 from mmrl.runtime.content_hash import of_prompts, of_weights
 from mmrl.runtime.distributed import Processes
@@ -27,7 +26,6 @@ from mmrl.training.score import RewardLog, score
 from mmrl.training.unreadable import Unreadable
 
 CHUNK = 64  # prompts answered at a time
-RESAMPLES = 1000  # number of bootstrap samples
 
 
 @dataclass
@@ -121,28 +119,9 @@ class Evaluator:
     def interval(self, drawn: Tensor, prompts: int, *, difference: bool = False) -> tuple[float, float]:
         """Compute the confidence interval of a metric from its bootstrap values over `prompts` prompts.
 
-        Expanded percentiles (Hesterberg 2015, arXiv 1411.5279) widen the interval for few prompts, as
-        Student's t does. If all values are 0, or all are 1, the result is Wilson's interval of a proportion,
-        such as [0.57, 1] for 5 of 5 at 95 %. A `difference` of two metrics never gets Wilson's interval.
+        See `percentile_interval`. A `difference` of two metrics never gets Wilson's interval.
         """
-        z = NormalDist().inv_cdf((1 + self.confidence) / 2)
-        valid = drawn[~drawn.isnan()]
-        if not difference and len(valid) and valid.min() == valid.max() and valid[0] in (0, 1):
-            reach = z * z / prompts / (1 + z * z / prompts)
-            return (0.0, reach) if valid[0] == 0 else (1 - reach, 1.0)
-        tail = NormalDist().cdf(-student_t(z, prompts - 1) * math.sqrt(prompts / max(1, prompts - 1)))
-        low, high = drawn.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
-        return low, high
-
-
-def student_t(z: float, freedom: int) -> float:
-    """Convert a normal quantile to a quantile of Student's t with a Cornish-Fisher expansion.
-
-    The result is too low by 3 % for 2 degrees of freedom, and by less than 1 % from 3 on.
-    """
-    n = max(1, freedom)
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    return z + first / n + second / n**2 + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384 / n**3
+        return percentile_interval(drawn, prompts, confidence=self.confidence, difference=difference)
 
 
 def _units(table: RewardTable) -> Tensor:

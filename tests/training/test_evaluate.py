@@ -10,6 +10,7 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, Piece, as_piece, parse
 from mmrl.core.rng import Stream
 from mmrl.diagnostics.checks.training_metrics import DIFFERENCE, logprob_mismatch
+from mmrl.reporting.intervals import student_t
 from mmrl.reporting.metrics import Journal, steps_taken
 from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.distributed import Processes
@@ -95,7 +96,7 @@ def test_intervals_contain_the_metric_and_narrow_with_the_confidence(tmp_path):
 def test_quantiles_of_students_t_are_those_of_tables():
     tables = {3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 29: 2.045, 99: 1.984}
     for freedom, wanted in tables.items():
-        assert evaluate.student_t(1.959964, freedom) == pytest.approx(wanted, rel=0.01)
+        assert student_t(1.959964, freedom) == pytest.approx(wanted, rel=0.01)
 
 
 def test_all_right_or_all_wrong_is_not_certain():

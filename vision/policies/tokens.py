@@ -43,19 +43,16 @@ from mmrl.vision.decoding.inner_outputs import OF_LOGITS, OF_STATES, InnerOption
 from mmrl.vision.decoding.role_adapters import RoleAdapters, check_roles
 from mmrl.vision.decoding.sequence_parallel import SequenceParallel, check_sequence_parallel
 from mmrl.vision.decoding.step_model import StepModel
-from mmrl.vision.decoding.token_steps import (
-    TokenRow,
-    TokenSteps,
-    distinct_prompts,
-)
+from mmrl.vision.decoding.token_steps import TokenRow, TokenSteps, distinct_prompts
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.models import loading
 from mmrl.vision.models.chat_template import ChatTemplate
 from mmrl.vision.models.image_writer import ImageWriter
 from mmrl.vision.models.model_families import check_length, check_same_tokens
 from mmrl.vision.models.processor import PromptEncoder, pixel_limits
-from mmrl.vision.models.prompt_check import PromptCheck
+from mmrl.vision.models.prompt_check import PromptCheck, input_hash
 from mmrl.vision.models.trained_part import TrainedPart, holds_part, part_of
+from mmrl.vision.policies.recorded_rows import recorded_row
 from mmrl.vision.tools.call_formats import encode_transcript
 
 
@@ -275,22 +272,25 @@ class Tokens:
         """Render a prompt with the chat template; media become `<image: 64 tokens>`."""
         return self.prompt_encoder.render(prompt)
 
+    def input_hash(self, prompt: Prompt) -> str:
+        """Hash the token ids of a prompt, and its media tensors."""
+        return input_hash(self.prompt_encoder, prompt)
+
     def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
         """Make the reader that loads the media of prompts."""
         return MediaReader.of_data(options, root)
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Encode a recorded answer, with its end token, as a row."""
+        """Encode a recorded answer, with its end token and earlier turns, as a row."""
         with reading(prompt):
             if outcome.image is None:
-                (text, ids), chosen = self.prompt_encoder.recorded(prompt, outcome), None
-            else:
-                text, writer = outcome.text, self.images or ImageWriter(self.prompt_encoder)
-                ids, chosen = writer.recorded(outcome)
+                return recorded_row(self.prompt_encoder, prompt, outcome)
+            writer = self.images or ImageWriter(self.prompt_encoder)
+            ids, chosen = writer.recorded(outcome)
             encoded = self.prompt_encoder.encode(prompt)
             check_length(encoded.next_position + len(ids) - 1, self.prompt_encoder.limit)
         tags = {"finish": "stop", **outcome.tags}
-        answer = Outcome(text, outcome.image, end=len(ids), tags=tags, recorded=outcome.recorded)
+        answer = Outcome(outcome.text, outcome.image, end=len(ids), tags=tags, recorded=outcome.recorded)
         row = TokenRow(encoded, ids, chosen=chosen)
         return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
 
