@@ -72,6 +72,8 @@ class PromptEncoder:
         variables: Variables of the chat template.
     """
 
+    answers = True  # whether the beginning of an answer follows the messages of a prompt
+
     def __init__(
         self,
         processor: Any,
@@ -145,10 +147,9 @@ class PromptEncoder:
         pairs = {name: [both[name] for both in (encoded.media, media) if name in both] for name in names}
         media = {name: cat_padded(values) for name, values in pairs.items()}
         whole = torch.cat([encoded.ids, ids, new])
-        types = token_types(self.core.config, whole)
-        inputs = {**media, "input_ids": whole[None], "mm_token_type_ids": types[None]}
-        positions = self.family.positions(self.core, inputs)
-        return EncodedPrompt(encoded.uid, whole, positions, media)
+        types = token_types(self.core.config, whole)[None]
+        tensors = {**media, "input_ids": whole[None], "mm_token_type_ids": types}
+        return EncodedPrompt(encoded.uid, whole, self.family.positions(self.core, tensors), media)
 
     def _ended(self, ids: Tensor, new: Tensor) -> int:
         """Count the leading tokens of `new`, the text after an answer, that already end the answer (T,)."""
@@ -201,9 +202,9 @@ class PromptEncoder:
         """Return the text and the tokens (T,) of a recorded answer; see `recorded_answer`."""
         return recorded_answer(self, prompt, outcome, self._keys)
 
-    def rendered(self, messages: Sequence[Message], *, answers: bool) -> str:
+    def rendered(self, messages: Sequence[Message], tools: Tools = (), *, answers: bool) -> str:
         """Render recorded turns; if `answers`, append the beginning of an answer."""
-        return self._render(list(map(template_message, self.replies(messages))), answers=answers)
+        return self._render(list(map(template_message, self.replies(messages, tools))), tools, answers)
 
     def without_end(self, text: str) -> str:
         """Remove the end token, and white space after it, from a recorded answer."""
@@ -255,15 +256,15 @@ class PromptEncoder:
         begun = text.startswith(self.tokenizer.bos_token or "\0")
         media = media_arguments(self.processor, prompt, self.pixels)
         inputs = self._inputs(prompt, text, WITHOUT_BOS if begun else {}, media)
-        form = (tools, *((m["role"], *m, *(block["type"] for block in m["content"])) for m in messages))
-        form = json.dumps(form)
+        form = json.dumps((tools, *((m["role"], *m, *(b["type"] for b in m["content"])) for m in messages)))
         # Skip texts that contain control tokens: they stay plain text here, but not in transformers.
         alike = self.plain.mark not in text and self._marked(tools) == tuple(tools)
         if alike and form not in self._compared and len(self._compared) < FORMS:
             formed = self.template.formed(messages, tools)
             # transformers converts an empty text to an empty list, which some templates print: [].
             if all(message["content"] or "tool_calls" in message for message in formed):
-                plain = plain_inputs(self.processor, formed, tools, media, self.template.variables)
+                given = {"add_generation_prompt": self.answers, **self.template.variables}
+                plain = plain_inputs(self.processor, formed, tools, media, given)
                 check_ids(prompt, inputs["input_ids"], plain, self.tokenizer)
                 self._compared.add(form)
         return inputs
@@ -282,7 +283,7 @@ class PromptEncoder:
         """Render a prompt with the chat template; raise ValueError if the template does not support it."""
         try:
             check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
-            text = self._render(list(map(template_message, self.replies(prompt.messages, tools))), tools)
+            text = self.rendered(prompt.messages, tools, answers=self.answers)
             names = [tool.get("function", tool)["name"] for tool in tools] if self.knows_tools(tools) else []
             plain = filter(re.compile(r"[\w.-]+", re.ASCII).fullmatch, names)  # templates may escape others
             if lost := [name for name in plain if name not in text]:
@@ -340,8 +341,7 @@ class PromptEncoder:
         try:
             inputs = dict(processor(text=[text], return_tensors="pt", **media, **options))
         except (ValueError, IndexError, StopIteration) as error:
-            advice = about_short_videos(media)
-            raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}{advice}") from error
+            raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}{about_short_videos(media)}") from error
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
         inputs = self.family.prepare(self.family.adjust(self.processor, inputs, media))
         for token, features in self.family.features(self.core, inputs).items():

@@ -43,11 +43,7 @@ from mmrl.vision.decoding.inner_outputs import OF_LOGITS, OF_STATES, InnerOption
 from mmrl.vision.decoding.role_adapters import RoleAdapters, check_roles
 from mmrl.vision.decoding.sequence_parallel import SequenceParallel, check_sequence_parallel
 from mmrl.vision.decoding.step_model import StepModel
-from mmrl.vision.decoding.token_steps import (
-    TokenRow,
-    TokenSteps,
-    distinct_prompts,
-)
+from mmrl.vision.decoding.token_steps import TokenRow, TokenSteps, distinct_prompts
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.models import loading
 from mmrl.vision.models.chat_template import ChatTemplate
@@ -102,6 +98,7 @@ class Tokens:
 
     outputs: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # computed only if a piece reads them
     makes = "text"  # kind of outcomes; commands read it
+    load_model = staticmethod(loading.load_model)
 
     def __init__(
         self,
@@ -134,7 +131,7 @@ class Tokens:
         check_guidance(model, guidance_scale, negative_prompt)
         self.processor = loading.load_processor(model)
         ChatTemplate(self.processor, chat_template_kwargs).ends()  # fails before weights are loaded
-        self.model = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
+        self.model = self.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = pixel_limits({"min_pixels": min_pixels, "max_pixels": max_pixels})
         self.prompt_encoder = PromptEncoder(

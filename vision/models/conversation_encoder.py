@@ -1,0 +1,61 @@
+"""Encoder of whole conversations, prompt and answer, as reward models read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, reading
+from mmrl.vision.models.chat_template import Tools
+from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
+from mmrl.vision.models.recorded_keys import check_keys
+
+
+class ConversationEncoder(PromptEncoder):
+    """Encodes a prompt and an answer with the chat template, without the beginning of a further answer.
+
+    The tokens are those of `processor.apply_chat_template(messages)` in transformers, which TRL's
+    `RewardTrainer` reads too.
+    """
+
+    answers = False
+
+    def conversation(self, prompt: Prompt, outcome: Outcome) -> EncodedPrompt:
+        """Encode a prompt and its answer; raises `PromptError` if the model cannot read them."""
+        messages = answered(prompt, outcome)
+        with reading(prompt):
+            if outcome.extra:
+                check_keys(messages, lambda turns: self._render(turns), self._keys)
+            if not messages[-1].parts and not outcome.extra:
+                raise ValueError("the answer to score is empty: it has no text, image or video")
+            return self.encode(Prompt(prompt.uid, messages))
+
+    def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = False) -> str:
+        return super()._render(messages, tools, answers)
+
+
+def answered(prompt: Prompt, outcome: Outcome) -> tuple[Message, ...]:
+    """Append an answer to the messages of a prompt.
+
+    A text is a turn of the assistant. An image or a video is appended to the last turn of the user, because
+    chat templates read media there.
+    """
+    shown = media_of_outcome(prompt, outcome)
+    if shown is None:
+        parts = (Part(outcome.text, quoted=True),) if outcome.text else ()
+        return (*prompt.messages, Message("assistant", parts, outcome.extra))
+    *before, last = prompt.messages
+    return (*before, Message(last.role, (*last.parts, Part(media=shown)), last.extra))
+
+
+def media_of_outcome(prompt: Prompt, outcome: Outcome) -> Media | None:
+    """Return the image or video of an outcome as a medium; None for a text."""
+    if outcome.image is not None:
+        still = Frames(outcome.image[None].cpu(), torch.zeros(1))
+        return Media("image", f"image of an answer to '{prompt.uid}'", lambda: still)
+    if outcome.video is not None:
+        times = torch.arange(len(outcome.video)).float() if outcome.times is None else outcome.times
+        frames = Frames(outcome.video.cpu(), times.cpu(), float(times[-1]))
+        return Media("video", f"video of an answer to '{prompt.uid}'", lambda: frames)
+    return None
