@@ -114,9 +114,7 @@ def _difference(values: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return values[first, 0] - values[second, 0]
 
 
-def _metrics(
-    label: str, ones: Tensor, others: Tensor, sign: Tensor, groups: float
-) -> dict[str, Tensor]:
+def _metrics(label: str, ones: Tensor, others: Tensor, sign: Tensor, groups: float) -> dict[str, Tensor]:
     """Compute the mean scores of better and worse rows, their difference, and the share of right orders."""
     sign = sign.nan_to_num()
     mean, half = (ones + others) / 2, sign * (ones - others) / 2

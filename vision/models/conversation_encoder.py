@@ -27,8 +27,6 @@ class ConversationEncoder(PromptEncoder):
         with reading(prompt):
             if outcome.extra:
                 check_keys(messages, lambda turns: self._render(turns), self._keys)
-            if not messages[-1].parts and not outcome.extra:
-                raise ValueError("the answer to score is empty: it has no text, image or video")
             return self.encode(Prompt(prompt.uid, messages))
 
     def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = False) -> str:
@@ -43,8 +41,8 @@ def answered(prompt: Prompt, outcome: Outcome) -> tuple[Message, ...]:
     """
     shown = media_of_outcome(prompt, outcome)
     if shown is None:
-        parts = (Part(outcome.text, quoted=True),) if outcome.text else ()
-        return (*prompt.messages, Message("assistant", parts, outcome.extra))
+        text = Part(outcome.text or "", quoted=True)
+        return (*prompt.messages, Message("assistant", (text,), outcome.extra))
     *before, last = prompt.messages
     return (*before, Message(last.role, (*last.parts, Part(media=shown)), last.extra))
 

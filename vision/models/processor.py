@@ -341,7 +341,9 @@ class PromptEncoder:
         try:
             inputs = dict(processor(text=[text], return_tensors="pt", **media, **options))
         except (ValueError, IndexError, StopIteration) as error:
-            raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}{about_short_videos(media)}") from error
+            raise ValueError(
+                f"cannot encode prompt '{prompt.uid}': {error}{about_short_videos(media)}"
+            ) from error
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
         inputs = self.family.prepare(self.family.adjust(self.processor, inputs, media))
         for token, features in self.family.features(self.core, inputs).items():
