@@ -43,8 +43,8 @@ def pair_column(prompt: Prompt, outcome: Outcome, *, column: str) -> float | Non
     numbers = all(isinstance(x, int | float) and type(x) is not bool and math.isfinite(x) for x in sides)
     if not numbers or len(sides) != (2 if sides is value else 1):
         raise ValueError(
-            f"prompt '{prompt.uid}' has {value!r} in the column '{column}'; wanted a number, or a list of the "
-            "numbers of the chosen and the rejected answer"
+            f"prompt '{prompt.uid}' has {value!r} in the column '{column}'; wanted a number, or a list of "
+            "the numbers of the chosen and the rejected answer"
         )
     chosen, rejected = sides if sides is value else (sides[0] / 2, -sides[0] / 2)
     return float(chosen if preferred else rejected)

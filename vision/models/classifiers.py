@@ -1,4 +1,4 @@
-"""Folders of reward models: sequence classifiers of transformers, or a language model and `score.safetensors`.
+"""Folders of reward models: sequence classifiers of transformers, or a language model and `SCORE`.
 
 transformers has a class for sequence classification of some families only (Qwen2, Qwen3, Llama, Gemma 3,
 Qwen3.5). Their folders load with `AutoModelForSequenceClassification`. For other families (Qwen2.5-VL), and

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, reading
+from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.vision.models.chat_template import Tools
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
-from mmrl.vision.models.recorded_keys import check_keys
 
 
 class ConversationEncoder(PromptEncoder):
@@ -23,11 +22,7 @@ class ConversationEncoder(PromptEncoder):
 
     def conversation(self, prompt: Prompt, outcome: Outcome) -> EncodedPrompt:
         """Encode a prompt and its answer; raises `PromptError` if the model cannot read them."""
-        messages = answered(prompt, outcome)
-        with reading(prompt):
-            if outcome.extra:
-                check_keys(messages, lambda turns: self._render(turns), self._keys)
-            return self.encode(Prompt(prompt.uid, messages))
+        return self.encode(Prompt(prompt.uid, answered(prompt, outcome)))
 
     def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = False) -> str:
         return super()._render(messages, tools, answers)

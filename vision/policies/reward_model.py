@@ -120,7 +120,7 @@ class RewardModel:
 
     @staticmethod
     def check_folders(options: Mapping[str, Any], start: str = "") -> None:
-        """Raise `ValueError` if weights are missing or belong to another model; see `Tokens.check_folders`."""
+        """Raise `ValueError` if weights or labels are missing or of another model; see `Tokens`."""
         model, adapter = str(options.get("model", "")), str(options.get("adapter") or "")
         folders = [Path(name).expanduser() for name in (model, adapter, start) if name]
         for folder in filter(Path.is_dir, folders):
