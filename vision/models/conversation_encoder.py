@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class ConversationEncoder(PromptEncoder):
 
     def conversation(self, prompt: Prompt, outcome: Outcome) -> EncodedPrompt:
         """Encode a prompt and its answer; raises `PromptError` if the model cannot read them."""
-        return self.encode(Prompt(prompt.uid, answered(prompt, outcome)))
+        return self.encode(replace(prompt, messages=answered(prompt, outcome)))
 
     def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = False) -> str:
         return super()._render(messages, tools, answers)
@@ -31,14 +32,16 @@ class ConversationEncoder(PromptEncoder):
 def answered(prompt: Prompt, outcome: Outcome) -> tuple[Message, ...]:
     """Append an answer to the messages of a prompt.
 
-    A text is a turn of the assistant. An image or a video is appended to the last turn of the user, because
+    A text is a turn of the assistant, after the other recorded turns of the answer. An image or a video is appended to the last turn of the user, because
     chat templates read media there.
     """
+    # `asked` is the prompt of this answer if it has other media, `turns` are turns before its last one.
+    messages = (*(getattr(outcome, "asked", ()) or prompt.messages), *getattr(outcome, "turns", ()))
     shown = media_of_outcome(prompt, outcome)
     if shown is None:
         text = Part(outcome.text or "", quoted=True)
-        return (*prompt.messages, Message("assistant", (text,), outcome.extra))
-    *before, last = prompt.messages
+        return (*messages, Message("assistant", (text,), outcome.extra))
+    *before, last = messages
     return (*before, Message(last.role, (*last.parts, Part(media=shown)), last.extra))
 
 
