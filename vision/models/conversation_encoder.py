@@ -35,8 +35,7 @@ def answered(prompt: Prompt, outcome: Outcome) -> tuple[Message, ...]:
     A text is a turn of the assistant, after the other recorded turns of the answer. An image or a video is
     appended to the last turn of the user, because chat templates read media there.
     """
-    # `asked` is the prompt of this answer if it has other media, `turns` are turns before its last one.
-    messages = (*(getattr(outcome, "asked", ()) or prompt.messages), *getattr(outcome, "turns", ()))
+    messages = (*(outcome.asked or prompt.messages), *outcome.turns)
     shown = media_of_outcome(prompt, outcome)
     if shown is None:
         text = Part(outcome.text or "", quoted=True)

@@ -149,9 +149,11 @@ class PromptEncoder:
         pairs = {name: [both[name] for both in (encoded.media, media) if name in both] for name in names}
         media = {name: cat_padded(values) for name, values in pairs.items()}
         whole = torch.cat([encoded.ids, ids, new])
-        types = token_types(self.core.config, whole)[None]
-        tensors = {**media, "input_ids": whole[None], "mm_token_type_ids": types}
-        return EncodedPrompt(encoded.uid, whole, self.family.positions(self.core, tensors), media)
+        of_tokens = {
+            "input_ids": whole[None],
+            "mm_token_type_ids": token_types(self.core.config, whole[None]),
+        }
+        return EncodedPrompt(encoded.uid, whole, self.family.positions(self.core, media | of_tokens), media)
 
     def _ended(self, ids: Tensor, new: Tensor) -> int:
         """Count the leading tokens of `new`, the text after an answer, that already end the answer (T,)."""
@@ -264,8 +266,8 @@ class PromptEncoder:
             formed = self.template.formed(messages, tools)
             # transformers converts an empty text to an empty list, which some templates print: [].
             if all(message["content"] or "tool_calls" in message for message in formed):
-                given = {"add_generation_prompt": self.answers, **self.template.variables}
-                plain = plain_inputs(self.processor, formed, tools, media, given)
+                given = media, {"add_generation_prompt": self.answers, **self.template.variables}
+                plain = plain_inputs(self.processor, formed, tools, *given)
                 check_ids(prompt, inputs["input_ids"], plain, self.tokenizer)
                 self._compared.add(form)
         return inputs
@@ -342,9 +344,8 @@ class PromptEncoder:
         try:
             inputs = dict(processor(text=[text], return_tensors="pt", **media, **options))
         except (ValueError, IndexError, StopIteration) as error:
-            raise ValueError(
-                f"cannot encode prompt '{prompt.uid}': {error}{about_short_videos(media)}"
-            ) from error
+            advice = about_short_videos(media)
+            raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}{advice}") from error
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
         inputs = self.family.prepare(self.family.adjust(self.processor, inputs, media))
         for token, features in self.family.features(self.core, inputs).items():
