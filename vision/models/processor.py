@@ -35,8 +35,7 @@ from mmrl.vision.models.plain_inputs import check_ids, plain_inputs
 from mmrl.vision.models.prompt_sources import PromptSources
 from mmrl.vision.models.recorded_keys import check_keys, recorded_answer
 
-CACHE_BYTES = 2 << 30
-REPLY_BYTES = 1 << 28
+CACHE_BYTES, REPLY_BYTES = 2 << 30, 1 << 28
 FORMS = 32  # maximum number of prompt structures (roles, media) to compare with transformers, each once
 OF_TOKENS = ("input_ids", "attention_mask", *TYPES_OF_TOKENS)
 UNUSED = ("video_metadata", "timestamps", "labels")  # outputs of processors that are no model inputs
@@ -149,11 +148,9 @@ class PromptEncoder:
         pairs = {name: [both[name] for both in (encoded.media, media) if name in both] for name in names}
         media = {name: cat_padded(values) for name, values in pairs.items()}
         whole = torch.cat([encoded.ids, ids, new])
-        of_tokens = {
-            "input_ids": whole[None],
-            "mm_token_type_ids": token_types(self.core.config, whole[None]),
-        }
-        return EncodedPrompt(encoded.uid, whole, self.family.positions(self.core, media | of_tokens), media)
+        types = token_types(self.core.config, whole)[None]
+        tensors = {**media, "input_ids": whole[None], "mm_token_type_ids": types}
+        return EncodedPrompt(encoded.uid, whole, self.family.positions(self.core, tensors), media)
 
     def _ended(self, ids: Tensor, new: Tensor) -> int:
         """Count the leading tokens of `new`, the text after an answer, that already end the answer (T,)."""
@@ -266,8 +263,8 @@ class PromptEncoder:
             formed = self.template.formed(messages, tools)
             # transformers converts an empty text to an empty list, which some templates print: [].
             if all(message["content"] or "tool_calls" in message for message in formed):
-                given = media, {"add_generation_prompt": self.answers, **self.template.variables}
-                plain = plain_inputs(self.processor, formed, tools, *given)
+                given = {"add_generation_prompt": self.answers, **self.template.variables}
+                plain = plain_inputs(self.processor, formed, tools, media, given)
                 check_ids(prompt, inputs["input_ids"], plain, self.tokenizer)
                 self._compared.add(form)
         return inputs
