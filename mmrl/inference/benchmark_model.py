@@ -95,8 +95,8 @@ def sampling_of(kwargs: Mapping[str, Any], place: str) -> tuple[dict[str, Any], 
     """Convert generation kwargs of transformers to options of an engine, and to texts that end an answer.
 
     Decoding is greedy without `do_sample` and `temperature`, as in lmms-eval's own models, and with
-    `do_sample: false`. Like these models, this ignores the stop text "\\n\\n", which lmms-eval sets where a
-    task names none. A kwarg for which engines have no option raises ConfigError unless its value has no effect.
+    `do_sample: false`. Like these models, this ignores the stop text "\\n\\n", which lmms-eval sets if a task
+    names none. A kwarg for which engines have no option raises ConfigError unless its value has no effect.
 
     Args:
         kwargs: The kwargs, such as `max_new_tokens`.

@@ -34,9 +34,8 @@ def with_scores(row: Trajectory, values: Mapping[str, Any], target: Any, key: st
     last, numbers, others = row.outcomes[-1], dict[str, float](), dict[str, str]()
     for name, value in values.items():
         number = value.get(key) if isinstance(value, Mapping) else value
-        if isinstance(number, int | float):
-            if math.isfinite(number):
-                numbers[name] = float(number)
+        if isinstance(number, int | float) and math.isfinite(number):
+            numbers[name] = float(number)
         if number is not value or not isinstance(number, int | float):
             text = isinstance(value, str)
             others[name] = value if text else json.dumps(value, default=str, ensure_ascii=False)

@@ -54,8 +54,8 @@ def prepare(source: ModelSource, options: Options) -> Callable[[Path], dict[str,
     evaluation per task. Its argument is the output folder, where `lmms_eval.json` gets everything that
     lmms-eval returns except for its samples. Totals without an interval are printed.
 
-    Raises ConfigError for unknown tasks; the evaluation raises it for tasks whose data cannot be read, and for
-    requests other than `generate_until`.
+    Raises ConfigError for unknown tasks; the evaluation raises it for tasks whose data cannot be read, and
+    for requests other than `generate_until`.
     """
     _check_installed()
     model, tasks = model_class()(source=source), _task_manager(options)
@@ -149,7 +149,7 @@ def _check_installed() -> None:
             "lmms_eval is not installed beside mmrl; make an environment with both (`make lmms` in the "
             "repository, docs/howto/benchmarks.md), and run `mmrl evaluate` there"
         )
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "lmms_eval runs in one process here; for several GPUs, list vision.vllm as the engine"
         )

@@ -45,7 +45,7 @@ def prepare(source: ModelSource, options: Options) -> Callable[[Path], dict[str,
     """
     if importlib.util.find_spec("vlmeval") is None:
         raise ConfigError(
-            "vlmeval is not importable; it is on no package registry: clone VLMEvalKit, add it to PYTHONPATH, "
+            "vlmeval is not importable; it is on no package registry: clone VLMEvalKit, add it to PYTHONPATH "
             "and install its requirements beside mmrl (docs/howto/benchmarks.md)"
         )
     model = BenchmarkModel(source)

@@ -1,4 +1,4 @@
-"""Evaluation with lmms-eval and VLMEvalKit: options, prompts and scores, and lmms-eval's own code on a tiny model."""
+"""Evaluation with lmms-eval and VLMEvalKit: options, prompts, scores; lmms-eval itself on a tiny model."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ def run_lmms(tmp_path_factory):
             "lmms_eval",
         ]
         given = [f"include_path={tasks}", "policy.dtype=float32", *words]
-        return subprocess.run(command + given, cwd=folder, env=environment, capture_output=True, text=True)
+        how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+        return subprocess.run(command + given, check=False, **how)
 
     return folder, run
 
