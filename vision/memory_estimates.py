@@ -65,11 +65,12 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
 
 
 def _longest_recorded(policy: TokenPolicy, prompts: Sequence[Prompt]) -> int:
-    """Return the number of tokens of the longest recorded text; 0 without texts, or with images."""
+    """Return the number of tokens of the longest recorded answer with its turns; 0 without any, or with images."""
     if any(answer.image is not None for prompt in prompts for answer in prompt.answers):
         return 0
-    texts = [answer.text or "" for prompt in prompts for answer in prompt.answers]
-    return max((len(policy.prompt_encoder.answer(text)) for text in texts), default=0)
+    answers = [answer for prompt in prompts for answer in prompt.answers]
+    texts = [[answer.text or "", *(turn.text for turn in answer.turns)] for answer in answers]
+    return max((sum(len(policy.prompt_encoder.answer(text)) for text in each) for each in texts), default=0)
 
 
 def cache_bytes(policy: TokenPolicy, prompt_tokens: int, answer_tokens: int) -> float:

@@ -137,6 +137,8 @@ class Outcome:
         tokens: Token ids of `text` if it has more tokens than steps, as a prefix completed for a reward.
         environment: The environment object of the conversation, for rewards written for TRL.
         extra: Tool calls and thoughts of a recorded answer, as in `Message`.
+        asked: Messages of the prompt with the media of this recorded answer; empty: the prompt's own.
+        turns: Recorded messages between the prompt and this answer: of the assistant, of tools, of the user.
     """
 
     text: str | None = None
@@ -149,6 +151,8 @@ class Outcome:
     tokens: tuple[int, ...] | None = None
     environment: Any = None
     extra: str = ""
+    asked: tuple[Message, ...] = ()
+    turns: tuple[Message, ...] = ()
 
     def __post_init__(self) -> None:
         if self.text is not None:
@@ -185,6 +189,7 @@ class Prompt:
         split: Split of the data set that has the row.
         tags: Labels that samplers give to every outcome of the prompt; advantages can use them as groups.
         size: Size of the image or video that the prompt asks for; None: the engine's size.
+        tools: JSON schemas of the tools that the row names, which the model's template lists.
     """
 
     uid: str
@@ -195,6 +200,7 @@ class Prompt:
     split: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
     size: Size | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def text(self) -> str:

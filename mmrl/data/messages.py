@@ -10,7 +10,7 @@ from typing import Any
 from mmrl.core.modalities import MODALITIES, media_marks
 from mmrl.core.tool_calls import ARGUMENTS, call_of
 from mmrl.core.types import Media, Message, Part, Prompt
-from mmrl.data.fields import RowError, listed, mapping, plain, short, text, unpacked
+from mmrl.data.fields import RowError, listed, mapping, parse_json, plain, short, text, unpacked
 from mmrl.data.row_fields import has_content
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -106,8 +106,8 @@ def kept_keys(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:
     """Convert tool calls to OpenAI's form, with arguments as an object; JSON texts are parsed."""
     try:
-        value = json.loads(value) if isinstance(value, str) else value
-        calls = [_without_null(mapping(call, f"{name}[{i}]")) for i, call in enumerate(listed(value, name))]
+        value = parse_json(value) if isinstance(value, str) else value
+        calls = [without_null(mapping(call, f"{name}[{i}]")) for i, call in enumerate(listed(value, name))]
         read = [call_of(call) for call in calls]
     except ValueError as error:
         raise RowError(f"cannot read `{name}`, {short(value)}: {error}") from error
@@ -122,13 +122,13 @@ def _calls(value: Any, name: str) -> list[dict[str, Any]]:
     return written
 
 
-def _without_null(value: Any) -> Any:
+def without_null(value: Any) -> Any:
     """Drop keys whose value is null, because a row of parquet has the keys of all rows."""
     match value:
         case Mapping():
-            return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+            return {key: without_null(inner) for key, inner in value.items() if inner is not None}
         case list() | tuple():
-            return [_without_null(inner) for inner in value]
+            return [without_null(inner) for inner in value]
     return value
 
 

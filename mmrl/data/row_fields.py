@@ -25,8 +25,8 @@ SHOWN = "this data set shows no media of that column"
 PAIRS = "`vision.preference_pairs` reads pairs, a rejected answer in each row"
 TOOLKIT = "`mmrl build` converts rows of other toolkits (`vision.converted`)"
 KTO = (
-    "keep the rows of wanted answers, or make pairs of them; or learn from single answers by KTO, with the "
-    "reward `{name: precomputed, key: label}`, the chain `[total, kto_kl_rows]` and 2 generations"
+    "`vision.unpaired_preferences` reads labelled answers, for KTO; or keep the rows of wanted answers, or "
+    "make pairs of them"
 )
 # Columns of the model's input in rows of TRL, LLaMA-Factory, ms-swift, verl, LLaVA and OpenAI: a run that
 # ignored them would train on other prompts. The values advise the user.
@@ -34,7 +34,8 @@ ASKING: dict[str, str] = {
     **dict.fromkeys(("prompt", "messages"), ONCE),
     **dict.fromkeys(media_columns(), SHOWN),
     **dict.fromkeys(("tools", "functions"), "give tools to the run's engine, by `tools`"),
-    **dict.fromkeys(("rejected_images", "chosen_images"), "both answers of a pair are about the same images"),
+    **dict.fromkeys(("rejected_images", "rejected_videos", "rejected_audios"), PAIRS),
+    "chosen_images": "the images of the chosen answer are in `images`",
     **dict.fromkeys(("conversations", "conversation", "instruction", "input", "query", "history"), TOOLKIT),
     "input_audio": "sounds are in the columns `audio` and `audios`",
     "system": "put it before the question, as a message of the role `system`",

@@ -147,7 +147,7 @@ def _check_installed() -> None:
     if importlib.util.find_spec("lmms_eval") is None:
         raise ConfigError(
             "lmms_eval is not installed beside mmrl; make an environment with both (`make lmms` in the "
-            "repository, docs/howto/benchmarks.md), and run `mmrl evaluate` there"
+            "repository, docs/howto/toolkits.md), and run `mmrl evaluate` there"
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(

@@ -46,7 +46,7 @@ def prepare(source: ModelSource, options: Options) -> Callable[[Path], dict[str,
     if importlib.util.find_spec("vlmeval") is None:
         raise ConfigError(
             "vlmeval is not importable; it is on no package registry: clone VLMEvalKit, add it to PYTHONPATH "
-            "and install its requirements beside mmrl (docs/howto/benchmarks.md)"
+            "and install its requirements beside mmrl (docs/howto/toolkits.md)"
         )
     model = BenchmarkModel(source)
     return lambda folder: {

@@ -18,7 +18,7 @@ from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.environments.browser import Browser
 from mmrl.vision.environments.chromium import find_chromium
 from mmrl.vision.policies.tokens import Tokens
-from mmrl.vision.tools.call_formats import encode_with_tools, parser_of
+from mmrl.vision.tools.call_formats import parser_of
 from mmrl.vision.tools.functions import Tool
 
 SQUARES = {"red": (0, 0), "blue": (1, 0), "green": (2, 2)}  # column and row
@@ -72,7 +72,7 @@ def test_a_lesson_has_the_tokens_of_the_environment(monkeypatch, tmp_path):
     schemas = (Tool.of(Browser.__new__(Browser).computer_use).schema,)
     assert parser_of(encoder, schemas, parse_calls) is parse_calls  # as the template writes a call
     system, user = lesson.messages
-    played = encode_with_tools(encoder, type(lesson)(lesson.uid, (user,)), schemas)
+    played = encoder.encode(type(lesson)(lesson.uid, (user,)), schemas)
     assert played.ids.tolist() == encoder.encode(lesson).ids.tolist()
     assert system.parts[0].text == "computer_use"
     assert len(encoder.answer(lesson.answers[0].text)) == 6  # two numbers, three texts around them, the end

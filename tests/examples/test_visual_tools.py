@@ -19,7 +19,7 @@ from mmrl.core.types import Message
 from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.datasets.visual_qa import visual_qa
 from mmrl.vision.policies.tokens import Tokens
-from mmrl.vision.tools.call_formats import encode_with_tools, parser_of
+from mmrl.vision.tools.call_formats import parser_of
 from mmrl.vision.tools.functions import Tool
 from mmrl.vision.tools.images import crop, zoom
 from mmrl.vision.tools.pool import run_calls
@@ -162,7 +162,7 @@ def test_lessons_have_the_tokens_of_conversations_with_tools(made, tmp_path):
         begin, whole = (lessons[f"{asked.uid} turn {turn}"] for turn in range(2))
         schemas = tuple(tool.schema for tool in looked)
         assert parser_of(encoder, schemas, parse_calls) is parse_calls  # as the template writes a call
-        read = encode_with_tools(encoder, asked, schemas)
+        read = encoder.encode(asked, schemas)
         assert read.ids.tolist() == encoder.encode(begin).ids.tolist()
         ids = encoder.answer(begin.answers[0].text)
         assert len(ids) == 12  # of a box 7, the words around it 3, the tool's name and the end
@@ -206,7 +206,7 @@ def test_a_view_has_the_visual_tokens_that_are_counted(made, tmp_path, view, cha
         visual_qa(path=str(folder / f"{name}.jsonl")) for name in ("test", "test_search")
     )
     schemas = (Tool.of(crop).schema, Tool.of(zoom).schema)
-    read = encode_with_tools(encoder, asked, schemas)
+    read = encoder.encode(asked, schemas)
     visual = lambda ids: int((ids == image).sum())
     assert visual(read.ids) == demo.TOKENS[view]
     if view == "without":

@@ -136,7 +136,7 @@ def test_a_missing_toolkit_and_unknown_options_are_one_line(toolkit, tmp_path, c
     (model / "config.json").write_text("{}")
     option = {"lmms_eval": "task=x", "vlmeval": "data=x"}[toolkit]
     assert main(["evaluate", str(model), "--with", toolkit, option]) == 2
-    assert "docs/howto/benchmarks.md" in capsys.readouterr().err
+    assert "docs/howto/toolkits.md" in capsys.readouterr().err
     assert main(["evaluate", str(model), "--with", toolkit, "tsk=1"]) == 2
     assert f"there is no option 'tsk' of {toolkit}; there are" in capsys.readouterr().err
     assert main(["evaluate", str(model), "--with", toolkit, option, "limit=-1"]) == 2

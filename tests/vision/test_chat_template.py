@@ -16,7 +16,7 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.checks.prompt_agreement import prompt_agreement
 from mmrl.vision.models import processor
 from mmrl.vision.models.processor import PromptEncoder
-from mmrl.vision.tools.call_formats import encode_with_tools, parser_of
+from mmrl.vision.tools.call_formats import parser_of
 from tests.vision.template_cases import encoder_of, medium, plain, says, templates
 from tests.vision.test_media_conditioning import examined
 
@@ -278,7 +278,7 @@ def test_calls_are_read_and_answered_in_the_words_of_the_template(encoders):
         read.append(name)
         written = encoder.written_call("crop", {"side": "left"}, (TOOL,))
         assert [(call.name, call.arguments) for call in parser(written)] == [("crop", {"side": "left"})]
-        begun = encode_with_tools(encoder, Prompt("a", CASES["question"]), (TOOL,))
+        begun = encoder.encode(Prompt("a", CASES["question"]), (TOOL,))
         reply = encoder.replies([says("tool", "two", extra=json.dumps({"name": "crop"}))], (TOOL,))
         (wanted, *_) = of_transformers(encoder, Prompt("b", TOLD["calls"]), (TOOL,))
         wanted = encoder.tokenizer.decode(wanted).rpartition("left")[2]

@@ -73,7 +73,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     if toolkit == "mmrl":
         ours = dict(row) | _media(row)  # moves `image` and `video` into the lists `images` and `videos`
         return {key: value for key, value in ours.items() if key not in MODALITIES}
-    conversation, used = _conversation(row, *CONVERSATIONS[toolkit])
+    conversation, used = conversation_of(row, *CONVERSATIONS[toolkit])
     ours = _from_messages(row, conversation)
     answer = row.get("answer")
     match toolkit:
@@ -190,7 +190,7 @@ def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, 
     }
 
 
-def _conversation(
+def conversation_of(
     row: Row, names: Sequence[str], question: Sequence[str], answer: str
 ) -> tuple[list[Any], set[str]]:
     """Return the messages of a row, and the names of the columns that were read.

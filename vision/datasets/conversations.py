@@ -118,9 +118,11 @@ def _question_and_answer(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome,
     if answer is None:
         return question, ()
     words, extra = recorded_turn(answer, "completion")
-    label = fields.get("label", fields.get("kto_tag"))
-    kto = {"label": 1.0 if label else -1.0} if label in (True, False) else {}  # 1 and 0 are accepted, too
-    return question, (Outcome(text=words, recorded=kto, extra=extra),)
+    if type(fields.get("label", fields.get("kto_tag"))) is bool:
+        raise RowError(
+            "a true or false `label` beside an answer is KTO's; `vision.unpaired_preferences` reads it"
+        )
+    return question, (Outcome(text=words, extra=extra),)
 
 
 def _target(fields: Mapping[str, Any]) -> Any:

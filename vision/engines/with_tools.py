@@ -26,7 +26,7 @@ from mmrl.vision.decoding.continuing import ConversationEngine, TurnSampler
 from mmrl.vision.decoding.decoding import GenerationRequest
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.models.processor import EncodedPrompt, Tools
-from mmrl.vision.tools.call_formats import encode_with_tools, parser_of
+from mmrl.vision.tools.call_formats import parser_of
 from mmrl.vision.tools.conversation import CALL, Conversation, images_of
 from mmrl.vision.tools.functions import MAX_CALLS, Tool, bind_call
 from mmrl.vision.tools.pool import Replies, begin_calls
@@ -152,7 +152,7 @@ class WithTools:
 
     def _encode(self, prompt: Prompt, schemas: Tools) -> EncodedPrompt:
         """Encode a prompt with its tools; raise PromptError if it fills the context."""
-        read = encode_with_tools(self.policy.prompt_encoder, prompt, schemas)
+        read = self.policy.prompt_encoder.encode(prompt, schemas)
         if len(read.ids) >= self.context:
             raise PromptError(
                 prompt.uid,

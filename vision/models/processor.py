@@ -21,6 +21,7 @@ from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Message, Outcome, Part, Prompt, reading
 from mmrl.kv_cache.layout import media_ids, placeholders
 from mmrl.vision.models.chat_template import ChatTemplate, Tools
+from mmrl.vision.models.listed_tools import listed_tools
 from mmrl.vision.models.media_arguments import EDGES, about_short_videos, media_arguments, size_limits
 from mmrl.vision.models.model_families import (
     TYPES_OF_TOKENS,
@@ -114,10 +115,11 @@ class PromptEncoder:
     def encode(self, prompt: Prompt, tools: Tools = ()) -> EncodedPrompt:
         """Encode a prompt; raises `PromptError` if the model cannot read it.
 
-        `tools` are JSON schemas of functions, which the chat template lists in the prompt.
+        `tools` are JSON schemas of functions for `listed_tools`; empty: the prompt's own.
         """
-        key = (prompt.uid, prompt.messages, json.dumps(tools))
         with reading(prompt):
+            prompt, tools = listed_tools(self, prompt, tools)
+            key = (prompt.uid, prompt.messages, json.dumps(tools))
             return self._encoded.get(key, lambda: self._encode(prompt, tools))
 
     def extend(
@@ -172,9 +174,8 @@ class PromptEncoder:
                 written += group
                 continue
             if supported:
-                written += (
-                    replace(reply, parts=within(self.template.reply_block, reply.parts)) for reply in group
-                )
+                block = self.template.reply_block
+                written += (replace(reply, parts=within(block, reply.parts)) for reply in group)
                 continue
             parts: list[Part] = []
             for reply in group:
@@ -201,9 +202,9 @@ class PromptEncoder:
         """Return the text and the tokens (T,) of a recorded answer; see `recorded_answer`."""
         return recorded_answer(self, prompt, outcome, self._keys)
 
-    def rendered(self, messages: Sequence[Message], *, answers: bool) -> str:
+    def rendered(self, messages: Sequence[Message], tools: Tools = (), *, answers: bool) -> str:
         """Render recorded turns; if `answers`, append the beginning of an answer."""
-        return self._render(list(map(template_message, self.replies(messages))), answers=answers)
+        return self._render(list(map(template_message, self.replies(messages, tools))), tools, answers)
 
     def without_end(self, text: str) -> str:
         """Remove the end token, and white space after it, from a recorded answer."""
@@ -372,8 +373,7 @@ class PromptEncoder:
 
 def template_message(message: Message) -> dict[str, Any]:
     """Convert a message to the form that chat templates read."""
-    content = [part.block for part in message.parts]
-    return {"role": message.role, "content": content, **message.keys}
+    return {"role": message.role, "content": [part.block for part in message.parts], **message.keys}
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:

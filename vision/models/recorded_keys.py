@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from mmrl.core.types import Message, Outcome, Part, Prompt
+from mmrl.vision.models.listed_tools import listed_tools
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 OF_REPLIES = ("name", "tool_call_id")  # redundant: the order of replies tells which call they answer
@@ -83,10 +84,11 @@ def recorded_answer(
     encoder.check_answer(text + outcome.extra)
     if not text and not outcome.extra:
         return text, encoder.answer(text)
+    prompt, tools = listed_tools(encoder, prompt)
     messages = (*prompt.messages, Message("assistant", (Part(text),), outcome.extra))
-    check_keys(messages, lambda turns: encoder._render(turns, answers=False), read)
-    before = encoder.rendered(prompt.messages, answers=True)
-    whole = encoder.rendered(messages, answers=False)
+    check_keys(messages, lambda turns: encoder._render(turns, tools, answers=False), read)
+    before = encoder.rendered(prompt.messages, tools, answers=True)
+    whole = encoder.rendered(messages, tools, answers=False)
     if not whole.startswith(before):
         thought = OPEN.search(before)
         if not outcome.extra and thought and f"/{thought[1]}" in text:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 
 from torch import Tensor
 
 from mmrl.config.schema import ConfigError
-from mmrl.core.plain_text import inside
 from mmrl.core.tool_calls import (
     Call,
     CallError,
@@ -21,7 +18,7 @@ from mmrl.core.tool_calls import (
     parse_mistral_calls,
     parse_qwen_xml_calls,
 )
-from mmrl.core.types import Message, Part, Prompt, Transcript
+from mmrl.core.types import Prompt, Transcript
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
 
 Parser = Callable[[str], Sequence[Call | CallError]]
@@ -29,43 +26,12 @@ FORMATS: tuple[Parser, ...] = (parse_calls, parse_llama_calls, parse_mistral_cal
 # Formats that write every argument as text, so that its type must be read from the tool's schema.
 TAGGED_FORMATS = (parse_qwen_xml_calls, parse_glm_calls)
 
-# The text with which Qwen's chat templates describe tools; Qwen2.5-VL's templates lack it.
-QWEN_TOOLS = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{schemas}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> \
-XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
-
-
-def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> EncodedPrompt:
-    """Encode a prompt with tool descriptions, in Qwen's format if the chat template supports no tools."""
-    if not tools or encoder.knows_tools(tools):
-        return encoder.encode(prompt, tools)
-    schemas = inside("tools", list(map(json.dumps, tools)))
-    instructions = Part(QWEN_TOOLS.format(schemas="\n".join(schemas)))
-    match prompt.messages:
-        case [Message(role="system", parts=parts), *others]:
-            text = "".join(part.text for part in parts) + "\n\n" + instructions.text
-            system = Message("system", (Part(text),))
-        case others:
-            system = Message("system", (instructions,))
-    return encoder.encode(replace(prompt, messages=(system, *others)))
-
 
 def encode_transcript(
     encoder: PromptEncoder, prompt: Prompt, transcript: Transcript
 ) -> list[tuple[EncodedPrompt, Tensor]]:
     """Return the encoded input and the token ids (t,) of every turn in a conversation's row."""
-    tools, read, turns = transcript.tools, encode_with_tools(encoder, prompt, transcript.tools), []
+    tools, read, turns = transcript.tools, encoder.encode(prompt, transcript.tools), []
     for ids, replies in zip_longest(transcript.turns, transcript.replies):
         turns.append((read, ids))
         if replies is not None:
