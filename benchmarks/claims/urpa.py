@@ -50,7 +50,7 @@ RATE = 3e-4  # at 1e-3 the labelled source fell at seed 100, from a reward of 0.
 ENGINE = {"name": "vision.generate", "max_completion_length": LONGEST}
 UNSURE = "rewards/span_confidence/mean"
 STOP = read("configs/train/charades_to_unlabelled_urpa.yaml")["stages"][1]["until"]
-WHY = ": the same steps with labels lose more, so at this rate the situation cannot show it"  # written after the runs
+WHY = ": the same steps with labels lose more, so at this rate the situation cannot show it"
 
 
 def make_data(folder: Path, quick: bool) -> dict[str, Path]:

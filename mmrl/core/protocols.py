@@ -59,6 +59,21 @@ class RendersPrompts(Protocol):
 
 
 @runtime_checkable
+class EncodesConversations(Policy, Protocol):
+    """A policy that can learn other tokens of a recorded conversation than those of its last answer."""
+
+    def encode_conversation(
+        self, prompt: Prompt, outcome: Outcome, *, learn: str, max_length: int = 0
+    ) -> Trajectory:
+        """Convert a recorded answer to a trajectory of at most `max_length` tokens; 0: no limit.
+
+        The steps are the tokens of the answer ("completion"), of all turns of the assistant ("assistant"), or
+        of the whole conversation ("all").
+        """
+        ...
+
+
+@runtime_checkable
 class Portable(Policy, Protocol):
     """A policy that removes recomputable data from a row before the row is sent to another process."""
 
