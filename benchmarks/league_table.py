@@ -66,7 +66,7 @@ def distinct(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]]
     """Keep the first of the rows that have the same scores in all seeds; return those that left, by it.
 
     Two rows have the same scores where reward, difference to GRPO, its interval and that of every seed are
-    equal to the last digit. GRPO and its controls stay before others.
+    equal to the last digit. GRPO and its controls always stay.
     """
     kept: dict[Any, Mapping[str, Any]] = {}
     same: dict[str, list[str]] = {}
@@ -74,10 +74,10 @@ def distinct(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]]
     for row in sorted(rows, key=lambda row: first.get(row["method"], len(first))):
         gap = row.get("less_base", {"mean": 0.0, "interval": [0, 0], "by_seed": [0] * row["seeds"]})
         key = (row["seeds"], row["reward"], gap["mean"], tuple(gap["interval"]), tuple(gap["by_seed"]))
-        if kept.setdefault(key, row) is not row:
+        if kept.setdefault(key, row) is not row and row["method"] not in first:
             same.setdefault(kept[key]["method"], []).append(row["method"])
-    stay = {row["method"] for row in kept.values()}
-    return [row for row in rows if row["method"] in stay], same
+    left = {name for others in same.values() for name in others}
+    return [row for row in rows if row["method"] not in left], same
 
 
 def reward_of(run: Mapping[str, Any]) -> float:

@@ -174,7 +174,8 @@ def test_the_command_makes_a_table_and_a_second_call_trains_nothing(tmp_path, ca
     assert "two_grpo seed 0:" in said and "skipped adhint: 'hint_column': no prompt has a hint" in said
     home = tmp_path / "easy_vqa_quick"
     first = (home / "league_easy_vqa.md").read_text()
-    assert first.count("one seed") == 4  # two_grpo and three controls of GRPO
+    assert first.count("one seed") == 3  # of the three controls of GRPO
+    assert "those of `grpo` (here with 1 update a collection): `two_grpo`" in first  # none is ever right
     assert (home / "league_easy_vqa.svg").exists()
     assert not list((home / "runs").iterdir())
     built = []
