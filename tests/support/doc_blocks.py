@@ -285,7 +285,11 @@ def check_launch(words: Sequence[str], folder: Path) -> None:
 
 def check_mmrl(words: Sequence[str], folder: Path) -> None:
     """Parse a command of ours, and check what it would do first."""
-    given = command_line.parser().parse_args(list(words))
+    given, late = command_line.parser().parse_known_args(list(words))
+    if late and (not hasattr(given, "overrides") or any(word.startswith("-") for word in late)):
+        raise Untrue(f"`mmrl {' '.join(words)}`: unrecognized {late}")
+    if late:  # overrides after a flag, as `mmrl.cli.main` reads them
+        given.overrides = [*given.overrides, *late]
     name = given.command.__name__
     if name not in COMMANDS:
         raise Untrue(f"nobody knows how to check `mmrl {words[0]}`; enter '{name}' in COMMANDS")
