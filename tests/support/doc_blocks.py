@@ -309,7 +309,7 @@ def check_config(given: Namespace, folder: Path) -> None:
 
 
 def check_evaluate(given: Namespace, folder: Path) -> None:
-    """Resolve an evaluation's configuration, or read the options of another toolkit; the model is the reader's."""
+    """Resolve an evaluation's configuration, or read the options of another toolkit."""
     if not given.toolkit:
         return check_config(given, folder)
     toolkit_options(given.toolkit, given.overrides)
