@@ -181,7 +181,7 @@ def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
 
 
 def _record_of(config: Config | EvaluateConfig, given: argparse.Namespace) -> dict[str, Any]:
-    """Describe how an evaluation is made: its configuration and code, the machine, the command's arguments."""
+    """Describe how an evaluation is made: configuration, code, machine, the arguments of the command."""
     from mmrl.runtime.machine import describe_machine
     from mmrl.training.record import record_of
 
