@@ -62,7 +62,7 @@ def evaluate(given: argparse.Namespace) -> None:
     With `--with`, `config` can also be a model folder or hub id. Each benchmark gets a subfolder.
     """
     if given.toolkit:
-        return _evaluate_with(given.toolkit, given.config, given.overrides)
+        return _evaluate_with(given)
     from mmrl.build import load_evaluator
     from mmrl.pareto import check_settings, compare
     from mmrl.reporting.answers import THUMBNAILS, evaluation_file, write_predictions
@@ -72,17 +72,11 @@ def evaluate(given: argparse.Namespace) -> None:
     from mmrl.runtime.distributed import Processes
     from mmrl.runtime.files import check_free
     from mmrl.runtime.folders import check_owner
-    from mmrl.runtime.machine import describe_machine
-    from mmrl.training.record import record_of
 
     config, weights, own = _config_of(given.config, given.overrides)
     facts = {**as_plain(replace(config, output_dir="")), "weights": str(weights or "")}
     facts = json.loads(json.dumps(facts, default=str))
-    record = {
-        "record": record_of(evaluation_of(config)),
-        "machine": describe_machine(),
-        "command": [given.config, *given.overrides],
-    }
+    record = _record_of(config, given)
     folder = _folder_of(Path(config.output_dir), facts, own=own)
     check_owner(folder, "evaluate", WRITES)
     check_free(folder)
@@ -110,7 +104,7 @@ def evaluate(given: argparse.Namespace) -> None:
         print(f"warning: {warning}")
 
 
-def _evaluate_with(toolkit: str, name: str, overrides: Sequence[str]) -> None:
+def _evaluate_with(given: argparse.Namespace) -> None:
     """Evaluate a model on the benchmarks of another toolkit; write one subfolder per benchmark."""
     from mmrl.inference.sources import resolve
     from mmrl.reporting.answers import THUMBNAILS, evaluation_file, write_predictions
@@ -120,14 +114,9 @@ def _evaluate_with(toolkit: str, name: str, overrides: Sequence[str]) -> None:
     from mmrl.runtime.files import check_free
     from mmrl.runtime.folders import check_owner
 
-    module = importlib.import_module(f"mmrl.inference.{toolkit}")
-    options = hints_of(module.Options)
-    own = [text for text in overrides if text.partition("=")[0] in options]
-    changes = [text for text in overrides if text not in own]
-    for key in (text.partition("=")[0] for text in changes):
-        if "." not in key and key not in {**hints_of(Config), **hints_of(EvaluateConfig)}:
-            raise ConfigError(f"there is no option '{key}' of {toolkit}; there are {', '.join(options)}")
-    wanted, source = parse(change({}, own), module.Options), resolve(name, changes)
+    toolkit = given.toolkit
+    module, wanted, changes = toolkit_options(toolkit, given.overrides)
+    source = resolve(given.config, changes)
     evaluate = module.prepare(source, wanted)
     named = any(text.startswith("output_dir=") for text in changes)
     home = Path(source.config.output_dir) if named else (source.run or Path("runs")) / toolkit
@@ -136,7 +125,7 @@ def _evaluate_with(toolkit: str, name: str, overrides: Sequence[str]) -> None:
     folder = _folder_of(home, facts, own=not named)
     check_owner(folder, "evaluate")
     check_free(folder)
-    with _writing(folder, Processes(), facts):
+    with _writing(folder, Processes(), facts, _record_of(source.config, given)):
         measured = evaluate(folder)
         for benchmark, result in measured.items():
             inside = folder / benchmark
@@ -150,6 +139,21 @@ def _evaluate_with(toolkit: str, name: str, overrides: Sequence[str]) -> None:
     for benchmark, result in measured.items():
         print(benchmark)
         print_measured(result)
+
+
+def toolkit_options(toolkit: str, overrides: Sequence[str]) -> tuple[Any, Any, list[str]]:
+    """Return a toolkit's module, the options among `key=value` texts, and the changes of the configuration.
+
+    Raises ConfigError for invalid options, and for a key that neither the toolkit nor a configuration has.
+    """
+    module = importlib.import_module(f"mmrl.inference.{toolkit}")
+    options = hints_of(module.Options)
+    own = [text for text in overrides if text.partition("=")[0] in options]
+    changes = [text for text in overrides if text not in own]
+    for key in (text.partition("=")[0] for text in changes):
+        if "." not in key and key not in {**hints_of(Config), **hints_of(EvaluateConfig)}:
+            raise ConfigError(f"there is no option '{key}' of {toolkit}; there are {', '.join(options)}")
+    return module, parse(change({}, own), module.Options), changes
 
 
 def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
@@ -174,6 +178,16 @@ def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
     if tried != folder:
         print(f"'{folder}' holds another evaluation; this one goes into '{tried}'")
     return tried
+
+
+def _record_of(config: Config | EvaluateConfig, given: argparse.Namespace) -> dict[str, Any]:
+    """Describe how an evaluation is made: configuration, code, machine, the arguments of the command."""
+    from mmrl.runtime.machine import describe_machine
+    from mmrl.training.record import record_of
+
+    made = {"record": record_of(evaluation_of(config)), "machine": describe_machine()}
+    toolkit = ["--with", given.toolkit] if given.toolkit else []
+    return {**made, "command": [given.config, *toolkit, *given.overrides]}
 
 
 @contextmanager

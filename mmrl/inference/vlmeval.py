@@ -56,7 +56,10 @@ def prepare(source: ModelSource, options: Options) -> Callable[[Path], dict[str,
 
 def _evaluate(model: BenchmarkModel, name: str, options: Options, folder: Path) -> Measured:
     os.environ["PRED_FORMAT"] = "tsv"  # read by VLMEvalKit
-    dataset = importlib.import_module("vlmeval.dataset").build_dataset(name)
+    try:
+        dataset = importlib.import_module("vlmeval.dataset").build_dataset(name)
+    except ImportError as error:
+        raise ConfigError(f"a requirement of vlmeval is not installed: {error}") from error
     if dataset is None:
         raise ConfigError(f"data: vlmeval has no data set '{name}', and $LMUData no usable file '{name}.tsv'")
     if getattr(dataset, "TYPE", "") == "MT":

@@ -27,6 +27,7 @@ from mmrl import cli as command_line
 from mmrl.build import check
 from mmrl.cli.check import check_file
 from mmrl.cli.command import split_overrides
+from mmrl.cli.evaluate import toolkit_options
 from mmrl.config import registry
 from mmrl.config.binding import Pieces
 from mmrl.config.consistency import check_some
@@ -205,8 +206,10 @@ KINDS: dict[str, Callable[[Block, Path], None]] = {
 def check_words(words: list[str], folder: Path) -> None:
     """Check a command without running it: its options by the real parser, its configuration resolved."""
     match words:
-        case [set_before, *rest] if re.match("[A-Z][A-Z_]*=", set_before) and rest:
+        case [set_before, *rest] if re.match(r"[A-Za-z]\w*=", set_before) and rest:
             check_words(rest, folder)
+        case [python, *rest] if re.fullmatch(r"\.venv\S*/bin/python", python):
+            check_words(["python", *rest], folder)
         case ["make", *targets]:
             check_make(targets)
         case ["pip", "install", *wanted]:
@@ -282,7 +285,11 @@ def check_launch(words: Sequence[str], folder: Path) -> None:
 
 def check_mmrl(words: Sequence[str], folder: Path) -> None:
     """Parse a command of ours, and check what it would do first."""
-    given = command_line.parser().parse_args(list(words))
+    given, late = command_line.parser().parse_known_args(list(words))
+    if late and (not hasattr(given, "overrides") or any(word.startswith("-") for word in late)):
+        raise Untrue(f"`mmrl {' '.join(words)}`: unrecognized {late}")
+    if late:  # overrides after a flag, as `mmrl.cli.main` reads them
+        given.overrides = [*given.overrides, *late]
     name = given.command.__name__
     if name not in COMMANDS:
         raise Untrue(f"nobody knows how to check `mmrl {words[0]}`; enter '{name}' in COMMANDS")
@@ -299,6 +306,13 @@ def check_config(given: Namespace, folder: Path) -> None:
     if read(found(given.config, folder)).get("stages"):
         return check_run(given, folder)
     check_raw(read(found(given.config, folder), given.overrides), folder)
+
+
+def check_evaluate(given: Namespace, folder: Path) -> None:
+    """Resolve an evaluation's configuration, or read the options of another toolkit."""
+    if not given.toolkit:
+        return check_config(given, folder)
+    toolkit_options(given.toolkit, given.overrides)
 
 
 def check_run(given: Namespace, folder: Path) -> None:
@@ -344,7 +358,8 @@ def check_named(given: Namespace, folder: Path) -> None:
 
 COMMANDS: dict[str, Callable[[Namespace, Path], None]] = {
     **dict.fromkeys(("train", "doctor", "estimate_memory", "serve_command"), check_run),
-    **dict.fromkeys(("evaluate", "build"), check_config),
+    "build": check_config,
+    "evaluate": check_evaluate,
     "check": lambda given, folder: check_several(*split_overrides(given.configs), folder),
     "show": check_list,
     "check_data": nothing_more,

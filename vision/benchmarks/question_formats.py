@@ -96,8 +96,8 @@ def mmmu(columns: Columns, row: DataRow, place: int) -> Item:
     choices = _texts(columns.get("options"), "options") if kind == "multiple-choice" else ()
     answers = () if columns.get("answer") in (None, "", "?") else _texts(columns["answer"], "answer")
     named = {"question_type": kind, "subject": "_".join(uid.split("_")[1:-1])}
-    pictures = ((f"<image {i}>", columns.get(f"image_{i}")) for i in IMAGES)
-    media = tuple(("image", value, mark) for mark, value in pictures if has_content(value))
+    images = ((f"<image {i}>", columns.get(f"image_{i}")) for i in IMAGES)
+    media = tuple(("image", value, mark) for mark, value in images if has_content(value))
     question = text(columns.get("question"), "question")
     marked = set(re.findall(r"<image \d+>", "\n".join((question, *choices))))
     if lost := sorted(marked - {mark for _, _, mark in media}):
