@@ -65,7 +65,7 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
 
 
 def _longest_recorded(policy: TokenPolicy, prompts: Sequence[Prompt]) -> int:
-    """Return the number of tokens of the longest recorded answer with its turns; 0 without any, or with images."""
+    """Return the tokens of the longest recorded answer with its turns; 0 without any, or with images."""
     if any(answer.image is not None for prompt in prompts for answer in prompt.answers):
         return 0
     answers = [answer for prompt in prompts for answer in prompt.answers]
