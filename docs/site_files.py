@@ -20,7 +20,7 @@ from mmrl.config import schema
 from mmrl.config.keys import comments_of
 from mmrl.config.registry import HOMES, SCOPES, pieces
 from mmrl.reporting.methods import PAPER, Method, tables
-from mmrl.trl.names import BOTH, DPO, GRPO, MODEL, NEUTRAL, REFUSED
+from mmrl.trl.names import BOTH, DPO, GRPO, MODEL, NEUTRAL, REFUSED, SFT, SHARED
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -67,12 +67,15 @@ def trl_table() -> str:
     for title, rows in {
         "GRPOConfig": GRPO,
         "DPOConfig": DPO,
-        "Both": BOTH,
+        "SFTConfig": SFT,
+        "DPOConfig and SFTConfig": SHARED,
+        "All three": BOTH,
         "Model, data, rewards": MODEL,
     }.items():
         parts += [f"### {title}\n", "| TRL | default | here | |", "| --- | --- | --- | --- |"]
         for name, row in rows.items():
             default = code(repr(row.default)) + ("" if row.dpo is ... else f", of DPO {code(repr(row.dpo))}")
+            default += "" if row.sft in (..., None) else f", of SFT {code(repr(row.sft))}"
             here = code(row.key) if row.key else ""
             parts.append(f"| {code(name)} | {default} | {here} | {row.note} |")
         parts.append("")
@@ -85,9 +88,10 @@ def trl_table() -> str:
 
 
 KEYS = (
-    "`include` lists files to start from; later keys win, mappings merge, lists replace. A key that is named "
-    "after a kind of piece holds a piece: a name, or a mapping with `name` and options. On the command line "
-    "keys are dotted, and items of a list have numbers: `rollout.engine.0.max_completion_length=64`."
+    "`include` lists files to start from; later keys win, mappings merge, lists replace. `method: dapo` "
+    "includes, after them, the file of that name in configs/methods. A key that is named after a kind of "
+    "piece holds a piece: a name, or a mapping with `name` and options. On the command line keys are dotted, "
+    "and items of a list have numbers: `rollout.engine.0.max_completion_length=64`."
 )
 PARTS = {
     "Config": "A training run",

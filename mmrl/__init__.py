@@ -21,6 +21,7 @@ def __getattr__(name: str):
         "Trainer": "mmrl.api.trainer",
         "GRPOTrainer": "mmrl.api.trainer",
         "DPOTrainer": "mmrl.api.trainer",
+        "SFTTrainer": "mmrl.api.trainer",
         "load": "mmrl.config.schema",
         "load_engine": "mmrl.build",
         "load_pruned": "mmrl.inference.saving",

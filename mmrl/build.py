@@ -21,7 +21,7 @@ from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece
 from mmrl.config.tags import named_in
 from mmrl.config.trainable import check_trainable
-from mmrl.core.protocols import LogProbs, Policy, Preparing, UsesEngine, UsesValueModel
+from mmrl.core.protocols import Engine, LogProbs, Policy, Preparing, UsesEngine, UsesValueModel
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.named_columns import named_columns
@@ -258,9 +258,16 @@ def read_prompts(
 
 
 def make_evaluator(
-    config: Config | EvaluateConfig, prompts: Sequence[Prompt], policy: Policy, processes: Processes
+    config: Config | EvaluateConfig,
+    prompts: Sequence[Prompt],
+    policy: Policy,
+    processes: Processes,
+    engine: Engine | None = None,
 ) -> Evaluator:
-    """Build an evaluator; an engine or rewards missing in `evaluation` are taken from training."""
+    """Build an evaluator; an engine or rewards missing in `evaluation` are taken from training.
+
+    A given `engine`, such as one of stored answers, replaces those of the configuration.
+    """
     config = evaluation_of(config)
     stream, wanted = Stream(config.seed, purpose="evaluate"), config.evaluation
     pieces = Pieces(stream)
@@ -270,7 +277,7 @@ def make_evaluator(
         data=prompts,
         processes=processes,
         stream=stream,
-        engine=make_chain(pieces, "engine", wanted.engine, policy, "evaluation.engine"),
+        engine=engine or make_chain(pieces, "engine", wanted.engine, policy, "evaluation.engine"),
         rewards=_with_workers(pieces.make_field(config, "evaluation.rewards")),
         metrics=pieces.make_field(config, "evaluation.metrics"),
         num_generations=wanted.num_generations,

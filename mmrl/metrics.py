@@ -9,7 +9,7 @@ from typing import Annotated
 
 import torch
 
-from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, TagWords
+from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, Tag, TagWords
 from mmrl.config.registry import metric
 from mmrl.core.reward_table import EQUAL, RewardTable, name_id
 from mmrl.core.tensor import group_index, group_rank, group_sum
@@ -40,6 +40,26 @@ def recall_at(
     reward = reward[~reward.isnan()]  # NaN would count as missed
     passes = torch.gt if strict else torch.ge
     return {f"{label or of}@{bar:g}": float(passes(reward, bar).double().mean()) for bar in at}
+
+
+@metric
+def grouped_minimum(table: RewardTable, *, of: str, by: Tag = "cluster", label: str = "") -> dict[str, float]:
+    """Compute the mean over groups of the lowest reward of each group; NaN without any reward.
+
+    With rotations of one question as groups, this is CircularEval (MMBench, arXiv 2307.06281): a question
+    counts if the answers to all its rotations are right.
+
+    Args:
+        of: Name of the reward.
+        by: Tag that rows of one group share.
+        label: Name of the metric; by default that of the reward.
+    """
+    reward = table.at_end(of)
+    index = group_index([table.tag(by)[:, 0]])
+    lowest = torch.full((int(index.max()) + 1,), math.inf, dtype=torch.float64)
+    lowest.scatter_reduce_(0, index, reward.double().nan_to_num(math.inf), "amin")
+    lowest = lowest[lowest.isfinite()]
+    return {label or of: float(lowest.mean())}
 
 
 # ---- metrics of counts: ratios of sums over all answers, and binary classification

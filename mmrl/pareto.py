@@ -103,8 +103,9 @@ def measure(
     engine.seconds.clear()
     measured = replace(evaluator, engine=engine).measure(intervals=False)
     with evaluator.processes.fail_together("writing predictions"):
-        world, notes = evaluator.processes.world, evaluator.noted
-        write_predictions(predictions, measured, world=world, images=THUMBNAILS, notes=notes)
+        options = {"notes": evaluator.noted, "policy": evaluator.engine.policy}
+        world = evaluator.processes.world
+        write_predictions(predictions, measured, world=world, images=THUMBNAILS, **options)
     with torch.no_grad(), unshard(engine.policy.module), ExitStack() as stack:
         metered = [stack.enter_context(meter(evaluator.engine)) for meter in meters]
         evaluator.engine.rollout(some)

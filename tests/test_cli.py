@@ -379,7 +379,7 @@ def test_a_mistake_in_a_configuration_is_one_line_and_code_2(file, tmp_path, cap
         ("- 1", "must hold a mapping at its top, not a list"),
         (
             "",
-            "'policy', 'data', 'rollout', 'rewards', 'advantage', 'objective': the required keys are missing",
+            "'policy', 'data', 'rollout', 'advantage', 'objective': the required keys are missing",
         ),
         (b"\xff\xfe\x00", "cannot read"),
         (None, "there is no file"),

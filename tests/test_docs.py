@@ -444,6 +444,7 @@ RARE = {
     },
     "vllm/pruning_gap": "vision/engines/vllm.py",
     "skipped_updates": "mmrl/training/trainer.py",
+    **{f"energy/{kind}_joules": "mmrl/runtime/machine.py" for kind in ("cpu", "gpu")},
     "eval_peak_memory_bytes": "mmrl/training/evaluate.py",
     **{
         f"rollout/{name}": "compression/engines.py"

@@ -41,6 +41,7 @@ TOP_LEVEL = {
     "build": "build",
     "doctor": "commands",
     "pareto": "commands",
+    "evaluations": "commands",
     "cli": "commands",
     "__main__": "commands",
 }

@@ -24,11 +24,14 @@ def total(table: RewardTable) -> RewardTable:
     )
 
 
-@advantage
+@advantage(reads_rewards=False)
 def constant(table: RewardTable, *, value: float = 1.0) -> RewardTable:
-    """Give every answer the same advantage, as for supervised fine-tuning on demonstrations."""
+    """Give every answer the same advantage, as for supervised fine-tuning on demonstrations.
+
+    The run needs no rewards.
+    """
     return table.replace(
-        values=torch.full_like(table.values[:, :1], value),
+        values=torch.full_like(table.ends[:, None], value, dtype=torch.float64),
         valid=table.present[:, None],
         weights={"constant": 1.0},
     )

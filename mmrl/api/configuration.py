@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config import objects
-from mmrl.config.loading import ConfigError, merge, nearest, read
+from mmrl.config.loading import ConfigError, merge, method_file, nearest, read
 from mmrl.config.plain import ABSENT, as_list, as_mapping, lookup, nested
 from mmrl.config.registry import find, import_name
 from mmrl.config.schema import Config, as_plain, parse
 from mmrl.data.object_rows import put_rows
 from mmrl.inference.sources import names_pipeline
 from mmrl.runtime.modules import DTYPES
-from mmrl.trl.given import CONVERSING, pairs_of
+from mmrl.trl.given import CONVERSING, kind_of_run
 from mmrl.trl.names import NAMES
 from mmrl.trl.run import quantized
 from mmrl.trl.translation import arguments_of, kind_of, lora_of, tell, translated
@@ -36,6 +36,7 @@ OTHERS = {  # unsupported arguments of TRL's trainers, and what to do instead
     "preprocess_logits_for_metrics": "Metrics are pieces: `evaluation.metrics`.",
     "model_init": "Give the model.",
     "formatting_func": "Map the rows before.",
+    "compute_loss_func": "Losses are pieces: `objective`.",
 }
 Factories = Callable[[], Any] | str | Mapping[str, Any]
 
@@ -110,10 +111,10 @@ def _with_data(raw: dict[str, Any], train: Any, test: Any, factories: Sequence[F
 
 
 def _kind(args: Any, keywords: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Return the method ("dpo" or "grpo") that arguments of TRL belong to, by their class or names."""
-    if args is None or isinstance(args, Mapping):
-        return "dpo" if pairs_of(keywords, own) else "grpo"
-    return kind_of(args)
+    """Return the method that arguments of TRL belong to, by their class or names."""
+    named = args is None or isinstance(args, Mapping)
+    kind = kind_of_run(keywords, own) if named else kind_of(args)
+    return "supervised" if kind == "sft" else kind
 
 
 def _changed(
@@ -140,17 +141,6 @@ def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
         case _:
             raw = read(config)
     return merge(raw, read(method_file(method))) if method else raw
-
-
-def method_file(name: str) -> Path:
-    """Return the path of the configuration file of a method such as "dapo"."""
-    package = Path(__file__).parents[1]
-    homes = [home / "methods" for home in (package / "configs", package.parent / "configs")]
-    files = {file.stem: file for home in homes for file in home.glob("*/*.yaml")}
-    if name not in files:
-        hint = nearest(name, files) or f"there are {', '.join(sorted(files))}"
-        raise ConfigError(f"there is no method '{name}'; {hint}")
-    return files[name]
 
 
 def is_pipeline(model: Any) -> bool:

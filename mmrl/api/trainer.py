@@ -52,8 +52,8 @@ class Trainer:
         reward_funcs: One reward or several: functions in TRL's or mmrl's form, names such as
             "vision.temporal_iou", or mappings `{"name": ..., "weight": ...}`. By default, the rewards of the
             method. A method that filters groups by its own reward, such as DAPO, uses the first given one.
-        args: A `GRPOConfig`, a `DPOConfig`, or a dictionary with TRL's names (`{"beta": 0.04}`). The
-            dictionary may also have keys of an mmrl configuration, nested (`{"learn": {...}}`) or dotted
+        args: A `GRPOConfig`, `DPOConfig`, `SFTConfig`, or a dictionary with TRL's names (`{"beta": 0.04}`).
+            The dictionary may also have keys of an mmrl configuration, nested (`{"learn": {...}}`) or dotted
             (`{"learn.num_iterations": 2}`). TRL's defaults apply to all settings that the file of `method`
             does not set. For flow models, and for a dictionary with `config`, mmrl's defaults apply.
         train_dataset: A dataset of `datasets`, a list of dictionaries, the path of a file, or a piece
@@ -69,8 +69,8 @@ class Trainer:
         ref_model: The reference model for preference pairs; its weights must equal the initial `model`.
         quantization_config: A `BitsAndBytesConfig`.
         method: Name of a file under configs/methods, such as "dapo", "flow_grpo" or "dpo" (for preference
-            pairs). The default is "grpo", "flow_grpo" for pipelines, or "dpo" for a `DPOConfig` or for
-            argument names that exist only there.
+            pairs). The default is "grpo", "flow_grpo" for pipelines, or "dpo" and "supervised" for a
+            `DPOConfig` and an `SFTConfig`, or for argument names that exist only there.
         config: A whole configuration to start from.
         quiet: Print no progress.
         others: Further arguments of TRL's trainers, accepted only at their defaults.
@@ -214,5 +214,27 @@ class DPOTrainer(Trainer):
         super().__init__(
             model, None, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config,
             ref_model=ref_model, quantization_config=quantization_config,
+            **{"method": method, **others, **ours},
+        )  # fmt: skip
+
+
+class SFTTrainer(Trainer):
+    """`Trainer` whose arguments have the same order as those of TRL's SFTTrainer."""
+
+    def __init__(
+        self, model: Any = None, args: Any = None, data_collator: Any = None, train_dataset: Any = None,
+        eval_dataset: Any = None, processing_class: Any = None, compute_loss_func: Any = None,
+        compute_metrics: Any = None, callbacks: Any = None, optimizers: Any = None,
+        optimizer_cls_and_kwargs: Any = None, preprocess_logits_for_metrics: Any = None,
+        peft_config: Any = None, formatting_func: Any = None, **ours: Any,
+    ) -> None:  # fmt: skip
+        others = dict(
+            data_collator=data_collator, compute_loss_func=compute_loss_func, optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs, compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics, formatting_func=formatting_func,
+        )  # fmt: skip
+        method = "" if args is not None and not isinstance(args, Mapping) else "supervised"
+        super().__init__(
+            model, None, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config,
             **{"method": method, **others, **ours},
         )  # fmt: skip

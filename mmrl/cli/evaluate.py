@@ -1,4 +1,4 @@
-"""Commands `mmrl evaluate` and `mmrl compare` (two evaluations, answer by answer)."""
+"""Command `mmrl evaluate`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.cli import completion
-from mmrl.cli.command import OVERRIDES, argument, command, print_measured, print_table
+from mmrl.cli.command import OVERRIDES, argument, command, print_measured
 from mmrl.config.changes import describe, differences
+from mmrl.config.consistency import evaluation_of
 from mmrl.config.loading import ConfigError, read
 from mmrl.config.schema import Config, EvaluateConfig, as_plain, load
 
@@ -58,25 +59,32 @@ def evaluate(given: argparse.Namespace) -> None:
     from mmrl.runtime.distributed import Processes
     from mmrl.runtime.files import check_free
     from mmrl.runtime.folders import check_owner
+    from mmrl.runtime.machine import describe_machine
+    from mmrl.training.record import record_of
 
     config, weights, own = _config_of(given.config, given.overrides)
     facts = {**as_plain(replace(config, output_dir="")), "weights": str(weights or "")}
     facts = json.loads(json.dumps(facts, default=str))
+    record = {
+        "record": record_of(evaluation_of(config)),
+        "machine": describe_machine(),
+        "command": [given.config, *given.overrides],
+    }
     folder = _folder_of(Path(config.output_dir), facts, own=own)
     check_owner(folder, "evaluate", WRITES)
     check_free(folder)
     if isinstance(config, EvaluateConfig) and config.settings:
         check_settings(config)
-        with _writing(folder, Processes(), facts):
+        with _writing(folder, Processes(), facts, record):
             show_settings(compare(config, folder))
         return
     evaluator = load_evaluator(config, weights)
     processes, predictions = evaluator.processes, evaluation_file(folder)
-    with _writing(folder, processes, facts):
+    with _writing(folder, processes, facts, record):
         measured = evaluator.measure()
         with processes.fail_together("writing predictions"):
-            world, notes = processes.world, evaluator.noted
-            write_predictions(predictions, measured, world=world, images=THUMBNAILS, notes=notes)
+            options = {"notes": evaluator.noted, "policy": evaluator.engine.policy}
+            write_predictions(predictions, measured, world=processes.world, images=THUMBNAILS, **options)
         if not processes.main:
             return
         write_measured(folder, measured)
@@ -114,14 +122,19 @@ def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
 
 
 @contextmanager
-def _writing(folder: Path, processes: Processes, facts: Mapping[str, Any]) -> Iterator[None]:
-    """Lock an evaluation's output folder inside this context, and write its marker file."""
+def _writing(
+    folder: Path, processes: Processes, facts: Mapping[str, Any], record: Mapping[str, Any]
+) -> Iterator[None]:
+    """Lock an evaluation's output folder inside this context, and write its marker file.
+
+    An evaluation of other `facts` is another evaluation; the `record` tells how this one was made.
+    """
     from mmrl.runtime.files import locked
     from mmrl.runtime.folders import mark
 
     with locked(folder, processes):
         if processes.main:
-            mark(folder, "evaluate", of=facts)
+            mark(folder, "evaluate", of=facts, **record)
         yield
 
 
@@ -148,32 +161,3 @@ def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateCo
     print(f"model: {source.run / f'checkpoint-{source.step}'}")
     folder = source.config.output_dir if given else str(source.run / "evaluation")
     return replace(source.config, output_dir=folder), source.weights, not given
-
-
-@command(
-    argument("first", type=Path, help="the output_dir of an evaluation or a run, or a parquet file"),
-    argument("second", type=Path, help="another one, which is called better or worse than the first"),
-    argument("--by", help="the reward that the page orders by (default: the first that is only 0 and 1)"),
-    argument("--output", type=Path, default=Path("compared.html"), help="the page to write (compared.html)"),
-    examples=(
-        "mmrl compare runs/base runs/tuned",
-        "mmrl compare runs/a/predictions/step-000000.parquet runs/a --by short_answer",
-    ),
-)
-def compare(given: argparse.Namespace) -> None:
-    """Compare two evaluations answer by answer: print p-values, and write a page with both side by side.
-
-    Answers are matched by the uids of their prompts.
-    """
-    from mmrl.reporting.html import write_compared_page
-    from mmrl.reporting.html.predictions import change_rows, notes_on
-    from mmrl.reporting.predictions import change_of, find_predictions, join, read_predictions
-
-    paths = [given.first, given.second]
-    joined = join(*(read_predictions(find_predictions(path)) for path in paths), by=given.by)
-    changes, names = [change_of(joined, measure) for measure in joined.measures], [str(p) for p in paths]
-    titles, rows = change_rows(changes, names)
-    print_table(titles, *rows)
-    for note in notes_on(joined, names):
-        print(note)
-    print(f"page: {write_compared_page(joined, changes, names, given.output)}")

@@ -130,18 +130,36 @@ def _print_memory(memory: Mapping[str, float], room: float, device: str) -> None
         type=Path,
         help="the page to write (default: report.html of the one run, or comparison.html here)",
     ),
-    examples=("mmrl report runs/a", "mmrl report runs/a runs/b --output both.html"),
+    argument(
+        "--group",
+        nargs="+",
+        default=(),
+        metavar="KEY",
+        help="settings whose equal values make a group of runs (default: all settings but the seed)",
+    ),
+    examples=(
+        "mmrl report runs/a",
+        "mmrl report runs/a runs/b --output both.html",
+        "mmrl report runs/*-seed* --group objective learn.learning_rate --output report.html",
+    ),
 )
 def report(given: argparse.Namespace) -> None:
-    """Write the page of a run, or one page that compares several runs or the stages of a run."""
+    """Write the page of a run, or one page that compares several runs or the stages of a run.
+
+    Runs that differ only in their seed form a group: curves show their mean and range. The page of several
+    runs has paired differences of their last evaluations, settings, commit, packages, seconds and energy; its
+    figures are also written as SVG and CSV, into the folder `{page}_figures` beside the page.
+    """
     from mmrl.reporting.html import find_run, write_comparison, write_page
     from mmrl.runtime.stages import read_stages
     from mmrl.training.stages import write_report
 
+    if given.group and len(given.runs) == 1:
+        raise ConfigError("--group needs several runs")
     if len(given.runs) == 1 and read_stages(given.runs[0]):
         path = write_report(given.runs[0], given.output)
     elif len(given.runs) == 1:
         path = write_page(find_run(given.runs[0]).folder, given.output)
     else:
-        path = write_comparison(given.runs, given.output or Path("comparison.html"))
+        path = write_comparison(given.runs, given.output or Path("comparison.html"), group=given.group)
     print(f"report: {path}")

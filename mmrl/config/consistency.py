@@ -31,7 +31,7 @@ def check_training(config: Config) -> Pieces:
     parse(as_plain(config), Config)  # types and ranges, in case `config` was not read from a file
     _check_together(config)
     checked = check_all(pieces, config)
-    _check_rewards(checked, "rewards")
+    _check_rewards(checked, "rewards", weighted=_reads_rewards(_listed(checked, "advantage")))
     _check_rewards(checked, "evaluation.rewards", weighted=False)
     _check_reward_names(checked, config.evaluation.correct)
     _check_every_turn(checked)
@@ -85,6 +85,11 @@ def check_training(config: Config) -> Pieces:
             f"not take; they note {sorted(notes) or 'nothing'}"
         )
     return pieces
+
+
+def _reads_rewards(chain: Sequence[Bound]) -> bool:
+    """Whether advantages depend on rewards."""
+    return all(getattr(bound.entry.target, "reads_rewards", True) for bound in chain)
 
 
 def _check_groups(config: Config, chain: Sequence[Bound]) -> None:

@@ -109,17 +109,33 @@ def _read_own(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], str,
 
 
 def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> dict[str, Any]:
-    """Merge a mapping over the files that it includes."""
+    """Merge a mapping over the files that it includes, and over the file of its `method`."""
     match raw.pop("include", None) or []:
         case [*names] if all(isinstance(name, str) for name in names):
             pass
         case other:
             raise ConfigError(f"{place}: 'include' must be a list of files, not {other!r}")
+    match raw.pop("method", None):
+        case str(method):
+            names = [*names, str(method_file(method))]
+        case other if other is not None:
+            raise ConfigError(f"{place}: 'method' must be a name, such as dapo, not {other!r}")
     match raw.get("stages"):
         case list() as stages:
             raw["stages"] = [_stage(stage, f"{place}: stages[{i}]", above) for i, stage in enumerate(stages)]
     # Later files override earlier ones, and the file itself overrides the files that it includes.
     return reduce(merge, [*(_read_file(Path(name), above) for name in names), raw], {})
+
+
+def method_file(name: str) -> Path:
+    """Return the path of the configuration file of a method such as "dapo"."""
+    package = Path(__file__).parents[1]
+    homes = [home / "methods" for home in (package / "configs", package.parent / "configs")]
+    files = {file.stem: file for home in homes for file in home.glob("*/*.yaml")}
+    if name not in files:
+        hint = nearest(name, files) or f"there are {', '.join(sorted(files))}"
+        raise ConfigError(f"there is no method '{name}'; {hint}")
+    return files[name]
 
 
 def _stage(stage: Any, place: str, above: tuple[Path, ...]) -> Any:

@@ -154,7 +154,10 @@ Target = TypeVar("Target", bound=Callable)
 
 
 class Decorator(Protocol):
-    """Decorator of a kind, with or without declarations: `@advantage` or `@advantage(turns=True)`."""
+    """Decorator of a kind, with or without declarations: `@advantage` or `@advantage(turns=True)`.
+
+    Pieces in `mmrl/papers` declare the package that their name begins with: `@engine(scope="vision")`.
+    """
 
     @overload
     def __call__(self, target: Target, /) -> Target: ...
@@ -181,8 +184,6 @@ def kind(
         loads: Whether the constructor may read files or load a model; a check then does not call it.
         factory: Whether a class is instantiated at every call, instead of once.
         stages: Allowed values of the declaration `on`, which is the stage at which a piece runs.
-
-    Pieces in `mmrl/papers` declare the package that their name begins with: `@engine(scope="vision")`.
     """
     HOMES[name] = home
     for names, belongs in ((MADE, made), (LOADED, loads), (FACTORIES, factory)):
@@ -207,6 +208,7 @@ def kind(
         own_answer: Callable[..., Any] | None = None,
         inputs: RewardInputs | Callable[..., RewardInputs] | None = None,
         trains: bool | None = None,
+        reads_rewards: bool | None = None,
         scope: str = "",
     ) -> Callable:
         of = dict.fromkeys(others, frozenset(of_others))
@@ -215,8 +217,8 @@ def kind(
         _check_one_of(f"a {name} declares `scope`", scope, SCOPES)
 
         def enter(target: Callable) -> Callable:
-            attributes = {"own_answer": own_answer, "reward_inputs": inputs, "trains": trains}
-            _set_declared(target, sets_tags=frozenset(sets_tags) or None, **attributes)
+            own = {"own_answer": own_answer, "trains": trains, "reads_rewards": reads_rewards}
+            _set_declared(target, sets_tags=frozenset(sets_tags) or None, reward_inputs=inputs, **own)
             declared = Needs(unit, *read), frozenset(of_others), None, packages, on, copies_policy, programs
             return _register(name, target, scope, *declared)
 

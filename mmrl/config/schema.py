@@ -128,9 +128,10 @@ class Config:
     policy: Annotated[Piece, Kind("policy")]  # the model to train
     data: Annotated[Piece, Kind("data")]  # prompts to train on
     rollout: Rollout
-    rewards: Annotated[tuple[Piece, ...], Kind("reward")]  # each may have `weight` and `label`
     advantage: Annotated[tuple[Piece, ...], Kind("advantage")]  # turn rewards into advantages, in order
     objective: Annotated[Piece, Kind("objective")]  # computes the loss from advantages
+    # Each may have `weight` and `label`; empty only if the advantages do not depend on rewards.
+    rewards: Annotated[tuple[Piece, ...], Kind("reward")] = ()
     # Choose the prompts of a step. The first sampler reads the data; each other wraps the sampler before.
     sampler: Annotated[tuple[Piece, ...], Kind("sampler")] = (Piece("uniform"),)
     group_filter: Annotated[Piece, Kind("group_filter")] = Piece("keep_all")  # drops groups after scoring

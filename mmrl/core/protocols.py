@@ -47,10 +47,29 @@ class Policy(LogProbs, Protocol):
 
 @runtime_checkable
 class RendersPrompts(Protocol):
-    """A policy that renders prompts as its model reads them."""
+    """A policy, or its prompt check without weights, that renders prompts as the model reads them."""
 
     def render(self, prompt: Prompt) -> str:
         """Render a prompt with its chat template; media become short placeholders."""
+        ...
+
+    def input_hash(self, prompt: Prompt) -> str:
+        """Hash the model inputs of a prompt: token ids, then media tensors, separated by a space."""
+        ...
+
+
+@runtime_checkable
+class EncodesConversations(Policy, Protocol):
+    """A policy that can learn other tokens of a recorded conversation than those of its last answer."""
+
+    def encode_conversation(
+        self, prompt: Prompt, outcome: Outcome, *, learn: str, max_length: int = 0
+    ) -> Trajectory:
+        """Convert a recorded answer to a trajectory of at most `max_length` tokens; 0: no limit.
+
+        The steps are the tokens of the answer ("completion"), of all turns of the assistant ("assistant"), or
+        of the whole conversation ("all").
+        """
         ...
 
 

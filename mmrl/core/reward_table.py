@@ -224,6 +224,8 @@ class RewardTable:
 
     def reward(self) -> Tensor:
         """Sum the weighted rewards of each row's answer as measured: (N,), NaN where none applies."""
+        if not self.weights:
+            return torch.full((len(self),), torch.nan, dtype=torch.float64)
         measured = torch.stack([self.at_end(name) * weight for name, weight in self.weights.items()], 1)
         return torch.where(measured.isnan().all(1), torch.nan, measured.nansum(1))
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -176,15 +177,15 @@ def read_each(
 def row_files(path: Path) -> list[Path]:
     """List the files of a dataset: the file itself, or the files in a folder or its subfolder `data`.
 
-    Files `.json` are read only if there are no others, since beside other files they are descriptions. The
-    last component of a path may be a pattern: `data/train-*.parquet`.
+    Files `.json` are read only if there are no others, since beside other files they are descriptions. A
+    path may be a pattern, such as `data/train-*.parquet` or `data/*/validation*`.
     """
     if path.is_file():
         if path.suffix not in FORMS:
             raise SourceError(f"cannot tell what '{path}' holds; rows come as {', '.join(FORMS)}")
         return [path]
     if not path.is_dir():
-        listed = sorted(path.parent.glob(path.name))
+        listed = sorted(map(Path, glob(str(path))))
         if matches := [one for one in listed if one.is_dir() or one.suffix in FORMS]:
             name_unread(path, listed, matches, FORMS)
             return [file for one in matches for file in row_files(one)]

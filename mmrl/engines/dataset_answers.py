@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import engine
-from mmrl.core.protocols import Engine, Policy
+from mmrl.config.loading import ConfigError
+from mmrl.config.ranges import NonNegativeInt, PositiveInt
+from mmrl.config.registry import engine, find
+from mmrl.config.schema import Piece
+from mmrl.core.protocols import EncodesConversations, Engine, Policy
 from mmrl.core.rng import Stream
-from mmrl.core.types import Outcome, Prompt, Rollouts, reading
+from mmrl.core.types import Outcome, Prompt, PromptError, Rollouts, Trajectory, reading
+
+ROWS = ("assistant_only_loss", "max_length")
 
 
 @engine
@@ -21,6 +26,14 @@ class Offline:
 
     The answers of a prompt are used in order, and again from the first after the last. With `shuffle`, every
     step draws a new order, so that a random subset is compared (GDRO, arXiv 2601.02036, ranks 6 of 16).
+
+    Args:
+        shuffle: Draw a new order of a prompt's answers in every step.
+        completion_only_loss: Learn the recorded answer alone. False: also all tokens of the prompt, except
+            placeholders of media. None: True, unless `assistant_only_loss` is set.
+        assistant_only_loss: Learn all turns of the assistant in a recorded conversation, not the last alone.
+        max_length: Maximum number of tokens of a row, media included. A longer row is a bad row: an error, or
+            dropped with `bad_rows: drop`. Rows are never cut. 0: the model's limit.
     """
 
     notes: frozenset[str] = frozenset()
@@ -28,8 +41,41 @@ class Offline:
     needs_answers = True  # every prompt must have a recorded answer
     makes = ""  # the data decide between texts and images
 
-    def __init__(self, policy: Policy, *, stream: Stream, shuffle: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        stream: Stream,
+        shuffle: bool = False,
+        completion_only_loss: bool | None = None,
+        assistant_only_loss: bool = False,
+        max_length: NonNegativeInt = 0,
+    ) -> None:
         self.policy, self.stream, self.shuffle = policy, stream, shuffle
+        self.learn = "all" if completion_only_loss is False else "completion"
+        self.learn = "assistant" if assistant_only_loss else self.learn
+        self.max_length = max_length
+
+    @staticmethod
+    def check_learning(policy: Piece, options: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if the policy cannot learn other tokens than the answer's, or options clash."""
+        given = [name for name in ROWS if options.get(name)]
+        given += ["completion_only_loss"] if options.get("completion_only_loss") is False else []
+        if given and not hasattr(find("policy", policy.name).target, "encode_conversation"):
+            raise ConfigError(
+                f"'{given[0]}' of `offline` is not for the policy '{policy.name}'; leave it out"
+            )
+        if options.get("assistant_only_loss") and options.get("completion_only_loss"):
+            raise ConfigError(
+                "`assistant_only_loss` learns all turns of the assistant, `completion_only_loss` the last "
+                "one; give one of the two"
+            )
+
+    def _encode(self, prompt: Prompt, answer: Outcome) -> Trajectory:
+        if self.learn == "completion" and not self.max_length:
+            return self.policy.encode(prompt, answer)
+        assert isinstance(self.policy, EncodesConversations)  # `check_learning` refuses other policies
+        return self.policy.encode_conversation(prompt, answer, learn=self.learn, max_length=self.max_length)
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Encode one recorded answer for every entry of `prompts`."""
@@ -38,15 +84,14 @@ class Offline:
         for prompt in prompts:
             count = len(prompt.answers)
             if not count:
-                raise ValueError(
-                    f"prompt '{prompt.uid}' has no recorded answers; the engine `offline` needs them"
-                )
+                reason = f"prompt '{prompt.uid}' has no recorded answers; the engine `offline` needs them"
+                raise PromptError(prompt.uid, reason)
             place = following.get(prompt.uid, 0)
             following[prompt.uid] = (place + 1) % count
             if self.shuffle:  # one order for all rollouts of a prompt
                 place = torch.randperm(count, generator=self.stream.generator(prompt.uid)).tolist()[place]
             with reading(prompt):
-                rows.append(self.policy.encode(prompt, prompt.answers[place]))
+                rows.append(self._encode(prompt, prompt.answers[place]))
         return tuple(rows)
 
 

@@ -7,12 +7,13 @@ cache returns: tensors, or a cache layer of this package, which then computes at
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmrl.kv_cache.layers import CacheLayer
@@ -113,6 +114,10 @@ def attend(
         case Tensor():
             if together := others.pop("sequence_parallel", None):
                 return together.attend(query, key, value, scaling)
+            if sizes := others.pop("packed_sizes", None):
+                parts = _of_parts(query, key, value, attention_mask, sizes)
+                results = [attend(base, module, *part, scaling, **others)[0] for part in parts]
+                return torch.cat(results, 1), None
             recorded = _RECORDED.get()
             if recorded is not None and all(others.get(name) is None for name in UNSUPPORTED):
                 recorded.append(key)
@@ -122,3 +127,20 @@ def attend(
     eager = getattr(inspect.getmodule(type(module)), "eager_attention_forward", None)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
     return function(module, query, key, value, attention_mask, scaling=scaling, **others)
+
+
+def _of_parts(
+    query: Tensor, key: Tensor, value: Tensor, masks: Tensor | None, sizes: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Split a packed sequence (1, heads, S, channels) into parts of `sizes`, each with its mask (1, 1, s, s).
+
+    `masks` (1, 1, 1, sum of squared sizes) holds the masks of all parts in a row; None or empty: every part
+    has a causal mask, which the attention function applies itself.
+    """
+    flat = None if masks is None or not masks.numel() else masks.flatten()
+    split = zip(*(x.split(list(sizes), 2) for x in (query, key, value)), sizes, strict=True)
+    begin = 0
+    for q, k, v, size in split:
+        mask = None if flat is None else flat[begin : begin + size * size].view(1, 1, size, size)
+        begin += size * size
+        yield q, k, v, mask

@@ -17,6 +17,7 @@ import torch
 
 from mmrl.config.ranges import NonNegativeFloat, PositiveInt, Probability, ShareBelowOne
 from mmrl.config.registry import sampler
+from mmrl.core.edit_distance import levenshtein
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
@@ -210,29 +211,6 @@ def self_bleu_123(answers: Sequence[Tokens]) -> float:
 def one_minus_self_bleu_123(answers: Sequence[Tokens]) -> float:
     """Compute 1 - `self_bleu_123`: 0 where all answers are alike; fewer than two have no diversity, 0."""
     return 1.0 - self_bleu_123(answers) if len(answers) > 1 else 0.0
-
-
-def levenshtein(first: Tokens, second: Tokens) -> int:
-    """Count the insertions, deletions and replacements between two answers.
-
-    Myers' algorithm with whole numbers as bit vectors (in the form of Hyyrö, 2003): a column of the table of
-    distances is kept as the places where it rises and falls.
-    """
-    if not first:
-        return len(second)
-    where: dict[int, int] = {}  # token to the bits of its places
-    for i, token in enumerate(first):
-        where[token] = where.get(token, 0) | 1 << i
-    every, last = (1 << len(first)) - 1, 1 << len(first) - 1
-    rises, falls, distance = every, 0, len(first)
-    for token in second:
-        match = where.get(token, 0)
-        diagonal = (((match & rises) + rises) ^ rises) | match | falls
-        up, down = falls | (every & ~(diagonal | rises)), rises & diagonal
-        distance += bool(up & last) - bool(down & last)
-        up, down = (up << 1 | 1) & every, (down << 1) & every
-        rises, falls = down | (every & ~(diagonal | up)), up & diagonal
-    return distance
 
 
 def edit_distance(answers: Sequence[Tokens]) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.plain_text import each_text, whole
+from mmrl.core.protocols import RendersPrompts
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.types import Rollouts
 from mmrl.data.fields import short
@@ -27,7 +28,7 @@ CORRECT = b"correct"  # metadata key of the reward name on which the column `cor
 TEXT, NUMBER, JPEG = (str, "text"), ((int, float), "number"), (bytes, "JPEG")
 # Types of the columns; `reward/NAME` is a number, other columns are logged values of any type.
 TYPES: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("uid", "prompt", "target", "completion", "split"), TEXT),
+    **dict.fromkeys(("uid", "prompt", "target", "completion", "split", "rendered", "inputs"), TEXT),
     **dict.fromkeys(("length", "reward", "on_policy", "advantage"), NUMBER),
     **dict.fromkeys(("seen", "made"), JPEG),
     "heard": (bytes, "WAV"),
@@ -63,7 +64,13 @@ def write_completions(
 
 
 def write_predictions(
-    path: Path, measured: Measured, *, world: int = 1, images: int = IMAGES, notes: Collection[str] = ()
+    path: Path,
+    measured: Measured,
+    *,
+    world: int = 1,
+    images: int = IMAGES,
+    notes: Collection[str] = (),
+    policy: Any = None,
 ) -> None:
     """Write the answers of an evaluation atomically to a parquet file, one row per answer.
 
@@ -78,6 +85,8 @@ def write_predictions(
         images: Number of prompts whose rows get thumbnails of the prompt (`seen`), the answer (`made`) and
             the images from tools (`shown`): the prompts with the lowest rewards.
         notes: Names of the engine's per-step values to write, as columns `note/NAME`.
+        policy: If it renders prompts, the columns `rendered` (text as the model reads it) and `inputs` (hash
+            of token ids and media tensors) are written.
     """
     table, rollouts = measured.table, measured.rollouts
     own, rank = path, table.rank
@@ -87,6 +96,9 @@ def write_predictions(
     columns["split"] = [row.prompt.split for row in rollouts]
     columns["media"] = [[medium.name for medium in row.prompt.media] for row in rollouts]
     columns |= {f"note/{name}": [row.notes[name].tolist() for row in rollouts] for name in sorted(notes)}
+    if isinstance(policy, RendersPrompts):
+        columns["rendered"] = [policy.render(row.prompt) for row in rollouts]
+        columns["inputs"] = [policy.input_hash(row.prompt) for row in rollouts]
     rank_by = columns["reward"]
     if judge:
         judged = columns[f"reward/{judge}"]

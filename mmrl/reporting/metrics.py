@@ -28,6 +28,8 @@ VISUALIZATIONS = "visualizations.html"  # HTML fragments: visualizations of the 
 def describe_rewards(table: RewardTable) -> dict[str, float]:
     """Compute the reward metrics of a training step over the episodes that the policy sampled."""
     table = on_policy_rows(join_episodes(table))
+    if len(table) and not table.scored:  # supervised training without rewards
+        return {}
     index = group_index([table.group])  # (rows,) index of each row's group
     # A group with a failed reward has no valid entry; its reward is NaN, not the sum of the other rewards.
     reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)

@@ -14,6 +14,7 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.reward_table import EQUAL
 from mmrl.data.dataset_io import SHARD, SourceError, parquet_of
 from mmrl.reporting.answers import CORRECT, PREDICTIONS, check_row, evaluation_file, parts_of
+from mmrl.reporting.intervals import paired_interval
 
 Row = Mapping[str, Any]
 
@@ -112,6 +113,8 @@ class Change:
     better: int  # number of prompts that got better
     worse: int
     unchanged: int
+    low: float = math.nan  # interval of the mean paired difference over prompts
+    high: float = math.nan
 
     @property
     def p(self) -> float:
@@ -129,12 +132,10 @@ def join(first: Predictions, second: Predictions, by: str | None = None) -> Join
 
     Raises ConfigError if the evaluations share no prompt or no reward.
     """
+    same = check_same_prompts(first, second)
     measures = [name for name in second.measures if name in first.measures]
     if not measures:
-        raise ConfigError(
-            f"'{first.path}' has {', '.join(first.rewards) or 'no rewards'} and '{second.path}' "
-            f"{', '.join(second.rewards) or 'none'}, so nothing can be compared; measure both with one reward"
-        )
+        raise ConfigError(no_reward_of_both(first, second))
     chosen = [name for name in measures if by in (None, name, name.removeprefix("reward/"))]
     if not chosen:
         names = [name.removeprefix("reward/") for name in measures]
@@ -143,11 +144,7 @@ def join(first: Predictions, second: Predictions, by: str | None = None) -> Join
         )
     measures = list(dict.fromkeys([chosen[0], *measures]))
     before, after = by_prompt(first), by_prompt(second)
-    shared = [uid for uid in before if uid in after]
-    same = [uid for uid in shared if before[uid][0].get("target") == after[uid][0].get("target")]
-    if not same:
-        why = "their targets differ" if shared else "no uid is in both"
-        raise ConfigError(f"'{first.path}' and '{second.path}' have no prompt in common: {why}")
+    shared = before.keys() & after.keys()
     pairs = [(before[uid], after[uid]) for uid in same]
     return Joined(
         first,
@@ -158,6 +155,25 @@ def join(first: Predictions, second: Predictions, by: str | None = None) -> Join
         only_second=len(after) - len(shared),
         other_targets=len(shared) - len(same),
         other_words=sum(a[0]["prompt"] != b[0]["prompt"] for a, b in pairs),
+    )
+
+
+def check_same_prompts(first: Predictions, second: Predictions) -> list[str]:
+    """List the uids with equal targets in both evaluations; raise ConfigError if there are none."""
+    before, after = by_prompt(first), by_prompt(second)
+    shared = [uid for uid in before if uid in after]
+    same = [uid for uid in shared if before[uid][0].get("target") == after[uid][0].get("target")]
+    if not same:
+        why = "their targets differ" if shared else "no uid is in both"
+        raise ConfigError(f"'{first.path}' and '{second.path}' have no prompt in common: {why}")
+    return same
+
+
+def no_reward_of_both(first: Predictions, second: Predictions) -> str:
+    """Return the sentence that two evaluations have no reward in common."""
+    return (
+        f"'{first.path}' has {', '.join(first.rewards) or 'no rewards'} and '{second.path}' "
+        f"{', '.join(second.rewards) or 'none'}, so nothing can be compared; measure both with one reward"
     )
 
 
@@ -176,10 +192,11 @@ def value_of(rows: Sequence[Row], measure: str) -> float:
 
 
 def change_of(joined: Joined, measure: str) -> Change:
-    """Compute the change of a measure over the prompts for which both evaluations have it."""
+    """Compute the change of a measure over the prompts that have it in both, with a bootstrap interval."""
     values = [(value_of(a, measure), value_of(b, measure)) for a, b in joined.pairs]
     values = [(a, b) for a, b in values if math.isfinite(a) and math.isfinite(b)]
     gaps, count = [b - a for a, b in values], max(len(values), 1)
     better, worse = sum(gap > EQUAL for gap in gaps), sum(gap < -EQUAL for gap in gaps)
     before, after = (sum(pair[side] for pair in values) / count for side in (0, 1))
-    return Change(measure, before, after, better, worse, len(gaps) - better - worse)
+    _, low, high = paired_interval([[0.0] * len(gaps)], [gaps])
+    return Change(measure, before, after, better, worse, len(gaps) - better - worse, low, high)

@@ -27,12 +27,14 @@ class Uniform:
         while len(chosen) < min(num_prompts, len(self.data)):
             epoch, place = divmod(self.drawn, len(self.data))
             if self.shuffle and epoch != self._epoch:
-                # The generator depends only on the epoch, so that a resumed run shuffles equally.
-                generator = self.stream.fixed("uniform", epoch)
-                self._epoch, self._order = epoch, torch.randperm(len(self.data), generator=generator).tolist()
+                self._epoch, self._order = epoch, self.order_of(epoch)
             chosen[self._order[place]] = None
             self.drawn += 1
         return [self.data[i] for i in chosen for _ in range(num_generations)]
+
+    def order_of(self, epoch: int) -> list[int]:
+        """Return the shuffled places of all prompts; a resumed run shuffles equally."""
+        return torch.randperm(len(self.data), generator=self.stream.fixed("uniform", epoch)).tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of prompts drawn so far."""

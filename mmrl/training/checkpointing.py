@@ -23,6 +23,7 @@ from mmrl.runtime.content_hash import of_prompts, of_tensors
 from mmrl.runtime.files import check_free, one_line, push, remove, write_whole
 from mmrl.runtime.folders import MARK, check_owner, content, mark, mark_of
 from mmrl.runtime.fsdp import gathered, whole
+from mmrl.runtime.machine import describe_machine
 from mmrl.runtime.stages import check_alone
 from mmrl.runtime.watchdog import ProcessFailed
 from mmrl.training.beginning import begin_from, together
@@ -301,7 +302,7 @@ def _open_folder(run: Run) -> tuple[Changes, dict[str, Any]]:
     if not (begun and written.exists()):
         write_whole(written, as_yaml(run.config))
     record["run"] = saved.get("run", "")  # earlier versions did not write it
-    mark(folder, "train", **record)
+    mark(folder, "train", **record, machine=describe_machine())
     return changed, record
 
 

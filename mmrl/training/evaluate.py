@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -17,7 +15,9 @@ from mmrl.core.episodes import join_episodes
 from mmrl.core.protocols import Engine, Preparing
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.rng import Stream
+from mmrl.core.tensor import group_index
 from mmrl.core.types import Prompt, TrainerState
+from mmrl.reporting.intervals import RESAMPLES, percentile_interval
 from mmrl.reporting.metrics import describe_lengths
 from mmrl.runtime.content_hash import of_prompts, of_weights
 from mmrl.runtime.distributed import Processes
@@ -26,7 +26,6 @@ from mmrl.training.score import RewardLog, score
 from mmrl.training.unreadable import Unreadable
 
 CHUNK = 64  # prompts answered at a time
-RESAMPLES = 1000  # number of bootstrap samples
 
 
 @dataclass
@@ -93,16 +92,18 @@ class Evaluator:
         if torch.cuda.is_available():
             metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
         samples = self.resample(whole) if intervals else {}
-        ranges = {name: self.interval(values, len(set(table.uids))) for name, values in samples.items()}
+        units = len(_units(table).unique())
+        ranges = {name: self.interval(values, units) for name, values in samples.items()}
         return Measured(metrics, ranges, rollouts, table, self.correct)
 
     def resample(self, table: RewardTable) -> dict[str, Tensor]:
         """Compute every metric on bootstrap samples: (RESAMPLES,) each, NaN if undefined in a sample.
 
-        Prompts are drawn with replacement. Tables of the same prompts get the same draws.
+        Prompts are drawn with replacement, those with an equal tag `cluster` together, because they are not
+        independent. Tables of the same prompts get the same draws.
         """
         # Prompts are the independent unit: the answers of one prompt are drawn together.
-        _, members = torch.unique(table.group, return_inverse=True)
+        _, members = torch.unique(_units(table), return_inverse=True)
         rows_of = [(members == group).nonzero()[:, 0] for group in range(int(members.max()) + 1)]
         drawn: dict[str, Tensor] = {}
         generator = self.stream.fixed("bootstrap")
@@ -118,34 +119,25 @@ class Evaluator:
     def interval(self, drawn: Tensor, prompts: int, *, difference: bool = False) -> tuple[float, float]:
         """Compute the confidence interval of a metric from its bootstrap values over `prompts` prompts.
 
-        Expanded percentiles (Hesterberg 2015, arXiv 1411.5279) widen the interval for few prompts, as
-        Student's t does. If all values are 0, or all are 1, the result is Wilson's interval of a proportion,
-        such as [0.57, 1] for 5 of 5 at 95 %. A `difference` of two metrics never gets Wilson's interval.
+        See `percentile_interval`. A `difference` of two metrics never gets Wilson's interval.
         """
-        z = NormalDist().inv_cdf((1 + self.confidence) / 2)
-        valid = drawn[~drawn.isnan()]
-        if not difference and len(valid) and valid.min() == valid.max() and valid[0] in (0, 1):
-            reach = z * z / prompts / (1 + z * z / prompts)
-            return (0.0, reach) if valid[0] == 0 else (1 - reach, 1.0)
-        tail = NormalDist().cdf(-student_t(z, prompts - 1) * math.sqrt(prompts / max(1, prompts - 1)))
-        low, high = drawn.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
-        return low, high
+        return percentile_interval(drawn, prompts, confidence=self.confidence, difference=difference)
 
 
-def student_t(z: float, freedom: int) -> float:
-    """Convert a normal quantile to a quantile of Student's t with a Cornish-Fisher expansion.
-
-    The result is too low by 3 % for 2 degrees of freedom, and by less than 1 % from 3 on.
-    """
-    n = max(1, freedom)
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    return z + first / n + second / n**2 + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384 / n**3
+def _units(table: RewardTable) -> Tensor:
+    """Return the id of the independent unit of each row (N,): its cluster, or without one its group."""
+    cluster = table.ids["cluster"][:, 0] if "cluster" in table.ids else torch.zeros_like(table.group)
+    return torch.where(cluster == 0, table.group, cluster)
 
 
-def _of_groups(table: RewardTable, groups: Sequence[Tensor]) -> RewardTable:
-    """Select the rows of groups; a group that occurs twice becomes two groups."""
-    sample = table.select(torch.cat(list(groups)))
-    sizes = torch.tensor([len(rows) for rows in groups])
+def _of_groups(table: RewardTable, units: Sequence[Tensor]) -> RewardTable:
+    """Select the rows of units; a unit that occurs twice becomes two, each with groups of its own."""
+    sample = table.select(torch.cat(list(units)))
+    sizes = torch.tensor([len(rows) for rows in units])
     # With its old id, a prompt that was drawn twice would form one larger group, and count once.
-    number = torch.arange(len(groups)).repeat_interleave(sizes)
-    return sample.replace(ids={**sample.ids, "group": number[:, None].expand_as(sample.ends)})
+    number = torch.arange(len(units)).repeat_interleave(sizes)
+    columns = {"group": number}
+    if "cluster" in table.ids:
+        columns = {"group": group_index([number, sample.group]), "cluster": number}
+    wide = {name: column[:, None].expand_as(sample.ends) for name, column in columns.items()}
+    return sample.replace(ids={**sample.ids, **wide})

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from mmrl.config.changes import ABSENT, MAY_CHANGE, UNTOLD, differences, inside
-from mmrl.config.schema import Config
+from mmrl.config.schema import Config, EvaluateConfig
 from mmrl.reporting.model_card import installed_versions
 from mmrl.runtime.code_hash import of_code
 from mmrl.training.resolved import resolve_defaults
@@ -23,8 +23,8 @@ Changes = Mapping[str, Any]  # maps a dotted key to its old and new values
 _of_library = cache(of_code)  # code of mmrl does not change while a process runs
 
 
-def record_of(config: Config) -> dict[str, Any]:
-    """Describe a run as JSON: `config` with all defaults, `code` hash of each piece, package `versions`."""
+def record_of(config: Config | EvaluateConfig) -> dict[str, Any]:
+    """Describe a run or evaluation as JSON: `config` with defaults, `code` hashes, package `versions`."""
     plain, entries = resolve_defaults(config)
     code = {}
     for place, (name, entry) in entries.items():

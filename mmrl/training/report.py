@@ -43,6 +43,7 @@ from mmrl.reporting.metrics import (
 from mmrl.reporting.rollout_mismatch import conclude, describe_mismatch
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import write_whole
+from mmrl.runtime.machine import EnergyMeter
 
 IMAGES = 64  # number of prompts of an evaluation that are stored with thumbnails
 
@@ -74,7 +75,7 @@ class Reporter:
         self.raised: list[str] = []  # the distinct texts of warnings
         self.evaluated_at = -1  # number of steps before the last printed evaluation
         self.times: dict[str, float] = {}  # maps activities to their seconds in this step
-        self.began = 0.0
+        self.began, self.energy = 0.0, EnergyMeter()
 
     @property
     def folder(self) -> Path:
@@ -95,6 +96,7 @@ class Reporter:
     def tick(self) -> None:
         """Start the timer of a step."""
         self.began, self.times = time.perf_counter(), {}
+        self.energy.read()
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
@@ -132,8 +134,8 @@ class Reporter:
         return metrics
 
     def durations(self, collection: Collection) -> dict[str, float]:
-        """Return the seconds of the step and its activities, and the rollout throughput."""
-        metrics = {f"time/{name}": seconds for name, seconds in self.times.items()}
+        """Return the seconds of the step and its activities, the throughput, and joules if metered."""
+        metrics = self.energy.read() | {f"time/{name}": seconds for name, seconds in self.times.items()}
         metrics["step_time"] = time.perf_counter() - self.began
         trained = metrics["step_time"] - self.times.get("evaluate", 0.0)
         return metrics | describe_speed(collection.seen, trained)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_list, as_mapping, lookup
-from mmrl.trl.names import DPO_ONLY, NAMES
+from mmrl.trl.names import DPO_ONLY, NAMES, SFT_ONLY
 
 Change = dict[str, Any]  # maps dotted keys of a configuration to values
 BATCHES = tuple(name for name, row in NAMES.items() if row.rule == "batches")
@@ -29,26 +29,32 @@ DPO_LOSSES = {  # maps DPO losses of TRL to comparisons
     "sigmoid_norm": "sigmoid",
 }
 ABSENT_LOSSES = ("aot", "aot_unpaired", "sft")
+SFT_LOSSES = ("nll", "chunked_nll", "dft")  # the last one is not here
 CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines that call tools
 STEP_MEANS = ("dapo", "bnpo", "cispo", "vespo")
 
 
-def default_of(name: str, pairs: bool) -> Any:
-    """Return TRL's default of an argument: from DPOConfig if `pairs` is true, otherwise from GRPOConfig."""
+def default_of(name: str, kind: str) -> Any:
+    """Return TRL's default of an argument in the configuration class of a kind: grpo, dpo or sft."""
     row = NAMES[name]
-    return row.dpo if pairs and row.dpo is not ... else row.default
+    own = {"dpo": row.dpo, "sft": row.sft}.get(kind, ...)
+    return row.default if own is ... else own
 
 
-def pairs_of(values: Mapping[str, Any], onto: Mapping[str, Any]) -> bool:
-    """Whether arguments belong to DPOConfig, inferred from loss, argument names or configured objective."""
+def kind_of_run(values: Mapping[str, Any], onto: Mapping[str, Any]) -> str:
+    """Return "grpo", "dpo" or "sft", inferred from the loss, argument names, or what is configured."""
     match lookup(onto, "objective.name"), values.get("loss_type"):
         case str(objective), None:
-            return objective == "comparison"
+            chain = [as_mapping(piece)["name"] for piece in as_list(lookup(onto, "advantage"))]
+            return "dpo" if objective == "comparison" else "sft" if chain == ["constant"] else "grpo"
         case _, None:
-            return any(values.get(name) is not None for name in DPO_ONLY)
+            for kind, names in (("sft", SFT_ONLY), ("dpo", DPO_ONLY)):
+                if any(values.get(name) is not None for name in names):
+                    return kind
+            return "grpo"
         case _, str(loss):
-            return loss in {*DPO_LOSSES, *ABSENT_LOSSES}
-    return True  # a list of losses: only DPO sums several
+            return "sft" if loss in SFT_LOSSES else "dpo" if loss in {*DPO_LOSSES, *ABSENT_LOSSES} else "grpo"
+    return "dpo"  # a list of losses: only DPO sums several
 
 
 @dataclass(frozen=True)
@@ -58,25 +64,30 @@ class Given:
     Args:
         values: The arguments that are used.
         onto: The configuration to change.
-        pairs: Whether the arguments belong to DPOConfig.
+        kind: The configuration class of the arguments: grpo, dpo or sft.
         whole: Whether `values` includes TRL's defaults, so that the result is TRL's training.
         nulls: The names of arguments that were given as None.
     """
 
     values: Mapping[str, Any]
     onto: Mapping[str, Any] = field(default_factory=dict)
-    pairs: bool = False
+    kind: str = "grpo"
     whole: bool = False
     nulls: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
         """Return the value of an argument, or TRL's default if it was not given."""
         value = self.values.get(name)
-        return default_of(name, self.pairs) if value is None else value
+        return default_of(name, self.kind) if value is None else value
 
     def __contains__(self, name: str) -> bool:
         """Whether an argument has a value other than None."""
         return self.values.get(name) is not None
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the arguments belong to DPOConfig."""
+        return self.kind == "dpo"
 
     def has(self, *names: str) -> bool:
         """Whether at least one of several arguments has a value."""
@@ -85,7 +96,7 @@ class Given:
     @property
     def losses(self) -> list[str]:
         """Return the names of the losses: one loss, or several losses that DPO sums."""
-        return as_list(self.values.get("loss_type") or ("sigmoid" if self.pairs else "dapo"))
+        return as_list(self.values.get("loss_type") or default_of("loss_type", self.kind))
 
     def at(self, key: str) -> Any:
         """Return the value of a dotted key in the configuration `onto`; None if the key is missing."""
@@ -131,5 +142,5 @@ class Given:
         """Return the number of optimizer steps on the completions that are sampled together."""
         parts = self.at("learn.minibatches") or 1
         if self.has(*BATCHES):
-            parts = 1 if self.pairs else self.generated // self.completions
+            parts = 1 if self.kind != "grpo" else self.generated // self.completions
         return parts * (self.values.get("num_iterations") or self.at("learn.num_iterations") or 1)

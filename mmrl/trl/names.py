@@ -1,9 +1,9 @@
-"""The arguments of TRL's GRPOConfig, DPOConfig, ModelConfig and ScriptArguments, as a table.
+"""The arguments of TRL's GRPOConfig, DPOConfig, SFTConfig, ModelConfig and ScriptArguments, as a table.
 
 Names, defaults and meanings are those of TRL 1.16 and of transformers' TrainingArguments, from which the
-first two inherit. A few names of earlier versions and of open-r1's recipes are included. Every name is in one
-of three tables: `NAMES` (translated to a key of mmrl), `REFUSED` (accepted only at neutral values), `NEUTRAL`
-(accepted at any value, without effect).
+first three inherit. A few names of earlier versions and of open-r1's recipes are included. Every name is in
+one of three tables: `NAMES` (translated to a key of mmrl), `REFUSED` (accepted only at neutral values),
+`NEUTRAL` (accepted at any value, without effect).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Name(NamedTuple):
         note: How mmrl differs from TRL in this argument; printed if the argument is given.
         values: Maps values of TRL to values of mmrl; `...` leaves the key unchanged.
         dpo: The default in DPOConfig, if it is different.
+        sft: The default in SFTConfig, if it is different.
     """
 
     key: str
@@ -30,6 +31,7 @@ class Name(NamedTuple):
     note: str = ""
     values: Mapping[Any, Any] = {}
     dpo: Any = ...
+    sft: Any = ...
 
 
 def _rows(key: str, rule: str = "", note: str = "", **defaults: Any) -> dict[str, Name]:
@@ -68,7 +70,7 @@ GRPO: dict[str, Name] = {
     **_rows(f"{ENGINE}.min_p", min_p=None),
     **_rows("rollout.engine.1.max_turns", "turns", "Tokens of replies count in no limit.",
             max_tool_calling_iterations=None),
-    **_rows("sampler", "sampler", shuffle_dataset=True),
+    "shuffle_dataset": Name("sampler", True, "sampler", sft=False),
     **_rows("learn.num_iterations", num_iterations=1),
     "log_multimodal": Name("report.media_log_steps", True, values={True: ..., False: 0}),
 }  # fmt: skip
@@ -77,6 +79,18 @@ DPO: dict[str, Name] = {
     **_rows("objective.implicit_reward", "pairs", ld_alpha=None, f_divergence_type="reverse_kl",
             f_alpha_divergence_coef=0.5),
 }  # fmt: skip
+SFT: dict[str, Name] = {
+    **_rows("policy.packing", "rows", "A batch counts rows, not blocks of `max_length` tokens.",
+            packing=False),
+    **_rows(f"{ENGINE}.completion_only_loss", "rows", "None: True.", completion_only_loss=None),
+    **_rows(f"{ENGINE}.assistant_only_loss", "rows", "Turns are written as the last one is.",
+            assistant_only_loss=False),
+}  # fmt: skip
+SHARED: dict[str, Name] = {  # of DPOConfig and SFTConfig
+    **_rows("", "rows", "Nothing is ever cut: of SFT, a longer row is an error (`bad_rows: drop`).",
+            max_length=1024),
+    **_rows("", "rows", "Of SFT: as `packing`.", padding_free=False),
+}  # fmt: skip
 BOTH: dict[str, Name] = {
     "loss_type": Name(
         "objective.aggregation",
@@ -84,13 +98,19 @@ BOTH: dict[str, Name] = {
         "objective",
         "`bnpo` is a mean over the update, not over a micro-batch; `sft` one over answers.",
         dpo="sigmoid",
+        sft="nll",
     ),
-    "beta": Name("objective.penalty", 0.0, "penalty", dpo=0.1),
-    **_rows("references.ref", "penalty", sync_ref_model=False, ref_model_mixup_alpha=0.6,
-            ref_model_sync_steps=512),
+    "beta": Name("objective.penalty", 0.0, "penalty", dpo=0.1, sft=None),
+    "sync_ref_model": Name("references.ref", False, "penalty", sft=None),
+    "ref_model_mixup_alpha": Name("references.ref", 0.6, "penalty", sft=None),
+    "ref_model_sync_steps": Name("references.ref", 512, "penalty", sft=None),
     **_rows("rollout.num_prompts", "batches", per_device_train_batch_size=8, gradient_accumulation_steps=1),
     **_rows("rollout.num_prompts", "batches", "It counts, however many processes run.", num_processes=None),
-    **_rows(_RATE, "learning_rate", learning_rate=1e-6, lr_scheduler_kwargs=None),
+    "learning_rate": Name(_RATE, 1e-6, "learning_rate", sft=2e-5),
+    **_rows(_RATE, "learning_rate", lr_scheduler_kwargs=None),
+    **_rows("", "sampler", train_sampling_strategy="random"),
+    **_rows("", "sampler", "Read with `group_by_length` alone; not given, characters are counted.",
+            length_column_name="length"),
     **_rows(_RATE, "learning_rate", "Decay begins at step 0.", lr_scheduler_type="linear"),
     **_rows(_RATE, "learning_rate", "The first step has a rate above 0.", warmup_steps=0, warmup_ratio=0.0),
     **_rows("learn.optimizer", "optimizer", optim="adamw_torch_fused", weight_decay=0.0, adam_beta1=0.9,
@@ -137,7 +157,7 @@ MODEL: dict[str, Name] = {
     **_rows("data.system_prompt", "dataset", system_prompt=None),
     **_rows("rewards", "rewards", reward_funcs=None),
 }  # fmt: skip
-NAMES: dict[str, Name] = {**GRPO, **DPO, **BOTH, **MODEL}
+NAMES: dict[str, Name] = {**GRPO, **DPO, **SFT, **SHARED, **BOTH, **MODEL}
 
 _LAUNCH = "Start with `accelerate launch --config_file`; see docs/howto/processes.md."
 # Unsupported arguments, with the values that have no effect. Only these values and None are accepted.
@@ -145,7 +165,8 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "use_adaptive_entropy": (False,), "router_aux_loss_coef": (0.0,), "label_smoothing_factor": (0.0,),
     "neftune_noise_alpha": (0.0,), "use_weighting": (False,), "repetition_penalty": (1.0,),
     "generation_kwargs": ({},), "chat_template": ("",),
-    "cache_implementation": (), "train_sampling_strategy": ("random",), "optim_args": ("",),
+    "cache_implementation": (), "optim_args": ("",), "packing_strategy": ("bfd",),
+    "dataset_text_field": ("text",), "dataset_kwargs": ({},), "chat_template_path": (), "eos_token": (),
     "optim_target_modules": ([],), "data_seed": (), "full_determinism": (False,), "tf32": (False,),
     "trust_remote_code": (False,), "cast_lm_head_to_fp32": (False,), "auto_find_batch_size": (False,),
     "average_tokens_across_devices": (True,), "parallelism_config": (), "fsdp": ("", [], False),
@@ -166,7 +187,10 @@ _INSTEAD = {  # advice for arguments that have a replacement
     "generation_kwargs": "Use the options of `rollout.engine` (`mmrl list engine`).",
     "chat_template": "Save the model's folder with this template.",
     "cache_implementation": f"Use `{ENGINE}.cache` (`mmrl list cache`).",
-    "train_sampling_strategy": "Use `shuffle_dataset=False` for data order.",
+    "packing_strategy": "Rows are never cut; leave it out.",
+    "dataset_text_field": "Rows hold `prompt` and `completion`, or `messages` (docs/howto/data.md).",
+    "chat_template_path": "Save the model's folder with this template.",
+    "eos_token": "The end of a turn is read from the chat template.",
     "optim_args": "Write the options at `learn.optimizer`.",
     "full_determinism": "See docs/howto/processes.md for what is exact.",
     "auto_find_batch_size": "Set `learn.micro_batch_steps`; `mmrl estimate-memory` tells it.",
@@ -196,7 +220,7 @@ _NEUTRAL = {
     "vllm_max_model_length vllm_max_model_len vllm_tensor_parallel_size vllm_importance_sampling_correction "
     "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
     "vllm_importance_sampling_cap transformers_continuous_batching_config remote_gen_model_url",
-    "Prompts and answers of pairs are never cut.": "max_prompt_length max_length truncation_mode",
+    "Prompts and answers are never cut.": "max_prompt_length truncation_mode",
     "Dropout is always off.": "disable_dropout",
     "Rows of completions are always stored as parquet, and not printed.": "log_completions "
     "num_completions_to_print log_unique_prompts wandb_log_unique_prompts",
@@ -206,13 +230,13 @@ _NEUTRAL = {
     "gradient_checkpointing_kwargs activation_checkpointing_kwargs activation_offloading "
     "torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache "
     "torch_empty_cache_steps per_device_eval_batch_size eval_accumulation_steps bf16_full_eval "
-    "fp16_full_eval padding_free precompute_ref_log_probs precompute_ref_batch_size dataset_num_proc "
+    "fp16_full_eval eval_packing precompute_ref_log_probs precompute_ref_batch_size dataset_num_proc "
     "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
     "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order "
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph accelerator_config "
     "local_rank preprocessing_num_workers",
     "Of loops and files of transformers that are not here.": "prediction_loss_only eval_do_concat_batches "
-    "eval_use_gather_object batch_eval_metrics label_names length_column_name pad_token do_train do_eval "
+    "eval_use_gather_object batch_eval_metrics label_names pad_token do_train do_eval "
     "do_predict save_on_each_node enable_jit_checkpoint hub_always_push save_safetensors logging_dir "
     "restore_callback_states_from_checkpoint skip_memory_metrics log_on_each_node logging_nan_inf_filter "
     "include_num_input_tokens_seen log_level log_level_replica disable_tqdm remove_unused_columns "
@@ -226,9 +250,18 @@ _NEUTRAL = {
     "reward_model_name_or_path max_completion_len soft_punish_cache",
 }
 NEUTRAL: dict[str, str] = {name: words for words, names in _NEUTRAL.items() for name in names.split()}
-DPO_ONLY = frozenset(
-    {*DPO, "use_weighting", "truncation_mode", "padding_free", "precompute_ref_log_probs", "max_length"}
-)
+DPO_ONLY = frozenset({*DPO, *SHARED, "use_weighting", "truncation_mode", "precompute_ref_log_probs"})
+SFT_ONLY = frozenset(
+    {*SFT, "packing_strategy", "eval_packing", "dataset_text_field", "dataset_kwargs", "chat_template_path"}
+) | {"eos_token"}
+# Arguments that the configuration class of each kind of run lacks.
+LACKS: dict[str, frozenset[str]] = {
+    "grpo": DPO_ONLY | SFT_ONLY,
+    "dpo": frozenset(GRPO) | SFT_ONLY,
+    "sft": (frozenset(GRPO) - {"shuffle_dataset"})
+    | (DPO_ONLY - {*SHARED, "truncation_mode"})
+    | {name for name, row in BOTH.items() if row.sft is None},
+}
 DIFFERS = (  # differences in every run, independent of the arguments
     "trained weights and their optimizer are in float32; dropout is off, that of adapters too",
     "`max_steps`, `save_steps` and the learning rate count collections, not optimizer steps",

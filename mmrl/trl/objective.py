@@ -10,6 +10,11 @@ from mmrl.trl.given import DPO_LOSSES, GRPO_LOSSES, STEP_MEANS, Change, Given
 from mmrl.trl.names import NAMES
 
 SMOOTHED = ("robust", "exo_pair")
+SFT_OBJECTIVE = {
+    "objective.name": "policy_gradient",
+    "objective.surrogate": "log_likelihood",
+    "objective.aggregation": "step_mean",
+}
 DIVERGENCES = {  # maps TRL's `f_divergence_type` to the option `divergence`
     "reverse_kl": "",
     "forward_kl": "forward_kl",
@@ -23,6 +28,9 @@ def objective(given: Given) -> Change:
     """Translate `loss_type` to a surrogate and an aggregation, or for DPO to comparisons of pairs."""
     if given.pairs:
         return pairs(given)
+    if given.kind == "sft":
+        _check_losses(given, ["nll", "chunked_nll"])
+        return SFT_OBJECTIVE
     _check_losses(given, [*GRPO_LOSSES, *DPO_LOSSES, "sft"])
     threshold = given["off_policy_mask_threshold"]
     if "loss_type" not in given and threshold is not None:

@@ -58,7 +58,7 @@ def _reward(name: str) -> str:
 
 def batches(given: Given) -> Change:
     """Translate batch sizes to prompts and optimizer steps per training step, over all processes."""
-    if given.pairs:
+    if given.kind != "grpo":
         return {"rollout.num_prompts": given.completions}
     group = given.values.get("num_generations") or given.at("rollout.num_generations") or 8
     if given.generated % group:
@@ -204,9 +204,35 @@ def optimizer(given: Given) -> Change:
 
 
 def sampler(given: Given) -> Change:
-    """Translate `shuffle_dataset` to an option of the innermost sampler."""
+    """Translate `shuffle_dataset` and `train_sampling_strategy` to the innermost sampler or its options."""
     first, *wrappers = as_list(given.at("sampler")) or ["uniform"]
-    return {"sampler": [{**as_mapping(first), "shuffle": given["shuffle_dataset"]}, *wrappers]}
+    strategy, known = given["train_sampling_strategy"], ("random", "sequential", "group_by_length")
+    if strategy not in known[: 3 if given.kind == "sft" else 1]:
+        raise ConfigError(
+            f"'train_sampling_strategy={strategy!r}' of TRL is not here; there are {', '.join(known)} for "
+            "SFT, and `shuffle_dataset=False` gives data order for GRPO"
+        )
+    if strategy == "group_by_length":
+        column = {"length_column": given["length_column_name"]} if "length_column_name" in given else {}
+        return {"sampler": [{"name": strategy, **column}, *wrappers]}
+    # SFT's `shuffle_dataset` shuffles before packing; rows are drawn at random in any case.
+    shuffle = given["shuffle_dataset"] if given.kind == "grpo" else strategy == "random"
+    return {"sampler": [{**as_mapping(first), "shuffle": shuffle}, *wrappers]}
+
+
+def rows(given: Given) -> Change:
+    """Translate SFT's `packing`, the choice of learned tokens, and `max_length`."""
+    if given.kind != "sft":
+        return {}
+    change: Change = {"policy.packing": bool(given["packing"] or given["padding_free"])}
+    if given["completion_only_loss"] and given["assistant_only_loss"]:
+        raise ConfigError(
+            "with `completion_only_loss` and `assistant_only_loss` TRL learns the assistant's turns inside "
+            "the completion, which is one turn here; give one of them"
+        )
+    names = [name for name in ("completion_only_loss", "assistant_only_loss") if name in given]
+    names += ["max_length"] if "max_length" in given else []
+    return change | {f"rollout.engine.0.{name}": given[name] for name in names}
 
 
 # ---- the model
@@ -343,6 +369,6 @@ RULES = {
     f.__name__: f
     for f in (
         rewards, batches, length_of_run, logging, saves, evaluations, turns, learning_rate, optimizer,
-        sampler, model, adapter, quantization, checkpointing, dataset, device, trackers, best,
+        sampler, rows, model, adapter, quantization, checkpointing, dataset, device, trackers, best,
     )
 }  # fmt: skip

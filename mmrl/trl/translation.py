@@ -17,8 +17,8 @@ from mmrl.config.loading import ConfigError, merge, nearest, read
 from mmrl.config.plain import ABSENT, lookup, nested
 from mmrl.config.schema import Config, parse
 from mmrl.trl import objective, run
-from mmrl.trl.given import Change, Given, default_of, pairs_of
-from mmrl.trl.names import DIFFERS, DPO, DPO_ONLY, GRPO, NAMES, NEUTRAL, REFUSED
+from mmrl.trl.given import Change, Given, default_of, kind_of_run
+from mmrl.trl.names import DIFFERS, LACKS, NAMES, NEUTRAL, REFUSED
 
 RULES = {**objective.RULES, **run.RULES}
 OBJECTIVE = ("advantage", "references", "group_filter")  # sections of the objective besides `objective`
@@ -50,8 +50,8 @@ def translate(arguments: Mapping[str, Any], onto: Mapping[str, Any] | None = Non
 
     Args:
         arguments: Keyword arguments of TRL's configuration classes.
-        onto: The plain configuration to change, if known. Its objective decides whether GRPO or DPO is meant,
-            and its pieces are the ones that are changed.
+        onto: The plain configuration to change, if known. Its objective decides whether GRPO, DPO or SFT
+            is meant, and its pieces are the ones that are changed.
 
     Raises `ConfigError` for unknown arguments, and for values without a counterpart in mmrl.
     """
@@ -74,18 +74,18 @@ def translated(
         complete: Whether TRL's defaults apply wherever `onto` sets no value. The objective of a file that is
             not GRPO's or DPO's is not changed.
     """
-    pairs, own = pairs_of(arguments, onto), own or {}
+    kind, own = kind_of_run(arguments, onto), own or {}
     problems, values = [], {}
     for name, value in arguments.items():
         try:
-            values[name] = _checked(name, _plain(value), pairs)
+            values[name] = _checked(name, _plain(value), kind)
         except ConfigError as error:
             problems.append(str(error))
     present = {name: value for name, value in values.items() if value is not None}
-    whole = complete and _is_base(onto, own, pairs)
-    defaults = _defaults(onto, pairs, whole) if complete else {}
+    whole = complete and _is_base(onto, own, kind)
+    defaults = _defaults(onto, kind, whole) if complete else {}
     nulls = frozenset(values.keys() - present.keys())
-    given = Given({**defaults, **present}, onto, pairs, whole, nulls)
+    given = Given({**defaults, **present}, onto, kind, whole, nulls)
     change: Change = {}
     decided: set[str] = set()
     rules: dict[str, bool] = {}  # maps a rule to whether one of its arguments was given
@@ -110,16 +110,17 @@ def translated(
     return Translated(change, frozenset(decided), _differences(given, present, complete))
 
 
-def _checked(name: str, value: Any, pairs: bool) -> Any:
+def _checked(name: str, value: Any, kind: str) -> Any:
     """Check an argument and return its value, with quoted numbers converted; ConfigError if unsupported."""
     if name in REFUSED:
         advice, taken = REFUSED[name]
         if value is not None and value not in taken:
             raise ConfigError(f"'{name}={value!r}' of TRL is not here. {advice}")
-    elif name in GRPO and pairs or name in DPO_ONLY and not pairs and value is not None:
-        of, other = ("GRPOConfig", "DPO") if pairs else ("DPOConfig", "GRPO")
+    elif name in LACKS[kind] and (value is not None or kind == "dpo"):
+        others = [f"{other.upper()}Config" for other in LACKS if name not in LACKS[other]]
         raise ConfigError(
-            f"'{name}' is an argument of TRL's {of}, and this is a run of {other}; leave it out"
+            f"'{name}' is an argument of TRL's {' and '.join(others)}, and this is a run of {kind.upper()}; "
+            "leave it out"
         )
     elif name not in NAMES and name not in NEUTRAL:
         hint = nearest(name, [*NAMES, *REFUSED, *NEUTRAL]) or "see docs/howto/trl.md"
@@ -133,15 +134,16 @@ def _checked(name: str, value: Any, pairs: bool) -> Any:
 
 
 @cache
-def base_of(pairs: bool) -> dict[str, Any]:
-    """Read the configuration that is equivalent to TRL's GRPOTrainer or, for `pairs`, DPOTrainer."""
-    kind, method = ("preference", "preference/dpo") if pairs else ("vision_language", "grpo/grpo")
-    return merge(read(f"defaults/{kind}.yaml"), read(f"methods/{method}.yaml"))
+def base_of(kind: str) -> dict[str, Any]:
+    """Read the configuration that is equivalent to TRL's trainer of a kind: grpo, dpo or sft."""
+    method = {"grpo": "grpo/grpo", "dpo": "preference/dpo", "sft": "grpo/supervised"}[kind]
+    defaults = "preference" if kind == "dpo" else "vision_language"
+    return merge(read(f"defaults/{defaults}.yaml"), read(f"methods/{method}.yaml"))
 
 
-def _is_base(onto: Mapping[str, Any], own: Mapping[str, Any], pairs: bool) -> bool:
-    """Whether the objective equals mmrl's default for GRPO or DPO, apart from keys in `own`."""
-    base = base_of(pairs)
+def _is_base(onto: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> bool:
+    """Whether the objective equals mmrl's default for a kind of run, apart from keys in `own`."""
+    base = base_of(kind)
     inner = {f"objective.{key}" for raw in (onto, base) for key in raw.get("objective") or ()}
     return all(
         lookup(own, key, ABSENT) is not ABSENT or lookup(onto, key) == lookup(base, key)
@@ -149,17 +151,16 @@ def _is_base(onto: Mapping[str, Any], own: Mapping[str, Any], pairs: bool) -> bo
     )
 
 
-def _defaults(onto: Mapping[str, Any], pairs: bool, whole: bool) -> dict[str, Any]:
+def _defaults(onto: Mapping[str, Any], kind: str, whole: bool) -> dict[str, Any]:
     """Return TRL's defaults for settings that `onto` does not set; objective settings only if `whole`."""
-    base, defaults = base_of(pairs), {}
+    base, defaults = base_of(kind), {}
 
     def is_set(key: str) -> bool:
         there = lookup(onto, key, ABSENT)
         return there is not ABSENT and there != lookup(base, key, ABSENT)
 
     for name, row in NAMES.items():
-        value = default_of(name, pairs)
-        other = name in (GRPO if pairs else DPO)
+        value, other = default_of(name, kind), name in LACKS[kind]
         kept = not whole and row.key.startswith(("objective", *OBJECTIVE))
         keys = next((keys for keys in TOGETHER if row.key in keys), (row.key,))
         if value is not None and row.key and not (other or kept or any(map(is_set, keys))):
@@ -174,6 +175,13 @@ def _differences(given: Given, asked: Mapping[str, Any], complete: bool) -> list
         lines.append("the vision tower is frozen; `policy.freeze_vision_tower: false` trains it too")
     if complete and given.pairs:
         lines.append("pairs are never cut, where TRL cuts them at 1,024 tokens")
+    if complete and given.kind == "sft":
+        lines.append("rows are never cut, where TRL cuts them at 1,024 tokens")
+        if "completion_only_loss" not in asked and not given["assistant_only_loss"]:
+            lines.append(
+                "of `messages` the last answer is learned, and by TRL all tokens: "
+                "`completion_only_loss: false`"
+            )
     if complete and not given.whole:
         lines.append("the objective is that of the file, not TRL's default")
     if given["lora_target_modules"] is None and given["use_peft"]:
@@ -221,7 +229,7 @@ def applied(
         raise ConfigError(f"'trl' must be a mapping of TRL's arguments, not {arguments!r}")
     over = dict(overrides or {})
     if complete and "objective" not in merged:
-        merged = merge(base_of(pairs_of(arguments, merged)), merged)
+        merged = merge(base_of(kind_of_run(arguments, merged)), merged)
     try:
         result = translated(arguments, merged, merge(dict(own), over), complete=complete)
     except ConfigError as error:
@@ -262,7 +270,7 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 
 def arguments_of(config: Any) -> dict[str, Any]:
-    """Return the fields of a GRPOConfig, a DPOConfig or a similar dataclass that differ from its defaults.
+    """Return the fields of a GRPOConfig, DPOConfig, SFTConfig or the like that differ from its defaults.
 
     This includes fields that the class itself computes, such as a batch size or a device. It excludes fields
     that a script adds to TRL's class, because the trainer does not read them.
@@ -303,16 +311,16 @@ def lora_of(config: Any) -> dict[str, Any]:
 
 
 def kind_of(config: Any) -> str:
-    """Return "dpo" or "grpo" for a DPOConfig or GRPOConfig; ConfigError for other classes of TRL."""
+    """Return "grpo", "dpo" or "sft" for a configuration of TRL; ConfigError for other classes."""
     names = [kind.__name__ for kind in type(config).__mro__]
-    if "DPOConfig" in names:
-        return "dpo"
+    kind = next((kind for kind in LACKS if f"{kind.upper()}Config" in names), "")
     other = next((name for name in names if name.endswith("Config")), "")
-    if other and "GRPOConfig" not in names:
+    if other and not kind:
         raise ConfigError(
-            f"`args` is a {other}; there are GRPOConfig and DPOConfig, or `method=` with a dictionary"
+            f"`args` is a {other}; there are GRPOConfig, DPOConfig and SFTConfig, or `method=` with a "
+            "dictionary"
         )
-    return "grpo"
+    return kind or "grpo"
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,8 @@ from mmrl.config.binding import Pieces
 from mmrl.config.registry import find
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
-from mmrl.vision.decoding.token_steps import read_cached, read_packed
+from mmrl.vision.decoding.packed import read_packed
+from mmrl.vision.decoding.token_steps import read_cached
 from mmrl.vision.policies.tokens import Tokens
 from tests.compression.pruned_models import (
     FAMILIES,

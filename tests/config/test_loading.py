@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.build import load_engine
 from mmrl.cli import main
-from mmrl.config.loading import ConfigError, expanded
+from mmrl.config.loading import ConfigError, expanded, read
 from mmrl.config.schema import BuildConfig, Config, load, parse
 from mmrl.config.stages import load_stages
 from tests.support.toys import plan
@@ -76,3 +76,18 @@ def test_every_way_to_give_a_path(home, tmp_path, monkeypatch, capsys):
     assert main(["train", "~/none.yaml"]) == 2 and f"{home}/none.yaml" in capsys.readouterr().err
     assert main(["export", "~/none.yaml", "$NOWHERE/x"]) == 2 and "NOWHERE" in capsys.readouterr().err
     assert not (tmp_path / "~").exists()
+
+
+def test_a_method_is_included_after_the_files_and_below_the_file_itself(tmp_path):
+    (tmp_path / "below.yaml").write_text(
+        "rollout: {num_generations: 7, num_prompts: 5}\nadvantage: [total]\n"
+    )
+    (tmp_path / "run.yaml").write_text("include: [below.yaml]\nmethod: supervised\nmax_steps: 3\n")
+    raw = read(tmp_path / "run.yaml")
+    assert (raw["advantage"], raw["max_steps"], "method" in raw) == (["constant"], 3, False)
+    assert raw["rollout"] == {"num_generations": 1, "num_prompts": 5, "engine": ["offline"]}
+    assert read({"method": "supervised", "advantage": ["total"]})["advantage"] == ["total"]
+    with pytest.raises(ConfigError, match="there is no method 'supervise'; did you mean 'supervised'"):
+        read({"method": "supervise"})
+    with pytest.raises(ConfigError, match="'method' must be a name, such as dapo, not 3"):
+        read({"method": 3})

@@ -234,8 +234,8 @@ def test_null_stands_for_the_default_of_a_number():
 
 
 def test_required_keys_that_are_missing_are_all_named():
-    rest = {key: value for key, value in WHOLE.items() if key not in ("policy", "rewards")}
-    with pytest.raises(ConfigError, match="'policy', 'rewards': the required keys are missing"):
+    rest = {key: value for key, value in WHOLE.items() if key not in ("policy", "objective")}
+    with pytest.raises(ConfigError, match="'policy', 'objective': the required keys are missing"):
         parse(rest, Config)
     with pytest.raises(ConfigError, match="'rollout.engine': the required key is missing"):
         parse({**WHOLE, "rollout": {"num_prompts": 2}}, Config)

@@ -82,6 +82,7 @@ def test_a_pattern_names_the_files_of_a_split(tmp_path):
     assert [row.split for row in found] == ["train"] * 4
     with pytest.raises(RowError, match="there is no file or folder"):
         row_files(tmp_path / "data" / "dev*")
+    assert [row.split for row in valid_rows(tmp_path / "d*" / "test*")] == ["test"] * 2
 
 
 def test_splits_that_are_read_together_are_named(tmp_path, caplog):

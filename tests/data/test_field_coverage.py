@@ -80,6 +80,7 @@ FORMS = {
     },
     "clip": {"video": "c.mp4", "query": "@dog", "start": 0, "end": 1, "duration": 2},
     "pope": {"image": "a.png", "text": "@asked", "label": "yes", "category": "@hard"},
+    "chart": {"imgname": "a.png", "query": "@asked", "label": "@right"},
     "vocabulary": {"image": "a.png", "objects": ["dog"], "prompt": "@asked", "captions": ["a dog"]},
     "recorded": {"prompt": "@asked", "chosen": "a.png", "rejected": "b.png", "negative_prompt": "@not"},
     "recorded clip": {"prompt": "@asked", "videos": ["c.mp4"], "caption": "@said"},
@@ -90,6 +91,7 @@ FORMS = {
 OPTIONS = {
     "vision.grounding": {"stream": Stream(0)},
     "vision.visual_qa": {"prompt": "{question}\n{choices}"},
+    "vision.benchmark": {"format": "chartqa"},
     "vision.closed_vocabulary": {"ontology": "words.json"},
     "diffusion.videos": {"num_frames": 1, "height": 8, "width": 8},
 }

@@ -24,6 +24,7 @@ from mmrl.data.dataset_io import RowError, Rows
 from mmrl.diffusion.datasets.prompts import images, prompts, videos
 from mmrl.vision.builders.converted import Converted
 from mmrl.vision.builders.visual_qa import VisualQa
+from mmrl.vision.datasets.benchmark import benchmark
 from mmrl.vision.datasets.binary_vqa import amber, pope
 from mmrl.vision.datasets.captioning import closed_vocabulary
 from mmrl.vision.datasets.conversations import conversations
@@ -105,6 +106,10 @@ def at_home(read, **options):
     return lambda path, bad_rows: read(path=path, **options)
 
 
+def asked_of(path, bad_rows, format):
+    return benchmark(path=path, format=format, bad_rows=bad_rows)
+
+
 def chats(path, bad_rows):
     return conversations(path=path, bad_rows=bad_rows)
 
@@ -135,6 +140,14 @@ READERS = {
     "pope": Reader(ASKED, at_home(pope, root=".")),
     "amber": Reader({"id": 1, "image": "a.png", "query": "?"}, at_home(amber, **ONTOLOGY)),
     "closed_vocabulary": Reader(SCENE, at_home(closed_vocabulary, ontology="words.json", root=".")),
+    "benchmark": Reader(
+        {"question_id": "q", "videoID": "a", "question": "?", "options": ["A. a", "B. b"], "answer": "A"},
+        partial(asked_of, format="video_mme"),
+        drops=True,
+    ),
+    "charts": Reader(
+        {"image": "a.png", "query": "?", "label": ["1"]}, partial(asked_of, format="chartqa"), drops=True
+    ),
     "clip_pairs": Reader({"image": "a.png", "prompt": "What?"}, unlabelled),
     "data_check": Reader(CHECKED, checked),
     "prompts": Reader({"prompt": "a", "metadata": {"tag": 1}, "id": 1}, at_home(prompts), (LINES,)),

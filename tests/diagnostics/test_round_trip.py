@@ -76,6 +76,17 @@ OPTIONS = {
     "vision.binary_vqa": [
         (rows("Yes", False, "true", "no"), {"form": form}) for form in ("first_word", "pope", "exact")
     ],
+    "vision.benchmark_answer": [
+        (rows("3", "1.06", ["24/7", "3.429"]), {"form": "mmmu"}),
+        (rows("red", "blue", "green", choices=["red", "blue", "green"]), {"form": "mathvista"}),
+        (rows("3", "14", answer_type="integer"), {"form": "mathvista"}),
+        *(
+            (rows("A", "B", "C", choices=["x", "y", "z"]), {"form": form})
+            for form in ("mmbench", "video_mme")
+        ),
+        (rows("He ran", "He sat", choices=["He sat", "He ran"]), {"form": "mvbench"}),
+        *((rows("centre", "12.5", "5%"), {"form": form}) for form in ("ocrbench", "chartqa")),
+    ],
     "vision.temporal_iou": [
         *((MOMENTS, {"form": form, "relax": 0.1}) for form in ("iou", "giou", "timestamp_aware")),
         *((MOMENTS, {"reader": name}) for name in ("ours", "time_r1", "videochat_r1", "evaluator")),

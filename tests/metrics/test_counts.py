@@ -9,7 +9,7 @@ import pytest
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
-from mmrl.metrics import binary_classification, harmonic_mean, ratio_of_sums, weighted_sum
+from mmrl.metrics import binary_classification, grouped_minimum, harmonic_mean, ratio_of_sums, weighted_sum
 from tests.support.tables import reward_table
 
 # Of the answers with both counts 3 of 6 mentions are wrong; a mean of ratios would be (1/2 + 2/4 + 0) / 3.
@@ -113,3 +113,14 @@ def test_harmonic_mean_is_f1_of_precision_and_recall():
     assert harmonic_mean(table, metric=metrics, of=("p", "z"), label="f1")["f1"] == 0.0
     with pytest.raises(ValueError, match="combines"):
         harmonic_mean(table, metric=metrics, of=("q",), label="f1")
+
+
+def test_the_minimum_of_a_group_counts_once():
+    # Groups: x 1 and 1, y 1 and 0, z 1 (the other does not apply), w none: (1 + 0 + 1) / 3.
+    rewards, tags = [1, 1, 1, 0, None, 1, None], {"cluster": ["x", "y", "x", "y", "z", "z", "w"]}
+    table = reward_table({"right": rewards}, tags=tags, group="abcdefg")
+    assert grouped_minimum(table, of="right", label="circular") == {"circular": pytest.approx(2 / 3)}
+    none = reward_table({"right": [None]}, tags={"cluster": ["x"]})
+    assert math.isnan(grouped_minimum(none, of="right")["right"])
+    with pytest.raises(ValueError, match="no outcome has the tag 'turn'"):
+        grouped_minimum(table, of="right", by="turn")

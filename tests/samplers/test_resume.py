@@ -16,7 +16,12 @@ from tests.support.remembering import SAMPLERS, of_sampler
 from tests.support.resuming import assert_alike, killed, resumed
 from tests.support.toys import plan
 
-WITHOUT = ("selected_by_difficulty", "triage", "wordings")  # of a memory that would change their draws
+WITHOUT = (
+    "group_by_length",
+    "selected_by_difficulty",
+    "triage",
+    "wordings",
+)  # of a memory that would change their draws
 TOLD = (
     "sampler/unfinished",
     "sampler/entropy",

@@ -21,6 +21,7 @@ SAMPLERS = {
             **SHARE,
         }
     ],
+    "group_by_length": [{"name": "group_by_length", "mega_batch": 2}],
     "source_bandit": [{"name": "source_bandit", "by": "source", "window": 7}],
     "learning_velocity": [{"name": "learning_velocity", "by": "source", "open_at": 0.15, **SHARE}],
     "pools": [

@@ -10,6 +10,7 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, Piece, as_piece, parse
 from mmrl.core.rng import Stream
 from mmrl.diagnostics.checks.training_metrics import DIFFERENCE, logprob_mismatch
+from mmrl.reporting.intervals import student_t
 from mmrl.reporting.metrics import Journal, steps_taken
 from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.distributed import Processes
@@ -95,7 +96,7 @@ def test_intervals_contain_the_metric_and_narrow_with_the_confidence(tmp_path):
 def test_quantiles_of_students_t_are_those_of_tables():
     tables = {3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 29: 2.045, 99: 1.984}
     for freedom, wanted in tables.items():
-        assert evaluate.student_t(1.959964, freedom) == pytest.approx(wanted, rel=0.01)
+        assert student_t(1.959964, freedom) == pytest.approx(wanted, rel=0.01)
 
 
 def test_all_right_or_all_wrong_is_not_certain():
@@ -142,6 +143,20 @@ def test_a_prompt_that_is_drawn_twice_counts_as_two_groups(metric, rewards, want
     drawn = evaluator.resample(reward_table(rewards, group="aabbccdd"))
     found = drawn["pass@1" if wanted is None else "run_std"]
     torch.testing.assert_close(found, drawn["reward"] if wanted is None else torch.full_like(found, wanted))
+
+
+def test_prompts_of_a_cluster_are_drawn_together():
+    evaluator = object.__new__(evaluate.Evaluator)
+    evaluator.stream = Stream()
+    metrics = ({"name": "grouped_minimum", "of": "reward", "label": "all"}, {"name": "mean", "of": "reward"})
+    evaluator.metrics = [Pieces(Stream()).make("metric", as_piece(metric, "")) for metric in metrics]
+    # Of both clusters, one prompt of two is right: drawn apart, a sample could have right ones alone.
+    tags = {"cluster": ["x", "x", "y", "y"]}
+    drawn = evaluator.resample(reward_table([1, 0, 0, 1], group="abcd", tags=tags))
+    assert set(drawn["all"].tolist()) == {0.0} and set(drawn["reward"].tolist()) == {0.5}
+    # Without a cluster, a prompt is a unit of its own.
+    loose = evaluator.resample(reward_table([1, 0, 0, 1], group="abcd", tags={"cluster": ["x", "x", "", ""]}))
+    assert len(set(loose["reward"].tolist())) > 2
 
 
 def test_draws_are_the_same_every_time_and_of_their_own(tmp_path):

@@ -40,6 +40,19 @@ DPO: list[dict[str, Any]] = [
     {"f_divergence_type": "js_divergence", "learning_rate": 5e-7, "warmup_steps": 0.1},
     {"ld_alpha": 0.3, "loss_type": ["ipo"], "sync_ref_model": True, "activation_offloading": True},
 ]
+SFT: list[dict[str, Any]] = [
+    {},
+    {"packing": True, "max_length": 512, "learning_rate": 1e-5, "warmup_steps": 0.1},
+    {"completion_only_loss": False, "padding_free": True, "num_train_epochs": 2, "save_strategy": "epoch"},
+    {"assistant_only_loss": True, "loss_type": "nll", "gradient_accumulation_steps": 4, "max_steps": 30},
+    {"train_sampling_strategy": "group_by_length", "length_column_name": "tokens", "eval_packing": False},
+    {"train_sampling_strategy": "sequential", "packing": True, "packing_strategy": "bfd", "max_length": 256},
+]
+KINDS = {
+    "grpo": (GRPO, "GRPOConfig", "grpo", "grpo/grpo", "vision.conversations"),
+    "dpo": (DPO, "DPOConfig", "dpo", "preference/dpo", "vision.preference_pairs"),
+    "sft": (SFT, "SFTConfig", "supervised", "grpo/supervised", "vision.conversations"),
+}
 
 
 def of(args: Any, method: str = "") -> dict[str, Any]:
@@ -54,23 +67,23 @@ def of_file(folder: Any, arguments: dict[str, Any], **more: Any) -> dict[str, An
     return as_plain(mmrl.load(path))
 
 
-@pytest.mark.parametrize("method", ["grpo", "dpo"])
-def test_one_configuration_by_every_way_is_one_training(method: str, tmp_path: Any) -> None:
-    pairs = method == "dpo"
-    kind = trl.DPOConfig if pairs else trl.GRPOConfig
-    data = {"name": "vision.preference_pairs" if pairs else "vision.conversations", "path": ROWS}
-    family = {"include": [f"methods/{'preference/dpo' if pairs else 'grpo/grpo'}.yaml"], "data": data}
-    family |= {} if pairs else {"rollout": {"engine": ["vision.generate"]}}
-    for arguments in DPO if pairs else GRPO:
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_configuration_by_every_way_is_one_training(kind: str, tmp_path: Any) -> None:
+    cases, name, method, file, reader = KINDS[kind]
+    data = {"name": reader, "path": ROWS}
+    family: dict[str, Any] = {"include": [f"methods/{file}.yaml"], "data": data}
+    family |= {"rollout": {"engine": ["vision.generate"]}} if kind == "grpo" else {}
+    for arguments in cases:
         given = {**arguments, "output_dir": "out"}
-        config = kind(use_cpu=True, **given)
+        config = getattr(trl, name)(use_cpu=True, **given)
         ways = {
             "object": of(config),
             "object and method": of(config, method),
             "dictionary and method": of(given, method),
             "file with the method": of_file(tmp_path, given, **family),
         }
-        if not pairs or {"loss_type", "f_divergence_type", "ld_alpha"} & arguments.keys():
+        telling = {"loss_type", "f_divergence_type", "ld_alpha", "packing", "completion_only_loss"}
+        if kind == "grpo" or telling & arguments.keys():
             ways["dictionary"] = of(given)
             ways["file without a method"] = of_file(tmp_path, given, data={"path": ROWS})
         first, *others = ways
@@ -175,8 +188,45 @@ def test_one_list_says_what_differs(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_class_of_a_configuration_says_what_is_trained() -> None:
-    for name in ("KTOConfig", "SFTConfig", "RewardConfig"):
+    for name in ("KTOConfig", "RewardConfig"):
         with pytest.raises(ConfigError, match=f"`args` is a {name}"):
             of(getattr(trl, name)(output_dir="out", use_cpu=True))
     with pytest.raises(ConfigError, match="'num_generations' is an argument of TRL's GRPOConfig"):
         of({"num_generations": 4, "loss_type": "sigmoid"})
+
+
+def test_sft_is_supervised_training_without_rewards() -> None:
+    given = trl.SFTConfig(output_dir="out", use_cpu=True, packing=True, max_length=512)
+    config = as_plain(configuration(MODEL, None, given, ROWS))
+    assert config["rewards"] == [] and config["advantage"] == ["constant"]
+    assert config["objective"]["surrogate"] == "log_likelihood"
+    (engine,) = config["rollout"]["engine"]
+    assert (engine["name"], engine["max_length"], config["policy"]["packing"]) == ("offline", 512, True)
+    assert (config["rollout"]["num_prompts"], config["rollout"]["num_generations"]) == (8, 1)
+    assert (config["learn"]["learning_rate"]["start"], config["num_train_epochs"]) == (2e-5, 3.0)
+    assert config["sampler"] == [{"name": "uniform", "shuffle": True}]
+    sampler = of({"train_sampling_strategy": "group_by_length"}, "supervised")["sampler"]
+    assert sampler in (["group_by_length"], [{"name": "group_by_length"}])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"packing": True, "beta": 0.1},
+            "'beta' is an argument of TRL's GRPOConfig and DPOConfig, .* of SFT",
+        ),
+        ({"packing": True, "num_generations": 4}, "'num_generations' is an argument of TRL's GRPOConfig"),
+        ({"loss_type": "dft"}, "'loss_type='dft'' of TRL is not here; there are nll"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "'packing_strategy='wrapped'' .* never cut"),
+        ({"packing": True, "dataset_text_field": "words"}, "'dataset_text_field='words'' .* `messages`"),
+        ({"completion_only_loss": True, "assistant_only_loss": True}, "give one of them"),
+        (
+            {"num_generations": 4, "train_sampling_strategy": "group_by_length"},
+            "strategy='group_by_length'' of",
+        ),
+    ],
+)
+def test_what_sft_does_not_have_is_refused_by_name(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        of(arguments)

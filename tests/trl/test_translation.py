@@ -10,7 +10,8 @@ import pytest
 
 from mmrl.config.loading import ConfigError, merge, read
 from mmrl.config.schema import Config, parse, parse_some
-from mmrl.trl.names import DPO_ONLY, GRPO, NAMES, NEUTRAL, REFUSED
+from mmrl.trl.given import default_of
+from mmrl.trl.names import DPO_ONLY, LACKS, NAMES, NEUTRAL, REFUSED, SFT_ONLY
 from mmrl.trl.translation import RULES, arguments_of, translate
 
 BASE = {
@@ -24,14 +25,15 @@ METHOD = read("methods/grpo/grpo.yaml")
 
 def test_every_field_of_trl_is_mapped_refused_or_neutral_with_its_default() -> None:
     trl = pytest.importorskip("trl")
-    kinds = (trl.GRPOConfig, trl.DPOConfig, trl.ModelConfig, trl.ScriptArguments)
+    kinds = (trl.GRPOConfig, trl.DPOConfig, trl.SFTConfig, trl.ModelConfig, trl.ScriptArguments)
     assert {*NAMES} & {*REFUSED} == {*NAMES} & {*NEUTRAL} == {*REFUSED} & {*NEUTRAL} == set()
     for config in kinds:
         for field in dataclasses.fields(config):
             made = field.default_factory
             default = field.default if made is dataclasses.MISSING else made()
             if row := NAMES.get(field.name):
-                ours = row.dpo if config is trl.DPOConfig and row.dpo is not ... else row.default
+                kind = {trl.DPOConfig: "dpo", trl.SFTConfig: "sft"}.get(config, "")
+                ours = default_of(field.name, kind)
                 # `dtype` has another default in a script's ModelConfig than where no script names it.
                 assert default in (ours, [ours]) or field.name == "dtype", field.name
                 assert row.rule in {*RULES, ""}, field.name
@@ -40,8 +42,10 @@ def test_every_field_of_trl_is_mapped_refused_or_neutral_with_its_default() -> N
             else:
                 assert field.name in NEUTRAL, field.name
     of = [{field.name for field in dataclasses.fields(kind)} for kind in kinds]
-    assert {*GRPO} <= of[0] and not {*GRPO} & of[1]
-    assert {*DPO_ONLY} <= of[1] and not {*DPO_ONLY} & of[0]
+    for fields, lacked in zip(of, LACKS.values(), strict=False):
+        assert not fields & lacked  # what a kind of run refuses is no field of its class
+        assert lacked <= set().union(*of[:3])
+    assert of[1] >= DPO_ONLY and of[2] >= SFT_ONLY
     assert set(RULES) == {row.rule for row in NAMES.values()} - {""}
 
 

@@ -4,10 +4,13 @@ is."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mmrl.data.dataset_io import RowError
+from mmrl.data.media_root import MediaRoot
 from mmrl.vision.benchmarks.grounding_annotations import FORMS, Annotations, Query
 
 CHARADES = "3MSZA 24.3 30.4##person turn a light on.\nAO8RW 0.0 6.9##a person is putting a book on a shelf.\n"
@@ -256,3 +259,39 @@ def test_a_line_separator_inside_a_json_string_does_not_cut_the_line(tmp_path):
     row = {"video": "a.mp4", "query": "one\u2028two\u0085three", "start": 1, "end": 2}
     path = written(tmp_path, json.dumps(row, ensure_ascii=False) + "\n" + lines(row))
     assert [row.query for row in read("jsonl", path)] == ["one\u2028two\u0085three"] * 2
+
+
+TVG = {
+    "path": "./dataset/videos/tvgbench_data/a.mp4", "question": "a person sits.", "answer": "1.5-7.25",
+    "start": None, "end": None, "duration": 30.5, "source": "x.json", "qsemtype": "Human Pose",
+}  # fmt: skip
+
+
+def test_read_tvgbench(tmp_path):
+    rows = [TVG, {**TVG, "answer": "3.0-3.0"}]
+    first, second = read("tvgbench", written(tmp_path, json.dumps(rows), "tvgbench.json"), extension=".avi")
+    assert (first.uid, second.uid, first.video) == ("0", "1", "a.mp4")
+    assert (first.query, first.spans, first.duration) == ("a person sits.", ((1.5, 7.25),), 30.5)
+    assert second.spans == ((3.0, 3.0),) and second.points  # 11 of its 800 spans have no length
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"answer": "5"}, ("[1]: ", "wanted `answer` as start-end in seconds, got '5'")),
+        ({"answer": "a-b"}, ("[1]: ", "wanted a finite number as `spans: start`")),
+        ({"path": None}, ("[1]: ", "wanted a text as `path`")),
+        ({"duration": 0}, ("[1]: ", "wanted more than 0")),
+    ],
+)
+def test_a_wrong_row_of_tvgbench_is_named(tmp_path, change, words):
+    refused("tvgbench", written(tmp_path, json.dumps([TVG, {**TVG, **change}]), "tvgbench.json"), *words)
+
+
+def test_only_tvgbench_has_spans_without_length():
+    point = Query("q", "a.mp4", "x", ((3.0, 3.0),), 9.0)
+    home = MediaRoot(Path(__file__).parent)
+    name = Path(__file__).name
+    assert replace(point, video=name, points=True).inside_video(home, trim=True).spans == ((3.0, 3.0),)
+    with pytest.raises(RowError, match="does not end after it starts"):
+        replace(point, video=name).inside_video(home, trim=True)

@@ -14,6 +14,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.clip_score import split_sentences
 from mmrl.vision.benchmarks.amber import AmberScene, Words
+from mmrl.vision.benchmarks.answer_rules import RULES
 from mmrl.vision.benchmarks.time_spans import Moments
 from tests.support.quick import FUZZ
 
@@ -31,6 +32,7 @@ REWARDS = [
     )],
     *[("vision.short_answer", {"form": form}, "3") for form in ("text", "number", "letter")],
     *[("vision.binary_vqa", {"form": form}, "yes") for form in ("pope", "exact", "first_word")],
+    *[("vision.benchmark_answer", {"form": form}, "3") for form in RULES],
     ("vision.object_mentions", {}, SCENE),
     ("vision.object_f1", {}, SCENE),
 ]  # fmt: skip

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mmrl.compression.transforms.visual_computation import drop_visual_layers
-from mmrl.vision.decoding.token_steps import layer_windows, shares_prompts
+from mmrl.vision.decoding.packed import layer_windows
+from mmrl.vision.decoding.token_steps import shares_prompts
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed
 

@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from mmrl.data.dataset_io import (
@@ -15,6 +15,7 @@ from mmrl.data.dataset_io import (
     SourceError,
     checked,
     json_lines,
+    json_list,
     parse_json,
     read_text_file,
     text_lines,
@@ -26,7 +27,7 @@ from mmrl.vision.benchmarks.qvhighlights import WINDOW_SECONDS, saliency_of_wind
 from mmrl.vision.benchmarks.time_spans import Span
 
 LONGEST = 1e6  # longest video in seconds; limits the memory of saliency scores
-Form = Literal["charades_sta", "activitynet", "qvhighlights", "jsonl"]
+Form = Literal["charades_sta", "activitynet", "qvhighlights", "tvgbench", "jsonl"]
 Columns = Mapping[str, Any]
 
 
@@ -41,6 +42,7 @@ class Query:
     duration: float | None
     saliency: tuple[tuple[float, ...], ...] = ()
     columns: Columns = field(default_factory=dict)
+    points: bool = False  # spans may end where they start; no answer overlaps them
 
     def inside_video(self, media: MediaRoot, trim: bool, unlabelled: bool = False) -> Query:
         """Check the spans, clip them to the video if `trim`, and read a missing duration from the video file.
@@ -52,7 +54,7 @@ class Query:
         if not self.spans and not unlabelled:
             raise RowError("it has no span")
         for start, end in self.spans:
-            if not start < end < math.inf:
+            if not start < end < math.inf and not (self.points and start == end):
                 raise RowError(f"the span {start:g} to {end:g} s does not end after it starts")
             if not 0 <= start < duration < math.inf:
                 raise RowError(f"the span {start:g} to {end:g} s lies outside its video of {duration:g} s")
@@ -74,8 +76,9 @@ class Annotations:
     def __init__(
         self, path: Path, form: Form = "jsonl", durations: str = "", extension: str = ".mp4"
     ) -> None:
-        # Rows of the format jsonl contain file names; those of the published formats contain video ids.
-        self.path, self.form, self.extension = path, form, "" if form == "jsonl" else extension
+        # Rows of these formats contain file names; those of the other formats contain video ids.
+        named = form in ("jsonl", "tvgbench")
+        self.path, self.form, self.extension = path, form, "" if named else extension
         self.lengths: dict[str, float] = {}
         if not durations:
             return
@@ -111,7 +114,8 @@ class Annotations:
             spans_of(columns, (spans,)),
             None if duration is None else _seconds(duration, "duration"),
             columns.get("saliency", ()),
-            row.all if self.form in ("qvhighlights", "jsonl") else {},
+            row.all if self.form in ("qvhighlights", "tvgbench", "jsonl") else {},
+            self.form == "tvgbench",
         )
 
 
@@ -194,6 +198,26 @@ def parse_qvhighlights(columns: Columns) -> Columns:
     }
 
 
+def tvgbench_rows(path: Path) -> Iterator[DataRow]:
+    """Iterate over TVGBench (arXiv 2503.13377), a JSON list; ids are the numbers of the rows."""
+    for place, row in enumerate(json_list(path)):
+        yield row if row.fault else replace(row, columns={**row.columns, "id": place})
+
+
+def parse_tvgbench(columns: Columns) -> Columns:
+    """Parse a row of TVGBench with the keys path, question, answer (`1.5-7.25`) and duration.
+
+    Videos are found by their file names, without the folders in `path`.
+    """
+    answer = text(columns.get("answer"), "answer")
+    start, mark, end = answer.partition("-")
+    if not mark:
+        raise RowError(f"wanted `answer` as start-end in seconds, got {short(answer)}")
+    video = PurePosixPath(text(columns.get("path"), "path")).name
+    row = {"id": columns.get("id"), "video": video, "query": columns.get("question")}
+    return {**row, "duration": columns.get("duration"), "spans": [(start, end)]}
+
+
 def parse_jsonl(columns: Columns) -> Columns:
     """Parse a row of our own format: `video`, `query`, and `start` and `end`, or a list `spans`.
 
@@ -209,6 +233,7 @@ FORMS: dict[Form, tuple[Callable[[Path], Iterator[DataRow]], Callable[[Columns],
     "charades_sta": (text_lines, parse_charades, "spans"),
     "activitynet": (activitynet_rows, dict, "timestamps"),
     "qvhighlights": (json_lines, parse_qvhighlights, "relevant_windows"),
+    "tvgbench": (tvgbench_rows, parse_tvgbench, "spans"),
     "jsonl": (json_lines, parse_jsonl, "spans"),
 }
 # Maps a format to the names of the columns that its parser reads.
@@ -218,6 +243,7 @@ READS: dict[Form, tuple[str, ...]] = {
     "qvhighlights": tuple(
         ["qid", "query", "vid", "duration", "relevant_windows", "saliency_scores", "relevant_clip_ids"]
     ),
+    "tvgbench": ("path", "question", "answer", "duration"),
     "jsonl": ("video", "query", "spans", "start", "end", "duration", "saliency", "reasoning"),
 }
 

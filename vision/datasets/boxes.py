@@ -28,6 +28,7 @@ from mmrl.data.messages import interleaved
 from mmrl.data.row_fields import declared
 from mmrl.data.video import FrameSampling
 from mmrl.vision.benchmarks.boxes import NOWHERE, Box, Boxes, is_box, normal_label, parse_detections
+from mmrl.vision.benchmarks.refcoco import refcoco_rows
 
 ASK = (
     'Where is "{query}" in the image? Give its box as [left, top, right, bottom] in {units}, in the form '
@@ -48,6 +49,9 @@ def boxes(
     *,
     path: str,
     root: str = "",
+    format: Literal["rows", "refcoco"] = "rows",
+    instances: str = "",
+    split: str = "",
     columns: Mapping[str, str] | None = None,
     prompt: str = ASK,
     demo: str = "",
@@ -69,6 +73,9 @@ def boxes(
     Args:
         path: A file of jsonl, JSON or parquet, or a folder saved by `datasets`.
         root: Folder of the images; by default the folder of the rows.
+        format: `rows` as above, or RefCOCO's files as published (see `refcoco_rows`), one prompt a sentence.
+        instances: For `refcoco`: COCO's `instances.json` with the boxes, if the rows have none.
+        split: For `refcoco`: the split to read, such as testA; empty: all rows.
         columns: Maps the column names above to columns of the file; an empty name omits a column.
         prompt: Template of the prompt, with `{query}`, `{units}` or any other column.
         demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty: no demonstration.
@@ -85,6 +92,10 @@ def boxes(
     """
     source = Path(path)
     media = MediaRoot.of_rows(source, root)
+    if format == "rows" and (instances or split):
+        raise ValueError("`instances` and `split` of `vision.boxes` are for `format: refcoco`")
+    if format == "refcoco" and (form, given) != ("corners", "pixels"):
+        raise ValueError("`format: refcoco` knows the layout of its boxes; leave out `form` and `given`")
 
     def make(row: DataRow, number: int) -> Prompt:
         fields = row.renamed(columns)
@@ -101,7 +112,8 @@ def boxes(
         kept = {key: value for key, value in {**row.others, **fields}.items() if key != "image"}
         return Prompt(uid_of(fields, f"{row.split}#{number}"), messages, target, answers, kept)
 
-    rows, reads = Rows(source, media.root), declared((*READS, *template_fields(prompt, demo)), columns)
+    reads = declared((*READS, *template_fields(prompt, demo)), columns)
+    rows = Rows(source, media.root) if format == "rows" else refcoco_rows(source, instances, split)
     return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
 
 

@@ -83,7 +83,7 @@ class PrefixTree:
         """Return whether the tree saves at least the fraction `GAIN` of the `tokens` computed without it."""
         return self.tokens <= (1 - GAIN) * tokens
 
-    def cost(self, rows: Sequence[int]) -> int:
+    def cost(self, rows: Sequence[int], *, padded: bool = True) -> int:
         """Count the tokens computed for some rows: a node once, padded to the longest node at its depth."""
         sizes: list[dict[int, int]] = []  # for each depth, maps a node to its length
         for row in rows:
@@ -93,6 +93,8 @@ class PrefixTree:
                 node = self.nodes[number]
                 size = min(node.end, len(self.lines[row])) - node.begin
                 sizes[depth][number] = max(size, sizes[depth].get(number, 0))
+        if not padded:
+            return sum(sum(level.values()) for level in sizes)
         return sum(len(level) * max(level.values()) for level in sizes)
 
     def select(self, rows: Sequence[int]) -> PrefixTree:

@@ -21,13 +21,13 @@ from mmrl.vision.decoding.inner_outputs import (
     of_logits,
     of_states,
 )
+from mmrl.vision.decoding.packed import read_packed
 from mmrl.vision.decoding.prefill import merge_media
 from mmrl.vision.decoding.sequence_parallel import SequenceParallel
 from mmrl.vision.decoding.token_steps import (
     FORBIDDEN,
     TokenSteps,
     read_cached,
-    read_packed,
     read_whole,
     shares_prompts,
 )
@@ -131,13 +131,16 @@ class StepModel(nn.Module):
         if self.together and torch.is_grad_enabled():
             with self.together.active():
                 hidden = read_whole(core, steps)
-        elif not shares_prompts(core, steps, packed=self.checkpointed):
+        elif not shares_prompts(core, steps, packed=self.checkpointed or steps.packing):
             hidden = read_whole(core, steps)
         elif self.checkpointed:
             hidden = read_packed(core, steps)
         else:
             with onednn(core):  # not with checkpointing, which recomputes layers outside this context
-                hidden = read_cached(core, steps, share_prefix=self.share)
+                if steps.packing:
+                    hidden = read_packed(core, steps)
+                else:
+                    hidden = read_cached(core, steps, share_prefix=self.share)
         shown, heard = (
             {name for media in steps.media for name in media},
             self.blank.get("audio", {}).keys() - {"input_ids"},

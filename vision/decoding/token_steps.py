@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from mmrl.core.types import Unit
 from mmrl.kv_cache.attention_interface import BASES, attention_of
-from mmrl.kv_cache.hf_cache import attention_types, only_attends
+from mmrl.kv_cache.hf_cache import only_attends
 from mmrl.vision.decoding.prefill import merge_media, pad_positions, pad_rows, prefill, squeeze_axes
-from mmrl.vision.decoding.prefix_tree import ROOT, Line, Medium, Node, PrefixTree, find_tree, media_of
+from mmrl.vision.decoding.prefix_tree import Line, Medium, Node, PrefixTree, find_tree, media_of
 from mmrl.vision.decoding.tree_reading import read_tree
-from mmrl.vision.models.model_families import family_of, type_arguments, types_argument
+from mmrl.vision.models.model_families import type_arguments, types_argument
 from mmrl.vision.models.processor import EncodedPrompt
 
 # Logit of a token with probability 0; its product with 0 is finite, unlike that of minus infinity.
@@ -95,6 +95,7 @@ class TokenSteps:
     `suffixes[i]` is the suffix of row i, None without replies; `suffixes` is empty if no row has replies.
     `tree` holds the prefixes that rows share beyond their prompts; None if sharing saves too few tokens.
     `unconditional` holds the image parts after the negative prompt (`guidance.py`); None without guidance.
+    With `packing`, rows are computed in one sequence without padding (`packed.py`).
     """
 
     prompts: tuple[EncodedPrompt, ...]
@@ -106,11 +107,12 @@ class TokenSteps:
     tree: PrefixTree | None = None
     unconditional: Any = None
     unit: Unit = Unit.ROW
+    packing: bool = False
 
     def cost(self, rows: Tensor) -> int:
         """Count the tokens computed for some rows, padding included; a shared prefix counts once."""
         apart = self._cost_apart(rows)
-        own = min(apart, self.tree.cost(rows.tolist())) if self.tree else apart
+        own = min(apart, self.tree.cost(rows.tolist(), padded=not self.packing)) if self.tree else apart
         return own + (self.unconditional.cost(rows) if self.unconditional else 0)
 
     def _cost_apart(self, rows: Tensor) -> int:
@@ -120,6 +122,8 @@ class TokenSteps:
         length = self.length[rows]
         if self.suffixes:
             length = torch.tensor([len(self.suffix(row).ids) for row in rows.tolist()])
+        if self.packing:
+            return sum(len(self.prompts[i].ids) for i in distinct) + int(length.sum())
         return len(distinct) * longest + len(rows) * int(length.max())
 
     def __getitem__(self, cut: tuple[Tensor, slice]) -> TokenSteps:
@@ -136,6 +140,7 @@ class TokenSteps:
             suffixes if any(suffixes) else (),
             self.tree and self.tree.select(rows.tolist()),
             self.unconditional and self.unconditional.select(rows),
+            packing=self.packing,
         )
 
     def with_tree(self, core: nn.Module) -> TokenSteps:
@@ -169,7 +174,7 @@ class TokenSteps:
         """
         assert self.tree is not None
         sizes = torch.tensor([0, *map(len, self.tree.nodes)])
-        place = _where(self, self.tree, sizes.cumsum(0).tolist())[inside]
+        place = where_read(self, self.tree, sizes.cumsum(0).tolist())[inside]
         temperature = self.temperature.unique(return_inverse=True)[1][:, None].expand(inside.shape)[inside]
         key = torch.stack([place, self.ids[:, : self.longest][inside], temperature])
         distinct, each = key.unique(dim=1, return_inverse=True)
@@ -210,7 +215,7 @@ def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True
     device = core.get_input_embeddings().weight.device
     if (tree := steps.cheaper_tree) and (result := read_tree(core, tree)):
         states, starts = result
-        return states[_where(steps, tree, starts).to(device)]
+        return states[where_read(steps, tree, starts).to(device)]
     prefix = prefill(core, steps.prompts, share_prefix=share_prefix).select(steps.which.to(device))
     # Inputs are shifted by one: the last token of the prompt predicts the first token of the answer.
     if not steps.suffixes:
@@ -224,53 +229,6 @@ def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True
         merge_media(core, [row.media for row in rows], device),
     )
     return hidden[torch.arange(len(rows), device=device)[:, None], chosen]
-
-
-def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
-    """Compute the hidden states that predict tokens, with a prompt and its answers in one sequence.
-
-    Gradient checkpointing needs this, because a recomputed layer must not write to a cache again. The mask
-    lets a token attend to earlier tokens of its own row only. States after the end of a row are arbitrary.
-    """
-    device = core.get_input_embeddings().weight.device
-    tree = steps.tree or _prompts_and_answers(steps)
-    roots = list(range(len(tree.nodes)))  # maps a node to its root
-    for number, node in enumerate(tree.nodes):
-        roots[number] = number if node.parent == ROOT else roots[node.parent]
-    packs: dict[int, list[int]] = {}
-    for number, root in enumerate(roots):
-        packs.setdefault(root, []).append(number)
-    sizes = [sum(len(tree.nodes[number]) for number in pack) for pack in packs.values()]
-    starts = [0] * len(tree.nodes)
-    for place, (size, pack) in enumerate(zip(sizes, packs.values(), strict=True)):
-        at = (place + 1) * max(sizes) - size  # sequences are padded on the left
-        for number in pack:
-            starts[number], at = at, at + len(tree.nodes[number])
-
-    def packed(part: Callable[[int], Tensor]) -> Tensor:
-        return pad_rows([torch.cat([part(number) for number in pack]) for pack in packs.values()], device)
-
-    ids, positions = packed(tree.ids), packed(lambda number: tree.positions(number).T).permute(2, 0, 1)
-    owner = packed(lambda number: torch.full((len(tree.nodes[number]),), number))
-    index = packed(lambda number: torch.arange(tree.nodes[number].begin, tree.nodes[number].end))
-    mask = packed(lambda number: torch.ones(len(tree.nodes[number]), dtype=torch.bool))
-    media = [tensors for pack in packs.values() for number in pack for tensors in tree.media(number)]
-    # Padding attends to itself only, so its id is arbitrary. The embedding of id 0 may be a zero vector, at
-    # which the gradient of Gemma 3n is NaN: use an id of an answer instead.
-    ids = ids.masked_fill(~mask, int(steps.ids.max()))
-    # Eager attention adds its mask to the scores.
-    dtype = core.dtype if attention_of(core.config) == "eager" else None
-    hidden = core(
-        input_ids=ids,
-        attention_mask=_masks(
-            layer_windows(core.config), tree.before().to(device), owner, index, mask, dtype
-        ),
-        use_cache=False,
-        position_ids=squeeze_axes(positions.contiguous()),
-        **family_of(core.config).experts(core.config, ids),
-        **merge_media(core, media, device),
-    ).last_hidden_state
-    return hidden.flatten(0, 1)[_where(steps, tree, starts).to(device)]
 
 
 def read_whole(core: nn.Module, steps: TokenSteps) -> Tensor:
@@ -319,7 +277,7 @@ def _line(prompt: EncodedPrompt, suffix: Suffix, media: tuple[Medium, ...]) -> L
     return Line(ids[:length], positions[:, :length], media)
 
 
-def _prompts_and_answers(steps: TokenSteps) -> PrefixTree:
+def prompts_and_answers(steps: TokenSteps) -> PrefixTree:
     """Make a tree of depth 2: prompts without their last token, then answers that begin with that token."""
     lines, nodes, paths = [], [], []
     roots: dict[int, int] = {}
@@ -340,7 +298,7 @@ def _prompts_and_answers(steps: TokenSteps) -> PrefixTree:
     return PrefixTree(tuple(lines), tuple(nodes), tuple(paths))
 
 
-def _where(steps: TokenSteps, tree: PrefixTree, starts: Sequence[int]) -> Tensor:
+def where_read(steps: TokenSteps, tree: PrefixTree, starts: Sequence[int]) -> Tensor:
     """Return the index (N, longest) of the state that predicts each token of a row; 0 after the row's end."""
     where = torch.zeros(len(steps.ids), steps.longest, dtype=torch.int64)
     for row, number in enumerate(steps.which.tolist()):
@@ -348,50 +306,3 @@ def _where(steps: TokenSteps, tree: PrefixTree, starts: Sequence[int]) -> Tensor
         places = tree.places(row, starts)[len(steps.prompts[number].ids) - 1 :]
         where[row, : len(chosen)] = places[chosen]
     return where
-
-
-def _masks(
-    windows: dict[str, int | None],
-    before: Tensor,
-    owner: Tensor,
-    index: Tensor,
-    mask: Tensor,
-    dtype: torch.dtype | None = None,
-) -> Tensor | dict[str, Tensor]:
-    """Make the mask (P, 1, S, S) of P packed sequences; if layers differ, one mask per layer type.
-
-    Args:
-        windows: Maps each layer type to its window, see `layer_windows`.
-        before: (n, n) bool, the nodes that each node attends to.
-        owner: (P, S) index of every token's node.
-        index: (P, S) index of every token in its row.
-        mask: (P, S) bool, False for padding.
-        dtype: dtype of an additive mask; None: make a bool mask.
-    """
-    size = owner.shape[1]
-    earlier = torch.ones(size, size, dtype=torch.bool, device=owner.device).tril()
-    seen = before[owner[:, :, None], owner[:, None, :]]  # (P, S, S): sequence, query token, key token
-    # Padding attends to itself, because the softmax over no key is NaN.
-    alone = torch.eye(size, dtype=torch.bool, device=owner.device) & ~mask[:, :, None]
-    allowed = (earlier & seen & mask[:, None, :]) | alone
-    distance = index[:, :, None] - index[:, None, :]  # (P, S, S) tokens between query and key in their row
-    masks = {
-        name: (allowed if window is None else allowed & (distance < window))[:, None]
-        for name, window in windows.items()
-    }
-    if dtype is not None:
-        lowest = torch.finfo(dtype).min
-        masks = {
-            name: torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, lowest)
-            for name, allowed in masks.items()
-        }
-    return masks if len(masks) > 1 else masks.popitem()[1]
-
-
-def layer_windows(config: Any) -> dict[str, int | None]:
-    """Map each layer type of a model (full or sliding attention) to its window in tokens; None: no limit."""
-    text = config.get_text_config(decoder=True)
-    types = attention_types(text)
-    window = text.sliding_window if "sliding_attention" in types else None
-    windows = {"full_attention": None, "sliding_attention": window, "chunked_attention": None}
-    return {name: windows[name] for name in types}

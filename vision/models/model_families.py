@@ -151,6 +151,12 @@ def check_length(length: float, limit: int) -> None:
         )
 
 
+def check_max_length(length: int, most: int) -> None:
+    """Raise ValueError for a row of more tokens than `max_length`; 0: no limit."""
+    if most and length > most:
+        raise ValueError(f"its {length} tokens exceed `max_length: {most}`, and rows are never cut; raise it")
+
+
 def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
     """Raise ValueError unless a model can read the token ids and the encoded images of a policy."""
     own = policy.processor.tokenizer

@@ -1,4 +1,4 @@
-"""Comparison of a prompt's tokens with the tokens of `processor.apply_chat_template`."""
+"""Inputs made without the prompt encoder: those of `processor.apply_chat_template`, and dummy media."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmrl.config.loading import ConfigError
 from mmrl.core.modalities import MODALITIES
-from mmrl.core.types import Prompt
+from mmrl.core.types import Media, Message, Part, Prompt, Sound
 
 AROUND = 8  # tokens shown on each side of a difference
 
@@ -86,3 +86,24 @@ def first_difference(ids: Tensor, plain: Tensor, tokenizer: Any) -> str:
     )
     mine, theirs = (tokenizer.decode(one[max(0, at - AROUND) : at + AROUND]) for one in (ids, plain))
     return f"token {at} is the first that differs, in {mine!r} here and {theirs!r} there"
+
+
+def blank_media(encoder: Any) -> dict[str, dict[str, Tensor]]:
+    """Make dummy media inputs: a black image for the vision tower, and a prompt with a silent sound.
+
+    `encoder` is the `PromptEncoder` of the model. Returns inputs by kind; {} for a model of text.
+    """
+    images = encoder.processor.image_processor
+    if images is None:
+        return {}
+    black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # gives 2 x 2 features in Qwen2-VL
+    inputs = images(images=[black], return_tensors="pt")
+    # Leave out values that the model does not read, such as the numbers of tiles.
+    names = filter(inputs.__contains__, images.model_input_names)
+    blank = {"image": encoder.family.prepare({name: torch.as_tensor(inputs[name]) for name in names})}
+    if encoder.family.sounds(encoder.core.config):
+        silence = Media("audio", "silence", lambda: Sound(torch.zeros(16000), 16000))
+        message = Message("user", (Part(media=silence), Part("x")))
+        silent = encoder.encode(Prompt("silence", (message,)))
+        blank["audio"] = {"input_ids": silent.ids[None], **silent.media}
+    return blank

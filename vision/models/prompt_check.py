@@ -17,9 +17,10 @@ from mmrl.core.types import Media, Outcome, Prompt, reading
 from mmrl.data.media import upright_size
 from mmrl.data.media_root import MediaFile
 from mmrl.data.sound import sound_duration
+from mmrl.runtime.content_hash import of_tensors
 from mmrl.vision.models.listed_tools import QWEN_TOOLS, listed_tools
 from mmrl.vision.models.media_arguments import check_images, check_seconds, extractor_of, video_size_options
-from mmrl.vision.models.model_families import check_length, check_sounds
+from mmrl.vision.models.model_families import check_length, check_max_length, check_sounds
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.recorded_turns import encode_recorded, recorded_turns
 
@@ -37,11 +38,15 @@ class PromptCheck:
     for other processors, nor faults that only decoding shows, such as truncated files.
     """
 
+    # Options of the policy that change how prompts are rendered.
+    rendering = frozenset({"model", "min_pixels", "max_pixels", "chat_template_kwargs"})
+
     def __init__(self, encoder: PromptEncoder) -> None:
         self.encoder = encoder
         self.limit = encoder.limit
         self._forms: set[Any] = set()
         self.check_served: Callable[[Any, Prompt], None] | None = None
+        self.max_length, self.needs_answers = 0, False
         self.image_features = lru_cache(SIZES)(self._features_of)  # maps (height, width) to a count
 
     def __call__(self, prompt: Prompt) -> None:
@@ -50,6 +55,8 @@ class PromptCheck:
             self.check_served(self.encoder.core.config, prompt)
         with reading(prompt):
             recorded = prompt.answers if type(prompt.answers) is tuple else ()
+            if self.needs_answers and prompt.answers == ():
+                raise ValueError("it has no recorded answers, and the engine needs them")
             recorded = [one for one in recorded if one.text or one.extra]
             form = (
                 json.dumps(prompt.tools),
@@ -71,11 +78,13 @@ class PromptCheck:
                 encoded = self.encoder.encode(prompt)
                 longest = max((len(self.encoder.answer(text)) for text in answers), default=1)
                 check_length(encoded.next_position + longest - 1, self.limit)
+                check_max_length(len(encoded.ids) + longest, self.max_length)
             for one in recorded:
                 whole = replace(prompt, messages=(*(one.asked or prompt.messages), *one.turns))
                 self.encoder.check_text(whole)
                 if whole != prompt and self._may_exceed(whole, len((one.text or "").encode())):
-                    encode_recorded(self.encoder, prompt, one)
+                    read, last = encode_recorded(self.encoder, prompt, one)[1][-1]
+                    check_max_length(len(read.ids) + len(last), self.max_length)
 
     def _texts(self, prompt: Prompt, one: Outcome, plain: bool) -> list[str]:
         """List the texts of the turns of an answer; `plain`: the prompt's form was rendered before."""
@@ -84,7 +93,7 @@ class PromptCheck:
         return [text for text, *_ in recorded_turns(self.encoder, prompt, one)]
 
     def _may_exceed(self, prompt: Prompt, answer_bytes: int) -> bool:
-        """Whether an upper bound of the tokens of a prompt and an answer exceeds the context.
+        """Whether an upper bound of the tokens of a prompt and an answer exceeds context or `max_length`.
 
         A token has at least one byte, so bytes are an upper bound of tokens.
         """
@@ -92,12 +101,24 @@ class PromptCheck:
         texts = len(prompt.text.encode()) + sum(len(m.extra) for m in prompt.messages)
         around = self._around * len(prompt.messages)
         tools = len(json.dumps(prompt.tools, indent=4)) + len(QWEN_TOOLS) if prompt.tools else 0
-        return bool(self.limit) and features + texts + tools + answer_bytes + around >= self.limit
+        most = features + texts + tools + answer_bytes + around
+        return 0 < self.limit <= most or 0 < self.max_length < most
 
     def check_engine(self, engine: Piece) -> None:
-        """Also check prompts with the check of an engine, whose servers may not support all media."""
-        check = getattr(find("engine", engine.name).target, "check_prompt", None)
+        """Also check what an engine needs: media that its servers support, recorded answers, `max_length`."""
+        target = find("engine", engine.name).target
+        self.needs_answers = bool(getattr(target, "needs_answers", False))
+        check = getattr(target, "check_prompt", None)
         self.check_served = check and partial(check, engine.options)
+        self.max_length = int(engine.options.get("max_length") or 0)
+
+    def render(self, prompt: Prompt) -> str:
+        """Render a prompt with the chat template; media become `<image: 64 tokens>`."""
+        return self.encoder.render(prompt)
+
+    def input_hash(self, prompt: Prompt) -> str:
+        """Hash the token ids of a prompt, and its media tensors."""
+        return input_hash(self.encoder, prompt)
 
     @cached_property
     def _around(self) -> int:
@@ -118,6 +139,12 @@ class PromptCheck:
         if count is None:
             return self.limit  # so large that `__call__` encodes the prompt
         return int(count(image_sizes=[[height, width]])["num_image_tokens"][0])
+
+
+def input_hash(encoder: PromptEncoder, prompt: Prompt) -> str:
+    """Hash the token ids of a prompt, then its media tensors: two hashes of 16 digits, with a space."""
+    encoded = encoder.encode(prompt)
+    return f"{of_tensors([encoded.ids])[:16]} {of_tensors(encoded.media.values())[:16]}"
 
 
 def most_image_tokens(check: PromptCheck, medium: Media) -> int:

@@ -22,7 +22,8 @@ def recorded_turns(
     """Yield text, tokens (T,) and the replies that follow, for every turn of a recorded answer.
 
     Each turn of the assistant is rendered as the next turn after all messages before it. Raises ValueError
-    as `PromptEncoder.recorded` does, and if the model reads no media after an answer.
+    as `PromptEncoder.recorded` does, if the model reads no media after an answer, and for turns of the
+    assistant that follow each other or show media.
     """
     media = any(part.media for turn in outcome.turns for part in turn.parts)
     if media and not encoder.family.media_in_replies:
@@ -32,6 +33,10 @@ def recorded_turns(
     if listed.tools != prompt.tools:
         turns = list(map(with_written_calls, turns))
     places = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
+    if any(part.media for place in places for part in turns[place].parts):
+        raise ValueError("a turn of the assistant shows media; only texts can be learned")
+    if any(after - place == 1 for place, after in pairwise(places)):
+        raise ValueError("two turns of the assistant follow each other; join them to one turn")
     for place, following in pairwise([*places, len(turns)]):
         before = replace(listed, messages=(*listed.messages, *turns[:place]))
         text, ids = encoder.recorded(before, Outcome(text=turns[place].text, extra=turns[place].extra))

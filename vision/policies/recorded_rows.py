@@ -4,24 +4,52 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory, Transcript
-from mmrl.vision.decoding.token_steps import TokenRow
-from mmrl.vision.models.processor import PromptEncoder
+import torch
+from torch import Tensor
+
+from mmrl.core.types import CHANGED, Message, Outcome, Part, Prompt, Trajectory, Transcript
+from mmrl.kv_cache.layout import media_ids
+from mmrl.vision.decoding.token_steps import Suffix, TokenRow
+from mmrl.vision.models.model_families import check_max_length
+from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
 from mmrl.vision.models.recorded_turns import encode_recorded
 
 
-def recorded_row(encoder: PromptEncoder, prompt: Prompt, outcome: Outcome) -> Trajectory:
-    """Encode a recorded answer as a row whose steps are the tokens of all its turns of the assistant.
+def recorded_row(
+    encoder: PromptEncoder,
+    prompt: Prompt,
+    outcome: Outcome,
+    *,
+    learn: str = "completion",
+    max_length: int = 0,
+) -> Trajectory:
+    """Encode a recorded answer as a row; the learned tokens are its steps.
 
     Every turn ends with its end token. The messages between the turns are read, and are no steps. The row's
     answer is the last turn; it keeps the `turns`, and leaves out `asked`, so that an engine can encode it
     again after other media. Raises ValueError for an answer that the model cannot read.
+
+    Args:
+        encoder: The encoder of the model.
+        prompt: The conversation before the answer.
+        outcome: The recorded answer with its `turns`.
+        learn: "completion": the assistant's turns of the answer; "assistant": also those of the prompt, each
+            rendered as the last one; "all": all tokens, except the first, which nothing predicts, and
+            placeholders of media.
+        max_length: Maximum number of tokens of the row, media included; 0: no limit.
     """
-    text, turns, replies = encode_recorded(encoder, prompt, outcome)
-    row, tags = TokenRow.of_turns(turns), {"finish": "stop", **outcome.tags}
+    if (max_length or learn != "completion") and outcome.text is None and not outcome.extra:
+        raise ValueError("its recorded answer is no text; `max_length` and the choice of tokens need one")
+    begun = _from_first_turn(prompt, outcome) if learn == "assistant" else (prompt, outcome)
+    text, turns, replies = encode_recorded(encoder, *begun)
+    read, last = turns[-1]
+    check_max_length(len(read.ids) + len(last), max_length)
+    row = _whole(encoder, read, last) if learn == "all" else TokenRow.of_turns(turns)
+    changed = {CHANGED: "yes"} if learn != "completion" and row.suffix else {}
+    tags = {"finish": "stop", **outcome.tags, **changed}
     answer = Outcome(text, end=len(row.ids), tags=tags, recorded=outcome.recorded, turns=outcome.turns)
     whole = Trajectory(prompt, prompt.uid, (answer,), row, len(row.ids), {"token": row.ids}, on_policy=False)
-    if not replies:
+    if not replies or learn != "completion":
         return whole
     script = Transcript(prompt.tools, tuple(ids for _, ids in turns), tuple(map(tuple, replies)))
     return replace(
@@ -29,3 +57,27 @@ def recorded_row(encoder: PromptEncoder, prompt: Prompt, outcome: Outcome) -> Tr
         turns=(*outcome.turns, Message("assistant", (Part(text),))),
         transcript=None if outcome.asked else script,
     )
+
+
+def _from_first_turn(prompt: Prompt, outcome: Outcome) -> tuple[Prompt, Outcome]:
+    """Move the messages from the assistant's first turn on from a prompt to the turns of its answer."""
+    messages = outcome.asked or prompt.messages
+    first = next((i for i, one in enumerate(messages) if one.role == "assistant"), len(messages))
+    begun = replace(prompt, messages=messages[:first])
+    return begun, replace(outcome, asked=(), turns=(*messages[first:], *outcome.turns))
+
+
+def _whole(encoder: PromptEncoder, prompt: EncodedPrompt, answer: Tensor) -> TokenRow:
+    """Make a row whose steps are all tokens of a prompt and its answer, except placeholders of media."""
+    config = encoder.core.config
+    hidden = torch.tensor(media_ids(config), dtype=torch.int64)
+    if encoder.family.prefix_lm or torch.isin(prompt.ids[0], hidden):
+        raise ValueError(
+            f"prompts of a model of type '{config.model_type}' cannot be learned: tokens attend to each "
+            "other, or begin with an image; set `completion_only_loss: true`"
+        )
+    after = Suffix.answer(prompt, answer)
+    ids, positions = torch.cat([prompt.ids, answer]), torch.cat([prompt.positions, after.positions], 1)
+    chosen = (~torch.isin(ids[1:], hidden)).nonzero()[:, 0]
+    first = EncodedPrompt(prompt.uid, ids[:1], positions[:, :1], {})
+    return TokenRow(first, ids[1:][chosen], suffix=Suffix(ids[1:], positions[:, 1:], chosen, prompt.media))

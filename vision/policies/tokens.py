@@ -16,13 +16,9 @@ from mmrl.config.registry import policy
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded, pad_to
 from mmrl.core.types import (
-    Media,
-    Message,
     Outcome,
-    Part,
     Prompt,
     Rollouts,
-    Sound,
     Trajectory,
     Transcript,
     reading,
@@ -40,21 +36,19 @@ from mmrl.runtime.weights import load_whole
 from mmrl.vision.decoding.divergence import Taught, Teaching
 from mmrl.vision.decoding.guidance import ImageTokens, Unconditional, check_guidance
 from mmrl.vision.decoding.inner_outputs import OF_LOGITS, OF_STATES, InnerOptions
+from mmrl.vision.decoding.packed import check_packing
 from mmrl.vision.decoding.role_adapters import RoleAdapters, check_roles
 from mmrl.vision.decoding.sequence_parallel import SequenceParallel, check_sequence_parallel
 from mmrl.vision.decoding.step_model import StepModel
-from mmrl.vision.decoding.token_steps import (
-    TokenRow,
-    TokenSteps,
-    distinct_prompts,
-)
+from mmrl.vision.decoding.token_steps import TokenRow, TokenSteps, distinct_prompts
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.models import loading
 from mmrl.vision.models.chat_template import ChatTemplate
 from mmrl.vision.models.image_writer import ImageWriter
 from mmrl.vision.models.model_families import check_length, check_same_tokens
+from mmrl.vision.models.plain_inputs import blank_media
 from mmrl.vision.models.processor import PromptEncoder, pixel_limits
-from mmrl.vision.models.prompt_check import PromptCheck
+from mmrl.vision.models.prompt_check import PromptCheck, input_hash
 from mmrl.vision.models.trained_part import TrainedPart, holds_part, part_of
 from mmrl.vision.policies.recorded_rows import recorded_row
 from mmrl.vision.tools.call_formats import encode_transcript
@@ -84,6 +78,8 @@ class Tokens:
         gradient_checkpointing: Recompute layers in the backward pass: less memory, more time.
         share_prefix: Whether rows share the keys and values of their prompt, and of longer common prefixes if
             this saves at least 1/20 of all tokens. If false, every row has its own copy.
+        packing: Compute the rows of a micro-batch as one sequence without padding. A row attends to itself
+            only and has its own positions, so losses and gradients are those of separate rows.
         sp_size: Number of processes that divide the tokens of each row in training, for long rows (sequence
             parallelism, Ulysses, arXiv 2309.14509). Needs `share_prefix: false`. 1: each has its own rows.
         min_pixels: Minimal pixels of an image after the image processor; None: the processor's default.
@@ -119,6 +115,7 @@ class Tokens:
         frozen: bool = False,
         gradient_checkpointing: bool = False,
         share_prefix: bool = True,
+        packing: bool = False,
         sp_size: PositiveInt = 1,
         min_pixels: Annotated[PositiveInt, AtMost("max_pixels")] | None = None,
         max_pixels: PositiveInt | None = None,
@@ -134,6 +131,7 @@ class Tokens:
         check_sequence_parallel(model, sp_size, share_prefix, attn_implementation, transform, roles)
         check_guidance(model, guidance_scale, negative_prompt)
         self.processor = loading.load_processor(model)
+        check_packing(model, packing, attn_implementation, transform, sp_size)
         ChatTemplate(self.processor, chat_template_kwargs).ends()  # fails before weights are loaded
         self.model = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
@@ -146,10 +144,8 @@ class Tokens:
         shape = {"rank": lora_rank, "alpha": lora_alpha, "layers": lora_target_modules}
         self._adapt(adapter, roles, bool(transform), **shape, tower=not freeze_vision_tower)
         self.outputs = self.outputs - {"reversed_logp"} | (self.part.outputs if self.part else frozenset())
-        self._choose_weights(freeze_vision_tower, frozen)
-        if gradient_checkpointing:
-            checkpoint_layers(self.model)
-        self.compute, self.share_prefix, self.packed = DTYPES[dtype], share_prefix, gradient_checkpointing
+        self.compute, self.share_prefix, self.packing = DTYPES[dtype], share_prefix, packing
+        self._choose_weights(freeze_vision_tower, frozen, gradient_checkpointing)
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
         self.teachers: list[Teaching] = []  # each teacher appends itself
         self.module: nn.Module = StepModel(
@@ -158,7 +154,7 @@ class Tokens:
             compute=self.compute,
             checkpointed=gradient_checkpointing,
             share=share_prefix,
-            blank={} if freeze_vision_tower else self._blank_media(),
+            blank={} if freeze_vision_tower else blank_media(self.prompt_encoder),
             inner=self.inner,
             part=self.part,
             together=SequenceParallel(self.model.base_model, sp_size) if sp_size > 1 else None,
@@ -178,14 +174,10 @@ class Tokens:
         if Path(model).expanduser().is_dir():
             scale = float(options.get("guidance_scale", 1))
             check_guidance(model, scale, str(options.get("negative_prompt") or ""))
-        check_sequence_parallel(
-            model,
-            int(options.get("sp_size", 1)),
-            bool(options.get("share_prefix", True)),
-            str(options.get("attn_implementation", "sdpa")),
-            options.get("transform"),
-            options.get("roles"),
-        )
+        size, attention = int(options.get("sp_size", 1)), str(options.get("attn_implementation", "sdpa"))
+        share, transform = bool(options.get("share_prefix", True)), options.get("transform")
+        check_sequence_parallel(model, size, share, attention, transform, options.get("roles"))
+        check_packing(model, bool(options.get("packing")), attention, transform, size)
         if start and (adapter or options.get("lora_rank")):
             loading.check_folders(model, start)
         elif start and not holds_part(Path(start)):
@@ -199,24 +191,6 @@ class Tokens:
             str(options["model"]), pixels=pixel_limits(options), variables=variables
         )
         return PromptCheck(encoder)
-
-    def _blank_media(self) -> dict[str, dict[str, Tensor]]:
-        """Make dummy media inputs: a black image for the vision tower, and a prompt with a silent sound."""
-        if self.processor.image_processor is None:
-            return {}
-        black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # gives 2 x 2 features in Qwen2-VL
-        images = self.processor.image_processor
-        inputs = images(images=[black], return_tensors="pt")
-        # Leave out values that the model does not read, such as the numbers of tiles.
-        names = filter(inputs.__contains__, images.model_input_names)
-        image = self.prompt_encoder.family.prepare({name: torch.as_tensor(inputs[name]) for name in names})
-        blank = {"image": image}
-        if self.prompt_encoder.family.sounds(self.core.config):
-            silence = Media("audio", "silence", lambda: Sound(torch.zeros(16000), 16000))
-            message = Message("user", (Part(media=silence), Part("x")))
-            silent = self.prompt_encoder.encode(Prompt("silence", (message,)))
-            blank["audio"] = {"input_ids": silent.ids[None], **silent.media}
-        return blank
 
     def _adapt(self, adapter: str, roles: tuple[str, ...], transformed: bool, **shape: Any) -> None:
         """Load the saved adapter, or add new adapters if any are configured."""
@@ -232,8 +206,8 @@ class Tokens:
         self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
         self.part: TrainedPart | None = self.roles if self.adapter else part_of(self.model)
 
-    def _choose_weights(self, freeze_vision_tower: bool, frozen: bool) -> None:
-        """Choose the trained weights, except adapters, and convert them to float32."""
+    def _choose_weights(self, freeze_vision_tower: bool, frozen: bool, checkpointed: bool) -> None:
+        """Choose the trained weights, except adapters, and convert them to float32; checkpoint the layers."""
         if isinstance(self.part, nn.Module):
             self.model.requires_grad_(False)
             self.part.requires_grad_(True)
@@ -246,6 +220,9 @@ class Tokens:
         if stays := self.prompt_encoder.family.frozen:
             self.core.get_submodule(stays).requires_grad_(False)
         keep_training_precision(self.model)
+        self.packed = self.packing or checkpointed
+        if checkpointed:
+            checkpoint_layers(self.model)
 
     def check_steps_of(self, policy: Tokens) -> None:
         """Raise `ValueError` unless this model can read another policy's token ids and encoded images."""
@@ -276,6 +253,10 @@ class Tokens:
         """Render a prompt with the chat template; media become `<image: 64 tokens>`."""
         return self.prompt_encoder.render(prompt)
 
+    def input_hash(self, prompt: Prompt) -> str:
+        """Hash the token ids of a prompt, and its media tensors."""
+        return input_hash(self.prompt_encoder, prompt)
+
     def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
         """Make the reader that loads the media of prompts."""
         return MediaReader.of_data(options, root)
@@ -293,6 +274,12 @@ class Tokens:
         answer = Outcome(outcome.text, outcome.image, end=len(ids), tags=tags, recorded=outcome.recorded)
         row = TokenRow(encoded, ids, chosen=chosen)
         return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
+
+    def encode_conversation(
+        self, prompt: Prompt, outcome: Outcome, *, learn: str, max_length: int = 0
+    ) -> Trajectory:
+        """Encode a recorded answer as a row with the learned tokens `learn`; see `recorded_row`."""
+        return recorded_row(self.prompt_encoder, prompt, outcome, learn=learn, max_length=max_length)
 
     def restore_rows(
         self, prompt: Prompt, notes: Mapping[str, Tensor], transcript: Transcript | None = None
@@ -336,6 +323,7 @@ class Tokens:
         suffixes = tuple(row.suffix for row in rows)
         temperature = torch.tensor([row.temperature for row in rows])
         steps = TokenSteps(distinct, which, ids, length, temperature, suffixes if any(suffixes) else ())
+        steps = replace(steps, packing=self.packing)
         if self.share_prefix and reads_trees(self.model, packed=self.packed):
             steps = steps.with_tree(self.core)
         if self.images and self.guidance_scale != 1:

@@ -74,7 +74,9 @@ def _truth(prompt: Prompt) -> float | None:
 
 def _own_yes_no(prompt: Prompt, *, of: str) -> OwnAnswer | None:
     truth = _truth(prompt)
-    return None if truth is None or of != "correct" else OwnAnswer(("Yes" if truth == YES else "No",))
+    if truth is None:
+        return None
+    return OwnAnswer(("Yes" if truth == YES else "No",) if of == "correct" else ())  # labels are not graded
 
 
 @reward(own_answer=_own_yes_no)

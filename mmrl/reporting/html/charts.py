@@ -28,7 +28,7 @@ WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 60, 22, 16, 38  # fixed margins, so that the script knows where the axes are
 AXES = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT)
 POINTS = {"line": 240, "area": 40}  # maximum number of points; longer lines are averaged in bins
-BANDS = 3  # largest number of lines whose intervals are shaded
+BANDS = 8  # largest number of lines whose intervals are shaded
 SMOOTHED = 40  # lines with at least this many points get a running mean
 STYLE = Path(__file__).with_name("chart.mplstyle")
 
@@ -42,6 +42,16 @@ class Line:
     y: Sequence[float]  # NaN leaves a gap
     place: int = 0  # index of colour and dashes; the same for a run in all charts
     band: Sequence[tuple[float, float]] = ()  # interval (low, high) of every point; empty: none
+
+    @property
+    def colour(self) -> str:
+        """The colour of the line."""
+        return style_of(self.place)[0]
+
+    @property
+    def dash(self) -> Any:
+        """The dashes of the line."""
+        return style_of(self.place)[1]
 
 
 @contextmanager
@@ -138,7 +148,9 @@ def binned(line: Line, kind: str) -> Line:
     if size <= most:
         return line
     bins = list(pairwise(round(i * size / most) for i in range(most + 1)))
-    return replace(line, x=[line.x[b - 1] for _, b in bins], y=[mean(line.y[a:b]) for a, b in bins], band=())
+    band = [tuple(mean(bound[a:b]) for bound in zip(*line.band, strict=True)) for a, b in bins]
+    points = {"x": [line.x[b - 1] for _, b in bins], "y": [mean(line.y[a:b]) for a, b in bins]}
+    return replace(line, **points, band=band if line.band else ())
 
 
 def smooth(values: Sequence[float]) -> Sequence[float]:

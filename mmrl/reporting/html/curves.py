@@ -79,6 +79,7 @@ PANELS = (
     Panel("learning rate", "", "learning_rate"),
     Panel("throughput", "rollouts a second", "time/rollouts_per_second"),
     Panel("throughput in steps", "steps of rollouts a second", "time/steps_per_second"),
+    Panel("energy", "joules a step, whole devices", "energy/*"),
 )
 # `OTHERS` shows every metric that no other panel matches, except metrics that match these patterns.
 LEFT_OUT = "*/low */high step step_time time/* *_std */std completions/* rewards/* eval_*"

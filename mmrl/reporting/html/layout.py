@@ -14,8 +14,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from mmrl.core.reward_table import Measured
-from mmrl.reporting.html.run_folder import RunFolder
 from mmrl.reporting.thumbnails import data_uri
 
 HERE = Path(__file__).parent
@@ -77,10 +75,13 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = ""
     return macros().table(heads, rows, kind) if rows else Markup()
 
 
-def metric_table(columns: Mapping[str, Measured | RunFolder], heads: Sequence[str] = ()) -> Markup:
-    """Render a table with a column per evaluation and a row per metric; `heads` replace the titles."""
+def metric_table(columns: Mapping[str, Any], heads: Sequence[str] = ()) -> Markup:
+    """Render a table with a column per evaluation (or run, or group) and a row per metric.
 
-    def cell(column: Measured | RunFolder, name: str) -> str:
+    Columns have `metrics` and `intervals`; `heads` replace the titles.
+    """
+
+    def cell(column: Any, name: str) -> str:
         if name not in column.metrics:
             return ""
         value, (low, high) = column.metrics[name], column.intervals.get(name, (math.nan, math.nan))

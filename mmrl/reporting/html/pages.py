@@ -16,9 +16,11 @@ from mmrl.core.plain_text import whole
 from mmrl.reporting.answers import PREDICTIONS
 from mmrl.reporting.html.charts import style_of
 from mmrl.reporting.html.curves import HEADLINES, curves, time_split
+from mmrl.reporting.html.exports import export_figures
 from mmrl.reporting.html.layout import document, macros, metric_table, table
 from mmrl.reporting.html.predictions import write_predictions_page
-from mmrl.reporting.html.run_folder import RunFolder, find_run, read_run
+from mmrl.reporting.html.run_folder import RunFolder, find_run, flattened, read_run
+from mmrl.reporting.html.run_groups import Column, cost_rows, group_runs, paired_rows
 from mmrl.reporting.html.samples import read_samples, samples_section
 from mmrl.reporting.predictions import find_predictions
 from mmrl.reporting.rollout_mismatch import mismatch_rows
@@ -29,7 +31,6 @@ TILES = 4  # maximum number of held-out metrics at the top of the page
 # Prefixes of held-out metrics that measure costs or lengths, not quality.
 COSTS = ("completions/", "denoising/", "seconds_per_prompt", "peak_memory_bytes")
 ABSENT = Markup("<small>not set</small>")
-LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # lists whose items are compared one by one
 
 
 def write_page(folder: Path, output: Path | None = None) -> Path:
@@ -54,9 +55,20 @@ def last_answers(folder: Path, start: Path) -> str:
     return quote(os.path.relpath(page, start))
 
 
-def write_comparison(folders: Sequence[Path], output: Path, *, stages: bool = False) -> Path:
-    """Write one page that compares runs, or the stages of one run; see `comparison`."""
-    return write(comparison([find_run(folder) for folder in folders], stages=stages), output)
+def write_comparison(
+    folders: Sequence[Path], output: Path, *, stages: bool = False, group: Sequence[str] = ()
+) -> Path:
+    """Write one page that compares runs, or the stages of one run; see `comparison`.
+
+    The figures of runs are also written as SVG and CSV, into the folder `{page}_figures` beside the page.
+    """
+    runs = [find_run(folder) for folder in folders]
+    page = comparison(runs, stages=stages, group=group)
+    if not stages:
+        columns = group_runs(named(runs), group)
+        records = {name: column.records for name, column in columns.items()}
+        export_figures(records, output.with_name(f"{output.stem}_figures"))
+    return write(page, output)
 
 
 def write(page: str, path: Path) -> Path:
@@ -97,32 +109,55 @@ def run_page(run: RunFolder, answers: str = "") -> str:
     return document(run.name, top, sections, heading=run.name, subtitle=summary)
 
 
-def comparison(runs: Sequence[RunFolder], *, stages: bool = False) -> str:
+def comparison(runs: Sequence[RunFolder], *, stages: bool = False, group: Sequence[str] = ()) -> str:
     """Render the page that compares runs: tables of metrics and settings, and shared charts.
 
     Args:
         runs: The runs; duplicates are shown once.
         stages: Whether the runs are consecutive stages of one run. Step numbers then continue from stage to
             stage, and the page links to the pages of the stages.
+        group: Settings by which runs are grouped; empty: runs that differ only in their seed form a group,
+            which is shown as mean, and as range from the lowest to the highest run.
     """
-    named_runs = named(runs)
-    records = steps_in_sequence(named_runs) if stages else {name: r.records for name, r in named_runs.items()}
+    single = named(runs)
+    named_runs = single if stages else group_runs(single, group)
+    records = steps_in_sequence(single) if stages else {name: r.records for name, r in named_runs.items()}
     chips = [macros().chip(style_of(i)[0], name) for i, name in enumerate(named_runs)]
     heads = ["", *chips]
-    folded = (macros().folded(name, run.config_text) for name, run in named_runs.items())
+    folded = (macros().folded(name, run.config_text) for name, run in single.items())
+    without = [name for name, run in single.items() if not run.metrics]
+    missing = macros().note(f"Without an evaluation: {', '.join(without)}.") if without else Markup()
     sections = [
-        ("held-out", "Held out", metric_table(named_runs, heads)),
+        ("held-out", "Held out", metric_table(named_runs, heads) + missing),
+        ("paired", "Paired differences", Markup() if stages else paired(named_runs)),
         ("training", "Training", macros().training(named_runs, HEADLINES, heads)),
         ("differences", "Different settings", differences(named_runs, heads)),
         ("curves", "Curves", macros().grid(curves(records))),
+        ("origin", "Origin and cost", origin(single)),
         ("configurations", "Configurations", Markup().join(folded)),
     ]
     listed = macros().runs(zip(chips, named_runs.values(), strict=True), stages)
-    title, heading = " · ".join(named_runs), f"{len(named_runs)} runs side by side"
+    title, heading = " · ".join(named_runs), f"{len(single)} runs side by side"
     if stages:
         title = runs[0].folder.resolve().parent.name
         heading = f"{title}: {len(runs)} stage{'s' if len(runs) > 1 else ''}"
     return document(title, (), sections, heading=heading, subtitle=listed)
+
+
+def paired(columns: Mapping[str, Column]) -> Markup:
+    """Render the differences of the last evaluations from the first run or group, over the same prompts."""
+    if len(columns) < 2:
+        return Markup()
+    rows, notes = paired_rows(columns)
+    heads = ["mean over prompts", "run", f"minus {next(iter(columns))} (95 %)", "prompts", "runs"]
+    about = "Bootstrap intervals over prompts, and over runs where a group has several." if rows else ""
+    return table(heads, rows) + macros().note(" ".join([about, *(f"{note}." for note in notes)]))
+
+
+def origin(runs: Mapping[str, RunFolder]) -> Markup:
+    """Render commit, packages, devices, seconds and energy of every run."""
+    titles, rows, notes = cost_rows(runs)
+    return table(titles, rows) + macros().note(f"Seconds and joules of reported steps; {'; '.join(notes)}.")
 
 
 def steps_in_sequence(runs: Mapping[str, RunFolder]) -> dict[str, list[dict[str, Any]]]:
@@ -161,7 +196,7 @@ def weights_of(config: Mapping[str, Any]) -> dict[str, float]:
     return weights
 
 
-def differences(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:
+def differences(runs: Mapping[str, Column], heads: Sequence[str]) -> Markup:
     """Render a table of the settings that differ between runs."""
     settings = [flattened(run.config) for run in runs.values()]
     if not any(settings):
@@ -172,17 +207,3 @@ def differences(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:
         if any(value != values[0] for value in values):
             rows.append([key, *(value if value is ABSENT else str(value) for value in values)])
     return table(heads, rows, kind="value") if rows else macros().note("Only their folders.")
-
-
-def flattened(value: Any, place: str = "") -> dict[str, Any]:
-    """Flatten nested settings to a mapping of dotted keys; a piece without options becomes its name."""
-    match value:
-        case {"name": name, **options} if place:
-            return {place: name} | (flattened(options, place) if options else {})
-        case Mapping() if value:
-            inner = {f"{place}.{key}" if place else str(key): option for key, option in value.items()}
-        case list() | tuple() if place in LISTS or any(isinstance(item, Mapping | list) for item in value):
-            inner = {f"{place}[{i}]": item for i, item in enumerate(value)}
-        case _:
-            return {place: value} if place else {}
-    return {key: leaf for at, item in inner.items() for key, leaf in flattened(item, at).items()}

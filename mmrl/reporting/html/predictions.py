@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from mmrl.reporting.effects import Explanation
 from mmrl.reporting.html.layout import document, macros, table, templates
 from mmrl.reporting.predictions import Change, Joined, Predictions, Row, read_predictions
 from mmrl.reporting.thumbnails import illustrated
@@ -23,11 +24,15 @@ def write_predictions_page(source: Path, output: Path | None = None) -> Path:
 
 
 def write_compared_page(
-    joined: Joined, changes: Sequence[Change], names: Sequence[str], output: Path
+    joined: Mapping[str, Joined],
+    changes: Mapping[str, Sequence[Change]],
+    names: Sequence[str],
+    output: Path,
+    explanation: Explanation,
 ) -> Path:
     """Write the HTML page that compares two evaluations; create its folder if necessary."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(compared_page(joined, changes, names), encoding="utf-8")
+    output.write_text(compared_page(joined, changes, names, explanation), encoding="utf-8")
     return output
 
 
@@ -50,26 +55,47 @@ def predictions_page(predictions: Predictions) -> str:
     )
 
 
-def compared_page(joined: Joined, changes: Sequence[Change], names: Sequence[str]) -> str:
-    """Render the page that shows the answers of two evaluations, called `names`, side by side."""
-    rows = [list(pair) for pair in joined.pairs]
-    content = rows_section(rows, joined.measures, ["better", "worse", "unchanged"], names)
-    summary = table(*change_rows(changes, names))
-    note = macros().note("; ".join(notes_on(joined, names)))
+def compared_page(
+    joined: Mapping[str, Joined],
+    changes: Mapping[str, Sequence[Change]],
+    names: Sequence[str],
+    explanation: Explanation,
+) -> str:
+    """Render the page that shows the answers of two evaluations side by side, and why they differ.
+
+    Args:
+        joined: The joined evaluations by title, such as "both with the rewards of runs/b"; the answers of the
+            first are shown.
+        changes: Changes of the measures of every joined pair.
+        names: Names of the two evaluations.
+        explanation: Effects of the settings that differ.
+    """
+    shown = next(iter(joined.values()))
+    rows = [list(pair) for pair in shown.pairs]
+    content = rows_section(rows, shown.measures, ["better", "worse", "unchanged"], names)
+    tables = [
+        (macros().note(title) if title else Markup()) + table(*change_rows(listed, names))
+        for title, listed in changes.items()
+    ]
+    note = macros().note("; ".join([*notes_on(shown, names), *explanation.notes]))
+    settings = macros().effects(*explanation.rows(names), explanation.differing_prompts(), names)
     title = " and ".join(names)
     heading = f"{names[0]} and {names[1]}, answer by answer"
-    return document(title, [summary, content], heading=heading, subtitle=note, script="predictions.js")
+    fragments = [*tables, settings, content]
+    return document(title, fragments, heading=heading, subtitle=note, script="predictions.js")
 
 
 def change_rows(changes: Sequence[Change], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Return the column titles and the rows of the table of changes between two evaluations."""
-    titles = ["mean over prompts", *names, "better", "worse", "unchanged", "p (sign test)"]
+    counts = ["better", "worse", "unchanged", "p (sign test)"]
+    titles = ["mean over prompts", *names, *counts, "difference (95 %)"]
     rows = [
         [
             change.name.removeprefix("reward/"),
             *(f"{value:.4g}" for value in (change.before, change.after)),
             *(str(count) for count in (change.better, change.worse, change.unchanged)),
             f"{change.p:.3g}",
+            f"{change.after - change.before:+.4g} ({change.low:+.4g} to {change.high:+.4g})",
         ]
         for change in changes
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from mmrl.config.loading import read
 from mmrl.config.schema import ConfigError
 from mmrl.reporting.answers import NUMBER, TEXT, check_type
 from mmrl.reporting.metrics import EVALUATION, VISUALIZATIONS, Journal, of_training
+from mmrl.runtime.folders import mark_of
+
+LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # lists whose items are compared one by one
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class RunFolder:
     warnings: Sequence[str]
     visualizations: str  # HTML fragments, inserted without escaping
     startup_warnings: Sequence[str] = ()  # warnings of the checks at the first step
+    made: Mapping[str, Any] = field(default_factory=dict)  # marker file: packages, code, machine
 
     @property
     def done(self) -> int:
@@ -51,6 +55,16 @@ class RunFolder:
     def seconds(self) -> float:
         """Total seconds of the reported steps."""
         return sum(record.get("step_time", 0.0) for record in self.records)
+
+    @property
+    def joules(self) -> dict[str, float]:
+        """Total joules of the reported steps by kind of device; empty if the machine measures none."""
+        totals: dict[str, float] = {}
+        for record in self.records:
+            for name in (name for name in record if name.startswith("energy/")):
+                kind = name.removeprefix("energy/").removesuffix("_joules")
+                totals[kind] = totals.get(kind, 0.0) + record[name]
+        return totals
 
     def ends(self, name: str) -> tuple[float, float]:
         """Return a metric's means over the first and the last tenth of its finite values; NaN without any."""
@@ -85,6 +99,7 @@ def read_run(folder: Path) -> RunFolder:
         intervals=intervals,
         warnings=[warning["text"] for warning in raised if warning.get("by") != "doctor"],
         visualizations=visualizations.read_text() if visualizations.exists() else "",
+        made=mark_of(folder),
         startup_warnings=[warning["text"] for warning in raised if warning.get("by") == "doctor"],
     )
 
@@ -126,3 +141,17 @@ def read_evaluation(folder: Path, records: Sequence[Mapping[str, Any]]) -> tuple
     metrics = {name: value for name, value in last.items() if not name.endswith(("/low", "/high"))}
     intervals = {n: (last[f"{n}/low"], last[f"{n}/high"]) for n in metrics if f"{n}/low" in last}
     return metrics, intervals
+
+
+def flattened(value: Any, place: str = "") -> dict[str, Any]:
+    """Flatten nested settings to a mapping of dotted keys; a piece without options becomes its name."""
+    match value:
+        case {"name": name, **options} if place:
+            return {place: name} | (flattened(options, place) if options else {})
+        case Mapping() if value:
+            inner = {f"{place}.{key}" if place else str(key): option for key, option in value.items()}
+        case list() | tuple() if place in LISTS or any(isinstance(item, Mapping | list) for item in value):
+            inner = {f"{place}[{i}]": item for i, item in enumerate(value)}
+        case _:
+            return {place: value} if place else {}
+    return {key: leaf for at, item in inner.items() for key, leaf in flattened(item, at).items()}

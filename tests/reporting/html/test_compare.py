@@ -9,8 +9,8 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.config.schema import ConfigError
-from mmrl.reporting.html.pages import comparison, flattened, named, write_comparison
-from mmrl.reporting.html.run_folder import find_run
+from mmrl.reporting.html.pages import comparison, named, write_comparison
+from mmrl.reporting.html.run_folder import find_run, flattened
 from mmrl.training.loop import train
 from tests.reporting.html.test_run_page import Tags, outside
 from tests.support.toys import toy_run

@@ -8,6 +8,7 @@ import json
 import re
 
 from mmrl.reporting.answers import step_file, write_columns
+from mmrl.reporting.effects import Explanation
 from mmrl.reporting.html import write_compared_page, write_page, write_predictions_page
 from mmrl.reporting.html.predictions import change_rows, notes_on
 from mmrl.reporting.predictions import change_of, join, read_predictions
@@ -81,14 +82,17 @@ def test_two_evaluations_stand_side_by_side(tmp_path):
     second = write(tmp_path / "b.parquet", [1.0, 1.0], completion=["d", "e"])
     joined = join(read_predictions(first), read_predictions(second))
     changes = [change_of(joined, measure) for measure in joined.measures]
-    text = write_compared_page(joined, changes, ["<one>", "two"], tmp_path / "deep" / "c.html").read_text()
+    names, page = ["<one>", "two"], tmp_path / "deep" / "c.html"
+    text = write_compared_page({"": joined}, {"": changes}, names, page, Explanation()).read_text()
     data = data_of(text)
     assert [[answers[0]["text"] for answers in row["sides"]] for row in data["rows"]] == [
         ["a", "d"],
         ["b", "e"],
     ]
     assert data["names"] == ["<one>", "two"] and "&lt;one&gt;" in text and "<one>" not in text
-    assert change_rows(changes, ["one", "two"])[1] == [["right", "0.5", "1", "1", "0", "1", "1"]]
+    assert change_rows(changes, ["one", "two"])[1] == [
+        ["right", "0.5", "1", "1", "0", "1", "1", "+0.5 (+0 to +1)"]
+    ]
     assert notes_on(joined, ["one", "two"]) == ["2 prompts are in both", "1 only in one"]
     assert "<option>better</option>" in text
 

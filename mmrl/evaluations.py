@@ -1,0 +1,429 @@
+"""Why two evaluations differ: settings, stored answers scored again, and prompts rendered again."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import unquote
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.build import held_out, make_evaluator
+from mmrl.config.changes import ABSENT, differences, inside
+from mmrl.config.consistency import check_evaluation, evaluation_of
+from mmrl.config.loading import ConfigError, merge
+from mmrl.config.plain import nested
+from mmrl.config.schema import Config, EvaluateConfig, as_plain, load, parse
+from mmrl.config.sweep import setting_of
+from mmrl.core.protocols import RendersPrompts
+from mmrl.core.reward_table import EQUAL, Measured
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.data.readable import engines_of, prompt_check
+from mmrl.reporting.answers import PREDICTIONS, columns_of, judge_of, target_text
+from mmrl.reporting.effects import Effect, Explanation, MetricChange, PromptDifference
+from mmrl.reporting.predictions import (
+    Joined,
+    Predictions,
+    Row,
+    by_prompt,
+    check_same_prompts,
+    find_predictions,
+    join,
+    no_reward_of_both,
+    read_predictions,
+)
+from mmrl.runtime.distributed import Processes
+from mmrl.runtime.folders import mark_of
+from mmrl.runtime.reward_calls import RewardFault
+from mmrl.training.resolved import resolve_defaults
+
+SCORING = ("evaluation.rewards", "evaluation.metrics", "evaluation.correct")  # settings of stored answers
+PROMPTS = ("policy", "evaluation.data")  # settings that may change prompts
+NOT_COMPARED = {"settings", "cost_metrics", "target_metric", "greater_is_better", "imports", "output_dir"}
+SIMPLE = re.compile(r"(?!(?i:true|false|null|yes|no|on|off)$)[A-Za-z/.][\w./:-]*")  # a text without quotes
+# Errors of rewards, data and models that are reported as the reason why an effect is unknown.
+FAULTS = (ValueError, RewardFault, OSError, ImportError)
+
+
+@dataclass(frozen=True)
+class StoredEvaluation:
+    """An evaluation on disk: its answers, and what its folder records about how they were made.
+
+    Args:
+        predictions: The stored answers.
+        config: The configuration; None if the folder does not record it.
+        weights: Where the weights come from, if not from `policy.model`.
+        record: Contents of the folder's marker file.
+    """
+
+    predictions: Predictions
+    config: EvaluateConfig | None
+    weights: str
+    record: Mapping[str, Any]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All settings as nested plain values, with defaults, package versions, code hashes and machine."""
+        if self.config is None:
+            return {}
+        plain = {k: v for k, v in resolve_defaults(self.config)[0].items() if k not in NOT_COMPARED}
+        made = self.record.get("record", self.record)
+        versions = dict(text.rsplit(" ", 1) for text in made.get("versions", ()))
+        code = {
+            place: f"{name} {code}"
+            for place, (name, code, _) in made.get("code", {}).items()
+            if inside(place, "evaluation.rewards", "evaluation.metrics", "evaluation.engine")
+        }
+        machine = {k: v for k, v in self.record.get("machine", {}).items() if k != "unmetered"}
+        return {**plain, "weights": self.weights, "packages": versions, "code": code, "machine": machine}
+
+    @property
+    def uids(self) -> set[str]:
+        """Names of the answered prompts."""
+        return {row["uid"] for row in self.predictions.rows}
+
+    @cached_property
+    def prompts(self) -> dict[str, Prompt]:
+        """The prompts of the stored answers, read again from the data; ConfigError if the data changed."""
+        assert self.config is not None
+        return self.read_prompts(self.config)
+
+    def read_prompts(self, config: EvaluateConfig) -> dict[str, Prompt]:
+        """Read the prompts of the stored answers from the data of a configuration."""
+        read = {prompt.uid: prompt for prompt in held_out(config)}
+        for uid, rows in by_prompt(self.predictions).items():
+            if uid not in read:
+                raise ConfigError(f"the data have no prompt '{uid}' any more")
+            if target_text(read[uid].target) != rows[0].get("target"):
+                raise ConfigError(f"the data changed: prompt '{uid}' has another target")
+        return {uid: read[uid] for uid in by_prompt(self.predictions)}
+
+    @cached_property
+    def scored_again(self) -> Rescored:
+        """The answers scored with their own rewards; ConfigError unless they get the stored rewards."""
+        again = rescore(self, {})
+        before, after = by_prompt(self.predictions), by_prompt(again.predictions)
+        pairs = [pair for uid in before for pair in zip(before[uid], after[uid], strict=True)]
+        for name in self.predictions.rewards:
+            for old, new in pairs:
+                a, b = (math.nan if row.get(name) is None else float(row[name]) for row in (old, new))
+                if abs(a - b) > EQUAL or math.isnan(a) != math.isnan(b):
+                    raise ConfigError(
+                        f"scored again with its own settings, the answer to '{old['uid']}' gets {b:.6g} and "
+                        f"not {a:.6g} from '{name.removeprefix('reward/')}': it reads more than the text, or "
+                        "its code changed"
+                    )
+        return again
+
+    def command(self, setting: str, value: Any) -> str:
+        """Return the command that evaluates again with one other setting; "" if no command is recorded."""
+        if "command" not in self.record or not inside(setting, "policy", "evaluation", "seed"):
+            return ""
+        folder = f"output_dir={self.predictions.path.parent}-{setting.rpartition('.')[2]}"
+        listed = re.match(r"evaluation\.(engine|rewards)", setting)
+        if listed and self.config and not self.record["of"]["evaluation"].get(listed[1]):
+            # The list is that of the training, so the override has to name it whole.
+            changed = changed_config(self.config, {setting: value})
+            setting, value = listed[0], as_plain(vars(changed.evaluation)[listed[1]])
+        value = None if value is ABSENT else value
+        simple = isinstance(value, str) and SIMPLE.fullmatch(value)
+        text = value if simple else json.dumps(value, default=str)
+        kept = [part for part in self.record["command"] if not part.startswith("output_dir=")]
+        return shlex.join(["mmrl", "evaluate", *kept, f"{setting}={text}", folder])
+
+
+def read_stored(path: Path) -> StoredEvaluation:
+    """Read an evaluation, or the last one of a training run, with what its folder records.
+
+    Raises ConfigError if there are no predictions, or the recorded configuration cannot be read any more.
+    """
+    file = find_predictions(path)
+    predictions = read_predictions(file)
+    folder = file.parent.parent if file.parent.name == PREDICTIONS else file.parent
+    record, config, weights = mark_of(folder), None, ""
+    try:
+        match record:
+            case {"by": "train"} if (folder / "config.yaml").is_file():
+                config = evaluation_of(load(folder / "config.yaml", kind=Config))
+                weights = f"{folder.resolve()}, {file.stem}"
+            case {"by": "evaluate", "of": {**facts}}:
+                weights = facts.pop("weights", "")
+                config = evaluation_of(parse(facts, Config if "rollout" in facts else EvaluateConfig))
+                if config.settings and file.parent.name == PREDICTIONS:
+                    config = setting_of(config, unquote(file.stem))
+    except ConfigError as error:
+        raise ConfigError(f"'{folder}' records settings that cannot be read: {error}") from error
+    return StoredEvaluation(predictions, config, weights, record)
+
+
+def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
+    """List the settings that differ, and determine without a model what each changed in the first.
+
+    Settings of rewards and metrics score the stored answers again. Settings of the policy and the data
+    render the prompts again. All others need a run.
+    """
+    stored = stored_prompts(first.predictions, second.predictions)
+    if first.config is None or second.config is None:
+        names = [str(one.predictions.path) for one in (first, second) if one.config is None]
+        note = f"no settings are recorded for {' and '.join(names)}, so only answers are compared"
+        return Explanation((), stored, [note])
+    changed = differences(first.settings, second.settings)
+    # Code of different pieces always differs.
+    changed = {k: (a, b) for k, (a, b) in changed.items() if not inside(k, "code") or same_piece(a, b)}
+    answered = first.uids
+    rendering = Rendering(first, [uid for uid in by_prompt(second.predictions) if uid in answered])
+    effects = []
+    for setting, (a, b) in sorted(changed.items(), key=lambda item: not inside(item[0], *SCORING)):
+        known: dict[str, Any] = {}
+        try:
+            if inside(setting, *SCORING):
+                known = {"metrics": rescored_metrics(first, {setting: b}), "rescored": True}
+            elif inside(setting, *PROMPTS):
+                known = {"prompts": rendering.difference(setting, b)}
+        except FAULTS as error:
+            known = {"fault": f"unknown, because {' '.join(str(error).split())}"}
+        effects.append(Effect(setting, a, b, command=first.command(setting, b), **known))
+    notes = [] if changed else ["all recorded settings are equal"]
+    explained = any(effect.prompts and effect.prompts.different for effect in effects)
+    if stored and stored.different and not explained:
+        notes.append(
+            "no setting explains why prompts differ: compare packages, and the files of the tokenizer, the "
+            "chat template and the data"
+        )
+    return Explanation(effects, stored, notes)
+
+
+def same_piece(first: str, second: str) -> bool:
+    """Whether two entries "name hash" of recorded code have the same name."""
+    return first.partition(" ")[0] == second.partition(" ")[0]
+
+
+def changed_config(config: EvaluateConfig, changes: Mapping[str, Any]) -> EvaluateConfig:
+    """Return a configuration with some settings of another one, by dotted key."""
+    plain = deepcopy(as_plain(replace(config, settings={})))
+    for key, value in changes.items():
+        if value is ABSENT:
+            above, _, name = key.rpartition(".")
+            inner = plain
+            for part in above.split("."):
+                inner = inner[int(part) if isinstance(inner, list) else part]
+            inner.pop(name, None)
+        else:
+            plain = merge(plain, nested({key: value}))
+    return parse(plain, EvaluateConfig)
+
+
+# ---- stored answers, scored again
+
+
+class StoredAnswers:
+    """Engine that returns stored answers instead of sampling."""
+
+    notes = frozenset[str]()
+
+    def __init__(self, predictions: Predictions) -> None:
+        self.policy: Any = SimpleNamespace(module=nn.Module())  # there is no model
+        self.rows = by_prompt(predictions)
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Return the stored answers of prompts; the k-th copy of a prompt gets its k-th answer."""
+        asked: dict[str, int] = {}
+        answers = []
+        for prompt in prompts:
+            index = asked[prompt.uid] = asked.get(prompt.uid, -1) + 1
+            answers.append(trajectory_of(prompt, self.rows[prompt.uid][index]))
+        return tuple(answers)
+
+
+def trajectory_of(prompt: Prompt, row: Row) -> Trajectory:
+    """Convert a stored answer to a rollout; ConfigError if it is no text."""
+    text = row.get("completion")
+    if text is None:
+        raise ConfigError("answers that are no texts are not stored in full")
+    notes = {
+        name.removeprefix("note/"): torch.tensor(values)
+        for name, values in row.items()
+        if name.startswith("note/")
+    }
+    return Trajectory(prompt, prompt.uid, (Outcome(text),), None, int(row["length"]), notes)
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """Stored answers after scoring: rows with the new rewards, and metrics with bootstrap values."""
+
+    predictions: Predictions
+    values: Mapping[str, float]
+    draws: Mapping[str, Tensor]
+    interval: Callable[..., tuple[float, float]]
+
+
+def rescore(stored: StoredEvaluation, changes: Mapping[str, Any]) -> Rescored:
+    """Score stored answers with some settings of another evaluation.
+
+    Raises:
+        ConfigError: The data changed, answers are no texts, or the number of answers per prompt varies.
+        RewardFault: A reward needs more than the text of an answer.
+    """
+    assert stored.config is not None
+    config, rows = changed_config(stored.config, changes), stored.predictions.rows
+    check_evaluation(config).require_packages()
+    counts = {len(group) for group in by_prompt(stored.predictions).values()}
+    if len(counts) > 1:
+        raise ConfigError(f"prompts have {min(counts)} to {max(counts)} answers")
+    evaluation = replace(config.evaluation, num_generations=counts.pop())
+    config, prompts = replace(config, evaluation=evaluation), list(stored.prompts.values())
+    engine = StoredAnswers(stored.predictions)
+    evaluator = make_evaluator(config, prompts, engine.policy, Processes(), engine)
+    measured = evaluator.measure(intervals=False)
+    draws = evaluator.resample(measured.table)
+    values = {name: float(measured.metrics.get(name, math.nan)) for name in draws}
+    return Rescored(_with_rewards(stored.predictions, rows, measured), values, draws, evaluator.interval)
+
+
+def _with_rewards(predictions: Predictions, rows: Sequence[Row], measured: Measured) -> Predictions:
+    """Replace the rewards of stored answers by those of an evaluation of the same answers."""
+    columns = columns_of(measured.rollouts, measured.table)
+    new = {name: column for name, column in columns.items() if name == "reward" or name.startswith("reward/")}
+    # Measured rows are ordered by prompt; stored rows of several processes may not be.
+    ordered = [row for group in by_prompt(predictions).values() for row in group]
+    old = {name for name in ordered[0] if name in ("reward", "correct") or name.startswith("reward/")}
+    made = [
+        {k: v for k, v in row.items() if k not in old} | {name: column[i] for name, column in new.items()}
+        for i, row in enumerate(ordered)
+    ]
+    return replace(predictions, rows=made, judge=judge_of(measured.table, measured.correct))
+
+
+def rescored_metrics(stored: StoredEvaluation, changes: Mapping[str, Any]) -> list[MetricChange]:
+    """Compare the metrics of stored answers before and after a change of settings, with paired intervals."""
+    before, after = stored.scored_again, rescore(stored, changes)
+    prompts = len(stored.prompts)
+    pairs = [(name, name) for name in after.draws if name in before.draws]
+    pairs = pairs or [(next(iter(before.draws)), next(iter(after.draws)))]
+    found = []
+    for old, new in pairs:
+        low, high = before.interval(after.draws[new] - before.draws[old], prompts, difference=True)
+        name, a, b = new if old == new else f"{old} -> {new}", before.values[old], after.values[new]
+        if old != new or abs(a - b) > EQUAL or low != high:
+            found.append(MetricChange(name, a, b, low, high))
+    paired = {new for _, new in pairs}
+    return found + [MetricChange(k, math.nan, v) for k, v in after.values.items() if k not in paired]
+
+
+def rescore_both(
+    first: StoredEvaluation, second: StoredEvaluation, by: str | None = None
+) -> tuple[dict[str, Joined], list[str]]:
+    """Join two evaluations as they were scored, and with the answers of each under the other's rewards.
+
+    Returns:
+        The joined evaluations by title, "" for the rewards as evaluated (left out if none is in both), and
+            sentences about evaluations that could not be scored again.
+
+    Raises:
+        ConfigError: The evaluations have no prompt in common, or no reward that scores both.
+    """
+    both, joined, faults = (first.predictions, second.predictions), dict[str, Joined](), list[str]()
+    check_same_prompts(*both)
+    if {*both[0].measures} & {*both[1].measures}:
+        joined[""] = join(*both, by=by)
+    for stored, other in ((first, second), (second, first)):
+        changes = scoring_changes(stored, other)
+        if not any(inside(key, "evaluation.rewards") for key in changes):
+            continue
+        try:
+            assert stored.scored_again  # the stored rewards are reproduced
+            again = rescore(stored, changes).predictions
+            pair = (again, both[1]) if stored is first else (both[0], again)
+            joined[f"both with the rewards of {other.predictions.path.parent}"] = join(*pair)
+        except FAULTS as error:
+            reason = " ".join(str(error).split())
+            faults.append(f"the answers in '{stored.predictions.path}' cannot be scored again: {reason}")
+    if not joined:
+        raise ConfigError("; ".join([*faults, no_reward_of_both(*both)]))
+    return joined, faults
+
+
+def scoring_changes(stored: StoredEvaluation, other: StoredEvaluation) -> dict[str, Any]:
+    """Return the changes that score the answers of `stored` as `other` scores its own; {} if none differ."""
+    if stored.config is None or other.config is None:
+        return {}
+    changed = differences(stored.settings, other.settings)
+    return {key: b for key, (_, b) in changed.items() if inside(key, *SCORING)}
+
+
+# ---- prompts
+
+
+class Rendering:
+    """Prompts of an evaluation as the model reads them, rendered without weights for changed settings."""
+
+    def __init__(self, stored: StoredEvaluation, uids: Sequence[str]) -> None:
+        self.stored, self.uids = stored, uids
+        assert stored.config is not None
+        self.config = stored.config
+
+    @cached_property
+    def renderer(self) -> Any:
+        """The prompt check of the policy, which renders if it is a `RendersPrompts`; None without one."""
+        return self._renderer(self.config)
+
+    @cached_property
+    def texts(self) -> dict[str, tuple[str, str]]:
+        """Text and input hash of every prompt under the settings of the evaluation."""
+        return self._render(self.config, self.stored.prompts)
+
+    def difference(self, setting: str, value: Any) -> PromptDifference | None:
+        """Count the prompts whose inputs differ under another setting; None if it cannot change prompts."""
+        option = re.match(r"policy\.(\w+)", setting)
+        if option and option[1] not in getattr(self.renderer, "rendering", ()):
+            return None
+        config = changed_config(self.config, {setting: value})
+        prompts = (
+            self.stored.read_prompts(config) if inside(setting, "evaluation.data") else self.stored.prompts
+        )
+        return prompt_difference(self.texts, self._render(config, prompts), self.uids)
+
+    def _render(self, config: EvaluateConfig, prompts: Mapping[str, Prompt]) -> dict[str, tuple[str, str]]:
+        renderer = self._renderer(config)
+        if not isinstance(renderer, RendersPrompts):
+            return {uid: (prompts[uid].text, prompts[uid].text) for uid in self.uids}
+        return {uid: (renderer.render(prompts[uid]), renderer.input_hash(prompts[uid])) for uid in self.uids}
+
+    @staticmethod
+    def _renderer(config: EvaluateConfig) -> Any:
+        check = prompt_check(config.policy, engines_of(config)["evaluation.data"])
+        return check and check.check
+
+
+def prompt_difference(
+    first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], uids: Sequence[str]
+) -> PromptDifference:
+    """Compare prompts by their input hashes, and keep the first that differs; values are (text, hash)."""
+    different = [uid for uid in uids if first[uid][1] != second[uid][1]]
+    if not different:
+        return PromptDifference(0, len(uids))
+    uid = different[0]
+    (text, inputs), (other, others) = first[uid], second[uid]
+    media = text == other and inputs.split()[:1] == others.split()[:1]
+    return PromptDifference(len(different), len(uids), uid, text, other, media)
+
+
+def stored_prompts(first: Predictions, second: Predictions) -> PromptDifference | None:
+    """Compare the prompts that two evaluations recorded; None if one recorded none."""
+    stored = [
+        {row["uid"]: (row["rendered"], row["inputs"]) for row in one.rows if row.get("inputs")}
+        for one in (first, second)
+    ]
+    uids = [uid for uid in stored[0] if uid in stored[1]]
+    return prompt_difference(*stored, uids) if uids else None
