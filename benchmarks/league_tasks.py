@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.claims.common import REPORT, imitation, policy, trained
 from benchmarks.league_runs import ANSWERS
-from benchmarks.thought_dropout import REPORT, imitation, policy, trained
 from mmrl.build import check
 from mmrl.cli import main as mmrl
 from mmrl.config.loading import merge, read

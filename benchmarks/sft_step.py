@@ -143,9 +143,9 @@ def compare_steps(folder: Path, model: Path, rows: tuple[Path, list], packing: b
     trainer.add_callback(Turns())
     trainer.train()
     spread = {name: [round(min(rate[1:])), round(max(rate[1:]))] for name, rate in rates.items()}
-    found: dict[str, Any] = {name: round(median(rate[1:])) for name, rate in rates.items()}
-    times = {f"{name}_times_trl": round(found[name] / found["trl"], 2) for name in ("mmrl", "mmrl_mkl")}
-    found |= {"tokens_per_second": dict(found), "spread": spread, **times}
+    speed = {name: round(median(rate[1:])) for name, rate in rates.items()}
+    times = {f"{name}_times_trl": round(speed[name] / speed["trl"], 2) for name in ("mmrl", "mmrl_mkl")}
+    found = {"tokens_per_second": speed, "spread": spread, **times}
     return found | ({"gradients_differ_by": compare_gradients(run, trainer)} if packing else {})
 
 
@@ -191,8 +191,9 @@ def main() -> None:
         for name, packing in (("packed", True), ("padded", False)):
             found[name] = compare_steps(folder, model, rows, packing, repeats)
             print(name, json.dumps(found[name]), flush=True)
-    gain = found["packed"]["mmrl"] / found["padded"]["mmrl"]
-    result = {"repeats": repeats, **found, "packing_gain_of_mmrl": round(gain, 2), "machine": describe()}
+    packed, padded = (found[name]["tokens_per_second"]["mmrl"] for name in ("packed", "padded"))
+    result: dict[str, Any] = {"repeats": repeats, **found, "machine": describe()}
+    result["packing_gain_of_mmrl"] = round(packed / padded, 2)
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

@@ -335,13 +335,14 @@ def check_source(source: ModelSource) -> Pieces:
     return pieces
 
 
-def open_source(source: ModelSource) -> Session:
-    """Load the model of a source and build its engine."""
+def open_source(source: ModelSource, policy: Policy | None = None) -> Session:
+    """Load the model of a source, unless its `policy` is given, and build its engine."""
     checked = check_source(source)
     check_engines(source.config.policy, source.engines)
     # Initial weights are the same as in a training run; the engine has its own random stream.
-    policy = _load_policy(source.config, checked, Processes(), source.weights)
+    policy = policy or _load_policy(source.config, checked, Processes(), source.weights)
     pieces = Pieces(Stream(source.config.seed, purpose="inference"))
+    pieces.policies["policy"] = source.config.policy
     return Session(make_chain(pieces, "engine", source.engines, policy, source.place), source.data)
 
 

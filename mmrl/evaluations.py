@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
-import torch
 from torch import Tensor, nn
 
 from mmrl.build import held_out, make_evaluator
@@ -27,10 +26,18 @@ from mmrl.config.schema import Config, EvaluateConfig, as_plain, load, parse
 from mmrl.config.sweep import setting_of
 from mmrl.core.protocols import RendersPrompts
 from mmrl.core.reward_table import EQUAL, Measured
-from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.readable import engines_of, prompt_check
-from mmrl.reporting.answers import PREDICTIONS, columns_of, judge_of, target_text
-from mmrl.reporting.effects import Effect, Explanation, MetricChange, PromptDifference
+from mmrl.reporting.answers import PREDICTIONS, columns_of, judge_of, target_text, trajectory_of
+from mmrl.reporting.effects import (
+    Effect,
+    Explanation,
+    MetricChange,
+    PromptDifference,
+    prompt_difference,
+    same_name,
+    stored_prompts,
+)
 from mmrl.reporting.predictions import (
     Joined,
     Predictions,
@@ -179,7 +186,7 @@ def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
         return Explanation((), stored, [note])
     changed = differences(first.settings, second.settings)
     # Code of different pieces always differs.
-    changed = {k: (a, b) for k, (a, b) in changed.items() if not inside(k, "code") or same_piece(a, b)}
+    changed = {k: (a, b) for k, (a, b) in changed.items() if not inside(k, "code") or same_name(a, b)}
     answered = first.uids
     rendering = Rendering(first, [uid for uid in by_prompt(second.predictions) if uid in answered])
     effects = []
@@ -201,11 +208,6 @@ def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
             "chat template and the data"
         )
     return Explanation(effects, stored, notes)
-
-
-def same_piece(first: str, second: str) -> bool:
-    """Whether two entries "name hash" of recorded code have the same name."""
-    return first.partition(" ")[0] == second.partition(" ")[0]
 
 
 def changed_config(config: EvaluateConfig, changes: Mapping[str, Any]) -> EvaluateConfig:
@@ -243,19 +245,6 @@ class StoredAnswers:
             index = asked[prompt.uid] = asked.get(prompt.uid, -1) + 1
             answers.append(trajectory_of(prompt, self.rows[prompt.uid][index]))
         return tuple(answers)
-
-
-def trajectory_of(prompt: Prompt, row: Row) -> Trajectory:
-    """Convert a stored answer to a rollout; ConfigError if it is no text."""
-    text = row.get("completion")
-    if text is None:
-        raise ConfigError("answers that are no texts are not stored in full")
-    notes = {
-        name.removeprefix("note/"): torch.tensor(values)
-        for name, values in row.items()
-        if name.startswith("note/")
-    }
-    return Trajectory(prompt, prompt.uid, (Outcome(text),), None, int(row["length"]), notes)
 
 
 @dataclass(frozen=True)
@@ -404,26 +393,3 @@ class Rendering:
     def _renderer(config: EvaluateConfig) -> Any:
         check = prompt_check(config.policy, engines_of(config)["evaluation.data"])
         return check and check.check
-
-
-def prompt_difference(
-    first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], uids: Sequence[str]
-) -> PromptDifference:
-    """Compare prompts by their input hashes, and keep the first that differs; values are (text, hash)."""
-    different = [uid for uid in uids if first[uid][1] != second[uid][1]]
-    if not different:
-        return PromptDifference(0, len(uids))
-    uid = different[0]
-    (text, inputs), (other, others) = first[uid], second[uid]
-    media = text == other and inputs.split()[:1] == others.split()[:1]
-    return PromptDifference(len(different), len(uids), uid, text, other, media)
-
-
-def stored_prompts(first: Predictions, second: Predictions) -> PromptDifference | None:
-    """Compare the prompts that two evaluations recorded; None if one recorded none."""
-    stored = [
-        {row["uid"]: (row["rendered"], row["inputs"]) for row in one.rows if row.get("inputs")}
-        for one in (first, second)
-    ]
-    uids = [uid for uid in stored[0] if uid in stored[1]]
-    return prompt_difference(*stored, uids) if uids else None

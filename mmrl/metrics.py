@@ -237,6 +237,27 @@ def pass_at(
     return named
 
 
+@metric
+def pairwise_accuracy(table: RewardTable, *, of: str, truth: str, label: str = "") -> dict[str, float]:
+    """Compute the fraction of pairs of answers to a prompt that a reward orders as another one does.
+
+    All pairs count whose answers have different values of `truth`. Equal values of `of` are wrong, as in TRL
+    and RewardBench (arXiv 2403.13787). NaN without pairs.
+
+    Args:
+        of: The reward to measure, such as the score of a reward model.
+        truth: The reward with the right order, such as `preferred` of recorded pairs. A reward with `where`
+            measures the rows of one source.
+        label: Name of the metric; by default `accuracy/` and the name of the reward `of`.
+    """
+    score, right = table.at_end(of), table.at_end(truth)
+    name, same = label or f"accuracy/{of}", table.group[:, None] == table.group[None]
+    above = same & (right[:, None] - right[None] > EQUAL) & ~score.isnan()[:, None] & ~score.isnan()[None]
+    agrees = (score[:, None] > score[None]) & above
+    pairs = float(above.sum())
+    return {name: float(agrees.sum()) / pairs if pairs else math.nan}
+
+
 def runs_for(difference: float, std: float, alpha: float = 0.05, power: float = 0.8) -> float:
     """Compute the runs per method needed to detect a difference of mean scores, not rounded.
 

@@ -162,6 +162,7 @@ def test_prompts_are_rendered_with_the_other_settings(home, answered, tmp_path, 
     )
     effects = {effect.setting: effect for effect in explain(read_stored(first), read_stored(second)).effects}
     prompts = effects["evaluation.data.prompt"].prompts
+    assert prompts, effects["evaluation.data.prompt"].text
     assert (prompts.different, prompts.prompts, prompts.uid) == (4, 4, "q0")
     (_, before), (_, after) = prompts.excerpts()
     assert before.startswith("the quick fox 0") and after.startswith("Be brief. the quick fox 0")
@@ -232,10 +233,10 @@ def test_the_first_difference_of_prompts_is_found():
 
 def test_paired_differences_have_intervals():
     # Every prompt gains 0.5: no spread over prompts, however the prompts differ.
-    assert paired_interval([[0.0, 0.25, 0.5]], [[0.5, 0.75, 1.0]]) == (0.5, 0.5, 0.5)
+    assert paired_interval([[0.0, 0.25, 0.5]], [[0.5, 0.75, 1.0]]) == pytest.approx((0.5, 0.5, 0.5))
     middle, low, high = paired_interval([[0.0] * 100], [[0.0, 1.0] * 50])
     # The standard error of a mean of 100 values 0 or 1 is 0.05, and 1.96 of it 0.098.
     assert middle == 0.5 and low == pytest.approx(0.402, abs=0.02) and high == pytest.approx(0.598, abs=0.02)
     # Two seeds per group at -1 and 1 around the same mean: their difference is -2 to 2.
-    assert paired_interval([[-1.0], [1.0]], [[-1.0], [1.0]]) == (0.0, -2.0, 2.0)
+    assert paired_interval([[-1.0], [1.0]], [[-1.0], [1.0]]) == pytest.approx((0.0, -2.0, 2.0))
     assert all(map(math.isnan, paired_interval([[]], [[]])))

@@ -28,14 +28,17 @@ TEMPLATE = "{{ role }}{% for number, clue in clues %} {{ clue }}{% endfor %} {{ 
 
 
 class ShortSpy(Spy):
-    """The game for three players and one round, in few words: `voter red red blue decide?`.
+    """The game for one spy and a few civilians and one round, in few words: `voter red red blue decide?`.
 
     A vote repeats a clue, and is for the first player who gave it; one that repeats none is not valid.
     Rewards of clues are ten times the paper's, as large as those of votes.
+
+    Args:
+        civilians: Number of players besides the spy.
     """
 
-    def __init__(self) -> None:
-        super().__init__(civilians=2, rounds=1, beta=1.0, lam=1.0, template=TEMPLATE)
+    def __init__(self, *, civilians: PositiveInt = 2) -> None:
+        super().__init__(civilians=civilians, rounds=1, beta=1.0, lam=1.0, template=TEMPLATE)
 
     def act(self, state: SpyState, player: str, answer: str) -> SpyState:
         """Add a clue, or the vote for who gave it."""
@@ -63,6 +66,7 @@ class SpyLessons:
         bluff: Share of spies that repeat an earlier clue.
         slip: Share of civilians that name any colour.
         guess: Share of votes for any player.
+        civilians: Civilians of a game.
     """
 
     stream: Stream
@@ -72,6 +76,7 @@ class SpyLessons:
     bluff: Probability = 0.2
     slip: Probability = 0.1
     guess: Probability = 0.5
+    civilians: PositiveInt = 2
 
     def build(self, output: Path) -> dict[str, Any]:
         """Copy the images and write the rows; return their numbers."""
@@ -114,7 +119,7 @@ class SpyLessons:
     def _game(
         self, number: int, pair: Sequence[int], looks: Mapping[int, Looks], generator: Generator
     ) -> list[dict[str, Any]]:
-        game, rows = ShortSpy(), []
+        game, rows = ShortSpy(civilians=self.civilians), []
         media = [Media("image", image("train", name), no_pixels) for name in pair]
         state = game.begin(Prompt("", (Message("user", tuple(Part(media=one) for one in media)),)), generator)
         while players := game.acting(state):

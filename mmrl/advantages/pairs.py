@@ -45,6 +45,23 @@ def best_vs_worst(
 
 
 @advantage
+def pairs_with_ties(table: RewardTable, *, by: Tags = ("group", "place")) -> RewardTable:
+    """Set the better of two rows to 1 and the worse to -1; a tie of two rows keeps both, with 0.
+
+    A group of more rows gives its best and its worst row, and none if all are equal. Every reward and label
+    of a row is recorded as the note `reward/NAME`, for `bradley_terry`.
+
+    Args:
+        by: Keys that define a group.
+    """
+    pairs, groups = best_vs_worst(table, by=by), table.groups(by)
+    tied = table.valid & (groups.count() == 2) & (groups.largest() - groups.smallest() <= EQUAL)
+    for name in table.scored:
+        pairs = pairs.note(f"reward/{name}", table.at_end(name)[:, None].expand(-1, table.longest))
+    return pairs.replace(learn=pairs.learn | (table.learn & tied.any(1)))
+
+
+@advantage
 def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
     """Keep mismatched rows with advantage 0, to estimate KTO's reference point z_0 (arXiv 2402.01306).
 

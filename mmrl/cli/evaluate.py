@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,12 +16,13 @@ from mmrl.cli import completion
 from mmrl.cli.command import OVERRIDES, argument, command, print_measured
 from mmrl.config.changes import describe, differences
 from mmrl.config.consistency import evaluation_of
-from mmrl.config.loading import ConfigError, read
-from mmrl.config.schema import Config, EvaluateConfig, as_plain, load
+from mmrl.config.loading import ConfigError, change, read
+from mmrl.config.schema import Config, EvaluateConfig, as_plain, hints_of, load, parse
 
 if TYPE_CHECKING:
     from mmrl.runtime.distributed import Processes
 
+TOOLKITS = ("lmms_eval", "vlmeval")  # modules of mmrl.inference
 # Files that an evaluation writes into its output folder.
 WRITES = (
     "evaluation.json",
@@ -37,9 +39,16 @@ WRITES = (
         completer=completion.configs,
     ),
     OVERRIDES,
+    argument(
+        "--with",
+        dest="toolkit",
+        choices=TOOLKITS,
+        help="evaluate on the benchmarks of another toolkit, whose options come as key=value: task=mmmu_val",
+    ),
     examples=(
         "mmrl evaluate my_run.yaml policy.model=runs/my_run/checkpoint-200/model",
         "mmrl evaluate runs/my_run evaluation.num_generations=8",
+        "mmrl evaluate runs/my_run --with lmms_eval task=mmmu_val limit=100",
     ),
 )
 def evaluate(given: argparse.Namespace) -> None:
@@ -49,7 +58,11 @@ def evaluate(given: argparse.Namespace) -> None:
     finished stage, are used. The results are then written to the subfolder `evaluation`, or `evaluation-2`
     for a second evaluation. An `output_dir` that contains another evaluation is an error. All answers are
     written to `predictions.parquet`, or with `settings` to one file per setting in `predictions/`.
+
+    With `--with`, `config` can also be a model folder or hub id. Each benchmark gets a subfolder.
     """
+    if given.toolkit:
+        return _evaluate_with(given.toolkit, given.config, given.overrides)
     from mmrl.build import load_evaluator
     from mmrl.pareto import check_settings, compare
     from mmrl.reporting.answers import THUMBNAILS, evaluation_file, write_predictions
@@ -95,6 +108,48 @@ def evaluate(given: argparse.Namespace) -> None:
     print_measured(measured)
     for warning in measured.table.absent.values():
         print(f"warning: {warning}")
+
+
+def _evaluate_with(toolkit: str, name: str, overrides: Sequence[str]) -> None:
+    """Evaluate a model on the benchmarks of another toolkit; write one subfolder per benchmark."""
+    from mmrl.inference.sources import resolve
+    from mmrl.reporting.answers import THUMBNAILS, evaluation_file, write_predictions
+    from mmrl.reporting.html import document, macros, metric_table, write_predictions_page
+    from mmrl.reporting.metrics import write_measured
+    from mmrl.runtime.distributed import Processes
+    from mmrl.runtime.files import check_free
+    from mmrl.runtime.folders import check_owner
+
+    module = importlib.import_module(f"mmrl.inference.{toolkit}")
+    options = hints_of(module.Options)
+    own = [text for text in overrides if text.partition("=")[0] in options]
+    changes = [text for text in overrides if text not in own]
+    for key in (text.partition("=")[0] for text in changes):
+        if "." not in key and key not in {**hints_of(Config), **hints_of(EvaluateConfig)}:
+            raise ConfigError(f"there is no option '{key}' of {toolkit}; there are {', '.join(options)}")
+    wanted, source = parse(change({}, own), module.Options), resolve(name, changes)
+    evaluate = module.prepare(source, wanted)
+    named = any(text.startswith("output_dir=") for text in changes)
+    home = Path(source.config.output_dir) if named else (source.run or Path("runs")) / toolkit
+    facts = {**as_plain(source.config), "weights": str(source.weights or ""), toolkit: as_plain(wanted)}
+    facts = json.loads(json.dumps({**facts, "output_dir": ""}, default=str))
+    folder = _folder_of(home, facts, own=not named)
+    check_owner(folder, "evaluate")
+    check_free(folder)
+    with _writing(folder, Processes(), facts):
+        measured = evaluate(folder)
+        for benchmark, result in measured.items():
+            inside = folder / benchmark
+            inside.mkdir(exist_ok=True)
+            write_predictions(evaluation_file(inside), result, images=THUMBNAILS)
+            write_measured(inside, result)
+            write_predictions_page(evaluation_file(inside))
+        links = [macros().answers(f"{benchmark}/predictions.html") for benchmark in measured]
+        page = document(folder.name, ["<h1>Evaluation</h1>", metric_table(measured), *links])
+        (folder / "evaluation.html").write_text(page)
+    for benchmark, result in measured.items():
+        print(benchmark)
+        print_measured(result)
 
 
 def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:

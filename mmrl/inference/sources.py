@@ -88,13 +88,21 @@ def resolve(
             resolved = replace(resolved, config=setting_of(evaluation, setting))
     if not resolved.engines:
         raise ConfigError(f"'{resolved.place}' is empty; name the engine that answers")
-    wanted = {name: value for name, value in (options or {}).items() if value is not None}
+    return with_options(resolved, options or {})
+
+
+def with_options(source: ModelSource, options: Mapping[str, Any]) -> ModelSource:
+    """Return a source with other options of its engine, and `seed`; None keeps the configured value.
+
+    Raises ConfigError for an option that no engine of the source has.
+    """
+    wanted = {name: value for name, value in options.items() if value is not None}
     if not wanted:
-        return resolved
+        return source
     changes: dict[str, Any] = {}
     for name, value in wanted.items():
-        changes = merge(changes, {"seed": value} if name == "seed" else _option(resolved, name, value))
-    return replace(resolved, config=_parsed(merge(as_plain(resolved.config), changes)))
+        changes = merge(changes, {"seed": value} if name == "seed" else _option(source, name, value))
+    return replace(source, config=_parsed(merge(as_plain(source.config), changes)))
 
 
 def _resolve(source: Any, overrides: Sequence[str]) -> ModelSource:

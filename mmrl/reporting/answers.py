@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import torch
 from torch import Tensor
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.plain_text import each_text, whole
 from mmrl.core.protocols import RendersPrompts
 from mmrl.core.reward_table import Measured, RewardTable
-from mmrl.core.types import Rollouts
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.data.fields import short
 from mmrl.reporting.thumbnails import of_outcome, of_prompt, of_tools, sound_of_prompt
 from mmrl.runtime.files import remove, replacing
@@ -242,3 +243,16 @@ def write_columns(
     arrays = {name: pyarrow.array(column, types.get(name)) for name, column in columns.items()}
     with replacing(path) as beside:
         parquet.write_table(pyarrow.table(arrays).replace_schema_metadata(metadata), beside)
+
+
+def trajectory_of(prompt: Prompt, row: Mapping[str, Any]) -> Trajectory:
+    """Convert a stored answer to a rollout; ConfigError if it is no text."""
+    text = row.get("completion")
+    if text is None:
+        raise ConfigError("answers that are no texts are not stored in full")
+    notes = {
+        name.removeprefix("note/"): torch.tensor(values)
+        for name, values in row.items()
+        if name.startswith("note/")
+    }
+    return Trajectory(prompt, prompt.uid, (Outcome(text),), None, int(row["length"]), notes)

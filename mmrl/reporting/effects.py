@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mmrl.reporting.predictions import Predictions
+
 CONTEXT = 60, 120  # characters shown before and after the first difference of two prompts
 SHOWN = 60  # most characters of a value in the table
 
@@ -136,3 +138,31 @@ def short(value: Any) -> str:
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace numbers that are not finite by None, at any depth, as JSON wants."""
     return json.loads(json.dumps(values, default=str), parse_constant=lambda constant: None)
+
+
+def prompt_difference(
+    first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], uids: Sequence[str]
+) -> PromptDifference:
+    """Compare prompts by their input hashes, and keep the first that differs; values are (text, hash)."""
+    different = [uid for uid in uids if first[uid][1] != second[uid][1]]
+    if not different:
+        return PromptDifference(0, len(uids))
+    uid = different[0]
+    (text, inputs), (other, others) = first[uid], second[uid]
+    media = text == other and inputs.split()[:1] == others.split()[:1]
+    return PromptDifference(len(different), len(uids), uid, text, other, media)
+
+
+def stored_prompts(first: Predictions, second: Predictions) -> PromptDifference | None:
+    """Compare the prompts that two evaluations recorded; None if one recorded none."""
+    stored = [
+        {row["uid"]: (row["rendered"], row["inputs"]) for row in one.rows if row.get("inputs")}
+        for one in (first, second)
+    ]
+    uids = [uid for uid in stored[0] if uid in stored[1]]
+    return prompt_difference(*stored, uids) if uids else None
+
+
+def same_name(first: Any, second: Any) -> bool:
+    """Whether two entries "name hash" of recorded code have the same name."""
+    return str(first).split()[:1] == str(second).split()[:1]

@@ -1,6 +1,8 @@
-"""Rewards and labels from columns of the data."""
+"""Rewards and labels from columns of the data: of a row, or of the two answers of a pair."""
 
 from __future__ import annotations
+
+import math
 
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
@@ -21,3 +23,28 @@ def column_value(prompt: Prompt, outcome: Outcome, *, column: str) -> float | No
     if isinstance(value, int | float) and type(value) is not bool:
         return float(value)
     raise ValueError(f"prompt '{prompt.uid}' has {value!r} in the column '{column}', which is no number")
+
+
+@reward
+@per_outcome
+def pair_column(prompt: Prompt, outcome: Outcome, *, column: str) -> float | None:
+    """Read a label of the two answers of a preference pair from a column of the row; None without a value.
+
+    The column has the label of the chosen and of the rejected answer, `[4, 2]`, or their difference as a
+    number, such as TRL's `margin`: above 0 the chosen answer is better, below 0 the rejected one, 0 is a tie.
+    Raises `ValueError` for another value, and for an answer that is not one of a pair.
+    """
+    value, preferred = prompt.columns.get(column), outcome.recorded.get("preferred")
+    if value is None:
+        return None
+    if preferred is None:
+        raise ValueError(f"prompt '{prompt.uid}' has no pair of a chosen and a rejected answer")
+    sides = value if isinstance(value, list | tuple) else [value]
+    numbers = all(isinstance(x, int | float) and type(x) is not bool and math.isfinite(x) for x in sides)
+    if not numbers or len(sides) != (2 if sides is value else 1):
+        raise ValueError(
+            f"prompt '{prompt.uid}' has {value!r} in the column '{column}'; wanted a number, or a list of "
+            "the numbers of the chosen and the rejected answer"
+        )
+    chosen, rejected = sides if sides is value else (sides[0] / 2, -sides[0] / 2)
+    return float(chosen if preferred else rejected)

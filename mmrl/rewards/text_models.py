@@ -34,15 +34,16 @@ def load_text_model(kind: str, model: str, device: str = "auto", **options: Any)
 
 @reward
 class RewardModel:
-    """Score answers with a text reward model: a sequence classifier with one label, as TRL trains it.
+    """Score answers with a text reward model: a sequence classifier, as TRL trains it.
 
     The score is the logit. The model reads the texts of the prompt's messages and the answer, in its own chat
-    template if it has one, otherwise concatenated. It gets no images or videos; a multimodal reward model can
-    run on another machine (`http`). If rule-based rewards are added, as in Skywork R1V2 (arXiv 2504.16656),
+    template if it has one, otherwise concatenated. It gets no images or videos: `vision.reward_model` reads
+    them. If rule-based rewards are added, as in Skywork R1V2 (arXiv 2504.16656),
     choose the weight by the scale of the scores: see the metric `rewards/reward_model/std`.
 
     Args:
         model: Folder or name of the model, in safetensors.
+        of: Label whose logit is the score; empty: the only one.
         max_length: Maximum tokens of prompt and answer; longer texts lose their beginning.
         batch_size: Answers per forward pass.
         device: Torch device; `auto` is the current GPU, or the CPU.
@@ -52,13 +53,19 @@ class RewardModel:
         self,
         *,
         model: str,
+        of: str = "",
         max_length: PositiveInt = 2048,
         batch_size: PositiveInt = 16,
         device: str = "auto",
     ) -> None:
         self.tokenizer, self.model = load_text_model("AutoModelForSequenceClassification", model, device)
-        if (labels := self.model.config.num_labels) != 1:
-            raise ValueError(f"`reward_model` wants a model with one label, but '{model}' has {labels}")
+        config = self.model.config
+        if getattr(config, "vision_config", None):
+            raise ValueError(f"'{model}' also reads images or videos; name it as `vision.reward_model`")
+        names = [config.id2label[number] for number in range(config.num_labels)]
+        if of not in (names if len(names) > 1 else ("", *names)):
+            raise ValueError(f"'{model}' has the labels {', '.join(names)}; set `of` to one, not '{of}'")
+        self.column = names.index(of) if of else 0
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -80,7 +87,7 @@ class RewardModel:
                 add_special_tokens=self.tokenizer.chat_template is None,  # chat templates add their own
                 return_tensors="pt",
             ).to(self.model.device)
-            scores += self.model(**batch).logits[:, 0].float().tolist()
+            scores += self.model(**batch).logits[:, self.column].float().tolist()
         return scores
 
     def _text(self, prompt: Prompt, outcome: Outcome) -> str:

@@ -10,7 +10,8 @@ import pytest
 from benchmarks import league
 from benchmarks.league import main, run_one
 from benchmarks.league_runs import Finished
-from benchmarks.league_table import draw, markdown, summarise
+from benchmarks.league_table import distinct, draw, markdown, summarise
+from benchmarks.league_table import main as rewrite
 from benchmarks.league_tasks import (
     AGAIN,
     BASE,
@@ -122,6 +123,34 @@ def test_a_variant_of_four_minibatches_is_compared_with_grpo_that_takes_as_many_
     assert (tmp_path / "league.svg").read_text().count("gspo") >= 1
 
 
+def test_rows_whose_scores_are_equal_in_all_seeds_leave_the_table_and_are_named_below(tmp_path):
+    runs = [run(BASE, seed, [0.5, 0.25]) for seed in (0, 1)]
+    runs += [run("otc_po", seed, [0.5, 0.25]) for seed in (0, 1)]
+    runs += [run("bnpo", seed, [0.75, 0.5]) for seed in (0, 1)]
+    runs += [run("cispo", seed, [0.75, 0.5]) for seed in (0, 1)]
+    runs += [run("vespo", 0, [0.75, 0.5]), run("vespo", 1, [0.75, 0.75])]  # equal in one seed only
+    found = {"task": "toy", **summarise(runs, {0: 0.5, 1: 0.5}), "skipped": {}}
+    assert [row["method"] for row in found["rows"]] == ["vespo", "bnpo", BASE]
+    assert found["same"] == {BASE: ["otc_po"], "bnpo": ["cispo"]}
+    said = markdown(found)
+    assert "| cispo |" not in said and "`bnpo` (here with 1 update a collection): `cispo`" in said
+    (tmp_path / "toy.json").write_text(json.dumps(found))
+    assert rewrite([str(tmp_path / "toy.json")]) == 0  # what left stays named when the table is written again
+    assert json.loads((tmp_path / "toy.json").read_text())["same"] == found["same"]
+    assert (tmp_path / "toy.md").read_text() == said
+
+
+def test_the_rows_that_left_the_table_of_text_have_as_many_right_answers_in_every_seed():
+    results = Path(league.RESULTS)
+    found = json.loads((results / "league_text.json").read_text())
+    lines = [json.loads(line) for line in (results / "league_text_runs.jsonl").read_text().splitlines()[1:]]
+    right = {(line["method"], line["seed"]): sum(map(int, line["right"])) for line in lines}
+    assert distinct(found["rows"]) == (found["rows"], {}) and found["same"]["bnpo"] == ["cispo", "vespo"]
+    for name, others in found["same"].items():
+        for other in others:
+            assert all(right[name, seed] == right[other, seed] for seed in range(3)), (name, other)
+
+
 def test_finished_runs_are_read_back_and_runs_of_another_start_are_refused(tmp_path):
     path, settings = tmp_path / "runs.jsonl", {"task": "toy", "steps": 12}
     start = {"1+2": 0.25, "3+4": 0.5}
@@ -145,7 +174,8 @@ def test_the_command_makes_a_table_and_a_second_call_trains_nothing(tmp_path, ca
     assert "two_grpo seed 0:" in said and "skipped adhint: 'hint_column': no prompt has a hint" in said
     home = tmp_path / "easy_vqa_quick"
     first = (home / "league_easy_vqa.md").read_text()
-    assert first.count("one seed") == 4  # two_grpo and three controls of GRPO
+    assert first.count("one seed") == 3  # of the three controls of GRPO
+    assert "those of `grpo` (here with 1 update a collection): `two_grpo`" in first  # none is ever right
     assert (home / "league_easy_vqa.svg").exists()
     assert not list((home / "runs").iterdir())
     built = []

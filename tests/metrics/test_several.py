@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mmrl.metrics import pass_at, runs_for, runs_needed, turns, win_rate
+from mmrl.metrics import pairwise_accuracy, pass_at, runs_for, runs_needed, turns, win_rate
 from tests.support.tables import reward_table
 
 
@@ -59,3 +59,16 @@ def test_turns_and_their_share_of_the_steps_are_counted():
     )
     assert turns(table) == {"turns": 2.0, "turns/share": 1.0}
     assert turns(table, where={"role": "a"}) == {"turns": 1.0, "turns/share": 0.5}
+
+
+def test_pairs_are_ordered_as_another_reward_orders_them():
+    # The first pair is right, the second wrong by an equal score; c is a tie, and d has no score.
+    table = reward_table(
+        {"score": [2, 1, 3, 3, 0, 1, None, 1], "truth": [1, 0, 0, 1, 1, 1, 0, 1]}, group="aabbccdd"
+    )
+    assert pairwise_accuracy(table, of="score", truth="truth") == {"accuracy/score": 0.5}
+    # All three pairs of a group of three count: 3 > 1 and 3 > 2 are right, 2 > 1 is not.
+    table = reward_table({"score": [1, 0, 5], "truth": [1, 2, 3]}, group="aaa")
+    assert pairwise_accuracy(table, of="score", truth="truth", label="x")["x"] == pytest.approx(2 / 3)
+    none = reward_table({"score": [1], "truth": [1]})
+    assert math.isnan(pairwise_accuracy(none, of="score", truth="truth", label="x")["x"])

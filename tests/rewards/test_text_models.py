@@ -61,6 +61,12 @@ def test_what_is_too_long_loses_its_beginning(folder):
     assert short == pytest.approx([logit(folder, "he was")], abs=1e-5)
 
 
-def test_a_model_of_two_labels_is_no_reward_model(tmp_path):
-    with pytest.raises(ValueError, match="wants a model with one label, but .* has 2"):
-        RewardModel(model=write_bert(tmp_path, labels=2), device="cpu")
+def test_of_two_labels_one_is_named(tmp_path):
+    folder = write_bert(tmp_path, labels=2)
+    scores = [RewardModel(model=folder, of=f"LABEL_{i}", device="cpu").column for i in range(2)]
+    assert scores == [0, 1]
+    for wrong in ("", "safe"):
+        with pytest.raises(
+            ValueError, match=f"has the labels LABEL_0, LABEL_1; set `of` to one, not '{wrong}'"
+        ):
+            RewardModel(model=folder, of=wrong, device="cpu")

@@ -9,7 +9,7 @@ from mmrl.config.loading import ConfigError
 from mmrl.core.types import Unit
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed
-from tests.vision.test_prefix_tree import TIGHT, check, forest, precise, weights
+from tests.vision.test_prefix_tree import TIGHT, alone, check, forest, precise, weights
 from tests.vision.test_sliding_windows import sliding
 
 FAMILIES = ("qwen2_5_vl", "llava", "smolvlm")
@@ -20,7 +20,6 @@ EVERY = pytest.mark.parametrize(
 OPTIONS = {
     "kept": {"packing": True, "freeze_vision_tower": False},
     "recomputed": {"packing": True, "freeze_vision_tower": False, "gradient_checkpointing": True},
-    "eager": {"packing": True, "attn_implementation": "eager"},
     "copied": {"packing": True, "share_prefix": False},
 }
 
@@ -29,8 +28,6 @@ OPTIONS = {
 @pytest.mark.parametrize("form", OPTIONS)
 def test_packed_rows_learn_what_they_do_alone(checkpoint, family, form):
     """Texts, images, videos and conversations with images in replies; gradients of all weights in float64."""
-    if form == "eager" and family.startswith("qwen"):
-        pytest.skip("its eager attention computes the softmax in float32")
     policy = precise(checkpoint(family), **OPTIONS[form])
     lengths: list[tuple[int, ...]] = []
     policy.core.get_decoder().register_forward_hook(
@@ -43,6 +40,16 @@ def test_packed_rows_learn_what_they_do_alone(checkpoint, family, form):
     # last token of a row is no input, except in the cost of rows without a tree.
     assert lengths[0][0] == 1 and 0 <= batch.steps.cost(torch.arange(len(batch))) - lengths[0][1] <= len(rows)
     check(policy, rows, tree=False)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_eager_attention_gets_additive_masks(checkpoint, family):
+    policy = precise(checkpoint(family), packing=True, attn_implementation="eager")
+    rows = forest(policy, family, 0)
+    batch = policy.collate(tuple(rows))
+    wanted, _ = alone(policy, rows, weights(batch))
+    # Its softmax is in float32.
+    torch.testing.assert_close((policy(batch).logp * batch.mask).detach(), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "window"), [("last", 4), ("both", 20)])

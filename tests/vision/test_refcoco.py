@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmrl.build import check
-from mmrl.config.schema import EvaluateConfig, load
 from mmrl.core.types import Outcome
 from mmrl.data.dataset_io import RowError, write_rows
 from mmrl.vision.datasets.boxes import boxes
@@ -97,7 +95,3 @@ def test_options_of_the_other_format_are_refused(home):
         boxes(path="qwen.jsonl", split="val")
     with pytest.raises(ValueError, match="knows the layout of its boxes"):
         read("hub.jsonl", form="size")
-
-
-def test_the_ready_evaluation_fits_together():
-    check(load(str(Path(__file__).parents[2] / "configs/evaluate/refcoco.yaml"), [], EvaluateConfig))

@@ -179,7 +179,7 @@ def openai_turns(value: Any, name: str) -> Any:
     and tool_call. Tool calls of adjacent messages become one turn.
     """
     value = unpacked(value)
-    alone = isinstance(value, Mapping) and (has_content(value.get("from")) or value.get("role") in CALLS)
+    alone = isinstance(value, Mapping) and (has_content(value.get("from")) or _role(value) in CALLS)
     turns = [value] if alone else value
     if not (isinstance(turns, list) and turns and all(isinstance(t, Mapping) and _role(t) for t in turns)):
         return value
@@ -204,8 +204,10 @@ def openai_turns(value: Any, name: str) -> Any:
     return written
 
 
-def _role(turn: Mapping[str, Any]) -> Any:
-    return turn.get("role") or turn.get("from")
+def _role(turn: Mapping[str, Any]) -> str:
+    """Return the role of a message; "" if it is no text."""
+    role = turn.get("role") or turn.get("from")
+    return role if isinstance(role, str) else ""
 
 
 def tools_of(columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy
 import torch
 
 from mmrl.core.types import Frames, Media
@@ -50,6 +49,8 @@ class FrameFolder:
 
     def _image(self, name: str, count: int) -> torch.Tensor:
         """Read an image as (3, height, width) uint8, shrunk to the limits of a video of `count` frames."""
+        import numpy
+
         path = self.media.locate(name)
         image = read_image(path, str(path))
         limits = (self.sampling.max_pixels, self.sampling.total_pixels // count)

@@ -35,8 +35,7 @@ from mmrl.vision.models.plain_inputs import check_ids, plain_inputs
 from mmrl.vision.models.prompt_sources import PromptSources
 from mmrl.vision.models.recorded_keys import check_keys, recorded_answer
 
-CACHE_BYTES = 2 << 30
-REPLY_BYTES = 1 << 28
+CACHE_BYTES, REPLY_BYTES = 2 << 30, 1 << 28
 FORMS = 32  # maximum number of prompt structures (roles, media) to compare with transformers, each once
 OF_TOKENS = ("input_ids", "attention_mask", *TYPES_OF_TOKENS)
 UNUSED = ("video_metadata", "timestamps", "labels")  # outputs of processors that are no model inputs
@@ -72,6 +71,8 @@ class PromptEncoder:
         pixels: Size limits of the image processor, `shortest_edge` and `longest_edge` in pixels.
         variables: Variables of the chat template.
     """
+
+    answers = True  # whether the beginning of an answer follows the messages of a prompt
 
     def __init__(
         self,
@@ -147,10 +148,9 @@ class PromptEncoder:
         pairs = {name: [both[name] for both in (encoded.media, media) if name in both] for name in names}
         media = {name: cat_padded(values) for name, values in pairs.items()}
         whole = torch.cat([encoded.ids, ids, new])
-        types = token_types(self.core.config, whole)
-        inputs = {**media, "input_ids": whole[None], "mm_token_type_ids": types[None]}
-        positions = self.family.positions(self.core, inputs)
-        return EncodedPrompt(encoded.uid, whole, positions, media)
+        types = token_types(self.core.config, whole)[None]
+        tensors = {**media, "input_ids": whole[None], "mm_token_type_ids": types}
+        return EncodedPrompt(encoded.uid, whole, self.family.positions(self.core, tensors), media)
 
     def _ended(self, ids: Tensor, new: Tensor) -> int:
         """Count the leading tokens of `new`, the text after an answer, that already end the answer (T,)."""
@@ -256,15 +256,15 @@ class PromptEncoder:
         begun = text.startswith(self.tokenizer.bos_token or "\0")
         media = media_arguments(self.processor, prompt, self.pixels)
         inputs = self._inputs(prompt, text, WITHOUT_BOS if begun else {}, media)
-        form = (tools, *((m["role"], *m, *(block["type"] for block in m["content"])) for m in messages))
-        form = json.dumps(form)
+        form = json.dumps((tools, *((m["role"], *m, *(b["type"] for b in m["content"])) for m in messages)))
         # Skip texts that contain control tokens: they stay plain text here, but not in transformers.
         alike = self.plain.mark not in text and self._marked(tools) == tuple(tools)
         if alike and form not in self._compared and len(self._compared) < FORMS:
             formed = self.template.formed(messages, tools)
             # transformers converts an empty text to an empty list, which some templates print: [].
             if all(message["content"] or "tool_calls" in message for message in formed):
-                plain = plain_inputs(self.processor, formed, tools, media, self.template.variables)
+                given = {"add_generation_prompt": self.answers, **self.template.variables}
+                plain = plain_inputs(self.processor, formed, tools, media, given)
                 check_ids(prompt, inputs["input_ids"], plain, self.tokenizer)
                 self._compared.add(form)
         return inputs
@@ -283,7 +283,7 @@ class PromptEncoder:
         """Render a prompt with the chat template; raise ValueError if the template does not support it."""
         try:
             check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
-            text = self._render(list(map(template_message, self.replies(prompt.messages, tools))), tools)
+            text = self.rendered(prompt.messages, tools, answers=self.answers)
             names = [tool.get("function", tool)["name"] for tool in tools] if self.knows_tools(tools) else []
             plain = filter(re.compile(r"[\w.-]+", re.ASCII).fullmatch, names)  # templates may escape others
             if lost := [name for name in plain if name not in text]:

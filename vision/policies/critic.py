@@ -23,22 +23,39 @@ HEAD = "value_head.safetensors"
 
 
 class ValueModel(nn.Module):
-    """Trainable module that predicts, for a batch of answers, a value before every token."""
+    """Trainable module that predicts, for a batch of answers, numbers before every token.
 
-    def __init__(self, reader: StepModel) -> None:
+    Args:
+        reader: Computes the hidden states.
+        outputs: Number of numbers per token.
+        std: Standard deviation of the initial weights.
+        bias: Whether the linear layer has a bias, which starts at 0.
+    """
+
+    def __init__(self, reader: StepModel, outputs: int = 1, *, std: float = 0.0, bias: bool = True) -> None:
         super().__init__()
         self.reader = reader
-        embedding = reader.model.get_input_embeddings().weight
-        self.head = nn.Linear(embedding.shape[1], 1, device=embedding.device)  # in float32
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        inputs = reader.model.get_input_embeddings().weight
+        dtype = torch.promote_types(torch.float32, reader.compute)
+        self.head = nn.Linear(inputs.shape[1], outputs, bias, device=inputs.device, dtype=dtype)
+        nn.init.normal_(self.head.weight, std=std)
+        if bias:
+            nn.init.zeros_(self.head.bias)
+        for weight in reader.model.get_output_embeddings().parameters():
+            if weight is not inputs:  # tied weights are the input embeddings
+                weight.requires_grad_(False)
 
     def forward(self, steps: TokenSteps) -> Tensor:
-        """Compute values (N, longest) for the tokens of N answers, including padding positions."""
+        """Compute values (N, longest, outputs) for the tokens of N answers, including padding positions."""
         compute = self.reader.compute
         with torch.autocast(self.head.weight.device.type, compute, enabled=compute in LOW):
             hidden = self.reader.states(steps)
-        return self.head(hidden.to(self.head.weight.dtype))[..., 0]
+        return self.head(hidden.to(self.head.weight.dtype))
+
+
+def value_model(module: nn.Module) -> ValueModel:
+    """Find the value model inside a module, which data parallelism may wrap."""
+    return next(part for part in module.modules() if isinstance(part, ValueModel))
 
 
 @register(copies_policy=True)
@@ -65,16 +82,12 @@ class Critic:
         if not probability:
             self.outputs = self.outputs - {"value_logit"}
         self.tokens = policy()
-        inputs = self.tokens.model.get_input_embeddings().weight
-        for weight in self.tokens.model.get_output_embeddings().parameters():
-            if weight is not inputs:  # tied weights are the input embeddings
-                weight.requires_grad_(False)
         self.module: nn.Module = ValueModel(self.tokens.module)
 
     @property
     def head(self) -> nn.Linear:
         """The linear layer that computes the values."""
-        return next(part.head for part in self.module.modules() if isinstance(part, ValueModel))
+        return value_model(self.module).head
 
     def check_steps_of(self, policy: Tokens) -> None:
         """Raise `ValueError` unless this model can read the policy's token ids and encoded images."""
@@ -89,7 +102,7 @@ class Critic:
         return self.tokens.collate(rollouts)
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        logit = pad_to(self.module(batch.steps), batch.mask.shape[1], 1)
+        logit = pad_to(self.module(batch.steps)[..., 0], batch.mask.shape[1], 1)
         outputs = {"value": logit.sigmoid() if self.probability else logit, "value_logit": logit}
         return StepOutput(torch.zeros_like(logit), {name: outputs[name] for name in outputs.keys() & extra})
 

@@ -99,6 +99,7 @@ class Tokens:
 
     outputs: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # computed only if a piece reads them
     makes = "text"  # kind of outcomes; commands read it
+    load_model = staticmethod(loading.load_model)
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class Tokens:
         self.processor = loading.load_processor(model)
         check_packing(model, packing, attn_implementation, transform, sp_size)
         ChatTemplate(self.processor, chat_template_kwargs).ends()  # fails before weights are loaded
-        self.model = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
+        self.model = self.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = pixel_limits({"min_pixels": min_pixels, "max_pixels": max_pixels})
         self.prompt_encoder = PromptEncoder(

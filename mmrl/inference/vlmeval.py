@@ -1,0 +1,131 @@
+"""Evaluation with VLMEvalKit: its questions and scoring, our answers, as an evaluation of mmrl."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.ranges import NonNegativeInt
+from mmrl.core.progress import advance
+from mmrl.core.reward_table import Measured
+from mmrl.core.types import Prompt, Trajectory
+from mmrl.data.messages import ReadMedia
+from mmrl.inference.benchmark_model import BenchmarkModel, prompt_from
+from mmrl.inference.benchmark_scores import summarize, with_scores
+from mmrl.inference.sources import ModelSource
+from mmrl.training.evaluate import CHUNK
+
+SCORES = ("hit", "score")  # columns of VLMEvalKit's result files with the score of a sample
+KEPT = (".tsv", ".csv", ".json", ".xlsx")  # result files that are kept; pickles are not
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `mmrl evaluate --with vlmeval`."""
+
+    data: str  # names of data sets, separated by commas; or of TSV files in the folder $LMUData
+    judge: str = "exact_matching"  # model that VLMEvalKit asks to compare answers, or exact_matching
+    limit: NonNegativeInt = 0  # number of samples per data set; 0: all
+
+
+def prepare(source: ModelSource, options: Options) -> Callable[[Path], dict[str, Measured]]:
+    """Check options and model without loading either the model or data; return the evaluation.
+
+    The engine of the configuration samples with its own options. The evaluation raises ConfigError for
+    unknown data sets and for those of several turns.
+    """
+    if importlib.util.find_spec("vlmeval") is None:
+        raise ConfigError(
+            "vlmeval is not importable; it is on no package registry: clone VLMEvalKit, add it to PYTHONPATH "
+            "and install its requirements beside mmrl (docs/howto/toolkits.md)"
+        )
+    model = BenchmarkModel(source)
+    return lambda folder: {
+        name: _evaluate(model, name, options, folder / name) for name in options.data.split(",")
+    }
+
+
+def _evaluate(model: BenchmarkModel, name: str, options: Options, folder: Path) -> Measured:
+    os.environ["PRED_FORMAT"] = "tsv"  # read by VLMEvalKit
+    dataset = importlib.import_module("vlmeval.dataset").build_dataset(name)
+    if dataset is None:
+        raise ConfigError(f"data: vlmeval has no data set '{name}', and $LMUData no usable file '{name}.tsv'")
+    if getattr(dataset, "TYPE", "") == "MT":
+        raise ConfigError(
+            f"data: '{name}' holds conversations of several turns; mmrl answers single questions"
+        )
+    samples = dataset.data if not options.limit else dataset.data[: options.limit]
+    video = {"video_llm": True} if dataset.MODALITY == "VIDEO" else {}
+    asked: list[dict[str, Any]] = samples.to_dict("records")
+    rows: list[Trajectory] = []
+    for at in range(0, len(asked), CHUNK):
+        chunk = asked[at : at + CHUNK]
+        make = [partial(_prompt, dataset, name, samples.iloc[at + i], video) for i in range(len(chunk))]
+        rows += model.answer({}, (), make)
+        advance("answering", len(rows), len(asked))
+    answered = samples.drop(columns=[column for column in ("image",) if column in samples])
+    answered = answered.assign(prediction=[row.outcomes[-1].text for row in rows])
+    # Scoring reuses, and unpickles, what an earlier call left in its folder, so the folder is a new one.
+    with tempfile.TemporaryDirectory() as work:
+        file = Path(work) / f"mmrl_{name}.tsv"
+        answered.to_csv(file, sep="\t", index=False)
+        returned = dataset.evaluate(str(file), model=options.judge, nproc=1)
+        scores = _scores(Path(work))
+        folder.mkdir(parents=True, exist_ok=True)
+        for kept in [path for path in Path(work).iterdir() if path.suffix in KEPT]:
+            shutil.copy(kept, folder)
+    scored = [
+        with_scores(row, scores.get(str(sample["index"]), {}), sample.get("answer"))
+        for row, sample in zip(rows, asked, strict=True)
+    ]
+    measured, missing = summarize(scored, totals_of(returned), (), model.engine, model.source.config)
+    if missing:
+        print(f"{name}: no interval for {', '.join(missing)}, which are not means of the scores")
+    return measured
+
+
+def _prompt(dataset: Any, name: str, line: Any, video: Mapping[str, Any], read: ReadMedia) -> Prompt:
+    """Make the prompt of a sample; VLMEvalKit gives text, images and videos as {"type", "value"}."""
+    parts = dataset.build_prompt(line, **video)
+    return prompt_from(f"{name}/{line['index']}", [{"role": "user", "content": parts}], read)
+
+
+def _scores(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read the score of every sample from the result files in a folder, by the sample's index."""
+    pandas = importlib.import_module("pandas")
+    scores: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*_result*.tsv")):
+        table = pandas.read_csv(path, sep="\t")
+        for record in table.to_dict("records") if "index" in table else ():
+            found = {name: record[name] for name in SCORES if name in record}
+            scores.setdefault(str(record["index"]), {}).update(found)
+    return scores
+
+
+def totals_of(returned: Any) -> dict[str, float]:
+    """Convert what `evaluate` of a data set returns to totals: numbers of a dictionary or of a table.
+
+    The rows of a table with several rows are told apart by their texts, such as the split: `dev/Overall`.
+    """
+    if not isinstance(returned, Mapping) and not hasattr(returned, "to_dict"):
+        return {}
+    records: Sequence[Mapping[str, Any]] = (
+        [returned] if isinstance(returned, Mapping) else returned.to_dict("records")
+    )
+    totals = {}
+    for record in records:
+        words = [str(value) for value in record.values() if isinstance(value, str)]
+        prefix = "/".join(words) + "/" if len(records) > 1 and words else ""
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                totals[f"{prefix}{name}"] = float(value)
+    return totals

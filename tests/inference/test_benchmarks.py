@@ -1,0 +1,225 @@
+"""Evaluation with lmms-eval and VLMEvalKit: options, prompts, scores; lmms-eval itself on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from mmrl.cli import main
+from mmrl.config.loading import ConfigError
+from mmrl.config.schema import EvaluateConfig, Evaluation, Piece
+from mmrl.core.rng import Stream
+from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
+from mmrl.data.media_reader import MediaReader
+from mmrl.inference.benchmark_model import prompt_from, sampling_of
+from mmrl.inference.benchmark_scores import summarize, with_scores
+from mmrl.inference.lmms_eval import scored_rows
+from mmrl.inference.vlmeval import totals_of
+from mmrl.reporting.predictions import read_predictions
+from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
+from tests.support.lmms_tasks import write_tasks
+
+HOME = os.environ.get("MMRL_LMMS", "")
+CONFIG = EvaluateConfig(Piece("vision.tokens"), Evaluation())
+
+
+def row(uid: str, text: str = "yes") -> Trajectory:
+    prompt = Prompt(uid, (Message("user", (Part("q"),)),))
+    return Trajectory(prompt, uid, (Outcome(text, tags={"finish": "stop"}),), None, 1)
+
+
+def test_generation_kwargs_are_honoured_or_refused_by_name():
+    task = {"max_new_tokens": 16, "temperature": 0, "top_p": 1.0, "num_beams": 1, "do_sample": False}
+    assert sampling_of(task, "t") == ({"temperature": 0.0, "max_completion_length": 16}, ())
+    assert sampling_of({}, "t") == ({"temperature": 0.0}, ())
+    assert sampling_of({"do_sample": False, "temperature": 0.2}, "t")[0] == {"temperature": 0.0}
+    drawn = {"do_sample": True, "top_p": 0.9, "top_k": 5, "until": ["\n\n", "Q:"]}
+    assert sampling_of(drawn, "t") == ({"temperature": 1.0, "top_p": 0.9, "top_k": 5}, ("Q:",))
+    assert sampling_of({"temperature": 0, "top_p": 0, "until": "END"}, "t") == (
+        {"temperature": 0.0},
+        ("END",),
+    )
+    with pytest.raises(ConfigError, match="t: no engine of mmrl has the generation kwarg `num_beams: 4`"):
+        sampling_of({"num_beams": 4}, "t")
+    with pytest.raises(ConfigError, match="`seed: 0`"):
+        sampling_of({"seed": 0}, "t")
+
+
+def test_what_only_llava_reads_is_named_once(caplog):
+    for _ in range(2):
+        assert sampling_of({"image_aspect_ratio": "pad"}, "once") == ({"temperature": 0.0}, ())
+    assert caplog.text.count("`image_aspect_ratio` is read by LLaVA only") == 1
+
+
+def test_prompts_keep_texts_and_order_and_refuse_what_they_cannot_read():
+    image = Image.new("RGB", (28, 28), "red")
+    parts = [{"type": "text", "text": "<image 1>"}, {"type": "image", "url": image}]
+    prompt = prompt_from(
+        "t/0", [{"role": "user", "content": [*parts, {"type": "text", "value": "<image>"}]}], MediaReader()
+    )
+    assert [part.text or part.media.kind for part in prompt.messages[0].parts] == [
+        "<image 1>",
+        "image",
+        "<image>",
+    ]
+    for bad in (
+        {"type": "video", "url": {"url": "a.mp4", "video_start": 1}},
+        {"type": "video", "url": "a.mp4", "start_time": 3.0},
+        {"type": "depth", "url": image},
+    ):
+        with pytest.raises(ConfigError, match="'t/1': mmrl cannot read this part"):
+            prompt_from("t/1", [{"content": [bad]}], MediaReader())
+
+
+def sample(number: int, **metrics) -> dict:
+    fixed = {"doc": {}, "arguments": [], "resps": [["yes"]], "token_counts": [], "doc_hash": "0"}
+    return {"doc_id": number, "target": "A", "filtered_resps": ["yes"], **fixed, **metrics}
+
+
+def test_logged_samples_become_rewards_and_totals():
+    rows = {("t", i): row(f"t/{i}") for i in range(4)}
+    hits = [1.0, 0.0, 1.0, 1.0]
+    logged = [
+        sample(i, acc=hit, mme={"score": hit, "category": "x"}, f1=["A", 1]) for i, hit in enumerate(hits)
+    ]
+    results = {"acc,none": 0.75, "acc_stderr,none": "N/A", "mme,none": 75.0, "f1,none": 0.3, "alias": "t"}
+    scored, totals = scored_rows("t", logged, results, rows)
+    assert totals == {"acc": 0.75, "mme": 75.0, "f1": 0.3}
+    assert scored[1].outcomes[-1].recorded == {"acc": 0.0, "mme": 0.0}
+    assert json.loads(scored[0].logged["f1"]) == ["A", 1] and scored[0].prompt.target == "A"
+    measured, missing = summarize(scored, totals, (), None, CONFIG)
+    # acc is the mean of the scores and has its interval; a percentage and F1 are theirs alone.
+    assert measured.metrics["acc"] == 0.75 and measured.metrics["mme"] == 75.0
+    assert measured.metrics["mme/mean"] == 0.75 and measured.metrics["f1"] == 0.3
+    low, high = measured.intervals["acc"]
+    assert low < 0.75 < high and measured.intervals["mme/mean"] == (low, high)
+    assert missing == ("mme", "f1")
+
+
+def test_filters_keep_their_scores_apart():
+    logged = [sample(0, acc=1.0), sample(0, acc=0.0)]
+    logged[1]["filtered_resps"] = ["y"]
+    results = {"acc,strict": 1.0, "acc,loose": 0.0}
+    (scored,), totals = scored_rows("t", logged, results, {("t", 0): row("t/0")})
+    assert scored.outcomes[-1].recorded == {"acc,strict": 1.0, "acc,loose": 0.0} and totals == results | {}
+    assert scored.logged["filtered,loose"] == "y"
+
+
+def test_an_interval_of_zeros_needs_a_total_that_is_known_to_be_a_mean():
+    rows = [with_scores(row(f"t/{i}"), {"acc": 0}, None) for i in range(5)]
+    measured, missing = summarize(rows, {"acc": 0.0}, ("acc",), None, CONFIG)
+    # Wilson's interval of 0 of 5 at 95 %: z^2 / (n + z^2) = 3.8415 / 8.8415
+    assert measured.intervals["acc"] == pytest.approx((0.0, 0.43449), abs=1e-4) and not missing
+    assert summarize(rows, {"acc": 0.0}, (), None, CONFIG)[1] == ("acc",)
+
+
+def test_totals_of_vlmeval_are_the_numbers_of_its_tables():
+    class Table:
+        def to_dict(self, how):
+            assert how == "records"
+            return [{"split": "dev", "Overall": 0.5}, {"split": "test", "Overall": 0.25}]
+
+    assert totals_of(Table()) == {"dev/Overall": 0.5, "test/Overall": 0.25}
+    assert totals_of({"Overall": 71, "note": "x"}) == {"Overall": 71.0} and totals_of(None) == {}
+
+
+@pytest.mark.parametrize("toolkit", ["lmms_eval", "vlmeval"])
+def test_a_missing_toolkit_and_unknown_options_are_one_line(toolkit, tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    option = {"lmms_eval": "task=x", "vlmeval": "data=x"}[toolkit]
+    assert main(["evaluate", str(model), "--with", toolkit, option]) == 2
+    assert "docs/howto/toolkits.md" in capsys.readouterr().err
+    assert main(["evaluate", str(model), "--with", toolkit, "tsk=1"]) == 2
+    assert f"there is no option 'tsk' of {toolkit}; there are" in capsys.readouterr().err
+    assert main(["evaluate", str(model), "--with", toolkit, option, "limit=-1"]) == 2
+    assert "'limit' must be at least 0" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def run_lmms(tmp_path_factory):
+    """A function that runs `mmrl evaluate --with lmms_eval` on a tiny model in lmms-eval's environment."""
+    folder = tmp_path_factory.mktemp("lmms")
+    TinyQwen2_5Vl(stream=Stream(3), init=0.08).build(folder / "model")
+    tasks = write_tasks(folder / "tasks")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment["HF_DATASETS_CACHE"] = str(folder / "cache")
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        command = [
+            f"{HOME}/bin/python",
+            "-m",
+            "mmrl",
+            "evaluate",
+            str(folder / "model"),
+            "--with",
+            "lmms_eval",
+        ]
+        given = [f"include_path={tasks}", "policy.dtype=float32", *words]
+        how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+        return subprocess.run(command + given, check=False, **how)
+
+    return folder, run
+
+
+@pytest.mark.lmms
+@pytest.mark.slow
+@pytest.mark.skipif(not HOME, reason="MMRL_LMMS names no environment with lmms-eval")
+def test_three_kinds_of_tasks_are_scored_by_lmms_eval(run_lmms):
+    folder, run = run_lmms
+    done = run("task=choice,free,span", f"output_dir={folder / 'out'}")
+    assert done.returncode == 0, done.stderr
+    found = {
+        task: read_predictions(folder / "out" / task / "predictions.parquet").rows
+        for task in ("choice", "free", "span")
+    }
+    measured = {task: json.loads((folder / "out" / task / "evaluation.json").read_text()) for task in found}
+    texts = {row["uid"]: row["completion"] for row in found["choice"]}
+    hits = [float("ABCD"[len(texts[f"choice/{i}"].strip()) % 4] == "ABCD"[i % 4]) for i in range(6)]
+    assert measured["choice"]["metrics"]["acc"] == pytest.approx(sum(hits) / 6)
+    assert set(measured["choice"]["intervals"]) == {"acc"} and "exact_match" in measured["free"]["intervals"]
+    assert [row["target"] for row in sorted(found["free"], key=lambda row: row["uid"])] == list("012345")
+    assert all(row["seen"] for row in found["span"]) and "iou/mean" in measured["span"]["intervals"]
+    spans = [row["reward/iou"] for row in found["span"]]
+    assert measured["span"]["metrics"]["iou"] == pytest.approx(100 * sum(spans) / 6)
+    assert (folder / "out" / "choice" / "predictions.html").is_file()
+    # The same questions by transformers alone.
+    from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+    processor = AutoProcessor.from_pretrained(folder / "model")
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "model", dtype=torch.float32)
+    for number in (0, 3):
+        doc = json.loads((folder / "tasks" / "choice.jsonl").read_text().splitlines()[number])
+        content = [{"type": "image", "image": doc["image"]}, {"type": "text", "text": doc["question"]}]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+        )  # fmt: skip
+        made = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert texts[f"choice/{number}"] == processor.decode(made, skip_special_tokens=True)
+
+
+@pytest.mark.lmms
+@pytest.mark.slow
+@pytest.mark.skipif(not HOME, reason="MMRL_LMMS names no environment with lmms-eval")
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["task=choise"], "lmms_eval has no task 'choise'; did you mean 'choice'?"),
+        (["task=mmmu_val"], "lmms_eval cannot load 'mmmu_val'"),
+        (
+            ["task=choice", "gen_kwargs=num_beams=4"],
+            "no engine of mmrl has the generation kwarg `num_beams: 4`",
+        ),
+    ],
+)
+def test_what_lmms_eval_cannot_do_is_one_line(run_lmms, words, error):
+    done = run_lmms[1](*words)
+    assert done.returncode == 2 and error in done.stderr.splitlines()[-1]
