@@ -30,9 +30,9 @@ XML tags:
 def listed_tools(encoder: Any, prompt: Prompt, tools: Tools = ()) -> tuple[Prompt, Tools]:
     """Return a prompt and the tools that the chat template lists in it.
 
-    If the template supports no tools, the system prompt describes them in Qwen's words, recorded calls are
-    written in Qwen's form, and no tools are left. `tools` are the engine's; without them, the prompt's own.
-    Raises ValueError if both exist and differ.
+    If the template supports no tools, the system prompt describes them in Qwen's words, recorded calls and
+    replies are written in Qwen's form, and no tools are left. `tools` are the engine's; without them, the
+    prompt's own. Raises ValueError if both exist and differ.
     """
     if tools and prompt.tools and json.dumps(tools) != json.dumps(prompt.tools):
         raise ValueError(
@@ -47,8 +47,8 @@ def listed_tools(encoder: Any, prompt: Prompt, tools: Tools = ()) -> tuple[Promp
     if others[0].role == "system":
         before, others = "".join(part.text for part in others[0].parts) + "\n\n", others[1:]
     system = Message("system", (Part(before + instructions),))
-    messages = (system, *(with_written_calls(turn) for turn in others))
-    return replace(prompt, messages=messages, tools=()), ()
+    messages = encoder.replies([system, *map(with_written_calls, others)], tools)
+    return replace(prompt, messages=tuple(messages), tools=()), ()
 
 
 def with_written_calls(turn: Message) -> Message:

@@ -30,7 +30,8 @@ def recorded_turns(
         raise ValueError("this model reads no media after an answer, but a recorded reply shows one")
     listed, _ = listed_tools(encoder, replace(prompt, messages=outcome.asked or prompt.messages))
     turns = [*outcome.turns, Message("assistant", (Part(outcome.text or ""),), outcome.extra)]
-    if listed.tools != prompt.tools:
+    described = listed.tools != prompt.tools  # the template knows no tools
+    if described:
         turns = list(map(with_written_calls, turns))
     places = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
     if any(part.media for place in places for part in turns[place].parts):
@@ -38,7 +39,8 @@ def recorded_turns(
     if any(after - place == 1 for place, after in pairwise(places)):
         raise ValueError("two turns of the assistant follow each other; join them to one turn")
     for place, following in pairwise([*places, len(turns)]):
-        before = replace(listed, messages=(*listed.messages, *turns[:place]))
+        earlier = encoder.replies(turns[:place], prompt.tools) if described else turns[:place]
+        before = replace(listed, messages=(*listed.messages, *earlier))
         text, ids = encoder.recorded(before, Outcome(text=turns[place].text, extra=turns[place].extra))
         yield text, ids, turns[place + 1 : following]
 
@@ -58,6 +60,6 @@ def encode_recorded(
         turns.append((read, ids))
         if observed:
             replies.append(tuple(observed))
-            read = encoder.extend(read, ids, *encoder.replies(observed, tools), tools=tools)
+            read = encoder.extend(read, ids, *encoder.replies(observed, prompt.tools), tools=tools)
     check_length(read.next_position + len(turns[-1][1]) - 1, encoder.limit)
     return written[-1][0], turns, replies
