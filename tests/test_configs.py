@@ -27,7 +27,7 @@ from mmrl.rewards.text import tag_format
 from mmrl.training.loop import train
 from mmrl.vision.benchmarks.time_spans import Moments, parse_saliency, parse_spans
 from mmrl.vision.datasets.grounding import grounding
-from tests.support.configs import METHODS, method_file
+from tests.support.configs import METHODS, method_file, reads_scores
 from tests.support.rules import rule
 from tests.support.tables import assert_rows, loss_of, micro_batch, moved, reward_table
 from tests.support.toy_flow import flow_plan
@@ -104,6 +104,8 @@ def test_a_variant_fits_a_run_on_a_real_model(path):
     run = PICTURES if "policy" in variant else read(CONFIGS / "train/charades_sta_grpo.yaml")
     if "guidance_scale" in variant.get("policy", {}):
         run = run | {"policy": {"name": "vision.tokens", "model": "somewhere"}}
+    if reads_scores(variant):
+        run = run | {"policy": {"name": "vision.reward_model", "model": "somewhere"}}
     chosen = {key: run[key] for key in ("policy", "data", "rewards", "rollout", "learn")}
     plain = variant.get("rollout", {}).get("engine", run["rollout"]["engine"])
     faults = []
@@ -413,7 +415,7 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
         ]
         size = min(variant["rollout"].get("num_generations", 4), 36)  # of 216 in a tree
         variant = merge(variant, {"rollout": {"engine": engine, "num_generations": size}})
-        toy["policy"] = "tests.support.toys:ToyRecalling"  # for engines that bring rows back
+        toy["policy"] = f"tests.support.toys:{'ToyScores' if reads_scores(variant) else 'ToyRecalling'}"
         toy["data"] = {
             "name": "tests.support.toys:prompts",
             "answers": variant["rollout"].get("num_generations", 1),

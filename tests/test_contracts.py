@@ -197,9 +197,11 @@ def table_of(sizes: tuple[int, ...] = SIZES, equal: bool = False) -> RewardTable
 
 
 @cache
-def credit_of(sizes: tuple[int, ...] = SIZES, equal: bool = False) -> RewardTable:
+def credit_of(
+    sizes: tuple[int, ...] = SIZES, equal: bool = False, last: str = "group_normalize"
+) -> RewardTable:
     credit, make = table_of(sizes, equal), Pieces(Stream()).make
-    for name in ("total", "group_normalize"):
+    for name in ("total", last):
         credit = make("advantage", Piece(name))(credit)
     return credit
 
@@ -221,7 +223,8 @@ def batch_of(
         pytest.fail(
             f"the toy policy does not say {sorted(strange - policy.outputs)}; teach tests/toy_flow.py"
         )
-    batch = spread(credit_of(sizes, equal), policy.collate(collected(sizes, equal)))
+    last = "pairs_with_ties" if "score" in needs.outputs else "group_normalize"  # scores belong to pairs
+    batch = spread(credit_of(sizes, equal, last), policy.collate(collected(sizes, equal)))
     batch = batch.replace(mask=batch.mask.double(), advantage=batch.advantage.double())
     if "value_logit" in needs.outputs:  # learned from probabilities alone
         batch = batch.replace(advantage=batch.advantage.sigmoid())

@@ -487,6 +487,9 @@ def written(tmp_path_factory) -> set[str]:
     chain = ["total", "best_vs_worst", "kto_kl_rows"]
     single = {**pair, "rollout": rows, "advantage": chain, "output_dir": str(folder / "single")}
     single["objective"] = {**pairs["objective"], "compare": ["kto"]}
+    scorer = {**pair, "policy": {"name": "tests.support.toys:ToyScores", "labels": ["brevity"]}}
+    scorer |= {"advantage": ["total", "pairs_with_ties"], "objective": "bradley_terry", "references": {}}
+    scorer["output_dir"] = str(folder / "scorer")
     image = flow_plan(
         folder / "image",
         advantage=["total", "group_normalize"],
@@ -513,7 +516,7 @@ def written(tmp_path_factory) -> set[str]:
     learning = {"critic": critic, "chance": chance}
     second = plan(folder / "second", advantage=["total", "gae"], references=learning)
     names: set[str] = set()
-    for raw in (text, image, pair, single, second):
+    for raw in (text, image, pair, scorer, single, second):
         toy = build(parse({**raw, "max_steps": 2, "report": {"trackers": []}}, Config), quiet=True)
         train(toy)
         names |= {name for record in toy.journal.read() for name in record}

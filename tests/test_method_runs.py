@@ -25,7 +25,7 @@ from mmrl.rewards.adapters import per_outcome
 from mmrl.training.loop import train
 from tests.rewards import tiny_clip
 from tests.rewards.tiny_text import write_bert
-from tests.support.configs import METHODS
+from tests.support.configs import METHODS, reads_scores
 from tests.support.judging import scripted
 
 # Texts that are one token each, so that a random model writes calls, tasks, decisions and claims.
@@ -263,6 +263,8 @@ def of_texts(variant: dict[str, Any], home: Path) -> dict[str, Any]:
     roles = {"with_hinter": ["reasoner", "hinter"], "delegated_reward": ["main", "sub"]}
     adapters = next((names for name, names in roles.items() if name in json.dumps(variant)), [])
     policy = {"name": "vision.tokens", "model": str(home / "vlm"), "dtype": "float32"}
+    if reads_scores(variant):
+        policy["name"] = "vision.reward_model"
     if "with_branches" in json.dumps(variant):
         engine[1] |= {"branching": [4] if len(engine[1]["branching"]) == 1 else [2, 2], "segment_length": 2}
     if "allocate" in json.dumps(variant):

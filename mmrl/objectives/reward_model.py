@@ -56,7 +56,7 @@ class BradleyTerry:
         """Compute the contributions of a micro-batch of whole pairs to loss and metrics of the update."""
         first, second = pairs_of(batch)
         groups = batch.totals.groups or 1.0
-        scores = {name.removeprefix("score"): value for name, value in new.extra.items()}
+        scores = {name[5:]: v for name, v in new.extra.items() if name == "score" or name.startswith("score/")}
         loss, metrics = new.logp.new_zeros(()), dict[str, Tensor]()
         for label, score in scores.items():  # label: "" or "/NAME"
             better = _difference(self._better(label, batch), first, second)
@@ -88,15 +88,19 @@ class BradleyTerry:
 
 
 def pairs_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the indices (P,) of the first and of the second row of every pair; raises if one is no pair."""
+    """Return the indices (P,) of the first and of the second row of every pair.
+
+    A row alone, whose other row is not trained on, is left out. Raises `ValueError` for more than two rows.
+    """
     rows = (batch.mask.sum(-1) > 0).nonzero()[:, 0]
     order = rows[batch.group[rows].argsort(stable=True)]
-    sizes = batch.group[order].unique_consecutive(return_counts=True)[1]
-    if (sizes != 2).any():
+    _, place, sizes = batch.group[order].unique_consecutive(return_inverse=True, return_counts=True)
+    if (sizes > 2).any():
         raise ValueError(
-            f"`bradley_terry` learns from pairs, but a group has {int(sizes[sizes != 2][0])} rows; end the "
+            f"`bradley_terry` learns from pairs, but a group has {int(sizes[sizes > 2][0])} rows; end the "
             "advantage chain with `pairs_with_ties` or `best_vs_worst`"
         )
+    order = order[sizes[place] == 2]
     return order[::2], order[1::2]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from mmrl.config.registry import SCOPES, Entry, pieces
+from mmrl.config.registry import SCOPES, Entry, find, pieces
+from mmrl.config.schema import as_piece
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -14,6 +17,12 @@ METHODS = sorted((CONFIGS / "methods").rglob("*.yaml"))
 def method_file(name: str) -> Path:
     """Find the file of a method by its name."""
     return next(path for path in METHODS if path.stem == name)
+
+
+def reads_scores(variant: Mapping[str, Any]) -> bool:
+    """Whether the objective of a method reads the scores of a reward model, so that this is the policy."""
+    objective = as_piece(variant["objective"], "") if "objective" in variant else None
+    return objective is not None and "score" in find("objective", objective.name).needs.outputs
 
 
 def library_pieces(kind: str) -> list[Entry]:

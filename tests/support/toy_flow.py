@@ -36,6 +36,7 @@ class HasMetrics:
         "time",
         "value",
         "value_logit",
+        "score",
     }
 
     @property
@@ -66,6 +67,7 @@ class HasMetrics:
             "time": 0.9 - 0.2 * along,
             "value": field[..., 1],
             "value_logit": field[..., 1],
+            "score": said.logp,  # rows of a prompt differ
         }
         return StepOutput(said.logp, {**said.extra, **{name: fields[name] for name in extra & set(fields)}})
 

@@ -500,6 +500,20 @@ class ToyCritic(ToyText):
         return StepOutput(torch.zeros_like(logit), {name: said[name] for name in said.keys() & extra})
 
 
+class ToyScores(ToyText):
+    """A reward model that scores an answer by the logit of its first token; all labels have this score."""
+
+    outputs = frozenset({"score"})
+
+    def __init__(self, *, num: int = 8, labels: tuple[str, ...] = ()) -> None:
+        super().__init__(num=num)
+        self.names = tuple(f"score/{label}" for label in labels) or ("score",)
+
+    def __call__(self, batch: Batch, extra: frozenset[str] = frozenset()) -> StepOutput:
+        score = self.module()[batch.steps.prompt].gather(2, batch.steps.tokens[..., None])[..., 0]
+        return StepOutput(torch.zeros_like(score), dict.fromkeys(self.names, score))
+
+
 def teacher(policy: ToyText) -> Reference:
     """Make a policy of the same table with other weights, which never learns."""
     other = Reference(policy, 1.0)

@@ -193,7 +193,7 @@ CHATS = [
 def plan(model, folder: Path, **changes):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     run = {
-        "policy": {"model": str(model), "dtype": "float32"},
+        "policy": {"name": "vision.reward_model", "model": str(model), "dtype": "float32"},
         "data": {"name": "vision.preference_pairs", "path": str(folder / "rows.jsonl")},
         "rewards": [
             {"name": "precomputed", "key": "preferred"},
