@@ -50,10 +50,12 @@ class Claim:
     measure: str
 
 
-def options(name: str, doc: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def options(
+    name: str, doc: str | None, arguments: Sequence[str] | None = None, pilot: bool = False
+) -> argparse.Namespace:
     """Parse `--seeds`, `--runs`, `--output` and `--quick` of a script; one thread, no progress bars.
 
-    With `--quick` there is one seed, and both folders are away from the results.
+    With `--quick` there is one seed, and both folders are away from the results. `pilot` adds `--pilot`.
     """
     from transformers.utils import logging
 
@@ -66,6 +68,8 @@ def options(name: str, doc: str | None, arguments: Sequence[str] | None = None) 
     parser.add_argument(
         "--quick", action="store_true", help="a few steps of one seed; leaves the results alone"
     )
+    if pilot:
+        parser.add_argument("--pilot", action="store_true", help=f"compare rates at seed {PILOT} alone")
     given = parser.parse_args(arguments)
     if given.quick:
         given.seeds, given.runs = given.seeds[:1], given.runs.with_name(f"{given.runs.name}_quick")
