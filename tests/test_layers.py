@@ -268,7 +268,7 @@ BUDGETS = {
     "advantages": 1420,
     "api": 730,
     "builders": 160,
-    "cli": 2220,
+    "cli": 2240,
     "compression": 3630,
     "config": 3020,
     "core": 3860,

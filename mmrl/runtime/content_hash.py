@@ -27,6 +27,7 @@ ENDS = 16384  # bytes read at each end of a media file
 PROMPTS = 1024  # prompts hashed at a time
 CHUNK = 1 << 22  # elements of a tensor per checksum
 STRIDE = 1024  # sums per chunk
+LATER = {"size", "tools", "asked", "turns"}  # fields that prompts and answers did not always have
 
 
 def of_prompts(prompts: Sequence[Prompt], *, named: bool = True) -> dict[str, str]:
@@ -132,8 +133,8 @@ def _plain(value: Any, sources: list) -> Any:
             return [str(getattr(value, "dtype", "")), hashlib.sha256(tobytes()).hexdigest()]
         case _ if is_dataclass(value):
             held = {field.name: getattr(value, field.name) for field in fields(value)}
-            # An unset `size` is left out, so that runs from before prompts had sizes can be resumed.
-            return [kind, {name: inner for name, inner in held.items() if name != "size" or inner}]
+            # Unset fields of `LATER` are left out, so that runs from before they existed can be resumed.
+            return [kind, {name: inner for name, inner in held.items() if name not in LATER or inner}]
         case Mapping():
             return dict(value)
         case Sequence():
