@@ -234,7 +234,7 @@ def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = T
 
 
 def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
-    """Raise `ConfigError` if a filter, sampler, metric or check names a reward that does not exist."""
+    """Raise `ConfigError` if a filter, sampler, objective, metric, label or check names no reward."""
     trained = [bound.name for bound in _listed(checked, "rewards")]
     evaluated = [bound.name for bound in _listed(checked, "evaluation.rewards")] or trained
     _check_name("evaluation.correct", correct, evaluated)
@@ -243,6 +243,11 @@ def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
         names = evaluated if place.startswith("evaluation.") else trained
         if place == "group_filter" or place.startswith(("metrics[", "evaluation.metrics[", "sampler[")):
             _check_name(f"{place}.of", options.get("of"), names)
+        elif place == "objective":
+            _check_name("objective.margin", options.get("margin"), names)
+        elif place == "policy" and "objective" in checked:  # each label of a reward model is learned
+            for label in as_list(options.get("labels")):
+                _check_name("policy.labels", label, names)
         elif place.startswith("report.checks["):
             for option, value in options.items():
                 for metric in as_list(value):

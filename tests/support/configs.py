@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmrl.config.registry import SCOPES, Entry, find, pieces
+from mmrl.config.registry import SCOPES, Entry, Needs, find, pieces
 from mmrl.config.schema import as_piece
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,8 @@ def method_file(name: str) -> Path:
 def reads_scores(variant: Mapping[str, Any]) -> bool:
     """Whether the objective of a method reads the scores of a reward model, so that this is the policy."""
     objective = as_piece(variant["objective"], "") if "objective" in variant else None
-    return objective is not None and "score" in find("objective", objective.name).needs.outputs
+    needs = objective and getattr(find("objective", objective.name).target, "needs", None)
+    return isinstance(needs, Needs) and "score" in needs.outputs
 
 
 def library_pieces(kind: str) -> list[Entry]:
