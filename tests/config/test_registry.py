@@ -123,7 +123,11 @@ def test_a_class_is_named_in_snake_case_and_a_scope_stands_before_the_name():
             "no advantage is called 'group_normalise'; did you mean 'group_normalize'?",
         ),
         ("engine", "generate", "did you mean 'vision.generate'?"),
-        ("objective", "zzz", "no objective is called 'zzz'; there are bidirectional, bradley_terry, comparison"),
+        (
+            "objective",
+            "zzz",
+            "no objective is called 'zzz'; there are bidirectional, bradley_terry, comparison",
+        ),
         ("advantage", "clip", "no advantage is called 'clip'"),
     ],
 )
