@@ -39,13 +39,13 @@ def test_a_conversation_has_the_tokens_of_the_template_and_steps_of_the_assistan
     if name == "qwen3":  # as the last turn, an answer without a thought gets an empty one
         thought = says("assistant", extra=THOUGHT_AND_CALL)
         outcome = replace(THREE, turns=(thought, TURNS[1]), extra=json.dumps({"reasoning_content": "so"}))
-    text, turns, replies = encode_recorded(made, ASKED, outcome)
+    texts, turns, replies = encode_recorded(made, ASKED, outcome)
     last = says("assistant", "three", extra=outcome.extra)
     whole = replace(ASKED, messages=(*ASKED.messages, *outcome.turns, last))
     wanted = plain(made.processor, whole, "text", (TOOL,), add_generation_prompt=False)
     words = made.tokenizer.decode
     assert words(wanted).rstrip("\n") == words(joined(*turns[-1]))
-    assert text.endswith("three") and [len(reply) for reply in replies] == [1]
+    assert texts[-1].endswith("three") and [len(reply) for reply in replies] == [1]
     steps = [words(ids) for _, ids in turns]
     assert '"name": "crop"' in steps[0] and '"left"' in steps[0] and "three" in steps[1]
     assert all(ids[-1] in made.end for _, ids in turns)  # each turn learns to end
@@ -130,8 +130,11 @@ def test_the_rejected_answer_is_read_after_its_own_video(exact):
 
 def test_an_unrelated_conversation_is_repeated_whole(exact):
     policy = exact(FAMILY)
-    talk = Outcome(text="three", turns=(says("assistant", "look"), says("tool", "two")))
-    asked = [replace(tiny.ask(uid, uid), answers=(talk,)) for uid in ("a", "b")]
+    asked = [
+        replace(tiny.ask("a", "a"), answers=(THREE,), tools=(TOOL,)),
+        replace(tiny.ask("b", "b"), answers=(Outcome(text="four"),)),  # lists no tools
+    ]
     rows = WithMismatched(Offline(policy, stream=Stream(0))).rollout([one for one in asked for _ in range(2)])
-    assert [row.length for row in rows] == [rows[0].length] * 4 and rows[0].steps.suffix is not None
+    assert [row.length for row in rows[:2]] == [row.length for row in rows[:1:-1]]
+    assert torch.equal(rows[3].steps.ids, rows[0].steps.ids) and rows[3].steps.suffix is not None
     assert [bool(row.outcomes[-1].tags.get("unrelated")) for row in rows] == [False, False, True, True]

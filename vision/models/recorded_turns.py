@@ -47,8 +47,8 @@ def recorded_turns(
 
 def encode_recorded(
     encoder: Any, prompt: Prompt, outcome: Outcome
-) -> tuple[str, Turns, list[Sequence[Message]]]:
-    """Encode a recorded answer: the text of its last turn, its turns, and the replies between them.
+) -> tuple[list[str], Turns, list[Sequence[Message]]]:
+    """Encode a recorded answer: the texts of its turns, their tokens, and the replies between them.
 
     The input of a turn begins with the input and the tokens of the turn before. Raises ValueError for an
     answer that the model cannot read.
@@ -62,4 +62,4 @@ def encode_recorded(
             replies.append(tuple(observed))
             read = encoder.extend(read, ids, *encoder.replies(observed, prompt.tools), tools=tools)
     check_length(read.next_position + len(turns[-1][1]) - 1, encoder.limit)
-    return written[-1][0], turns, replies
+    return [text for text, *_ in written], turns, replies

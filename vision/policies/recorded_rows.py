@@ -41,13 +41,17 @@ def recorded_row(
     if (max_length or learn != "completion") and outcome.text is None and not outcome.extra:
         raise ValueError("its recorded answer is no text; `max_length` and the choice of tokens need one")
     begun = _from_first_turn(prompt, outcome) if learn == "assistant" else (prompt, outcome)
-    text, turns, replies = encode_recorded(encoder, *begun)
+    texts, turns, replies = encode_recorded(encoder, *begun)
+    # Calls as words, so that the answer can be encoded after a prompt without tools, too.
+    words, text = iter(texts), texts[-1]
+    said = [Message(t.role, (Part(next(words)),)) if t.role == "assistant" else t for t in begun[1].turns]
     read, last = turns[-1]
     check_max_length(len(read.ids) + len(last), max_length)
     row = _whole(encoder, read, last) if learn == "all" else TokenRow.of_turns(turns)
     changed = {CHANGED: "yes"} if learn != "completion" and row.suffix else {}
     tags = {"finish": "stop", **outcome.tags, **changed}
-    answer = Outcome(text, end=len(row.ids), tags=tags, recorded=outcome.recorded, turns=outcome.turns)
+    said = tuple(said[len(said) - len(outcome.turns) :])  # without turns of the prompt
+    answer = Outcome(text, end=len(row.ids), tags=tags, recorded=outcome.recorded, turns=said)
     whole = Trajectory(prompt, prompt.uid, (answer,), row, len(row.ids), {"token": row.ids}, on_policy=False)
     if not replies or learn != "completion":
         return whole
