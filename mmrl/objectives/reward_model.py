@@ -56,7 +56,9 @@ class BradleyTerry:
         """Compute the contributions of a micro-batch of whole pairs to loss and metrics of the update."""
         first, second = pairs_of(batch)
         groups = batch.totals.groups or 1.0
-        scores = {name[5:]: v for name, v in new.extra.items() if name == "score" or name.startswith("score/")}
+        scores = {
+            name[5:]: v for name, v in new.extra.items() if name == "score" or name.startswith("score/")
+        }
         loss, metrics = new.logp.new_zeros(()), dict[str, Tensor]()
         for label, score in scores.items():  # label: "" or "/NAME"
             better = _difference(self._better(label, batch), first, second)
