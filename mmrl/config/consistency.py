@@ -238,13 +238,12 @@ def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
     trained = [bound.name for bound in _listed(checked, "rewards")]
     evaluated = [bound.name for bound in _listed(checked, "evaluation.rewards")] or trained
     _check_name("evaluation.correct", correct, evaluated)
+    _check_name("objective.margin", getattr(checked.get("objective"), "margin", None), trained)
     for place, bound in checked.items():
         options = bound.options if isinstance(bound, Bound) else {}
         names = evaluated if place.startswith("evaluation.") else trained
         if place == "group_filter" or place.startswith(("metrics[", "evaluation.metrics[", "sampler[")):
             _check_name(f"{place}.of", options.get("of"), names)
-        elif place == "objective":
-            _check_name("objective.margin", options.get("margin"), names)
         elif place == "policy" and "objective" in checked:  # each label of a reward model is learned
             for label in as_list(options.get("labels")):
                 _check_name("policy.labels", label, names)

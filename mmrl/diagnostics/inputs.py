@@ -217,6 +217,14 @@ def _is_local(name: str) -> bool:
 def _columns(place: str, data: Piece, at: str, rewards: Sequence[Piece]) -> Iterator[str]:
     """Yield sentences about columns that TRL rewards or the prompt template read, but the data lack."""
     options, takes = data.options, find("data", data.name).options
+    for i, piece in enumerate(rewards):
+        named, read = find("reward", piece.name).options.get("column"), piece.options.get("column")
+        if named is None or named.default is not named.empty or read in (options.get("columns") or ()):
+            continue
+        first = _first_columns(options)
+        if first and read not in first and read not in _first_columns(options, None):
+            has = ", ".join(sorted(first))
+            yield f"{at}[{i}].column: no row of {place} has '{read}'; the first have {has}"
     if "columns" not in takes:  # only data sets with this option pass columns to rewards
         return
     columns = _first_columns(options)
@@ -239,13 +247,13 @@ def _columns(place: str, data: Piece, at: str, rewards: Sequence[Piece]) -> Iter
                     yield f"{place}.prompt reads the column '{name}' {lacks}; {hint}"
 
 
-def _first_columns(options: Mapping[str, Any]) -> set[str]:
-    """Return the column names of the first rows; empty if the rows cannot be read."""
+def _first_columns(options: Mapping[str, Any], count: int | None = FIRST) -> set[str]:
+    """Return the column names of the first rows, or with None of all; empty if the rows cannot be read."""
     path = Path(str(options.get("path", "")))
     if not path.is_dir() and path.suffix not in FORMS:
         return set()
     try:
-        rows = islice(Rows(path, Path(options.get("root") or path.parent)).valid(), FIRST)
+        rows = islice(Rows(path, Path(options.get("root") or path.parent)).valid(), count)
         return {name for row in rows for name in row.columns}
     except (RowError, OSError):  # `mmrl data check` reports faulty rows in full
         return set()

@@ -10,11 +10,12 @@ import pytest
 import torch
 import transformers as t
 
-from mmrl.build import build
+from mmrl.build import build, check
 from mmrl.config.loading import ConfigError, merge, read
 from mmrl.config.schema import Config, parse
 from mmrl.core.rng import seeded
 from mmrl.core.types import Outcome
+from mmrl.diagnostics.inputs import check_inputs
 from mmrl.training.loop import train
 from mmrl.vision.policies.reward_model import RewardModel
 from mmrl.vision.rewards.reward_model import RewardModel as Reward
@@ -297,3 +298,21 @@ def test_scores_are_recorded_for_an_evaluation(qwen2, tmp_path, no_page):
     assert row.outcomes[-1].recorded["score"] == pytest.approx(
         float(scores_of(run.policy, [again], row.prompt)), abs=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy": {"labels": ["safe"]}}, "policy.labels: no reward is called 'safe'"),
+        ({"objective": {"margin": "gap"}}, "objective.margin: no reward is called 'gap'"),
+        (
+            {"rewards": [{"name": "pair_column", "column": "gap", "label": "margin"}]},
+            r"rewards\[0\].column: no row of data has 'gap'; the first have chosen",
+        ),
+    ],
+)
+def test_names_that_do_not_exist_are_errors_before_weights_load(qwen2, tmp_path, changes, message):
+    config = parse(plan(qwen2, tmp_path, **changes), Config)
+    with pytest.raises(ConfigError, match=message):
+        check(config)
+        check_inputs(config)
