@@ -29,7 +29,7 @@ def compare(given: argparse.Namespace) -> None:
     evaluation's rewards and metrics, and prompts are rendered again with its settings. No model is loaded,
     except by rewards that are models. A setting whose effect needs a run is listed with the command.
     """
-    from mmrl.evaluations import explain, read_stored, rescore_both
+    from mmrl.inference.evaluations import explain, read_stored, rescore_both
     from mmrl.reporting.effects import finite
     from mmrl.reporting.html import write_compared_page
     from mmrl.reporting.html.predictions import change_rows, notes_on

@@ -80,34 +80,39 @@ def preference_pairs(
 
     def make(row: DataRow, position: int) -> Prompt | None:
         nonlocal close
-        columns = row.columns
-        kept = {key: value for key, value in row.all.items() if key not in LEFT_OUT}
-        question, *sides = question_and_sides(columns)
-        media = RowMedia(root_of_media, columns, row.place, sampling)
-        (messages, chosen), (asked, rejected) = (
-            media.read(*side, name, rejected=name == "rejected")
-            for side, name in zip(split_pair(question, sides), SIDES, strict=True)
-        )
-        rejected = replace(rejected, asked=() if asked == messages else asked)
-        contents = [(one.asked, one.turns, (one.text or "").strip(), one.extra) for one in (chosen, rejected)]
-        if contents[0] == contents[1]:
-            raise RowError(f"wanted `chosen` and `rejected` that differ, got {short(chosen.text)} twice")
-        answers = tuple(
-            replace(answer, recorded=_recorded(columns, side))
-            for answer, side in zip((chosen, rejected), SIDES, strict=True)
-        )
-        better, worse = (answer.recorded["score"] for answer in answers)
+        prompt = _pair(row, RowMedia(root_of_media, row.columns, row.place, sampling), position)
+        better, worse = (answer.recorded["score"] for answer in prompt.answers)
         if abs(better - worse) < min_gap:
             close += 1
             return None
-        uid = uid_of(columns, f"{row.split}#{position}")
-        return Prompt(uid, messages, None, answers, kept, tools=tools_of(columns))
+        return prompt
 
     rows = (part for row in Rows(source, root_of_media.root) for part in _each_rejected(row))
     prompts = read_prompts(source, rows, make, reads=READS, bad_rows=bad_rows, limit=limit)
     if close:
         log.warning("left out %d pairs of '%s' that are less than %g apart", close, source, min_gap)
     return prompts
+
+
+def _pair(row: DataRow, media: RowMedia, position: int) -> Prompt:
+    """Read the prompt of a row with its chosen and its rejected answer."""
+    columns = row.columns
+    kept = {key: value for key, value in row.all.items() if key not in LEFT_OUT}
+    question, *sides = question_and_sides(columns)
+    (messages, chosen), (asked, rejected) = (
+        media.read(*side, name, rejected=name == "rejected")
+        for side, name in zip(split_pair(question, sides), SIDES, strict=True)
+    )
+    rejected = replace(rejected, asked=() if asked == messages else asked)
+    contents = [(one.asked, one.turns, (one.text or "").strip(), one.extra) for one in (chosen, rejected)]
+    if contents[0] == contents[1]:
+        raise RowError(f"wanted `chosen` and `rejected` that differ, got {short(chosen.text)} twice")
+    answers = tuple(
+        replace(answer, recorded=_recorded(columns, side))
+        for answer, side in zip((chosen, rejected), SIDES, strict=True)
+    )
+    uid = uid_of(columns, f"{row.split}#{position}")
+    return Prompt(uid, messages, None, answers, kept, tools=tools_of(columns))
 
 
 @dataclass(frozen=True)

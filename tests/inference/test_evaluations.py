@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.config.changes import ABSENT
-from mmrl.evaluations import changed_config, explain, prompt_difference, read_stored, rescore_both
+from mmrl.inference.evaluations import changed_config, explain, prompt_difference, read_stored, rescore_both
 from mmrl.reporting.answers import write_columns
 from mmrl.reporting.effects import PromptDifference
 from mmrl.reporting.intervals import paired_interval
