@@ -86,6 +86,8 @@ def test_gradients_of_a_mixed_batch_are_the_sums_of_those_of_every_size(checkpoi
     learning = [p for p in policy.module.parameters() if p.requires_grad]
     gradient = lambda loss: torch.autograd.grad(loss, learning)
     number = len(CASES[name][2])
+    # Wan embeds times and modulates layers in float32.
+    close = {"atol": 1e-7, "rtol": 1e-5} if name == "wan" else {"atol": 1e-9, "rtol": 1e-7}
     whole = policy.collate(rows)
     assert isinstance(whole.steps, SizedSteps) and len(whole.steps.parts) == number
     together = policy(whole).logp
@@ -97,7 +99,7 @@ def test_gradients_of_a_mixed_batch_are_the_sums_of_those_of_every_size(checkpoi
             *(gradient((logp * weight[i::number]).sum()) for i, logp in enumerate(alone)), strict=True
         )
     ]  # fmt: skip
-    assert_close(list(gradient((together * weight).sum())), wanted, atol=1e-8, rtol=1e-6)
+    assert_close(list(gradient((together * weight).sum())), wanted, **close)
     for unit in (Unit.STEP, Unit.ROW):
         found = [torch.zeros_like(value) for value in wanted]
         for places, columns in whole.cuts(4, unit):
@@ -105,7 +107,7 @@ def test_gradients_of_a_mixed_batch_are_the_sums_of_those_of_every_size(checkpoi
             assert not isinstance(part.steps, SizedSteps), "micro-batches hold one size"
             loss = (policy(part).logp * weight[places]).sum()
             found = [value + more for value, more in zip(found, gradient(loss), strict=True)]
-        assert_close(found, wanted, atol=1e-8, rtol=1e-6)
+        assert_close(found, wanted, **close)
 
 
 def test_micro_batches_of_large_images_come_first(checkpoint):
