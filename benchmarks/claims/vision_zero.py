@@ -31,7 +31,7 @@ from mmrl.data.dataset_io import Rows, write_rows
 
 STEPS, GAMES, CIVILIANS = 40, 24, 4
 RATES = (1e-5, 3e-5, 1e-4)
-LESSONS, RATE, NOISE = 40, 3e-4, 70.0
+LESSONS, RATE, NOISE = 40, 1e-4, 70.0  # the rate is chosen by `--pilot`
 IMAGES, LABELLED = {"train": 1400, "test": 200}, 400  # two questions about every image
 GAME = "examples.visual_game.spy_lessons:ShortSpy"
 MEASURE, CAUGHT = "accuracy", "spy caught"

@@ -67,7 +67,9 @@ def test_options_of_pieces_name_columns(tmp_path):
 
 def test_a_column_with_a_meaning_that_nothing_reads_ends_the_run(tmp_path, caplog):
     config = run(tmp_path, f"{__name__}:nothing")
-    with pytest.raises(RowError, match="nothing reads the column `label`: `vision.unpaired_preferences` reads"):
+    with pytest.raises(
+        RowError, match="nothing reads the column `label`: `vision.unpaired_preferences` reads"
+    ):
         check_data(config)
     check_data(run(tmp_path, f"{__name__}:nothing", bad_rows="drop"))
     assert "dropped" in caplog.text and "`label`" in caplog.text
