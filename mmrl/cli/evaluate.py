@@ -20,6 +20,8 @@ from mmrl.config.loading import ConfigError, change, read
 from mmrl.config.schema import Config, EvaluateConfig, as_plain, hints_of, load, parse
 
 if TYPE_CHECKING:
+    from mmrl.core.reward_table import Measured
+    from mmrl.inference.sources import ModelSource
     from mmrl.runtime.distributed import Processes
 
 TOOLKITS = ("lmms_eval", "vlmeval")  # modules of mmrl.inference
@@ -116,7 +118,7 @@ def _evaluate_with(given: argparse.Namespace) -> None:
 
     toolkit = given.toolkit
     module, wanted, changes = toolkit_options(toolkit, given.overrides)
-    source = resolve(given.config, changes)
+    source = _evaluated(resolve(given.config, changes))
     evaluate = module.prepare(source, wanted)
     named = any(text.startswith("output_dir=") for text in changes)
     home = Path(source.config.output_dir) if named else (source.run or Path("runs")) / toolkit
@@ -126,8 +128,9 @@ def _evaluate_with(given: argparse.Namespace) -> None:
     check_owner(folder, "evaluate")
     check_free(folder)
     with _writing(folder, Processes(), facts, _record_of(source.config, given)):
-        measured = evaluate(folder)
-        for benchmark, result in measured.items():
+        measured: dict[str, Measured] = {}
+        for benchmark, result in evaluate(folder):
+            measured[benchmark] = result
             inside = folder / benchmark
             inside.mkdir(exist_ok=True)
             write_predictions(evaluation_file(inside), result, images=THUMBNAILS)
@@ -139,6 +142,15 @@ def _evaluate_with(given: argparse.Namespace) -> None:
     for benchmark, result in measured.items():
         print(benchmark)
         print_measured(result)
+
+
+def _evaluated(source: ModelSource) -> ModelSource:
+    """Return a source that samples as the evaluations of its run do, not as its rollouts."""
+    config = evaluation_of(source.config)
+    evaluation = config.evaluation
+    if isinstance(source.config, Config):
+        evaluation = replace(evaluation, data=evaluation.data or source.config.data)
+    return replace(source, config=replace(config, evaluation=evaluation, output_dir=source.config.output_dir))
 
 
 def toolkit_options(toolkit: str, overrides: Sequence[str]) -> tuple[Any, Any, list[str]]:

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -47,10 +47,10 @@ class Options:
     gen_kwargs: str = ""  # generation kwargs that replace those of the tasks: "max_new_tokens=64,top_p=0.9"
 
 
-def prepare(source: ModelSource, options: Options) -> Callable[[Path], dict[str, Measured]]:
+def prepare(source: ModelSource, options: Options) -> Callable[[Path], Iterable[tuple[str, Measured]]]:
     """Check options and model without loading either the model or data; return the evaluation.
 
-    The evaluation runs lmms-eval in this process, which loads the tasks before the model, and returns one
+    The evaluation runs lmms-eval in this process, which loads the tasks before the model, and yields one
     evaluation per task. Its argument is the output folder, where `lmms_eval.json` gets everything that
     lmms-eval returns except for its samples. Totals without an interval are printed.
 
@@ -60,18 +60,18 @@ def prepare(source: ModelSource, options: Options) -> Callable[[Path], dict[str,
     _check_installed()
     model, tasks = model_class()(source=source), _task_manager(options)
 
-    def evaluate(folder: Path) -> dict[str, Measured]:
+    def evaluate(folder: Path) -> Iterator[tuple[str, Measured]]:
         results = _results(model, tasks, options, folder)
-        samples, measured = results.pop("samples"), {}
+        samples = results.pop("samples")
         write_whole(folder / RESULTS, json.dumps(results, default=str, indent=2))
         for task, logged in samples.items():
             key = results["configs"][task].get("score_key", SCORE)
             rows, totals = scored_rows(task, logged, results["results"][task], model.rows, key)
             averaged = {name for name in totals if name.partition(",")[0] in tasks.averaged[task]}
-            measured[task], missing = summarize(rows, totals, averaged, model.model.engine, source.config)
+            measured, missing = summarize(rows, totals, averaged, model.model.engine, source.config)
             if missing:
                 print(f"{task}: no interval for {', '.join(missing)}, which are not means of the scores")
-        return measured
+            yield task, measured
 
     return evaluate
 

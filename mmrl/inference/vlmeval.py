@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,11 +37,12 @@ class Options:
     limit: NonNegativeInt = 0  # number of samples per data set; 0: all
 
 
-def prepare(source: ModelSource, options: Options) -> Callable[[Path], dict[str, Measured]]:
+def prepare(source: ModelSource, options: Options) -> Callable[[Path], Iterable[tuple[str, Measured]]]:
     """Check options and model without loading either the model or data; return the evaluation.
 
+    The evaluation reads all data sets before it loads the model, and yields each one as soon as it is scored.
     The engine of the configuration samples with its own options. The evaluation raises ConfigError for
-    unknown data sets and for those of several turns.
+    unknown data sets, for those of several turns and for those that VLMEvalKit cannot score.
     """
     if importlib.util.find_spec("vlmeval") is None:
         raise ConfigError(
@@ -49,12 +50,17 @@ def prepare(source: ModelSource, options: Options) -> Callable[[Path], dict[str,
             "and install its requirements beside mmrl (docs/howto/toolkits.md)"
         )
     model = BenchmarkModel(source)
-    return lambda folder: {
-        name: _evaluate(model, name, options, folder / name) for name in options.data.split(",")
-    }
+
+    def evaluate(folder: Path) -> Iterator[tuple[str, Measured]]:
+        datasets = {name: _dataset(name) for name in options.data.split(",")}
+        for name, dataset in datasets.items():
+            yield name, _evaluate(model, name, dataset, options, folder / name)
+
+    return evaluate
 
 
-def _evaluate(model: BenchmarkModel, name: str, options: Options, folder: Path) -> Measured:
+def _dataset(name: str) -> Any:
+    """Read a data set of VLMEvalKit; raise ConfigError if it is unknown or has conversations."""
     os.environ["PRED_FORMAT"] = "tsv"  # read by VLMEvalKit
     try:
         dataset = importlib.import_module("vlmeval.dataset").build_dataset(name)
@@ -66,6 +72,10 @@ def _evaluate(model: BenchmarkModel, name: str, options: Options, folder: Path) 
         raise ConfigError(
             f"data: '{name}' holds conversations of several turns; mmrl answers single questions"
         )
+    return dataset
+
+
+def _evaluate(model: BenchmarkModel, name: str, dataset: Any, options: Options, folder: Path) -> Measured:
     samples = dataset.data if not options.limit else dataset.data[: options.limit]
     video = {"video_llm": True} if dataset.MODALITY == "VIDEO" else {}
     asked: list[dict[str, Any]] = samples.to_dict("records")
@@ -80,8 +90,12 @@ def _evaluate(model: BenchmarkModel, name: str, options: Options, folder: Path) 
     # Scoring reuses, and unpickles, what an earlier call left in its folder, so the folder is a new one.
     with tempfile.TemporaryDirectory() as work:
         file = Path(work) / f"mmrl_{name}.tsv"
-        answered.to_csv(file, sep="\t", index=False)
-        returned = dataset.evaluate(str(file), model=options.judge, nproc=1)
+        # Its own writer quotes every cell; without quotes a carriage return inside an answer ends the row.
+        importlib.import_module("vlmeval.smp").dump(answered, str(file))
+        try:
+            returned = dataset.evaluate(str(file), model=options.judge, nproc=1)
+        except NotImplementedError as error:
+            raise ConfigError(f"data: vlmeval has no scoring for '{name}', only its questions") from error
         scores = _scores(Path(work))
         folder.mkdir(parents=True, exist_ok=True)
         for kept in [path for path in Path(work).iterdir() if path.suffix in KEPT]:

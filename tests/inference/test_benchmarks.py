@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from mmrl.config.schema import EvaluateConfig, Evaluation, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
 from mmrl.data.media_reader import MediaReader
-from mmrl.inference.benchmark_model import prompt_from, sampling_of
+from mmrl.inference.benchmark_model import BenchmarkModel, prompt_from, sampling_of
 from mmrl.inference.benchmark_scores import summarize, with_scores
 from mmrl.inference.lmms_eval import scored_rows
 from mmrl.inference.vlmeval import totals_of
@@ -127,6 +129,78 @@ def test_totals_of_vlmeval_are_the_numbers_of_its_tables():
 
     assert totals_of(Table()) == {"dev/Overall": 0.5, "test/Overall": 0.25}
     assert totals_of({"Overall": 71, "note": "x"}) == {"Overall": 71.0} and totals_of(None) == {}
+
+
+STAND_IN = {
+    "__init__": "",
+    "smp": """
+import csv
+def dump(table, file):
+    table.to_csv(file, sep="\\t", index=False, quoting=csv.QUOTE_ALL)
+""",
+    "dataset": """
+import pandas
+from vlmeval.smp import dump
+class Data:
+    MODALITY = "IMAGE"
+    def __init__(self, name):
+        self.name = name
+        self.data = pandas.DataFrame({"index": [3, 5], "question": ["a?", "b?"], "answer": ["x", "y"]})
+    def build_prompt(self, line):
+        return [{"type": "text", "value": line["question"]}]
+    def evaluate(self, file, model, nproc):
+        if self.name == "no_scoring":
+            raise NotImplementedError
+        table = pandas.read_csv(file, sep="\\t", keep_default_na=False)
+        table["hit"] = [int("right" in text) for text in table["prediction"]]
+        dump(table, file.replace(".tsv", "_exact_matching_result.tsv"))
+        return pandas.DataFrame({"split": ["dev"], "Overall": [table["hit"].mean()]})
+def build_dataset(name):
+    return None if name == "unknown" else Data(name)
+""",
+}
+
+
+@pytest.fixture
+def vlmeval(tmp_path, monkeypatch):
+    """Put a package with the functions that mmrl calls of VLMEvalKit on the path; yield a command for a tiny model."""
+    for name, text in STAND_IN.items():
+        (tmp_path / "packages/vlmeval").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"packages/vlmeval/{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setenv("PRED_FORMAT", "")
+    TinyQwen2_5Vl(stream=Stream(3), init=0.08).build(tmp_path / "model")
+    yield ["evaluate", str(tmp_path / "model"), "--with", "vlmeval", f"output_dir={tmp_path / 'out'}"]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vlmeval"]:
+        del sys.modules[name]
+
+
+def test_answers_with_any_characters_are_scored_by_vlmeval(vlmeval, tmp_path, monkeypatch):
+    texts = iter(['" right\r\tor', "wrong\r"])
+    answered = BenchmarkModel.answer
+
+    def answer(self, *given):
+        rows = answered(self, *given)
+        return tuple(replace(row, outcomes=(replace(row.outcomes[-1], text=next(texts)),)) for row in rows)
+
+    monkeypatch.setattr(BenchmarkModel, "answer", answer)
+    # The engine is that of evaluations; its answers have two tokens.
+    engine = "evaluation.engine=[{name: vision.generate, max_completion_length: 2}]"
+    assert not main([*vlmeval, "data=some", engine])
+    found = json.loads((tmp_path / "out/some/evaluation.json").read_text())
+    assert found["metrics"]["hit/mean"] == found["metrics"]["Overall"] == 0.5
+    assert found["metrics"]["completions/mean_length"] <= 2
+
+
+def test_what_vlmeval_cannot_score_is_named_and_what_it_scored_before_is_kept(vlmeval, tmp_path, capsys):
+    engine = "evaluation.engine=[{name: vision.generate, max_completion_length: 2}]"
+    assert main([*vlmeval, "data=some,unknown", engine]) == 2
+    assert "vlmeval has no data set 'unknown'" in capsys.readouterr().err
+    assert not (tmp_path / "out/some").exists()
+    other = f"output_dir={tmp_path / 'other'}"
+    assert main([*vlmeval, "data=some,no_scoring", engine, other]) == 2
+    assert "vlmeval has no scoring for 'no_scoring'" in capsys.readouterr().err
+    assert (tmp_path / "other/some/evaluation.json").exists()
 
 
 @pytest.mark.parametrize("toolkit", ["lmms_eval", "vlmeval"])
