@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl import load_engine
 from mmrl.cli import main
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import EvaluateConfig, Evaluation, Piece
@@ -226,13 +227,13 @@ def run_lmms(tmp_path_factory):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     environment["HF_DATASETS_CACHE"] = str(folder / "cache")
 
-    def run(*words: str) -> subprocess.CompletedProcess:
+    def run(*words: str, source: Path = folder / "model") -> subprocess.CompletedProcess:
         command = [
             f"{HOME}/bin/python",
             "-m",
             "mmrl",
             "evaluate",
-            str(folder / "model"),
+            str(source),
             "--with",
             "lmms_eval",
         ]
@@ -278,6 +279,51 @@ def test_three_kinds_of_tasks_are_scored_by_lmms_eval(run_lmms):
         )  # fmt: skip
         made = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert texts[f"choice/{number}"] == processor.decode(made, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def adapter(run_lmms):
+    """The folder of an adapter whose two matrices are random."""
+    options = {"model": str(run_lmms[0] / "model"), "dtype": "float32", "lora_rank": 2}
+    evaluation = Evaluation(engine=(Piece("vision.generate"),))
+    session = load_engine(EvaluateConfig(Piece("vision.tokens", options), evaluation))
+    torch.manual_seed(0)
+    for name, weight in session.policy.module.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    session.policy.save(run_lmms[0] / "adapter")
+    return run_lmms[0] / "adapter"
+
+
+@pytest.mark.lmms
+@pytest.mark.slow
+@pytest.mark.skipif(not HOME, reason="MMRL_LMMS names no environment with lmms-eval")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["policy.transform=[{name: compression.yopo25}]"],
+        ["rollout.engine.0.cache={name: compression.kivi, nbits: 1, q_group_size: 16, residual_length: 16}"],
+        [],
+    ],
+    ids=["pruned", "cache of few bits", "adapter"],
+)
+def test_adapters_pruned_and_cached_models_answer_for_lmms_eval_as_in_this_process(
+    run_lmms, adapter, words, tmp_path
+):
+    folder, run = run_lmms
+    source = folder / "model" if words else adapter
+    done = run("task=choice", f"output_dir={tmp_path}", *words, source=source)
+    assert done.returncode == 0, done.stderr
+    rows = read_predictions(tmp_path / "choice" / "predictions.parquet").rows
+    here = ["policy.dtype=float32"]
+    session = load_engine(source, [*here, *words], temperature=0, max_completion_length=12)
+    whole = load_engine(folder / "model", here, temperature=0, max_completion_length=12)
+    docs = [json.loads(line) for line in (folder / "tasks" / "choice.jsonl").read_text().splitlines()]
+    texts = {row["uid"]: row["completion"] for row in rows}
+    asked = [(doc["question"], [doc["image"]]) for doc in docs]
+    wanted = [session.answer(question, images=images) for question, images in asked]
+    assert [texts[f"choice/{i}"] for i in range(len(docs))] == wanted
+    assert wanted != [whole.answer(question, images=images) for question, images in asked]
 
 
 @pytest.mark.lmms
