@@ -73,7 +73,7 @@ def warn_of_truncation(reward: str, texts: Sequence[str], count: Callable[[str],
 def explained(
     problem: str, cure: str = "", errors: tuple = (OSError, ValueError, RuntimeError)
 ) -> Iterator[None]:
-    """Convert errors of libraries to a `ValueError` with the problem and its cure."""
+    """Convert errors of libraries to a `ValueError` that names the problem and what to do."""
     try:
         yield
     except errors as error:
@@ -133,7 +133,7 @@ def shared_model(reward: str, device: str, make: Callable[[], nn.Module], *key: 
     The device `auto` is the current GPU, or else the CPU.
     """
     if device == "auto":
-        # With an index: rewards run in other threads, whose current device may be another GPU.
+        # Give the GPU an index: rewards run in threads, whose current device may differ.
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     key = (reward, *key, device)
     model = _LOADED.get(key)

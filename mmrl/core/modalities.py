@@ -1,4 +1,4 @@
-"""The kinds of media that a prompt can show. A new kind is one new entry in the table `MODALITIES`.
+"""The kinds of media in prompts: images, videos, sounds. A new kind is one entry in `MODALITIES`.
 
 An entry names the loader of files and the arguments of a model's processor. The model families
 (`mmrl.vision.models.model_families`) count the features of media and set the positions of their tokens.

@@ -182,7 +182,7 @@ def _objects(text: str) -> list[Call | CallError]:
 
 
 def _named(text: str) -> list[Call | CallError]:
-    """Parse the calls at the start of a text, each a name followed by an object of arguments."""
+    """Parse the calls at the start of a text: a name and a JSON object of arguments each."""
     calls = []
     while named := NAMED.match(text):
         try:
@@ -222,7 +222,7 @@ def _parsed(text: str) -> Any:
 
 
 def _loads(text: str) -> Any:
-    """Parse JSON; raises ValueError also for NaN and infinities, which JSON does not have."""
+    """Parse JSON; unlike `json.loads`, raises ValueError for NaN and infinities."""
     return each_text(json.loads(text, parse_constant=_finite, parse_float=_finite), whole)
 
 

@@ -71,7 +71,7 @@ class Rows:
 
 
 class UniqueIds:
-    """Detects duplicate ids: the answers to two rows with the same id would be compared as one group."""
+    """Detects duplicate row ids, with which answers to different prompts would form one group."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[str, str], str] = {}
@@ -85,7 +85,7 @@ class UniqueIds:
 
 def valid_rows(path: Path) -> Iterator[DataRow]:
     """Yield the rows of a file; raise `RowError` at the first bad row, with a list of all bad rows."""
-    rows = iter(Rows(path, path))  # a single pass: after the first bad row, the rest is searched for bad rows
+    rows = iter(Rows(path, path))  # one pass, which `bad_rows_error` continues
     for row in rows:
         if row.fault:
             raise bad_rows_error(path, [f"{bad.place}: {bad.fault}" for bad in (row, *rows) if bad.fault])
@@ -113,8 +113,8 @@ def read_prompts(
         rows: The rows.
         make: Maps a row and its number to a prompt, or to None to skip the row; equal arguments must give
             equal prompts. Raises `RowError` with a message that does not name the row.
-        reads: The columns that `make` reads, and gets as the row's `columns`. A row with another column of
-            known meaning is bad, unless a piece of the run reads it (see `RowFields`). None: no check.
+        reads: The columns that `make` reads, and gets as the row's `columns`. A row with another known
+        column is bad, unless a piece of the run reads it (see `RowFields`). None: no check.
         bad_rows: "error" raises; "drop" logs and skips bad rows; "" is for datasets without this option.
         limit: Largest number of prompts; 0: no limit.
     """
@@ -206,10 +206,10 @@ def split_of(path: Path) -> str:
 
 
 def checked(row: DataRow) -> DataRow:
-    """Apply a row's column `split`; set `fault` if the row is no object, nested too deep or not Unicode."""
+    """Read a row's column `split`; set `fault` if the row is no object, nested too deep or not Unicode."""
     if type(row.columns) is not dict:
         return DataRow(row.place, row.split, fault=f"not a JSON object, but {short(row.columns)}")
-    # Level by level, because a hostile row could exceed the recursion limit.
+    # Without recursion, because a hostile row could exceed its limit.
     level: list[Any] = [row.columns]
     for _ in range(DEEPEST):
         below: list[Any] = []

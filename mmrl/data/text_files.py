@@ -79,7 +79,7 @@ def recorded_prompts(
     bad_rows: str,
     reads: Sequence[Column],
 ) -> Sequence[Prompt]:
-    """Read one prompt per line (`prompt` or `caption`), with image or video files as recorded answers.
+    """Read rows with a `prompt` or `caption`, and image or video files as recorded answers.
 
     One error names all bad rows, missing files included.
 

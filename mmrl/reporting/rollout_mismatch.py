@@ -48,9 +48,9 @@ def describe_mismatch(record: Mapping[str, Any], cheap: str) -> str:
 
 
 def mismatch_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return table rows on mismatch and saved time: title, then first, mean and last value.
+    """Return table rows on mismatch and saved time: title; first, mean and last value.
 
-    There are none if the engine equals the policy and no second engine is timed.
+    Empty if the engine equals the policy and no second engine is timed.
     """
     finite = {name: [r[name] for r in records if math.isfinite(r.get(name, math.nan))] for name, _, _ in ROWS}
     kl = finite["sampling/kl"]

@@ -36,7 +36,7 @@ def record_of(config: Config | EvaluateConfig) -> dict[str, Any]:
 
 
 def name_of(record: Mapping[str, Any]) -> str:
-    """Return a run's name, the hash of its record; runs with equal records give bit-identical results."""
+    """Return a run's name, a hash of its record; equal records mean bit-identical results."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Handling of prompts that prove unreadable in a rollout: drop their groups, or raise an error."""
+"""Prompts whose media turn out unreadable during a rollout: drop their groups, or raise an error."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Unreadable:
         return bool(new)
 
     def rest(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts that are not known to be unreadable."""
+        """Return the given prompts without those known to be unreadable."""
         return [prompt for prompt in prompts if prompt.uid not in self.found]
 
     def error(self) -> ConfigError:

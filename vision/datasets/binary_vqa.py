@@ -39,7 +39,7 @@ def pope(
         if label not in ("yes", "no"):
             raise FileError(f"the label must be yes or no, not {short(label)}")
         uid = uid_of(row.columns, str(number + 1), "question_id")
-        medium = media.image(image, must_exist=not answers)  # recorded answers can be scored without images
+        medium = media.image(image, must_exist=not answers)  # scoring recorded answers needs no images
         return ask(uid, [medium], prompt.format(text=question), label, row.all)
 
     reads = ("image", "text", "label", "question_id")

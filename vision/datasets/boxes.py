@@ -73,7 +73,7 @@ def boxes(
     Args:
         path: A file of jsonl, JSON or parquet, or a folder saved by `datasets`.
         root: Folder of the images; by default the folder of the rows.
-        format: `rows` as above, or RefCOCO's files as published (see `refcoco_rows`), one prompt a sentence.
+        format: `rows` as above, or RefCOCO's published files (see `refcoco_rows`), one prompt per sentence.
         instances: For `refcoco`: COCO's `instances.json` with the boxes, if the rows have none.
         split: For `refcoco`: the split to read, such as testA; empty: all rows.
         columns: Maps the column names above to columns of the file; an empty name omits a column.

@@ -111,7 +111,7 @@ def object_halbench(
         image = row.columns.get("image")
         if image is not None and not root:
             encoded = text(image, "image")
-            # Use the encoded text as the source, because its hash identifies the image.
+            # The base64 text serves as source: its hash identifies the image.
             medium = Media("image", uid, partial(_decode, encoded, row.place), encoded.encode())
         else:
             file = coco[uid].file if image is None else text(image, "image")

@@ -107,7 +107,7 @@ def generate_pairs(
 ) -> list[ScoredPair]:
     """Generate two answers to each image with an engine, and score both with a reward.
 
-    The pairs have the order of the items. An item that cannot be used becomes a pair with a `fault`. Images
+    Pairs are in the order of the items. An item that cannot be used becomes a pair with a `fault`. Images
     that are stored inside rows are written to `folder`.
     """
     pairs: list[ScoredPair] = []
@@ -155,7 +155,7 @@ def _decoded(item: SourceItem, images: ImageSource, folder: Path) -> tuple[Score
             raise MediaError(item.fault)
         name, fault = item.ref.path or item.place, "missing"
         data = images.bytes_of(item.ref)
-        fault = "unreadable"  # the fault of any error below
+        fault = "unreadable"  # for any error below
         frames = decode_image(data, name)
     except MediaError as error:
         return ScoredPair(item.place, name, fault=fault, what=str(error)), None

@@ -111,8 +111,8 @@ def _group_spans(
 def consensus_span(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
     """Return each span's IoU with its group's mean span, a pseudo-label (URPA, arXiv 2508.06317).
 
-    Answers without a span are left out of the mean and get 0. In a group with fewer than two spans there is
-    no pseudo-label, and all rewards are None.
+    Answers without a span get 0 and do not enter the mean. In a group with fewer than two spans, all
+    rewards are None.
     """
     rewards: list[float | None] = [None] * len(outcomes)
     for members, spans in _group_spans(prompts, outcomes):
