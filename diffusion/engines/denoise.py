@@ -210,7 +210,7 @@ class Denoise:
             # With `same_noise`, all generations of a prompt draw their start with the same key.
             first = self.stream.generator(prompt.uid, "start") if self.same_noise else generator
             start = torch.randn(shape, generator=first)
-            # Draw noise for all steps of the window, so that `share` changes which steps are recorded, not the path.
+            # Draw noise for the whole window, so that `share` only changes which steps are recorded.
             noise = torch.randn((high - low, *shape), generator=generator)
             chosen = torch.randperm(high - low, generator=generator)[:recorded].sort().values
             plans.append(DenoisingPlan(prompt, size, times, start, (low, high), noise, low + chosen))

@@ -136,7 +136,7 @@ def quoted(prompt: Prompt) -> str:
 
 
 def _end(text: str, at: int, pairs: Mapping[str, str]) -> int:
-    """Return the index of the closing quote for the mark at `at`; 0 if `at` opens no quote or it stays open."""
+    """Return the index of the quote that closes the one at `at`; 0 if there is none."""
     mark, before = text[at], text[at - 1 : at] if at else ""
     apostrophe = mark in "'‘`" and (before.isalnum() or re.match(r"\d\ds\b", text[at + 1 : at + 4]))
     if apostrophe or (mark in "\"'”" and before.isdigit()):

@@ -1,4 +1,4 @@
-"""Hints for keys at the wrong place, and for keys that other trainers call by another name."""
+"""Hints for misplaced keys, and for keys with other trainers' names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = {
 
 
 def located(error: UnknownKey, raw: Mapping[str, Any], kind: type) -> ConfigError:
-    """Extend an error about an unknown key by the places where a key of the same or similar name belongs.
+    """Add to an error about an unknown key the places where keys of the same or a similar name belong.
 
     Args:
         error: The error that the parser or a piece raised.

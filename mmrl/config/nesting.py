@@ -52,8 +52,8 @@ def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str
         why = getattr(bound.entry.target, "in_process", "decodes with the model itself")
         elsewhere = f"'{first.full_name}' answers elsewhere; use 'vision.generate'"
         raise ConfigError(f"{begin} {why}, and {elsewhere}")
-    # The innermost piece may be of another class with the same methods; a wrapper lacks these methods, and
-    # so does an engine that says what it makes.
+    # Refuse only pieces known to lack the methods: wrappers, and engines that declare `makes`. Any other
+    # innermost piece may have them without being of this class.
     elif (
         (inner is not first or hasattr(inner.target, "makes"))
         and inspect.isclass(inner.target)

@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examined:
-    """Input of checks at the start: the rollouts of a few prompts, and the pieces of the run.
+    """Input of startup checks: the rollouts of a few prompts, and the pieces of the run.
 
     During the first training step, `batch` and `memory` are empty, and `again` and `ask` return nothing.
 

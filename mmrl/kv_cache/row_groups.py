@@ -49,7 +49,7 @@ class RowGroups:
 
     @cached_property
     def alone(self) -> bool:
-        """Whether every prompt has exactly one row, in order."""
+        """Whether every prompt has exactly one row, in the order of prompts."""
         return torch.equal(self.owner, torch.arange(self.count, device=self.owner.device))
 
     @cached_property

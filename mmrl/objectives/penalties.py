@@ -16,7 +16,7 @@ from mmrl.objectives.surrogates import step_ratio
 
 @penalty
 def k1(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
-    """KL estimator k1, the log-ratio: unbiased, but its gradient is the gradient of log pi alone."""
+    """KL estimator k1, the log-ratio: unbiased, but its gradient is just that of log pi."""
     return coef * step_ratio(new, batch, against=against)
 
 

@@ -109,7 +109,7 @@ class ClipScore:
         return not self.always and self.towers.fits(self.prefix + text)
 
     def _pair(self, prompt: Prompt, outcome: Outcome) -> tuple[Tensor, str]:
-        """Return the image, (3, height, width) uint8, and the text to compare it with."""
+        """Return (image (3, height, width) uint8, text to compare it with)."""
         if outcome.image is not None:
             columns = {"prompt": prompt.text, "target": prompt.target, **prompt.columns}
             if columns.get(self.against) is None:

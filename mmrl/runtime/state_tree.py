@@ -27,7 +27,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy each tensor that shares memory with another or is a view of a larger one, for safetensors."""
+    """Copy tensors that share memory or are views of larger ones, which safetensors refuses."""
     seen: set[int] = set()
     own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

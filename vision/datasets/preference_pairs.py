@@ -57,8 +57,8 @@ def preference_pairs(
     may be a list of the same length.
 
     Media in `image`, `images`, `video`, `videos`, `audio` and `audios` are paths or encoded media. They
-    fill the placeholders in the messages, or begin the first user message. `rejected_images` (`rejected_videos`,
-    `rejected_audios`) replace them for the rejected answer; parts of messages may also contain their media.
+    fill the placeholders in the messages, or begin the first user message. `rejected_images` (and
+    `_videos`, `_audios`) replace them for the rejected answer; message parts may also contain their media.
 
     The prompt stores the chosen answer first and the rejected one second. Both record `preferred` (1 or 0)
     and `score`, which is `score_chosen` or `score_rejected` of the row, or else `preferred`.
