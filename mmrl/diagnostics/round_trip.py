@@ -184,7 +184,7 @@ def round_trip(bound: Bound, prompts: Sequence[Prompt], place: str) -> RoundTrip
 
 
 def _alike(grader: Grader, rows: Sequence[tuple[Prompt, OwnAnswer]]) -> tuple[list[str], int]:
-    """Return sentences on rows where every tried target of another row gets full marks; also how many were tried."""
+    """Return sentences on rows where all tried targets of other rows get full marks, and the most tried."""
     # Sort the targets so that similar ones, such as 3 and -3, are neighbours.
     texts = {_key(own.texts[0]): own.texts[0] for _, own in rows}
     order = sorted(texts, key=lambda key: ("".join(filter(str.isalnum, key)), key))

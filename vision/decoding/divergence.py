@@ -30,7 +30,7 @@ class Teaching(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Taught:
-    """Outputs of teachers, as columns for N rows (N, T, ...) or M steps (M, ...).
+    """Outputs of all teachers, as columns (N, T, ...) of N rows, or (M, ...) of M steps.
 
     "teacher" is the index of each step's teacher in `teachers`, and "logp" its log-probability. Other columns
     depend on what is compared. Whole vocabulary: "hidden", the states before `head`. Likely tokens:
@@ -84,7 +84,7 @@ class Taught:
         """Add span divergences to `values` (N, T), at the last token of each span; `logp` is the policy's."""
         for number, teacher in enumerate(self.teachers):
             if teacher.align and (mine := self.columns["teacher"] == number).any():
-                # In rows of other teachers, these columns may hold any value, also NaN.
+                # Replace by 0: rows of other teachers may hold NaN in these columns.
                 span, span_logp = self.columns["span"] * mine, self.columns["span_logp"].where(mine, 0.0)
                 values = values + over_spans(teacher, logp, span, span_logp)
         return values

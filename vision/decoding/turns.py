@@ -52,7 +52,7 @@ class KeptRow:
             for name, value in self.read.media.items()
         )
         if count >= len(self.read.ids) and begins:
-            return count  # the usual case: no need to compare single images
+            return count  # usual case: all media equal
         after = self.read.next_position + torch.arange(len(self.ids) - len(self.read.ids))
         positions = torch.cat([self.read.positions, after.expand(len(self.read.positions), -1)], 1)
         stored = Line(self.ids, positions, tuple(media_of(core, self.read.ids, self.read.media)))
@@ -190,7 +190,7 @@ class TurnReader:
         self.latest: list[Tensor] = []  # tokens (n,) of the latest steps, not yet added to `tokens` (n, t)
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Run one token per row and return logits; the first call, with None, runs the turn's new tokens."""
+        """Append one token per row and return logits; the first call (None) runs the turn's new tokens."""
         self.begun = True
         if token is not None:
             self.latest.append(token)
@@ -207,7 +207,7 @@ class TurnReader:
         self.reader.keep(rows)
 
     def kept_rows(self) -> dict[Key, KeptRow]:
-        """End the turn; return the stored rows of all conversations, keyed by conversation."""
+        """End the turn; return the stored keys and values of all conversations, by conversation."""
         if self.begun:
             self._leave(range(len(self.rows)))
         return self.kept
@@ -260,7 +260,7 @@ class TurnReader:
         prefix, core = self.reader.prefix, self.reader.prefix.core
         with distinct_images(core, chunk.media, chunk.ids.device) as media:
             hidden = prefix.read(chunk.ids, chunk.positions, media)
-        self._fill(self._own_tokens([len(row.ids) - row.shared for row in self.rows]))  # drops the padding
+        self._fill(self._own_tokens([len(row.ids) - row.shared for row in self.rows]))  # removes padding
         prefix.length = 1
         return self.reader.logits(hidden[torch.arange(len(hidden)), chunk.length - 1])
 

@@ -20,10 +20,10 @@ SWITCHES = (
 )  # fmt: skip
 ADDRESS = "http://task.invalid/"  # the only address that is answered, from memory
 LIMIT = 30.0  # seconds for one action, with its screenshot
-CONCURRENT = 8  # most pages that are worked on at a time
-KEPT = 256  # first screenshots that are remembered
+CONCURRENT = 8  # most concurrent pages
+KEPT = 256  # cached first screenshots
 
-# The scripts that are run: constants, to which data come as arguments.
+# JavaScript that is run on pages: constants that get data as arguments.
 READ_FIELDS = """() => {
   const state = {};
   for (const field of document.querySelectorAll("input, select")) {
@@ -94,7 +94,7 @@ class Chromium:
         return page
 
     async def first(self, html: str, size: int) -> bytes:
-        """Return the screenshot of a page as it opens (PNG); equal pages are opened once."""
+        """Return the screenshot of a page right after opening (PNG), cached for equal pages."""
         key = html, size
         if key not in self.firsts:
             if len(self.firsts) >= KEPT:
@@ -126,7 +126,7 @@ class Chromium:
                 self.browser = await self.driver.chromium.launch(
                     executable_path=self.executable,
                     args=SWITCHES,
-                    chromium_sandbox=os.geteuid() != 0,  # root cannot have it
+                    chromium_sandbox=os.geteuid() != 0,  # unavailable to root
                 )
         return self.browser
 

@@ -72,7 +72,7 @@ class MediaWriter:
 
     def put(self, ref: MediaRef) -> str:
         """Copy a referenced file, or write the bytes in a row; return the path relative to the dataset."""
-        # Many rows of a dataset may contain the same image, so bytes are identified by their hash.
+        # Identify bytes by their hash, because many rows may contain the same image.
         key = hashlib.sha256(ref.data).hexdigest() if ref.data else ref
         if key in self.written:
             return self.written[key]

@@ -199,7 +199,7 @@ class ChatTemplate:
         read, kinds = self.reads(role, tools), {block["type"] for block in blocks} - {"text"}
         forms = [form for form in read.forms if form != TEXT or not kinds]
         if read.forms and self.processor.image_processor is None:
-            return _in_form(blocks, read.forms[0] if not kinds else BLOCKS)  # refused later if the model reads only text
+            return _in_form(blocks, read.forms[0] if not kinds else BLOCKS)  # media: refused later
         lost = kinds - read.media
         if not forms or lost:
             what = f"{' and '.join(sorted(lost))}s in messages" if lost else "messages"

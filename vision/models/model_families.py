@@ -84,7 +84,7 @@ def _check_unlisted(config: Any, core: type[nn.Module]) -> None:
     if hasattr(core, "get_rope_index"):
         reads = ["positions of its own (`get_rope_index`)"]
     if reads:
-        # Exempt families that have positions 0, 1, 2, ... and read no token types.
+        # Name the families with other positions than 0, 1, 2, ..., or with token types.
         known = sorted(name for name, one in FAMILIES.items() if one.types or one.positions is not linear)
         raise ConfigError(
             f"a model of type '{config.model_type}' reads {' and '.join(reads)}, which is known of "

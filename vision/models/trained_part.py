@@ -1,4 +1,4 @@
-"""The interface of weights that are trained instead of a policy's model, such as a steering vector."""
+"""Base class of weights that are trained instead of a policy's model, such as a steering vector."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class WeightsWriter:
         """
         if self.latest and any(map(is_shard, self.tensors().values())):
             return self.latest.version
-        # Include the settings of an adapter, because its scale is not a tensor.
+        # Hash an adapter's settings, too, because its scale is not a tensor.
         settings = self.policy.adapter.peft_config if self.policy.adapter else self.policy.model.config
         content = f"{of_tensors(self.tensors().values())} {settings}"
         return hashlib.sha256(content.encode()).hexdigest()[:DIGITS]
@@ -78,7 +78,7 @@ class WeightsWriter:
         if not path.is_dir():
             part = self.folder / f"{version}.{os.getpid()}.part"
             save(self.policy.adapter or self.policy.model, part)
-            part.rename(path)  # so that no folder is incomplete
+            part.rename(path)  # atomic: no incomplete folders
         used = self.written.pop(path, None) or path.with_suffix(".used").open("a")
         flock(used, fcntl.LOCK_SH)
         self.written[path] = used

@@ -1,7 +1,7 @@
 """Checks during training that warn if metrics indicate a faulty run.
 
 A record maps names to metrics of a step; evaluation metrics are `eval_x`, with interval bounds `eval_x/low`
-and `eval_x/high`. A check reports the first faulty step, so that its message stays the same as the run goes on.
+and `eval_x/high`. A check reports the first faulty step, so that its message does not change later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Pairs = list[tuple[int, float]]  # (step, value) of every record
 
 
 def _series(records: Records, name: str) -> Generator[Finding, None, Pairs]:
-    """Yield the finite values of a metric with their steps, or a finding if no record has it."""
+    """Return the finite (step, value) pairs of a metric; first yield a finding if no record has it."""
     # Evaluation metrics: skip records of steps without an evaluation.
     evaluated = [r for r in records if any(key.startswith("eval_") for key in r)]
     candidates = evaluated if name.startswith("eval_") else records

@@ -80,7 +80,7 @@ def by_image(config: Any) -> bool:
 
 
 FAMILIES = {
-    # Remove sound padding: in transformers 5.23 it makes all gradients of the audio tower NaN.
+    # The audio tower is frozen: in transformers 5.23, a padded sound makes all of its gradients NaN.
     "gemma3n": VLMFamily(
         linear,
         count_sounds,
