@@ -76,7 +76,7 @@ def _longest_recorded(policy: TokenPolicy, prompts: Sequence[Prompt]) -> int:
 def cache_bytes(policy: TokenPolicy, prompt_tokens: int, answer_tokens: int) -> float:
     """Return the bytes of an unquantised KV cache with this many prompt and answer tokens."""
     text = policy.model.config.get_text_config()
-    # Some configs lack this attribute or have null; others provide it through an alias.
+    # `head_dim` may be missing, null or an alias.
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * head_size(text) * policy.compute.itemsize
     return float(token * (prompt_tokens + answer_tokens))
@@ -99,7 +99,7 @@ def _generation(
     return {
         "rollouts/cache": cache_bytes(policy, before, rows * room_of(longest)),
         "rollouts/passes": max(prompt_pass, row_pass),
-        # Only CPUs pack weights. These weights are on no device yet: assume a GPU if the machine has a GPU.
+        # Only CPUs pack weights. The (fake) weights have no device yet: assume a GPU if there is one.
         "rollouts/packed weights": 0.0 if torch.cuda.is_available() else packed,
         "rollouts/cast weights": _cast_bytes(policy),
     }
@@ -122,7 +122,7 @@ def _learning(
         rollout.num_generations, learn.micro_batch_steps,
     )  # fmt: skip
     measured = {ROWS * length: _states_bytes(policy, module, encoded, length) for length in LENGTHS}
-    # A packed sequence has a mask over all pairs of its tokens, so its memory is quadratic.
+    # Quadratic with packing: the mask of a packed sequence covers all pairs of its tokens.
     activations = prompts * extrapolated(measured, rows * longest // prompts, square=module.checkpointed)
     activations += _cast_bytes(policy)
     logits = _logits_bytes(policy, extra, rows * longest)
@@ -139,7 +139,7 @@ def _learning(
 def micro_batch(
     before: int, longest: int, prompts: int, answers: int, max_steps: int
 ) -> tuple[int, int, int]:
-    """Return prompts and rows of the largest micro-batch, and the number of micro-batches per mini-batch.
+    """Return (prompts, rows) of the largest micro-batch, and the number of micro-batches per minibatch.
 
     Args:
         before: Tokens of a prompt.

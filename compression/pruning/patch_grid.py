@@ -1,7 +1,7 @@
 """Visual tokens of a call: their positions in the sequence and on the patch grids of their images.
 
 `generate` encodes images first and then passes their features (repeated for beams) without the grids.
-Therefore the grids, and the queries and keys of the vision tower, are attributes of the feature tensors.
+So the grids, and the vision tower's queries and keys, are attached to the feature tensors as attributes.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def tiny_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL) - len(tokens),
         show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all bytes: any text can be encoded
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all bytes, to encode any text
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])

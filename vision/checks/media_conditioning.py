@@ -1,4 +1,4 @@
-"""Check at the start of a run: images, videos and sounds reach the model."""
+"""Startup check that images, videos and sounds influence the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator
 
 
 def negative(prompt: Prompt) -> Prompt:
-    """Invert the pixels of the images and videos in a prompt, and reverse its sounds."""
+    """Invert the pixels of the images and videos in a prompt, and reverse its sounds in time."""
     inverted = map_frames(prompt, lambda frames: replace(frames, pixels=255 - frames.pixels))
-    # Reverse the time: models read the power of a sound, which a change of sign would not affect.
+    # Reverse time, not sign: models read the power of a sound.
     return map_media(inverted, Sound, lambda sound: replace(sound, samples=sound.samples.flip(0)))

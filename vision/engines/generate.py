@@ -103,7 +103,7 @@ class Generate:
         return CachedReader(self.rollout_policy, prompts, self.cache)
 
     def turns(self) -> Turns:
-        """Return the factory of readers for the turns of conversations, using the engine's model and cache."""
+        """Return a factory of readers for conversation turns, using the engine's model and cache."""
         return Turns(self.rollout_policy, self.cache)
 
     def converse(self) -> GeneratedTurns:

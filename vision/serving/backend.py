@@ -169,7 +169,7 @@ class Backend(Server):
             known = torch.tensor([value or 0.0 for value in logp])
             stopped = bool(choice.ids) and choice.ids[-1] in question.end
             name = f"answer {number} of the server to prompt '{uid}'"
-            # If the server stopped at a token that is no end token of the policy, the answer counts as truncated.
+            # If the server stopped at a token that does not end the policy's answers: truncated.
             limit = len(ids) if choice.ended else question.sampling.max_completion_length
             settings = {"logit_bias": question.bias, "max_tokens": limit}
             check_answer(Answer(ids, known, stopped), settings, name)

@@ -17,7 +17,7 @@ class MediaSent:
 
     vLLM 0.32 keeps tensors of media by hash. It answers status 500 to a request with the hash of a medium
     that it has dropped; such a request is sent again with all media. This holds for servers with one process
-    for requests and `--mm-processor-cache-type lru`, the default. On other servers, a hash without its medium could
+    for requests and `--mm-processor-cache-type lru`, the default. Elsewhere, a hash without its medium could
     crash the engine, so all media are sent.
     """
 

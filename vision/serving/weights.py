@@ -89,7 +89,7 @@ class WeightsWriter:
 
 def save(model: Any, folder: Path) -> None:
     """Write a model with unsharded weights, from any process."""
-    # transformers would write on the first process only, but here any process may write for all.
+    # Any process may write for all, but transformers would write on the first process only.
     model.should_save_on_this_rank = lambda is_main_process: True
     try:
         model.save_pretrained(str(folder), state_dict=state_of(model))
@@ -124,5 +124,5 @@ def _let_go_of_all(written: Mapping[Path, TextIO]) -> None:
         if not folder.exists():  # a user removed it before the process ended
             used.close()
             continue
-        with locked(folder.parent / LOCK):  # another process may be about to use it
+        with locked(folder.parent / LOCK):  # another process may be locking it
             _let_go(folder, used)
