@@ -160,7 +160,7 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
         zero = [name for name, g in zip(named, gradients, strict=True) if g is not None and not g.any()]
     steps = max(1, micro.steps.cost(torch.arange(len(micro))))
     saved = float(sum(kept.values())) * max(1.0, wanted / steps)  # scaled up to a full micro-batch
-    # Allow some: networks may discard a part of their last block.
+    # Report zero gradients only if there are many: networks may discard a part of their last block.
     return outside + (zero if len(zero) > SPARE * len(named) else []), saved
 
 

@@ -19,7 +19,7 @@ from mmrl.kv_cache.tails import GrowingTail
 
 @dataclass(eq=False, kw_only=True)
 class VLCacheRecipe(Recipe):
-    """Recipe of VL-Cache: its options and the token scores of all layers so far, in one object for all layers."""
+    """Recipe of VL-Cache: options and token scores of all layers so far, in one object for all layers."""
 
     keep: float
     by_density: bool

@@ -70,7 +70,7 @@ def share_weights(module: nn.Module, swap: Mapping[int, nn.Module] | None = None
             return copies[id(module)]
         view = copies[id(module)] = copy.copy(module)
         state = vars(view)
-        # Copy the dictionaries of parameters, buffers and hooks, so that new hooks do not affect the original.
+        # Copy the dictionaries of parameters, buffers and hooks: new hooks must not affect the original.
         tables = [name for name in state if name[0] == "_" and type(state[name]) in (dict, OrderedDict, set)]
         state |= {name: copy.copy(state[name]) for name in tables}
         for name, child in view._modules.items():

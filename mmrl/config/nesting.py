@@ -32,7 +32,7 @@ def check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str)
 
 
 def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str) -> None:
-    """Raise `ConfigError` if a wrapper calls methods that the pieces before it lack."""
+    """Raise `ConfigError` if a wrapper requires methods that the piece it wraps lacks."""
     needs, first, inner = bound.entry.hints.get(wrapped), before[0].entry, before[-1].entry
     copies = getattr(bound.entry.target, "copies_engine", None)
     if copies and copies(bound.options) and getattr(first.target, "answers_elsewhere", False):

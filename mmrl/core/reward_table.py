@@ -101,7 +101,7 @@ class RewardTable:
     """
 
     TENSORS: ClassVar = ("values", "valid", "ends", "length", "learn", "process")  # columns of N rows
-    MAPPINGS: ClassVar = ("scored", "ids", "notes")  # mappings of names to such columns
+    MAPPINGS: ClassVar = ("scored", "ids", "notes")  # mappings from names to columns of N rows
     IDS: ClassVar = frozenset({"group", "row", "place", "on_policy", "text"})  # ids that are not tags
 
     values: Tensor  # (N, R, K) rewards, later advantages; defined where `valid`

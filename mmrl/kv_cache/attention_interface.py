@@ -26,11 +26,12 @@ _RECORDED: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None
 
 
 def register(base: str) -> str:
-    """Register an attention function that handles cache layers and passes tensors to `base`; return its name.
+    """Register an attention function with transformers that reads this package's caches; return its name.
 
-    The mask function of `base` is registered too, because transformers silently omits masks otherwise. The
-    name UNMASKED gets no mask function on purpose: shared prefixes know their padding, and creating a mask in
-    each step would cost time.
+    
+    Plain tensors are passed to the implementation `base`, such as sdpa. Its mask function is registered, too:
+    transformers silently omits masks otherwise. UNMASKED gets none on purpose: shared prefixes know their
+    padding, and creating a mask in each step would cost time.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -48,7 +48,7 @@ class Links:
             for _ in range(self.world - 1):
                 link, _ = server.accept()
                 link.settimeout(ENOUGH)
-                # A foreign client on this port can only cause a timeout.
+                # Not authenticated: a foreign client on this port can only cause a timeout.
                 other = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "big")
                 self._listen(link, other)
 

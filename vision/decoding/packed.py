@@ -76,7 +76,7 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     dtype = core.dtype if attention_of(core.config) == "eager" else None
     windows, before = layer_windows(core.config), tree.before().to(device)
     if steps.packing:
-        install(core.config)  # attention per part, see `attend`
+        install(core.config)  # registers attention within parts
         lines = all(len(pack) == len({tree.nodes[n].parent for n in pack}) for pack in packs.values())
         options = _masks_of_parts(windows, before, owner[0], index[0], sizes, dtype, causal=lines)
     else:

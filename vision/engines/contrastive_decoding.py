@@ -98,7 +98,7 @@ class ContrastiveDecoding:
         return tuple(rows)
 
     def ratio(self, uid: str, index: int) -> float:
-        """Draw the hallucination ratio of answer `index`, at least `gap` above the previous of the cycle."""
+        """Draw the hallucination ratio h of answer `index`, with distance `gap` to the ratio before it."""
         turn, place = divmod(index, len(self.contrast_alpha))
         generator = self.stream.generator("contrast_alpha", uid, turn)  # independent of other cycles
         last = -math.inf

@@ -33,7 +33,7 @@ class TrainedPart:
         return steps
 
     def read(self, read: ReadSteps, steps: Any, outputs: Any, teacher: Any) -> dict[str, Tensor]:
-        """Compute the outputs of a batch with calls of `read(steps, outputs, teacher)`."""
+        """Compute the outputs of a batch; `read(steps, outputs, teacher)` runs the model's forward pass."""
         return read(steps, outputs, teacher)
 
     def save(self, folder: Path) -> None:
