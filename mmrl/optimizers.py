@@ -40,7 +40,7 @@ def adamw(
 
 
 def _adamw(weights: Sequence[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    # On a GPU, torch's default makes a temporary copy of all second moments; the fused kernel makes none.
+    # Fused on a GPU, because torch's default makes a temporary copy of all second moments.
     return torch.optim.AdamW(weights, fused=all(p.is_cuda for p in weights) or None, **options)
 
 

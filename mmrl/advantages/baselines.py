@@ -18,7 +18,7 @@ Singleton = Literal["zero", "raw"]
 def clear_flat_groups(
     table: RewardTable, groups: GroupStatistics, credit: Tensor, singleton: Singleton
 ) -> Tensor:
-    """Return `credit`, but 0 in groups of equal rewards; a group of one row gets 0 or its reward (`raw`)."""
+    """Set `credit` to 0 in groups of equal rewards; a group of one row gets 0 or its reward (`raw`)."""
     alone = table.values if singleton == "raw" else 0.0
     return torch.where(groups.count() < 2, alone, torch.where(groups.flat(), 0.0, credit))
 

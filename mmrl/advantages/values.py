@@ -28,7 +28,7 @@ def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> 
     if value.shape[1]:
         given = torch.where(table.valid, table.values, 0.0)
         ends = (table.ends - 1).clamp(0, value.shape[1] - 1)
-        # The last step with a value before the end of each outcome.
+        # Index of the last step with a value before each outcome's end.
         last = (known.cumsum(-1).gather(1, ends) - 1).clamp(min=0)
         rewards = rewards.scatter_add(2, last[:, None].expand_as(given), given)
     after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)

@@ -120,7 +120,7 @@ def _kind(args: Any, keywords: Mapping[str, Any], own: Mapping[str, Any]) -> str
 def _changed(
     raw: dict[str, Any], keywords: Mapping[str, Any], own: dict[str, Any], *, complete: bool
 ) -> dict[str, Any]:
-    """Apply arguments of TRL (`keywords`) and keys of mmrl (`own`, which win) to a configuration."""
+    """Apply TRL arguments (`keywords`) and mmrl keys (`own`, which take precedence) to a configuration."""
     merged = merge(raw, own)
     change, decided, differs = translated(keywords, merged, own, complete=complete)
     change = {k: v for k, v in change.items() if k in decided or lookup(own, k, ABSENT) is ABSENT}
@@ -338,7 +338,7 @@ def rewards_of(factories: Sequence[Factory]) -> list[dict[str, Any]]:
 
 
 def without_rows(factories: Sequence[Factory], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data configuration of a run without data, whose environment provides the tasks."""
+    """Return the data configuration for a run without a data set, whose environment provides the tasks."""
     if len(factories) > 1:
         raise ConfigError(
             "of several environments each row names its own in the column `environment`; give `train_dataset`"
@@ -347,7 +347,7 @@ def without_rows(factories: Sequence[Factory], raw: Mapping[str, Any]) -> dict[s
 
 
 def data_piece(name: str, data: Any, split: str, base: Any) -> dict[str, Any]:
-    """Return the configuration of a dataset; the piece `base` reads data given as a path or as rows."""
+    """Return the configuration of a dataset; data given as a path or as rows are read by the piece `base`."""
     match data:
         case {"name": _}:
             return dict(data)

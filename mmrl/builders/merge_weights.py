@@ -17,7 +17,7 @@ from mmrl.runtime.checkpoint import publish
 from mmrl.runtime.files import remove
 
 ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # files of peft and diffusers
-PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"}  # other formats of weights
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"}  # weight formats that are not read
 
 
 @builder

@@ -1,4 +1,4 @@
-"""Command `mmrl generate`: answers a prompt, the rows of a file, or the lines of the input."""
+"""Command `mmrl generate`: answers one prompt, the rows of a file, or the lines of standard input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IS_TEXT = "this model answers in words; name a file such as answers.jsonl as --o
 
 @dataclass(frozen=True)
 class Asked:
-    """A question, the columns of its data row, and the turns of the answer if tools were called."""
+    """A question with the columns of its data row; later also the turns of its answer."""
 
     prompt: Prompt
     columns: Mapping[str, Any]
@@ -312,7 +312,7 @@ def write_images(answered: Iterable[tuple[Asked, Outcome]], folder: Path) -> Non
 
 
 def printed(answer: Outcome, folder: Path) -> str:
-    """Return the text of an answer, or save its image under a free name and return the path."""
+    """Return the text of an answer, or save its image under an unused name and return the path."""
     if answer.text is not None:
         return answer.text
     path = free_name(folder)

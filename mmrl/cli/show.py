@@ -68,7 +68,7 @@ def show(given: argparse.Namespace) -> None:
                 options.append(name if default is inspect.Parameter.empty else name + shown)
             rows.append([entry.full_name, entry.on, ", ".join(options), entry.summary])
         table = [["name", "runs on", "options", "what it does"], *rows]
-        if not any(row[1] for row in rows):  # only some kinds have stages
+        if not any(row[1] for row in rows):  # hide an empty column
             table = [[name, *rest] for name, _, *rest in table]
         if rows:
             print_table(*table, title=kind)

@@ -26,7 +26,7 @@ FILLED = ("generator", "recipe", "stream", "train_prompts")
 WORKERS = "mmrl.runtime.workers:workers_of"  # import path of a function in a higher layer
 CALLED = {"label": str, "timeout": PositiveFloat, "retries": NonNegativeInt}  # `timeout` in seconds
 TOOL = {**CALLED, "on_error": Literal["tell", "skip", "raise"]}
-# Keys beside a piece's options, which the code that calls the piece reads.
+# Keys beside a piece's options that configure calls of the piece, such as `timeout`.
 CALLED_WITH = {
     "reward": {
         "weight": float,
@@ -240,7 +240,7 @@ class Pieces:
         return self.name(kind, piece, place).entry
 
     def name(self, kind: str, piece: Piece, place: str = "") -> Bound:
-        """Check a piece like `check`; return it with converted options, weight, label and call settings."""
+        """Like `check`, but return the piece with converted options, weight, label and call settings."""
         place, options = place or kind, dict(piece.options)
         call = {
             name: convert(options.pop(name), wanted, f"{place}.{name}")
@@ -306,7 +306,7 @@ class Pieces:
         return cache(partial(self.make, kind, piece, place=place))
 
     def require_packages(self) -> None:
-        """Raise if a piece that was looked up needs a package or a program that is not installed."""
+        """Raise if one of the configured pieces needs a package or a program that is not installed."""
         for entry in self.entries:
             for package, extra in entry.packages.items():
                 # `find_spec` raises ValueError for a loaded module without spec, as a program can create one.

@@ -147,7 +147,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
 
 
 def _check_every_turn(checked: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a piece needs an outcome per turn, but the engine gives only the last turn's."""
+    """Raise `ConfigError` if a piece needs an outcome per turn, but the engine returns only the last one."""
     engines = _listed(checked, "rollout.engine")
     evaluating = _listed(checked, "evaluation.engine") or engines[:1]
     for place, bound in checked.items():
@@ -234,7 +234,7 @@ def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = T
 
 
 def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
-    """Raise `ConfigError` if a filter, sampler, objective, metric, label or check names no reward."""
+    """Raise `ConfigError` if a filter, sampler, metric or other piece names an unknown reward."""
     trained = [bound.name for bound in _listed(checked, "rewards")]
     evaluated = [bound.name for bound in _listed(checked, "evaluation.rewards")] or trained
     _check_name("evaluation.correct", correct, evaluated)

@@ -16,7 +16,7 @@ OF_SERVERS = ("sleep_level", "video_pruning_rate")  # options that apply to all 
 
 
 def check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str) -> None:
-    """Raise `ConfigError` if the first of `listed` wraps another piece, or if a later one wraps none."""
+    """Raise `ConfigError` if the first of `listed` is a wrapper, or if a later one is not."""
     for i, bound in enumerate(listed):
         takes = next(iter(inspect.signature(bound.entry.target).parameters), "")
         if i == 0 and takes == wrapped:

@@ -101,7 +101,7 @@ class Report:
 
     logging_steps: PositiveInt = 1  # steps between lines of metrics.jsonl
     log_completions: bool = True  # write rollouts with rewards and advantages to parquet files
-    # Collections whose rows get thumbnails in the report: this many, evenly spaced over the run.
+    # Number of training steps, evenly spaced over the run, whose rollouts get thumbnails in the report.
     media_log_steps: NonNegativeInt = 5
     # Dashboards. Packages of dashboards that the configuration names must be installed.
     trackers: Annotated[tuple[Piece, ...], Kind("tracker")] = (Piece("tensorboard", {"required": False}),)
@@ -209,7 +209,7 @@ def held_fields(config: Any, place: str = "") -> Iterator[tuple[Any, Any, str]]:
 
 
 def each(value: Any, place: str) -> list[tuple[Piece, str]]:
-    """List the pieces in a field's value, each with its dotted path: `rewards[0]`, `references.ref`."""
+    """List the pieces in the value of a field, each with its dotted path: `rewards[0]`, `references.ref`."""
     match value:
         case Piece():
             return [(value, place)]
@@ -265,7 +265,7 @@ def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool, errors: l
         match value, kind.__dataclass_fields__[key].default:
             case None, default:
                 value = _emptied(wanted, default)
-            # Options without a name belong to the default piece.
+            # A mapping without a name sets options of the default piece.
             case Mapping(), Piece(name, options) | (Piece(name, options),) if "name" not in value:
                 value = {"name": name, **options, **value}
         if dataclasses.is_dataclass(wanted) and wanted is not Piece and isinstance(value, Mapping):
@@ -306,7 +306,7 @@ def empty_of(wanted: Any) -> type | None:
 
 
 def parse_some(raw: Mapping[str, Any], kind: type) -> Any:
-    """Convert a partial configuration, such as a variant; a policy without a name is left out."""
+    """Parse a partial configuration, such as a variant; ignore policy options without a policy name."""
     return parse({k: v for k, v in raw.items() if k != "policy" or not is_part(raw)}, kind, part=True)
 
 

@@ -179,7 +179,7 @@ def _parted(overrides: Sequence[str], names: Sequence[str]) -> tuple[list[str], 
 
 
 def _names(listed: Sequence[dict[str, Any]]) -> list[str]:
-    """Remove the name of every stage and return the names, which become parts of folder names."""
+    """Pop the name of every stage (default: its number); names become parts of folder names."""
     names: list[str] = []
     for i, stage in enumerate(listed):
         place = f"stages[{i}]"

@@ -277,7 +277,7 @@ def _counted(match: re.Match) -> str:
             total, part = (total + part, 0) if word == "thousand" else (total, part)
         elif word != "and":
             value = [*COUNTS, *TEENS].index(word) if word not in TENS else 10 * TENS.index(word) + 20
-            # Units may follow tens, and tens or units may follow hundreds.
+            # Valid orders: units after tens; tens or units after hundreds.
             if part % 100 and not (part % 100 >= 20 and part % 10 == 0 and 0 < value < 10):
                 return match[0]
             part += value

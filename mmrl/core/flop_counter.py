@@ -15,7 +15,7 @@ from mmrl.core.onednn import BUILT
 aten = torch.ops.aten
 
 
-# The left matrix is the second last argument of mm(a, b) and of addmm(bias, a, b).
+# The left matrix is args[-2], both in mm(a, b) and in addmm(bias, a, b).
 def _product(args: Sequence[Any], out: Any, left: int = -2) -> int:
     return 2 * args[left].shape[-1] * out.numel()  # (m, k) @ (k, n): k products and sums per output
 

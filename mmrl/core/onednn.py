@@ -87,7 +87,7 @@ def _groups(model: nn.Module, kinds: tuple[type, ...] = PLAIN) -> Iterator[list[
 
 def is_plain(layer: nn.Module | None, kinds: tuple[type, ...] = PLAIN) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer with an unsharded float32 weight on the CPU."""
-    # Subclasses and layers with a replaced forward may compute something else.
+    # Exclude subclasses and layers with a replaced forward, which may compute something else.
     return type(layer) is nn.Linear and "forward" not in vars(layer) and _is_whole(layer.weight, kinds)
 
 

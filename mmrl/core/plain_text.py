@@ -56,7 +56,7 @@ def block_after(written: str) -> str:
 
 
 def inside(block: str, texts: Sequence[str]) -> list[str]:
-    """Insert a space into every tag `block` in texts that are put inside a block of that name.
+    """Insert a space into every tag named `block` in texts that a template will put inside such a block.
 
     So a tool's reply cannot close the template's own block where </tool_response> is no special token.
     """

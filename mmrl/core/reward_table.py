@@ -44,7 +44,7 @@ class GroupStatistics:
     index: Tensor  # (N, K) number of the group
 
     def _over(self, statistic: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        # An entry is one outcome of a row: groups consist of N * K entries with R rewards each.
+        # Flatten to entries: one per outcome of a row, N * K in total, with R rewards each.
         values, valid = (t.transpose(1, 2).flatten(0, 1) for t in (self.values, self.valid))
         rows, rewards, places = self.values.shape
         result = statistic(values, self.index.flatten(), valid)
@@ -347,7 +347,7 @@ def place_of_steps(ends: Tensor, num_steps: int) -> Tensor:
     """
     present = ends != ABSENT
     last = (present.sum(-1, keepdim=True) - 1).clamp(min=0)
-    # Absent outcomes sort after all others; the result is clamped to the last present outcome.
+    # Treat absent outcomes as ending last, and clamp to the last present outcome.
     sortable = torch.where(present, ends, torch.iinfo(torch.int64).max)
     steps = torch.arange(num_steps).expand(len(ends), -1).contiguous()
     return torch.minimum(torch.searchsorted(sortable.contiguous(), steps, right=True), last)

@@ -40,7 +40,7 @@ class Totals:
     steps: float = 0.0
     rows: float = 0.0
     groups: float = 0.0
-    drawn: float = 0.0  # rows, including those from which nothing is learned
+    drawn: float = 0.0  # rows, including rows without advantage
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Batch:
             return
         micros: list[list[int]] = [[]]
         for whole in groups:
-            # A group that fits alone, but not into the current micro-batch, starts a new one.
+            # Start a new micro-batch for a group that fits into an empty one but not into the current one.
             if micros[-1] and self._cost(micros[-1] + whole) > max_steps >= self._cost(whole):
                 micros.append([])
             for piece in [whole] if unit == Unit.GROUP else [[row] for row in whole]:

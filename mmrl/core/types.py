@@ -295,7 +295,7 @@ def reading(prompt: Prompt) -> Iterator[None]:
 
 
 class Count(float):
-    """A metric that is summed over processes; other metrics are averaged."""
+    """Float type of metrics that are summed over processes; others are averaged."""
 
 
 @dataclass(frozen=True)

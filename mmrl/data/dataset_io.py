@@ -222,7 +222,7 @@ def checked(row: DataRow) -> DataRow:
                     below += (*value.keys(), *value.values())
                 case list() | tuple():
                     below += value
-        if not below:  # nothing is nested in this level
+        if not below:  # no deeper values
             split = row.columns.get("split")
             return replace(row, split=split) if type(split) is str and split else row
         level = below
@@ -374,7 +374,7 @@ def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write rows as JSON lines, a JSON list or parquet, by the suffix of the path; return their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":  # one by one; the other formats need all rows at once
+    if path.suffix == ".jsonl":  # streamed; other formats need all rows
         count = 0
         with path.open("w", encoding="utf-8") as file:
             for count, row in enumerate(rows, 1):  # noqa: B007
@@ -387,7 +387,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
         import pyarrow
         from pyarrow import parquet
 
-        # `Table.from_pylist` would write the columns of the first row only.
+        # Collect the columns of all rows, because `Table.from_pylist` reads only the first row's.
         columns = {}
         for name in dict.fromkeys(name for row in listed for name in row):
             try:

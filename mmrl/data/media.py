@@ -196,7 +196,7 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
     values = numpy.array(image).astype(numpy.int64)
     bits, inverted = 16, False
     if getattr(file, "format", None) == "TIFF":
-        # Tags BitsPerSample (258) and PhotometricInterpretation (262), which is 0 if the value 0 is white.
+        # TIFF tags 258 (BitsPerSample) and 262 (PhotometricInterpretation; 0: the value 0 is white).
         bits, inverted = file.tag_v2.get(258, (16,))[0], file.tag_v2.get(262) == 0
     white = (1 << bits) - 1  # 65535 for 16 bits
     grey = (values.clip(0, white) * 255 + white // 2) // white
@@ -220,7 +220,7 @@ def opened_container(source: Path | bytes, name: str, formats: str, wanted: str)
 
     options = {"format_whitelist": formats}
     errors = (av.error.FFmpegError, OSError, ValueError, OverflowError, MemoryError)
-    # `metadata_errors`: titles in other encodings than UTF-8 are common.
+    # `metadata_errors`: tolerate titles that are not UTF-8, which are common.
     with (
         decoding(name, f"{wanted} as {formats.replace(',', ', ')}", errors),
         io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file,

@@ -203,7 +203,7 @@ def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
             f"the text marks {', '.join(marks)}, but the row holds {', '.join(kinds) or 'nothing'}"
         )
     left = iter(media)
-    # With one group in the pattern, `re.split` alternates between texts and marks.
+    # `re.split` with one group returns texts and marks in alternation.
     pieces = enumerate(media_marks().split(words))
     parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in pieces]
     return tuple(part for part in parts if part.media or part.text.strip())

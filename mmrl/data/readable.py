@@ -87,7 +87,7 @@ def prompt_check(policy: Piece, engines: Sequence[Piece] = ()) -> PromptCheck | 
 def checked_prompts(
     pieces: Pieces, data: Piece, place: str, named: NamedColumns, check: PromptCheck | None
 ) -> Sequence[Prompt]:
-    """Read a data set; pieces read the columns in `named`, and unreadable prompts count as bad rows."""
+    """Read a data set; `named` are columns that pieces read. Unreadable prompts count as bad rows."""
     tokens = NAMED.set(named), CHECK.set(check)
     try:
         prompts = pieces.prompts(data, place)

@@ -69,7 +69,7 @@ class NamedColumns:
 
 # Columns that pieces of the current run read; None outside of a run.
 NAMED: ContextVar[NamedColumns | None] = ContextVar("NAMED", default=None)
-# Raises `PromptError` for a prompt that the model of the run cannot read; None without a model.
+# Function that raises `PromptError` for prompts that the run's model cannot read; None without a model.
 CHECK: ContextVar[Callable[[Prompt], None] | None] = ContextVar("CHECK", default=None)
 
 
@@ -113,7 +113,7 @@ class RowFields:
     def parted(self, row: DataRow) -> DataRow:
         """Split a row into the columns that the data set reads and `others`.
 
-        Raises `RowError` for a column with content and a known meaning that nothing reads.
+        Raises `RowError` for an unread, non-empty column with a known meaning.
         """
         filled = {name for name, value in row.columns.items() if has_content(value)}
         reads: set[str] = set()

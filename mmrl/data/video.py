@@ -81,7 +81,7 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
                 f"'{path}' is cut short: its header has {duration:.2f} s, but its frames end at "
                 f"{last.time - zero:.2f} s; copy the file again"
             )
-        # Players show the last frame until the end.
+        # After the last frame, repeat it until the end, as players do.
         images += [_scaled(last, sampling, len(times), scaler)] * (len(times) - len(images))
     sizes = {tuple(image.shape[1:]) for image in images}
     if len(sizes) > 1:
@@ -135,7 +135,7 @@ def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[floa
         count += step
     if count > sampling.max_frames:
         count = max(step, count - step)
-    return [begin + (end - begin) * i / count for i in range(count)]  # the last is a step before `end`
+    return [begin + (end - begin) * i / count for i in range(count)]  # without `end` itself
 
 
 def _timing(path: Path, container: Any) -> tuple[float, float]:

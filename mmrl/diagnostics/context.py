@@ -23,7 +23,7 @@ from mmrl.core.types import Prompt, Rollouts, Unit
 class Finding:
     """Result of a check: the fault, advice, and the location (file and row) for a fault in data.
 
-    A finding with `grave=False` is only information.
+    `grave=False` marks mere information.
     """
 
     what: str

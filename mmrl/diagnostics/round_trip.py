@@ -1,4 +1,4 @@
-"""Checks that rewards give full marks to a target as the answer to its own row, and only there."""
+"""Checks that a row's target, given as answer, gets the full reward for this row but not for others."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Play:
                     f"{type(self.game).__name__}.observe must return messages (`mmrl.core.types.Message`) "
                     f"for '{player}', not {messages!r:.80}"
                 )
-            # The uid keys the random draws of the inner engine, so every turn has its own uid.
+            # Give every turn a unique uid, because the inner engine keys random draws by uid.
             tags = dict(self.game.tags(match.state, player))
             prompt = replace(
                 match.prompt,

@@ -285,7 +285,7 @@ class WithReplay(Memory):
         return ~torch.isin(units, dead[:count]), back[0], back[1]
 
     def _units(self, table: RewardTable) -> Tensor:
-        """Return the index of each row's unit of replacement: its conversation, or its group."""
+        """Return the index of the unit that is replaced as a whole: each row's conversation or group."""
         return episode_index(table) if self.granularity == "row" else group_index([table.group])
 
     def _choose(self, wanted: int, eligible: Tensor) -> tuple[Tensor, int]:

@@ -177,7 +177,7 @@ def _checkpoint(run: Path, model: Path, overrides: Sequence[str]) -> ModelSource
     """Return the configuration of a run, with a policy that loads the weights of a checkpoint."""
     raw = read(run / "config.yaml")
     options = as_mapping(raw["policy"])
-    # Adapters of several roles are in one subfolder each.
+    # Adapters of several roles are in separate subfolders.
     adapted = any(next(model.glob(f"{inside}{name}"), None) for name in ADAPTERS for inside in ("", "*/"))
     # A checkpoint with all weights replaces the base model, which need not exist any more.
     replaces = "model" in options and not adapted and not options.get("transform")

@@ -269,7 +269,7 @@ def _gradients(
     if query.is_cuda:
         lengths, none = (query.shape[2], keys.shape[2]), norm.new_empty(0, dtype=torch.int64)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        # None: sequences are not packed; `none`: no random state, because there is no dropout.
+        # Arguments: no packed sequences (None) and no dropout state (`none`).
         return flash(*tensors, None, None, *lengths, 0.0, causal, none, none, scale=scaling)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(*tensors, 0.0, causal, attn_mask=mask, scale=scaling)

@@ -124,7 +124,7 @@ def attend(
                 recorded.append(key)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # Each modeling file of transformers has its own eager function.
+    # Eager attention is defined in each modeling file of transformers.
     eager = getattr(inspect.getmodule(type(module)), "eager_attention_forward", None)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
     return function(module, query, key, value, attention_mask, scaling=scaling, **others)

@@ -279,7 +279,7 @@ class PromptCache:
         def joined(prompts: Tensor, tail: Tensor, window: int) -> Tensor:
             whole = torch.cat([prompts[owner], tail[rows]], 2)
             length = whole.shape[2]
-            # A sliding-window layer stores one token fewer than its window.
+            # A sliding-window layer stores window - 1 tokens.
             stored = min(size, length, max(1, window - 1) if window else size)
             index = (
                 torch.arange(length - stored, length, device=rows.device) - padding[:, None]

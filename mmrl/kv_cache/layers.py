@@ -118,7 +118,7 @@ class SharedPrefixLayer(CacheLayer):
 
     def __init__(self, layout: PromptLayout, keys: Tensor, values: Tensor, window: int) -> None:
         if torch.is_autocast_enabled(keys.device.type):
-            # Attention runs in the precision of autocast, so that queries and keys have the same type.
+            # Store keys in the dtype of autocast, so that queries and keys have the same dtype.
             dtype = torch.get_autocast_dtype(keys.device.type)
             keys, values = (x.to(dtype) if x.dtype != torch.float64 else x for x in (keys, values))
         self.layout, self.keys, self.values, self.window = layout, keys, values, window
@@ -290,7 +290,7 @@ def split_weights(
     ):
         split = weights.split_with_sizes([part.slots.shape[-1] for part in keys], -1)
         return [x if part.shared else groups.unfold(x) for part, x in zip(values, split, strict=True)]
-    # Values are stored in another order than keys: scatter the weights to slots, then gather them.
+    # Scatter the weights to slots, then gather them, as values are stored in another order than keys.
     weights = groups.unfold(weights)
     slots = [per_head(part.row_slots(groups)).expand(-1, weights.shape[1], -1) for part in keys]
     index = torch.cat(slots, -1)[:, :, None].expand(weights.shape).clamp(min=0)

@@ -89,7 +89,7 @@ def bounds(
 
 def quantile(x: Tensor, valid: Tensor, dim: int, level: float) -> Tensor:
     """Compute a quantile of the valid numbers along `dim` (kept, of size 1), with linear interpolation."""
-    # Invalid numbers sort after all others; a group without valid numbers gives 0.
+    # Sort invalid numbers to the end; groups without valid numbers get 0.
     ordered = x.masked_fill(~valid, torch.inf).sort(dim).values
     place = level * (valid.sum(dim, keepdim=True) - 1).clamp(min=0).to(x.dtype)
     below, above = (ordered.gather(dim, at.long()) for at in (place.floor(), place.ceil()))
@@ -171,7 +171,7 @@ def quantize(
     exact = x if x.dtype == torch.float64 else x.float()
     valid = torch.ones_like(exact[..., :1], dtype=torch.bool) if valid is None else valid
     where, dim = valid, -2
-    if channels:  # the last axis becomes one group of channels
+    if channels:  # split the last axis into groups of channels
         exact, where, dim = exact.unflatten(-1, (-1, channels)), valid[..., None], -1
     low, high = bounds(exact, where, dim, nbits, rule, side)
     top = 2**nbits - 1

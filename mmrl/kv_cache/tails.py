@@ -127,7 +127,7 @@ class RaggedRows:
             self.tensors = {name: lengthen(x, 2, more) for name, x in self.tensors.items()}
             self.slots = lengthen(self.slots, 1, more, -1)
         for name, x in tensors.items():
-            # Indexing with two tensors and a slice between them moves their axes to the front.
+            # The axes of both index tensors move to the front, because a slice is between them.
             self.tensors[name][rows[:, None], :, index] = x.transpose(1, 2)
         self.slots[rows[:, None], index] = slots
         self.count[rows] += slots.shape[1]
@@ -207,7 +207,7 @@ class ResidualWindow:
             for codes in (self.key_codes, self.value_codes)
         ]
         self.old_keys = RaggedRows(empty[0], slots, count)
-        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())  # here an item is a token
+        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())  # an item: one token
 
     @property
     def nbytes(self) -> int:

@@ -92,7 +92,7 @@ class BradleyTerry:
 def pairs_of(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the indices (P,) of the first and of the second row of every pair.
 
-    A row alone, whose other row is not trained on, is left out. Raises `ValueError` for more than two rows.
+    A single row, whose partner is not trained on, is ignored. Raises `ValueError` for more than two rows.
     """
     rows = (batch.mask.sum(-1) > 0).nonzero()[:, 0]
     order = rows[batch.group[rows].argsort(stable=True)]

@@ -174,7 +174,7 @@ def columns_of(rollouts: Rollouts, table: RewardTable) -> dict[str, list]:
     columns |= {f"reward/{name}": mine.at_end(name).tolist() for name in mine.scored}
     for name in dict.fromkeys(name for row in rollouts for name in row.logged):
         values = [row.logged.get(name) for row in rollouts]
-        # A parquet column has one type: all numbers as floats, anything else as text.
+        # One type per parquet column: float if all values are numbers, else text.
         as_type = float if all(value is None or isinstance(value, int | float) for value in values) else str
         taken = name in columns or name in TYPES
         columns[f"extra/{name}" if taken else name] = [v if v is None else as_type(v) for v in values]

@@ -35,7 +35,7 @@ class MetricChange:
 
 @dataclass(frozen=True)
 class PromptDifference:
-    """Prompts whose rendered model inputs differ between two settings."""
+    """Summary of the prompts whose rendered model inputs differ between two settings."""
 
     different: int
     prompts: int  # number of compared prompts

@@ -194,7 +194,7 @@ def _content_key(image: Tensor) -> tuple:
 # ---- long texts
 
 _SHORT = r"(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|Mt|Fig|No|vs|etc|approx|e\.g|i\.e|a\.m|p\.m|cf|ca)\."
-_LONGEST = 8  # characters before a full stop that may hold an abbreviation
+_LONGEST = 8  # longest abbreviation, in characters
 _BULLET = re.compile(r"^\s*(?:[-*•–]|\d{1,3}[.)])\s+")
 
 

@@ -54,7 +54,7 @@ def _root(thing: Any) -> str:
 
 @dataclass
 class _Walk:
-    """Traversal that describes code as JSON values; each function and class is described once."""
+    """Traversal that converts code to a JSON description; each function and class is visited once."""
 
     home: str  # module of the hashed object
     # Variables and attributes that the code reads: (name, description, whether of a plain type).

@@ -191,7 +191,7 @@ def _of_tensor(tensor: Tensor) -> str:
     for chunk in full(tensor.detach()).reshape(-1).split(CHUNK):
         whole = len(chunk) - len(chunk) % (8 * STRIDE)  # whole rows of STRIDE 64-bit integers
         for part in (chunk[:whole], chunk[whole:]):
-            # Only aligned memory can be viewed as 64-bit integers; other memory is copied and padded.
+            # View aligned memory as 64-bit integers; copy and pad other memory.
             if part.storage_offset() * part.itemsize % 8 or len(part) * part.itemsize % (8 * STRIDE):
                 part = part.clone().view(torch.uint8)
                 part = nn.functional.pad(part, (0, -len(part) % (8 * STRIDE)))

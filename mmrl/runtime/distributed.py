@@ -43,7 +43,7 @@ class Processes:
 
         self.timeout = timeout
         check_restarts()
-        # Outside of `watching`, only this timeout ends a collective that hangs.
+        # This timeout ends a hanging collective outside of `watching`.
         patience = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + GRACE))
         self.accelerator = Accelerator(kwargs_handlers=[patience])
         if self.accelerator.state.deepspeed_plugin is not None:
@@ -203,7 +203,7 @@ class Processes:
 
         `counts` maps each prompt uid to its number of rows.
         """
-        # All rows of a prompt go to one process, since advantages compare them.
+        # Keep all rows of a prompt on one process, since advantages compare them.
         home = dict(zip(table.uids, table.process.tolist(), strict=True))
         load = [sum(n for uid, n in counts.items() if home.get(uid) == rank) for rank in range(self.world)]
         for uid, count in counts.items():

@@ -14,7 +14,7 @@ from mmrl.config.loading import ConfigError
 from mmrl.runtime.files import LOCK, hold, remove, write_whole
 
 MARK = ".mmrl"  # JSON: `by` (the command that created the folder) and further facts
-UNFINISHED = ".unfinished"  # folder inside an output folder, for new content until it is complete
+UNFINISHED = ".unfinished"  # folder inside an output folder, for incomplete new content
 NO_CONTENT = (LOCK, MARK, UNFINISHED)
 SHOWN = 3
 

@@ -200,7 +200,7 @@ def twin(model: nn.Module) -> nn.Module:
             if module.weight.CB is not None:
                 module.init_8bit_state()
             tensors += [value for value in vars(module.state).values() if isinstance(value, torch.Tensor)]
-    # Tensors in the memo of `deepcopy` count as copied, so both models share them.
+    # Put weight tensors into the memo of `deepcopy`, so that both models share them.
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 

@@ -84,7 +84,7 @@ class Scoring:
         self.columns[column] = list(values)
 
 
-# Context of the current call. Each reward runs in its own thread, and each thread has its own value.
+# Context of the current reward call, separate for each thread (each reward runs in one).
 SCORING: ContextVar[Scoring] = ContextVar("SCORING")
 
 

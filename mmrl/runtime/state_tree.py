@@ -15,7 +15,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
             tensors[path] = value.detach().cpu().contiguous()
             return {"tensor": path}
         case Mapping():
-            # A list of pairs, because JSON would turn an optimizer's integer keys into strings.
+            # Store mappings as pairs, because JSON would turn an optimizer's integer keys into strings.
             return {"map": [(key, flatten(inner, tensors, f"{path}/{key}")) for key, inner in value.items()]}
         case list() | tuple():
             return {"list": [flatten(inner, tensors, f"{path}/{i}") for i, inner in enumerate(value)]}

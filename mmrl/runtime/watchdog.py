@@ -140,7 +140,7 @@ class Watch:
             if self.rank == 0:  # rank 0 hosts the store and must leave last
                 self._wait(lambda: self.store.add("done", 0) >= self.world)
         else:
-            self._wait(lambda: self.heard, 4 * PERIOD)  # the collective may break before the reason arrives
+            self._wait(lambda: self.heard, 4 * PERIOD)  # let the reason of a broken collective arrive
             others = self.heard
             if not others:
                 words = f"process {self.rank} of {self.world} failed: {type(error).__name__}: {error}"

@@ -45,7 +45,7 @@ class GroupByLength(Uniform):
 
     @cached_property
     def lengths(self) -> list[float]:
-        """The length of every prompt with its first answer."""
+        """The length of every prompt, including its first recorded answer."""
         if self.length_column:
             return numbers_of(self.data, self.length_column, "group_by_length")
         return [

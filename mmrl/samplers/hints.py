@@ -166,7 +166,7 @@ class WithHints(ReadsAnswers):
         return failed.shown < len(self._hints(failed.prompt))
 
     def _hinted(self, prompt: Prompt, level: int) -> Prompt:
-        """Return the prompt with its hint number `level`, counted from 1."""
+        """Return the prompt with the hint of a level, counted from 1."""
         hint = self._hints(prompt)[level - 1]
         return with_hint(prompt, hint, tag=str(level), template=self.hint_template)
 
@@ -188,7 +188,7 @@ class WithHints(ReadsAnswers):
         return self._hinted(prompt, level) if level else prompt
 
     def _remember(self, solved: Mapping[str, bool]) -> None:
-        """Raise the hint level of failed prompts, and reset the level of solved prompts."""
+        """Increment the hint level of failed prompts, and reset that of solved prompts."""
         for uid, success in solved.items():
             hinted = bool(self.level.get(uid))
             self.counts["hints/prompts"] += hinted

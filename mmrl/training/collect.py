@@ -46,7 +46,7 @@ def collect(run: Run) -> Collection:
         for observer in run.observers:
             observer.observe(fresh, scored)
         rollouts, table = rollouts + fresh, table.join(scored)
-        # Groups with a faulty reward are replaced too.
+        # Also replace groups with a failed reward.
         keep = of_episodes(method.group_filter, table) & table.learn.any(-1)
     run.stream.round = 0
     if not stand_in:

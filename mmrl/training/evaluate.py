@@ -102,7 +102,7 @@ class Evaluator:
         Prompts are drawn with replacement, those with an equal tag `cluster` together, because they are not
         independent. Tables of the same prompts get the same draws.
         """
-        # Prompts are the independent unit: the answers of one prompt are drawn together.
+        # Resample whole prompts (the independent units) with all of their answers.
         _, members = torch.unique(_units(table), return_inverse=True)
         rows_of = [(members == group).nonzero()[:, 0] for group in range(int(members.max()) + 1)]
         drawn: dict[str, Tensor] = {}

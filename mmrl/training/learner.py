@@ -161,7 +161,7 @@ def second_learners(
 
 
 def _current_rate(second: SecondModel, clock: Clock) -> float:
-    return second.learning_rate  # schedules have already set it for this step
+    return second.learning_rate  # already updated by its schedule
 
 
 @dataclass(frozen=True)

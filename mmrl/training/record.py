@@ -43,7 +43,7 @@ def name_of(record: Mapping[str, Any]) -> str:
 def changed_defaults(old: Mapping[str, Any], new: Mapping[str, Any], given: Changes) -> Changes:
     """List configuration changes between two records; `given`: changes of the configuration file.
 
-    A default that the file now spells out is no change. A new option is a change if the file sets it.
+    Writing out a default is no change. A new option is a change only if the file sets it.
     """
     changed = differences(old["config"], {k: v for k, v in new["config"].items() if k in old["config"]})
     later = {

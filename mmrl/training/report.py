@@ -174,7 +174,7 @@ class Reporter:
         self.evaluated_at = step
 
     def first_value(self, name: str) -> tuple[int, float] | None:
-        """Return a metric of the first evaluation in the journal, and its step."""
+        """Return a metric's value in the first evaluation of the journal, and the step of that evaluation."""
         for record in self.records:
             if (key := f"eval_{name}") in record:
                 return steps_taken(record), record[key]

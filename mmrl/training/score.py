@@ -117,7 +117,7 @@ def score(
         faulty = torch.zeros(len(outcomes), dtype=torch.int64)
         faulty[broken] = 1
         marks[f"fault/{name}"] = torch.zeros_like(table.ends).masked_scatter(table.present, faulty)
-    # Groups with a faulty outcome are left out of statistics and learning.
+    # Exclude groups with a failed reward from statistics and learning.
     faulty_groups = table.group[torch.stack(list(marks.values())).any(0).any(-1)]
     sound = ~torch.isin(table.group, faulty_groups)
     return table.replace(

@@ -45,7 +45,7 @@ class Unreadable:
     def agree(self, processes: Processes) -> bool:
         """Share the caught prompt errors; return whether there are any. Every process must call this."""
         mine, self.caught = self.caught, None
-        # Rebuild the message, because an error of a Ray worker contains its traceback.
+        # Rebuild the message: the error of a Ray worker includes a traceback.
         gathered = processes.all_gather_object(
             [mine.uid, str(PromptError(mine.uid, mine.reason))] if mine else []
         )

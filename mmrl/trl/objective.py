@@ -76,7 +76,7 @@ def _surrogate_options(given: Given, kind: str, *, whole: bool) -> Change:
     """Return the options of a surrogate that were given, or with `whole` all its options."""
     names = {
         "clip": {"epsilon": "epsilon", "epsilon_high": "epsilon_high", "delta": "delta"},
-        # TRL has only one bound: `epsilon_high`, or `epsilon` if `epsilon_high` is not set.
+        # One-sided surrogates in TRL read `epsilon_high`, or `epsilon` if `epsilon_high` is unset.
         "cispo": {"clip_max": "epsilon_high" if "epsilon_high" in given else "epsilon"},
         "sapo": {"temperature_pos": "sapo_temperature_pos", "temperature_neg": "sapo_temperature_neg"},
         "gamma_weight": {n: f"vespo_{n}" for n in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
@@ -251,7 +251,7 @@ def advantage(given: Given) -> Change:
         chain = [*chain, "drop_truncated"]
         named = given.at("objective.aggregation.name")
         aggregation = GRPO_LOSSES.get(given.losses[0], ("", ""))[1] if "loss_type" in given else named
-        # A mean over rows in TRL counts masked rows too; a mean over tokens counts only unmasked rows.
+        # TRL's mean over rows includes masked rows; its mean over tokens does not.
         if aggregation not in (None, "step_mean"):
             change["objective.aggregation.count"] = "drawn"
     return {**change, "advantage": chain}

@@ -94,7 +94,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
             if rejected is None and row.get("rejected_messages"):
                 rejected = _rejected(conversation, listed(row["rejected_messages"], "rejected_messages"))
             if rejected is not None:
-                # The chosen answer of a pair is the last message.
+                # In pairs, the last message is the chosen answer.
                 ours |= {"chosen": ours.pop("answer", ""), "rejected": text(rejected, "rejected_response")}
         case "llama_factory":
             used |= {"chosen", "rejected", "kto_tag"}
@@ -302,7 +302,7 @@ def _filled(media: dict[str, list[Any]], slots: Slots) -> dict[str, list[Any]]:
 
 
 def _rejected(conversation: list[Any], rejected: list[Any]) -> str:
-    """Return the last of `rejected_messages`; RowError if an earlier one differs from the conversation."""
+    """Return the last of `rejected_messages`; RowError if earlier messages differ from the conversation."""
     if not rejected or rejected[:-1] != conversation[:-1]:
         raise RowError("wanted `rejected_messages` that differ from `messages` in the last one alone")
     return _answer(rejected[-1], "rejected_messages")

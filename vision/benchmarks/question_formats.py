@@ -152,7 +152,7 @@ def ocrbench(columns: Columns, row: DataRow, place: int) -> Item:
     named = {"dataset": text(dataset, "dataset_name"), "type": text(kind, "type")}
     listing = answers if isinstance(answers, list | tuple) else [answers]
     right = tuple(answer_of(answer, f"answers[{i}]") for i, answer in enumerate(listing))
-    # The file's own `id` occurs several times.
+    # Number the rows, because the file's `id` is not unique.
     return Item(
         str(place), text(columns.get("question"), "question"), right, (), (("image", image, ""),), named
     )
@@ -183,7 +183,7 @@ def video_mme(columns: Columns, row: DataRow, place: int) -> Item:
 
 
 def mvbench(columns: Columns, row: DataRow, place: int) -> Item:
-    """Parse a row of MVBench (arXiv 2311.17005); the name of its file is the task, which has a folder."""
+    """Parse a row of MVBench (arXiv 2311.17005); the file name is the task, which determines the video folder."""
     if row.split not in FOLDER_OF:
         raise RowError(f"'{row.split}' is no task of MVBench; its files are named {', '.join(FOLDER_OF)}")
     choices, answer = _texts(columns.get("candidates"), "candidates"), text(columns.get("answer"), "answer")

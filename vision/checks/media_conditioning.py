@@ -27,7 +27,7 @@ def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator
     encode, logps = examined.policy.encode, examined.log_probabilities
     seen = logps(tuple(encode(row.prompt, row.outcomes[-1]) for row in shown))
     inverted = logps(tuple(encode(negative(row.prompt), row.outcomes[-1]) for row in shown))
-    # Compare bit by bit: if the model reads the pixels at all, at least the rounding changes.
+    # Compare exactly: if the model reads the pixels at all, at least the rounding changes.
     blind = [row for row, a, b in zip(shown, seen, inverted, strict=True) if bool((a == b).all())]
     if blind:
         uids = list(dict.fromkeys(row.prompt.uid for row in blind))

@@ -105,7 +105,7 @@ def boxes(
         truths = tuple(_box(box, form, name, scale) for box, _, name in pairs)
         target = Boxes(truths, tuple(label for _, label, _ in pairs), unit)
         words = {**row.others, **fields, "query": query, "units": UNITS[coordinates]}
-        # The question of a conversation is already the whole prompt.
+        # In conversations, the question is already the whole prompt: no template.
         question = query if fields.get("conversations") is not None else fill_template(prompt, words)
         messages = (Message("user", interleaved(question, [shown])),)
         answers = (Outcome(text=fill_template(demo, {**words, "answer": _answer(target)})),) if demo else ()
@@ -118,7 +118,7 @@ def boxes(
 
 
 def _question_and_boxes(fields: Mapping[str, Any]) -> tuple[str, list[tuple[Any, str, str]]]:
-    """Return the question of a row, and its boxes, each with its label and its name for error messages."""
+    """Return a row's question, and its boxes as (box, label, name for errors)."""
     if fields.get("conversations") is not None:
         turns = listed(fields["conversations"], "conversations", 2)
         messages = [mapping(turn, f"conversations[{i}]") for i, turn in enumerate(turns)]

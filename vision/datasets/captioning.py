@@ -68,7 +68,7 @@ def chair(
         target = Scene(frozenset(coco[uid].objects), words)
         return ask(uid, [medium], prompt, target, {"image_id": uid, "image": file})
 
-    # Images are not rows of a file, so errors show the image id as the place.
+    # Errors name the image id, because images are not rows of a file.
     prompts = read_prompts(instances[0], (DataRow(uid, "") for uid in wanted), make)
     return attach_answers(prompts, precomputed, answers, limit)
 

@@ -144,7 +144,7 @@ def _each_rejected(row: DataRow) -> Iterator[DataRow]:
 
 
 def _recorded(columns: Mapping[str, Any], side: str) -> Mapping[str, float]:
-    """Return what an answer records: whether it is preferred, and its score."""
+    """Return the recorded rewards of an answer: `preferred` (1 or 0) and `score`."""
     preferred, score = float(side == "chosen"), columns.get(f"score_{side}")
     score = preferred if score is None else number(score, f"score_{side}")
     return {"preferred": preferred, "score": score}

@@ -196,7 +196,7 @@ def grow(
 
 
 class Forest:
-    """State of branches in generation; `batch[i]` is the index of the branch in row i of the reader."""
+    """State of a generation with branches; `batch[i]` is the index of the branch in row i of the reader."""
 
     def __init__(
         self, reader: LogitsReader, branches: Sequence[Branch], ends: Tensor, stops: StopStrings

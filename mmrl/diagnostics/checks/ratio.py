@@ -86,7 +86,7 @@ def importance_correction(examined: Examined) -> Iterator[Finding]:
 def _cause(
     examined: Examined, noted: Tensor, valid: Tensor, unsteady: bool, tolerance: float
 ) -> tuple[str, str]:
-    """Find the change to the policy that makes it agree with the engine; return cause and advice as text."""
+    """Find the change that makes policy and engine agree; return the cause and advice as text."""
     policy = examined.policy
     # Try the cheap variants first: one pass, one pass per row, new rollouts in float32.
     with evaluating(policy.module):

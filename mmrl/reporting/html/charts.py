@@ -86,7 +86,7 @@ def chart(lines: Sequence[Line], kind: Literal["line", "area"] = "line", *, unit
             axes.set_xticks([*steps])  # a single step: no ticks at fractions of steps
         svg = svg_of(figure)
 
-    # The page's script reads the values at the cursor from these points.
+    # Points in JSON, from which the page's script shows the values at the cursor.
     points = [[[rounded(x) for x in line.x], [rounded(y) for y in line.y]] for line in lines]
     data = {"box": [LEFT, WIDTH - RIGHT, *map(float, axes.get_xlim())], "lines": points}
     legend = [(style_of(line.place)[0], line.label, finite(line.y)[-1]) for line in lines]

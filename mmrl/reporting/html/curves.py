@@ -81,7 +81,7 @@ PANELS = (
     Panel("throughput in steps", "steps of rollouts a second", "time/steps_per_second"),
     Panel("energy", "joules a step, whole devices", "energy/*"),
 )
-# `OTHERS` shows every metric that no other panel matches, except metrics that match these patterns.
+# Metrics that match these patterns are not shown in `OTHERS`, the panel of all remaining metrics.
 LEFT_OUT = "*/low */high step step_time time/* *_std */std completions/* rewards/* eval_*"
 OTHERS = Panel("others", "value", "*", but=LEFT_OUT)
 SAME = 1e-6  # relative difference below which numbers count as equal
