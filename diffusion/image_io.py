@@ -36,7 +36,7 @@ def load_image(
     image = read_image(source, name, max_pixels)
     if height and image.size != (width, height):
         image = ImageOps.fit(image, (width, height), method=Image.Resampling.BICUBIC)
-    # `array` copies; the memory of a Pillow image is read-only.
+    # Copy (`array`), because a Pillow image's memory is read-only.
     return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
 
 

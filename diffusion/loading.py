@@ -164,7 +164,7 @@ def _read_pipeline(
     """Load a pipeline of a hub id or folder from safetensors files."""
     with _explained(f"the pipeline '{name}'"):
         source, parts = _parts_of(name)
-        # diffusers requires components that a pipeline does not have, unless they are passed as None.
+        # Pass missing optional components as None, because diffusers requires them otherwise.
         absent = {part: None for part, origin in parts.items() if origin == [None, None]}
         # Networks are loaded onto the device file by file; with several GPUs, onto the current one.
         device, wanted = placement().device, DTYPES[dtype]
@@ -225,7 +225,7 @@ def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Modu
             with no_init_weights():  # initialisers may read data, which fake tensors lack
                 network = kind(config)
             network.tie_weights()  # normally done by the initialisation that is skipped
-            kept = kept if dtype == torch.float16 else ()  # transformers keeps float32 only in float16 models
+            kept = kept if dtype == torch.float16 else ()  # transformers does so only in float16
     for name, weight in network.state_dict(keep_vars=True).items():
         if weight.is_floating_point() and not set(kept or ()) & set(name.split(".")):
             weight.data = weight.data.to(dtype)

@@ -187,7 +187,7 @@ class PipelineFamily(ABC):
         if vae.config.get("latents_mean") is None:
             scaled = latents / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
             return (vae.decode(scaled.to(vae.dtype), return_dict=False)[0].float() + 1) / 2
-        # Video autoencoders standardise every channel, and take an image as a video of one frame.
+        # Video autoencoders: destandardise every channel; an image is a video of one frame.
         video = latents if latents.ndim == 5 else latents.unsqueeze(2)  # (B, C, f, h, w)
         mean, std = channel_moments(vae, video)
         frames = vae.decode((video * std + mean).to(vae.dtype), return_dict=False)[0]

@@ -19,7 +19,7 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.runtime.modules import model_source
 from mmrl.runtime.weights import load_whole
 
-# Weak, so that a model is freed with the last reward that uses it.
+# Shared models, held weakly: freed with the last reward that uses them.
 _LOADED: WeakValueDictionary[tuple[str, ...], nn.Module] = WeakValueDictionary()
 
 
@@ -47,7 +47,7 @@ def encode_distinct(
 ) -> list[Tensor]:
     """Encode every distinct text or image once, in batches; returns one row per item, in order."""
     digest = lambda image: hashlib.blake2b(image.cpu().numpy().tobytes(), digest_size=16).digest()
-    # Images of different shapes may have the same bytes.
+    # The key includes the shape: images of different shapes may have the same bytes.
     keys = [item if type(item) is str else (item.shape, digest(item)) for item in items]
     distinct = dict(zip(keys, items, strict=True))
     values = list(distinct.values())

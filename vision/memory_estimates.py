@@ -93,7 +93,7 @@ def _generation(
         decode, _ = _measured(lambda: _decoded(CachedReader(policy, [encoded] * ROWS)))
         packed = float(packed_bytes(policy.model))
     prompt_pass = max(0.0, prefill - cache_bytes(policy, length, 0)) * prompts
-    # Decoding one token in ROWS rows, without the prefill before it and without the cache; scaled to `rows`.
+    # Measure one decoding step with ROWS rows, without prefill and cache, and scale it to `rows`.
     row_pass = max(0.0, decode - prefill - cache_bytes(policy, 0, ROWS * room_of(1))) / ROWS * rows
     del reader
     return {
@@ -203,7 +203,7 @@ def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
 
 @contextmanager
 def _autocast(policy: TokenPolicy) -> Iterator[None]:
-    """Autocast in the policy's precision; cast all weights first, so that measured passes exclude it."""
+    """Autocast in the policy's precision, with weights already cast, so that measurements exclude the casts."""
     kind = policy.core.get_input_embeddings().weight.device.type
     with torch.autocast(kind, policy.compute, enabled=policy.compute in LOW):
         for layer in _cast_layers(policy):

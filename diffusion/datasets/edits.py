@@ -23,7 +23,7 @@ from mmrl.data.text_files import CAPTION, RecordedAnswers
 from mmrl.data.video import FrameSampling
 from mmrl.diffusion.image_io import image_size, load_image, load_video
 
-# Column names in public data sets, in order of preference: the first with content in a row is read.
+# Column names in public data sets, in order of preference; the first non-empty one is read.
 SOURCES = (
     "edit_image", "kontext_images", "source_images", "source_image", "source_img", "src_img", "input_image",
     "original_image", "images", "image", "file_name",

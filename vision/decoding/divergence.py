@@ -125,7 +125,7 @@ def on_support(teacher: Teaching, log_p: Tensor, log_q: Tensor, inside: Tensor, 
 
 def over_vocabulary(teacher: Teaching, logits: Tensor, other: Tensor) -> Tensor:
     """Compute the divergence (m,) from logits (m, V) of the policy and (m, V') of the teacher."""
-    # Models of one family pad the vocabulary of their heads to different sizes, with unused rows.
+    # Cut to the smaller vocabulary: models of one family pad their heads to different sizes.
     size = min(logits.shape[-1], other.shape[-1])
     both = (logits[:, :size].log_softmax(-1), other[:, :size].to(logits.dtype).log_softmax(-1))
     return generalized_jsd(*both, teacher.beta)

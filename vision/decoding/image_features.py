@@ -66,7 +66,7 @@ def find_distinct(images: Sequence[Media]) -> tuple[list[Media], list[int]]:
     distinct: list[Media] = []
     which = []
     for image in images:
-        # A comparison ends at the first pixel that differs.
+        # Comparisons are cheap: they end at the first pixel that differs.
         same = (all(torch.equal(image[name], other[name]) for name in image) for other in distinct)
         number = next((i for i, equal in enumerate(same) if equal), len(distinct))
         if number == len(distinct):

@@ -165,7 +165,7 @@ def _masks(
     size = owner.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=owner.device).tril()
     seen = before[owner[:, :, None], owner[:, None, :]]  # (P, S, S): sequence, query token, key token
-    # Padding attends to itself, because the softmax over no key is NaN.
+    # Let padding attend to itself, because a softmax over no keys is NaN.
     alone = torch.eye(size, dtype=torch.bool, device=owner.device) & ~mask[:, :, None]
     allowed = (earlier & seen & mask[:, None, :]) | alone
     distance = index[:, :, None] - index[:, None, :]  # (P, S, S) tokens between query and key in their row

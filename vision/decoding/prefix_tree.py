@@ -282,7 +282,7 @@ class _MediaContents:
 
 
 def _equal_at(keys: Sequence[Tensor], members: Sequence[int], at: int) -> list[list[int]]:
-    """Group the rows `members` by their key at index `at`."""
+    """Group the rows `members` by the key (token and position) at index `at`."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in members:
         groups.setdefault(tuple(keys[row][at].tolist()), []).append(row)

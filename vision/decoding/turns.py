@@ -153,7 +153,7 @@ class Turns:
 
 @cache
 def _tell(why: str) -> None:
-    """Warn that turns are read from the beginning, once per process and reason."""
+    """Warn, once per process and reason, that each turn recomputes the whole conversation."""
     log.warning("every turn of a conversation is read anew, from its beginning: %s", why)
 
 
@@ -172,7 +172,7 @@ class TurnReader:
     def _take_over(self, requests: Sequence[GenerationRequest]) -> None:
         """Begin the first turn with the cache of `self.reader`."""
         cache = self.reader.prefix.cache
-        self.prompts = cache.prompts()  # the shared prompts, for the caches of later turns
+        self.prompts = cache.prompts()  # shared prompts, reused by later turns
         shared = [len(request.encoded.ids) - 1 for request in requests]
         self._begin(requests, cache.owners, shared)
 
@@ -275,7 +275,7 @@ class TurnReader:
         return self.reader.prefix.cache.own_tokens(counts)
 
     def _restore(self, rows: Sequence[KeptRow], own: Layers) -> None:
-        """Make a cache from the shared prompts of rows, and the rows' own keys and values."""
+        """Create a cache from the shared prompts of rows, and the rows' own keys and values."""
         cache, device = self.prompts.prompts(), self.reader.prefix.last.device
         cache.batch_select_indices(torch.tensor([row.prompt for row in rows], device=device))
         self.prompts = cache.prompts()  # drops prompts whose conversations have all ended

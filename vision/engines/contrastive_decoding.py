@@ -133,7 +133,7 @@ class ContrastiveDecoding:
 
     def _corrupted(self, row: GenerationRequest) -> EncodedPrompt:
         """Encode the prompt of q: without media, with noised media, or with cropped media."""
-        generator = self.stream.generator("distortion", row.prompt.uid)  # one distortion for all answers
+        generator = self.stream.generator("distortion", row.prompt.uid)  # the same for all answers
         encode = self.policy.prompt_encoder.encode
         if self.against == "blind":
             return encode(without_media(row.prompt))
@@ -179,7 +179,7 @@ class MixtureReader:
             limit = p.max(-1, keepdim=True).values + math.log(settings.plausibility_threshold)
             mixture = mixture.masked_fill((p < limit) & (self.ratio[:, None] != 0), FORBIDDEN)
         self.length += 1
-        # Placeholders have huge negative logits in p and q, which a large ratio could turn positive.
+        # Forbid placeholders again: a large ratio could make their huge negative logits positive.
         return mixture.index_fill(-1, self.forbidden, FORBIDDEN)
 
     def _logp(self, needed: Tensor, reader: LogitsReader | None, token: Tensor | None) -> Tensor | float:

@@ -126,7 +126,7 @@ class Generate:
         rows = []
         for prompt in prompts:
             index = next(counters[prompt.uid])
-            # One random number per token and row, so that answers do not depend on the batch or other rows.
+            # Draw a random number per token and row, so that answers do not depend on the batch.
             generator = self.stream.generator(prompt.uid, index)
             uniform = torch.rand(self.max_completion_length, generator=generator)
             encoded = self.policy.prompt_encoder.encode(prompt)

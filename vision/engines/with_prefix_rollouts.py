@@ -187,7 +187,7 @@ class WithPrefixRollouts:
     ) -> list[Probe]:
         """Create the branches that complete an answer's prefixes; `key` seeds them, `first`: first index."""
         prompt, opener, nothing = row.steps.prompt, self._tokenized(self.opener), torch.zeros(0)
-        # The first branch is the answer itself up to the last cut, without sampling.
+        # The first branch replays the answer up to the last cut, without sampling.
         probes = [
             Probe(
                 number, ends[-1], "answer", Branch(prompt, nothing, row.steps.ids[: ends[-1]], scored=False)

@@ -23,7 +23,7 @@ WORDS = (
     "Apple", "Bread", "Cheese", "Dates", "Eggs", "Figs", "Grapes", "Honey",
     "Jam", "Lemon", "Milk", "Nuts", "Olives", "Pears", "Rice", "Tea",
 )  # fmt: skip
-END = "end"  # name of the fields that end a task once one of them is chosen
+END = "end"  # name of fields whose choice ends the task
 State = dict[str, list[str]]  # the chosen or written values of the fields of a page, by name
 
 

@@ -18,7 +18,7 @@ SWITCHES = (
     "--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
-ADDRESS = "http://task.invalid/"  # the only address that is answered, from memory
+ADDRESS = "http://task.invalid/"  # the only URL that is served (from memory)
 LIMIT = 30.0  # seconds for one action, with its screenshot
 CONCURRENT = 8  # most concurrent pages
 KEPT = 256  # cached first screenshots

@@ -104,7 +104,7 @@ def readable_rows(
     """
     path = Path(source)
     media = MediaRoot.of_rows(path, root, cache_bytes=0)  # no cache: every file is copied once
-    # Ids of the hub are `name` or `owner/name`.
+    # Matches hub ids: `name` or `owner/name`.
     local = path.exists() or path.suffix in FORMS or path.is_absolute() or len(path.parts) > 2
 
     def readable() -> Iterator[DataRow]:

@@ -22,7 +22,7 @@ Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 Content = str | list[dict[str, Any]]
 # Formats of message contents: a block per part, blocks with adjacent texts merged, or one text.
 BLOCKS, MERGED, TEXT = "blocks", "merged", "text"
-# Exceptions that templates raise for messages that they do not support.
+# Exceptions that templates raise for unsupported messages.
 REFUSED = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 FIRST, SECOND = "qzfirstzq", "qzsecondzq"  # probe texts, to test whether a template renders both texts
 
@@ -314,7 +314,7 @@ class ChatTemplate:
         )
 
     def _unused(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
-        """Make a marker word that occurs in no message, tool schema or template."""
+        """Create a marker word that occurs in no message, tool schema or template."""
         used = json.dumps([*messages, *tools, *self._texts], default=str)
         return next(word for number in count() if (word := f"qz{number}zq") not in used)
 
@@ -329,7 +329,7 @@ class Unreadable(ValueError):
 
 
 def _turn(words: str) -> list[dict[str, Any]]:
-    """Make two messages: a user question, and an assistant answer with the text `words`."""
+    """Create two messages: a user question, and an assistant answer with the text `words`."""
     return [{"role": role, "content": _texts(text)} for role, text in (("user", "x"), ("assistant", words))]
 
 

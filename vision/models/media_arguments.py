@@ -40,7 +40,7 @@ def image_arguments(processor: Any, images: Sequence[Frames], pixels: Mapping[st
     """Create the processor arguments for images; `pixels` are size limits, or empty."""
     check_images(processor)
     options = {"size": dict(pixels)} if pixels else {}
-    # Processors take a list of images for each text.
+    # One list of images per text.
     return {"images": [[frames.pixels[0] for frames in images]], "images_kwargs": options}
 
 
@@ -88,7 +88,7 @@ def audio_arguments(processor: Any, sounds: Sequence[Sound], pixels: Mapping[str
         check_seconds(processor, len(sound) / rate)
     options: dict[str, Any] = {"sampling_rate": rate}
     if hasattr(processor, "audio_seq_length") and not hasattr(processor, "audio_ms_per_token"):
-        # In Gemma 3n, all sounds have the same number of tokens, but features depend on the longest sound.
+        # Pad to a fixed length: Gemma 3n's features would depend on the longest sound of the prompt.
         options["padding"] = "max_length"
     return {"audio": samples, "audio_kwargs": options}
 

@@ -98,7 +98,7 @@ def blank_media(encoder: Any) -> dict[str, dict[str, Tensor]]:
         return {}
     black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # gives 2 x 2 features in Qwen2-VL
     inputs = images(images=[black], return_tensors="pt")
-    # Leave out values that the model does not read, such as the numbers of tiles.
+    # Drop inputs that the model does not read, such as the numbers of tiles.
     names = filter(inputs.__contains__, images.model_input_names)
     blank = {"image": encoder.family.prepare({name: torch.as_tensor(inputs[name]) for name in names})}
     if encoder.family.sounds(encoder.core.config):

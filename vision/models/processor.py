@@ -230,7 +230,7 @@ class PromptEncoder:
         question = {"role": "user", "content": [{"type": "text", "text": "x"}]}
         call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
         turn = {"role": "assistant", "content": [], "tool_calls": [call]}
-        # Remove the beginning of an answer, such as the name of its role.
+        # Remove the generation prompt, such as the name of the role.
         before, whole = self._render([question], tools), self._render([question, turn], tools, answers=False)
         after = whole[len(commonprefix([before, whole])) :]
         return self.text(torch.tensor(self.plain.tokenizer(after, add_special_tokens=False)["input_ids"]))
@@ -362,7 +362,7 @@ class PromptEncoder:
 
     @cached_property
     def _reads_marks(self) -> Any:
-        """The processor for texts with marked control tokens."""
+        """The processor, with a tokenizer that accepts marked control tokens."""
         return self.plain.processor(self.processor)
 
     def _media_words(self) -> list[str]:

@@ -279,7 +279,7 @@ class Tokens:
     def encode_conversation(
         self, prompt: Prompt, outcome: Outcome, *, learn: str, max_length: int = 0
     ) -> Trajectory:
-        """Encode a recorded answer as a row with the learned tokens `learn`; see `recorded_row`."""
+        """Encode a recorded answer as a row; `learn` selects the tokens to train on (see `recorded_row`)."""
         return recorded_row(self.prompt_encoder, prompt, outcome, learn=learn, max_length=max_length)
 
     def restore_rows(

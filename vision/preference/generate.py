@@ -120,7 +120,7 @@ def generate_pairs(
         pairs.append(pair)
     if not prompts:
         return pairs
-    twice = [prompt for prompt in prompts.values() for _ in range(2)]  # same order as the answers below
+    twice = [prompt for prompt in prompts.values() for _ in range(2)]  # two per image
     rows: dict[str, list[Trajectory]] = {uid: [] for uid in prompts}
     for row in engine.rollout(twice):
         rows[row.prompt.uid].append(row)

@@ -101,7 +101,7 @@ def with_faults(rule: SelectionRule, pairs: Iterable[ScoredPair]) -> Iterator[Sc
     for pair in pairs:
         fault = rule.fault(pair)
         if not fault:
-            # 96 bits per key, because the keys of all pairs stay in memory.
+            # Keep 96-bit keys, because the keys of all pairs stay in memory.
             key = hashlib.blake2b(f"{pair.digest}\n{pair.prompt}".encode(), digest_size=12).digest()
             fault = "duplicate" if key in seen else ""
             seen.add(key)

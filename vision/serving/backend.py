@@ -127,7 +127,7 @@ class Backend(Server):
 
     @classmethod
     def request(cls, question: Question) -> dict[str, Any]:
-        """Make a request for answers: the question, and its body in the form of this kind of server."""
+        """Create a request for answers: the question, and its body in this server type's format."""
         return {"question": question, "body": cls.write(question)}
 
     def ask(self, request: Mapping[str, Any], sizes: list[int]) -> bytes:

@@ -277,7 +277,7 @@ class ServedEngine:
     def rows(self, group: Group) -> list[Trajectory]:
         """Wait for the answers to a prompt, and return one training row per answer."""
         answers = group.joined(group.parts)
-        # A greedy request has one answer, which all entries of the prompt share.
+        # All entries of a prompt share the single answer of a greedy request.
         return [self._row(group, *answers[number % len(answers)]) for number in range(len(group.places))]
 
     def _row(self, group: Group, answer: Answer, versions: torch.Tensor | None = None) -> Trajectory:

@@ -90,7 +90,7 @@ class Servers:
         def start(earlier: Sequence[Future] = ()) -> None:
             try:
                 for future in earlier:
-                    future.result()  # an error ends all later requests too
+                    future.result()  # raises the error of the earlier requests
                 with self._holding(weights, given_up):
                     loaded.set_result(None)
                     self._send(requests(), given_up)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mmrl.vision.models.family import Inputs, VLMFamily, linear
 
-# Config keys of image tokens in released models; the config class of transformers 5.23 lacks the last two.
+# Config keys of image tokens; the config class of transformers 5.23 lacks the last two.
 TOKENS = (
     *("image_patch_id", "image_start_token_id", "low_res_image_start_token_id", "image_end_token_id"),
     *("frame_start_token_id", "frame_end_token_id", "image_col_id", "image_low_res_id"),
