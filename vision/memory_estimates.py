@@ -203,7 +203,7 @@ def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
 
 @contextmanager
 def _autocast(policy: TokenPolicy) -> Iterator[None]:
-    """Autocast in the policy's precision, with weights already cast, so that measurements exclude the casts."""
+    """Autocast in the policy's precision, with weights already cast, to exclude casts from measurements."""
     kind = policy.core.get_input_embeddings().weight.device.type
     with torch.autocast(kind, policy.compute, enabled=policy.compute in LOW):
         for layer in _cast_layers(policy):

@@ -28,7 +28,7 @@ _RECORDED: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None
 def register(base: str) -> str:
     """Register an attention function with transformers that reads this package's caches; return its name.
 
-    
+
     Plain tensors are passed to the implementation `base`, such as sdpa. Its mask function is registered, too:
     transformers silently omits masks otherwise. UNMASKED gets none on purpose: shared prefixes know their
     padding, and creating a mask in each step would cost time.

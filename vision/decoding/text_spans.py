@@ -84,7 +84,7 @@ class Translator:
         return self.other.encode(prompt, tools)
 
     def _answer(self, ids: Tensor) -> tuple[Tensor, list[int | None], list[int | None]]:
-        """Tokenize an answer (T,) for the teacher; return its ids, and the text offsets of both models' tokens."""
+        """Tokenize an answer (T,) for the teacher; return its ids, and the token ends of both models."""
         ended = bool(len(ids)) and int(ids[-1]) in self.encoder.end
         text = self.encoder.text(ids)
         ends = token_ends(self.encoder.tokenizer, ids[:-1].tolist() if ended else ids.tolist(), text)

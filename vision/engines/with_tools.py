@@ -248,7 +248,7 @@ class WithTools:
             talk.go_on(reads, observed)
 
     def _shows_fault(self, talk: Conversation, tool: Tool, answer: Answer) -> bool:
-        """Whether to show a tool's error to the model (`on_error`); otherwise end the conversation, or raise."""
+        """Whether to show a tool's error to the model; otherwise end the conversation, or raise."""
         if tool.on_error == "raise":
             raise ToolFault(
                 f"the tool '{tool.name}' failed for prompt '{talk.prompt.uid}': {answer.fault}. Mend it, or "
