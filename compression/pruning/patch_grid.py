@@ -41,7 +41,7 @@ LAYOUT: ContextVar[TokenLayout | None] = ContextVar("layout", default=None)
 
 
 def lay_out(core: nn.Module, inputs: Mapping[str, Any], *, grids: bool) -> TokenLayout:
-    """Find the visual tokens of a call, and with `grids` their positions on patch grids."""
+    """Find the visual tokens of a forward pass, and with `grids` their positions on patch grids."""
     ids = inputs.get("input_ids")
     if ids is None:
         raise ValueError(
@@ -110,7 +110,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
 
 
 def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
-    """Encode the images of a call in advance, as `generate` does, so features carry vision-tower states."""
+    """Encode the images before the forward pass, as `generate` does; features carry vision-tower states."""
     if inputs.get("pixel_values") is None:
         return
     wanted = inspect.signature(core.get_image_features).parameters

@@ -283,7 +283,7 @@ def _import_homes(kind: str) -> None:
 
 
 def leaves_form(entry: Entry, options: Mapping[str, Any]) -> bool:
-    """Whether a reward leaves `form` unset, so that the answer form is inferred from the data set."""
+    """Whether a reward's option `form` is unset, so that the answer form is inferred from the data set."""
     form = entry.options.get("form") if FORM_PACKAGE in entry.packages else None
     return form is not None and form.default is None and options.get("form") is None
 

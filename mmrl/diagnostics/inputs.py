@@ -61,7 +61,7 @@ def check_inputs(config: Config | EvaluateConfig) -> None:
 
 
 def _prompt_check(config: Config | EvaluateConfig, place: str) -> PromptCheck | None:
-    """Create the prompt check of a data set, which includes sizes that the engine sets.
+    """Create the check of a data set's prompts; it also checks output sizes set by the engine.
 
     Return None if the check would have to download files of a text model.
     """

@@ -124,7 +124,7 @@ def in_use(kind: str, config: Config, on: str = "") -> list[Entry]:
 
 
 def estimate_memory(config: Config, world: int = 1, shards: bool = False) -> Mapping[str, float]:
-    """Estimate the memory of a run, as bytes by component, from some prompts and an empty policy.
+    """Estimate a run's memory, as bytes by component, from some prompts and a policy of fake tensors.
 
     Args:
         config: The run.

@@ -74,7 +74,7 @@ class Play:
     """
 
     notes: frozenset[str] = frozenset()
-    row_per_turn: ClassVar[bool] = True  # tells pieces for turns that turns are rows
+    row_per_turn: ClassVar[bool] = True  # each turn of a game is a row with its own outcome
 
     @staticmethod
     def copies_engine(options: Mapping[str, Any]) -> bool:

@@ -137,8 +137,8 @@ def _name_once(name: str, place: str) -> None:
 def prompt_from(uid: str, messages: Sequence[Mapping[str, Any]], read: ReadMedia) -> Prompt:
     """Create a prompt from messages whose parts are {"type": ..., "value" or "url" or "text": ...}.
 
-    Texts stay as they are: a word such as <image> is no placeholder. Raises ConfigError for a part of
-    another type and for keys that nobody reads, such as the start of a part of a video.
+    Texts are not changed: a word such as <image> is no placeholder. Raises ConfigError for a part of
+    another type, and for unsupported keys, such as the start time of a video clip.
     """
     made = []
     for message in messages:

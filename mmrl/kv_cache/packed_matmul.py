@@ -164,7 +164,7 @@ def multiplies_bytes() -> bool:
         product = torch._int_mm(x, y)
     except (AttributeError, RuntimeError):
         return False
-    # Test by a product that instructions which saturate at 16 bits compute wrongly.
+    # The product is wrong if the CPU's instructions saturate at 16 bits.
     return bool((product == -64 * 128 * 15).all())
 
 

@@ -23,7 +23,7 @@ GRPO_LOSSES = {  # maps GRPO losses of TRL to (surrogate, aggregation)
     "luspo": ("clip", "length_weighted"),
     "vespo": ("gamma_weight", "step_mean"),
 }
-DPO_LOSSES = {  # maps DPO losses of TRL to comparisons
+DPO_LOSSES = {  # maps DPO losses of TRL to mmrl's objectives for pairs
     **{name: name for name in ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair")},
     **{name: name for name in ("sppo_hard", "apo_zero", "apo_down", "discopop")},
     "sigmoid_norm": "sigmoid",

@@ -80,7 +80,7 @@ def read_tree(core: nn.Module, tree: PrefixTree) -> tuple[Tensor, list[int]] | N
 def _read_roots(
     core: nn.Module, tree: PrefixTree, level: Sequence[int], states: States, device: torch.device
 ) -> Any | None:
-    """Run the root nodes; return a cache with them as shared prompts, or None as in `read_tree`."""
+    """Run the root nodes; return a cache with them as shared prompts, None if attention ignores it."""
     inputs, filled = _inputs(core, tree, level, device, "left"), exact_cache(core.config)
     mask = pad_rows([torch.ones_like(tree.ids(number)) for number in level], device)
     with record_keys(core.config) as recorded:

@@ -38,7 +38,7 @@ SCROLL = "pixels => window.scrollBy(0, pixels)"
 def find_chromium(executable: str = "", **others: Any) -> str:
     """Return the path of Chromium: `executable`, a path or a name on PATH, or the first of `EXECUTABLES`.
 
-    Raises ConfigError if there is none. Other options of the environment have no effect.
+    Raises ConfigError if there is none. `others`, the environment's other options, are ignored.
     """
     for name in (executable,) if executable else EXECUTABLES:
         if path := shutil.which(name):

@@ -53,7 +53,7 @@ class ImageWriter:
         return self.encoder.encode(Prompt("negative prompt", (Message("user", (Part(text),)),)))
 
     def layout_of(self, height: int, width: int) -> Tensor:
-        """Return the layout (L,) of an image of a size in pixels."""
+        """Return the token layout (L,) of an image with this height and width in pixels."""
         side = self.rules.side(self.core.config)
         return torch.tensor(self.layout(height // side, width // side))
 

@@ -87,7 +87,7 @@ class PromptCheck:
                     check_max_length(len(read.ids) + len(last), self.max_length)
 
     def _texts(self, prompt: Prompt, one: Outcome, plain: bool) -> list[str]:
-        """List the texts of an answer's turns; `plain`: the pattern of the prompt was rendered before."""
+        """List the texts of an answer's turns; with `plain`, an answer of one turn is not rendered."""
         if plain and not (one.extra or one.turns or one.asked):
             return [one.text or ""]
         return [text for text, *_ in recorded_turns(self.encoder, prompt, one)]

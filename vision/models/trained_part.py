@@ -33,7 +33,7 @@ class TrainedPart:
         return steps
 
     def read(self, read: ReadSteps, steps: Any, outputs: Any, teacher: Any) -> dict[str, Tensor]:
-        """Compute the outputs of a batch; `read(steps, outputs, teacher)` runs the model's forward pass."""
+        """Compute the outputs of a batch with this part; `read`, the argument, runs the model's forward."""
         return read(steps, outputs, teacher)
 
     def save(self, folder: Path) -> None:

@@ -269,7 +269,7 @@ def placed(ids: Sequence[int], drawn: Sequence[Mapping[str, Any]]) -> list[float
 
 
 def _leftmost(ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """Find the leftmost positions in `ids` of the subsequence `tokens`; raise ValueError if it is none."""
+    """Find the leftmost positions in `ids` of the subsequence `tokens`; ValueError if it does not occur."""
     rest = iter(enumerate(ids))
     places = [next((place for place, held in rest if held == token), None) for token in tokens]
     if None in places:

@@ -117,7 +117,7 @@ class Group:
         return self.parts[-1].version if self.parts else self.version
 
     def joined(self, parts: Sequence[Part]) -> list[tuple[Answer, Tensor]]:
-        """Wait for `parts`; return each answer so far, and the weight version of every token (T,)."""
+        """Wait for `parts`; return each answer, joined from its parts, and its weight version per token."""
         joined = [(answer, _full(answer, self.version)) for answer in self.answers.result()[0]]
         for part in parts:
             for number, future in enumerate(part.futures):

@@ -160,7 +160,7 @@ class ServedEngine:
 
     def make_folder(self) -> None:
         """Create the folder for weights and lock files; raise `ConfigError` if it is another user's."""
-        if not self.weights_folder:  # in a folder that other users can write
+        if not self.weights_folder:  # the default folder's parent is writable by other users
             make_private(self.folder.parent)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 

@@ -72,7 +72,7 @@ def from_each_image(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def from_the_first(core: nn.Module, media: Inputs) -> dict[str, Tensor]:
-    """Undo `from_each_image`: make patch indices relative to the batch (from 0; -1: no patch)."""
+    """Convert patch indices from per-image to batch-wide (from 0; -1: no patch); undoes `from_each_image`."""
     if "pixel_values" not in media:
         return dict(media)
     pooled = media["image_token_pooling"]
